@@ -1,0 +1,1 @@
+"""Offline summarisation of long documents with SpecExtend decoding."""

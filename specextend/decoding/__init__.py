@@ -1,0 +1,1 @@
+"""Decoding: cache, draft tree, retrieval, sampling, verification and the engine."""

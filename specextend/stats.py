@@ -1,0 +1,92 @@
+"""Counts and seconds of one request. Ratios are derived, so sums over requests stay right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """`numerator / denominator`, or None where there is nothing to divide by."""
+    return numerator / denominator if denominator else None
+
+
+@dataclass(slots=True)
+class DecodingStats:
+    """What one request cost.
+
+    Wall clock: `ttft_s` (prefill start to first token), `decode_s` (first to last token). Shares of the
+    engine's time: `prefill_s` to `other_s`; a batched step is divided equally among its sequences, so
+    they add up over requests to the engine's busy time.
+    """
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_spec_steps: int = 0
+    num_plain_steps: int = 0
+    num_draft_tokens: int = 0
+    """Verified nodes, without the root."""
+    num_accepted_tokens: int = 0
+    """Accepted nodes, without the bonus token; counted before the cut at a stop."""
+    acceptance_histogram: list[int] = field(default_factory=list)
+    """Entry j: steps that accepted j nodes; depth + 1 entries."""
+    num_retrievals: int = 0
+    """The one from prefill included."""
+    retrieval_coverage_sum: float = 0.0
+    """Sum over retrievals of the score share on visible rows."""
+    retrieval_churn_sum: float = 0.0
+    """Sum, from the second retrieval, of 1 - |A and B| / |A or B| of the chunks chosen by score."""
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    draft_prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    retrieval_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Prefill start to last token."""
+        return self.ttft_s + self.decode_s
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per speculative step, the bonus token counted; None without such a step."""
+        extra = ratio(self.num_accepted_tokens, self.num_spec_steps)
+        return None if extra is None else 1.0 + extra
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted nodes per verified node."""
+        return ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    @property
+    def retrieval_coverage(self) -> float | None:
+        """Mean share of the target's attention that falls on rows the draft may see."""
+        return ratio(self.retrieval_coverage_sum, self.num_retrievals)
+
+    @property
+    def retrieval_churn(self) -> float | None:
+        """Mean change of the selection from one retrieval to the next."""
+        return ratio(self.retrieval_churn_sum, self.num_retrievals - 1) if self.num_retrievals > 1 else None
+
+    @property
+    def output_tokens_per_s(self) -> float | None:
+        """Output tokens per second, prefill included."""
+        return ratio(self.num_output_tokens, self.total_s)
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Output tokens after the first per second of decoding."""
+        return ratio(self.num_output_tokens - 1, self.decode_s)
+
+    def add(self, other: DecodingStats) -> None:
+        """Add the counts and seconds of `other`."""
+        for name in (spec.name for spec in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, list):
+                size = max(len(mine), len(theirs))
+                padded = [values + [0] * (size - len(values)) for values in (mine, theirs)]
+                setattr(self, name, [a + b for a, b in zip(*padded, strict=True)])
+            else:
+                setattr(self, name, mine + theirs)
