@@ -1,0 +1,118 @@
+"""The target's choice of a token: its processed distribution, and noise that knows neither tree nor batch.
+
+Sampling takes `argmax(log p + g)` with Gumbel noise g that depends on (request seed, absolute position, token id)
+alone, so every decoding mode that sees the same logits chooses the same tokens.
+
+Letters: N rows, P positions, V vocabulary, K a prefix of the tokens in order of probability.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specextend.core import SamplingParams
+
+_WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the stride of splitmix64
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # its finaliser: shift and factor
+_MASK = (1 << 64) - 1
+_FIRST_PREFIX = 64  # tokens looked at first for top_p; eight times more until they suffice
+
+
+def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [P, V] fp32 for the absolute `positions` [P] int64, on their device.
+
+    A counter-based generator: an entry is a function of (seed, position, token id). The logarithms are taken in
+    fp64, so the rounded result is the same on every device and in every shape.
+    """
+    token_ids = torch.arange(vocab_size, device=positions.device)
+    keys = _mix(positions * _signed(_WEYL) + _signed(_mix_int(seed)))
+    bits = _mix(keys.unsqueeze(-1) + token_ids * _signed(_WEYL))
+    bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
+    uniform = bits.double().add_(0.5).mul_(2.0**-52)  # exact, and neither 0 nor 1
+    return uniform.log_().neg_().log_().neg_().float()
+
+
+def processed_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Log probabilities [..., V] fp32 after temperature, top_k and top_p, in this order; -inf for a token left out.
+
+    Among equally likely tokens at a cut the smaller ids stay. `sampling.temperature` must be above 0.
+    """
+    assert sampling.temperature > 0, "greedy decoding has no distribution"
+    scaled = logits.float()
+    # Relative to the largest, so that a tiny temperature cannot make it infinite.
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
+    vocab_size = scaled.shape[-1]
+    if 0 < sampling.top_k < vocab_size:
+        prefix = scaled.topk(sampling.top_k).values
+        num_kept = _nucleus_size(prefix.double().softmax(-1), sampling.top_p)
+        scaled = _keep_first(scaled, prefix, num_kept)
+    elif sampling.top_p < 1:
+        scaled = _keep_first(scaled, *_nucleus(scaled, sampling.top_p))
+    return scaled.log_softmax(-1)
+
+
+def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
+    """The target's tokens [N] int64 for `logits` [N, V]; `positions` [N] int64 are those of the tokens chosen.
+
+    Greedy takes the first of equal logits and never waits for the device. Nodes at one position share its noise.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    distinct, row_of = positions.unique(return_inverse=True)
+    noise = gumbel_noise(sampling.seed, distinct, logits.shape[-1])
+    return (processed_log_probs(logits, sampling) + noise[row_of]).argmax(-1)
+
+
+def _nucleus(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The largest of `scaled` [..., V] as far as top_p may need them [..., K], and how many it keeps [..., 1]."""
+    vocab_size = scaled.shape[-1]
+    total = scaled.double().logsumexp(-1, keepdim=True)
+    size = min(_FIRST_PREFIX, vocab_size)
+    while True:
+        prefix = scaled.topk(size).values
+        num_kept = _nucleus_size((prefix.double() - total).exp(), top_p)
+        if size == vocab_size or bool((num_kept < size).all()):
+            return prefix, num_kept
+        size = min(size * 8, vocab_size)
+
+
+def _nucleus_size(probs: Tensor, top_p: float) -> Tensor:
+    """[..., 1]: how many of the falling `probs` [..., K] it takes to reach top_p; K where they do not."""
+    if top_p >= 1:
+        return torch.full_like(probs[..., :1], probs.shape[-1], dtype=torch.int64)
+    num_below = (probs.cumsum(-1) < top_p).sum(-1, keepdim=True)
+    return (num_below + 1).clamp_(max=probs.shape[-1])
+
+
+def _keep_first(scaled: Tensor, prefix: Tensor, num_kept: Tensor) -> Tensor:
+    """`scaled` [..., V] with -inf outside its `num_kept` [..., 1] largest, ties by token id; `prefix`: its largest."""
+    last = prefix.gather(-1, num_kept - 1)
+    above, equal = scaled > last, scaled == last
+    num_equal_kept = num_kept - above.sum(-1, keepdim=True)
+    if bool((equal.sum(-1, keepdim=True) > num_equal_kept).any()):
+        equal &= equal.cumsum(-1) <= num_equal_kept
+    return scaled.masked_fill(~(above | equal), float("-inf"))
+
+
+def _mix(state: Tensor) -> Tensor:
+    """splitmix64's finaliser of int64 `state`, in place; products wrap around."""
+    spare = torch.empty_like(state)
+    for shift, factor in _ROUNDS:
+        torch.bitwise_right_shift(state, shift, out=spare)
+        spare.bitwise_and_((1 << (64 - shift)) - 1)  # an int64 shift copies the sign: cut it off
+        state.bitwise_xor_(spare).mul_(_signed(factor))
+    return state
+
+
+def _mix_int(value: int) -> int:
+    """The same of a Python integer of any size and sign."""
+    state = value & _MASK
+    for shift, factor in _ROUNDS:
+        state = (state ^ (state >> shift)) * factor & _MASK
+    return state
+
+
+def _signed(value: int) -> int:
+    """The int64 of the same 64 bits."""
+    return value - (1 << 64) if value >> 63 else value

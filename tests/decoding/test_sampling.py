@@ -1,0 +1,232 @@
+"""The target's choice: the right distribution, by noise that is a function of seed, position and token id alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specextend.core import SamplingParams
+from specextend.decoding.sampling import choose_tokens, gumbel_noise, processed_log_probs
+
+
+def chi_square_p(counts: list[int] | np.ndarray, expected: list[float] | np.ndarray) -> float:
+    """Probability of counts at least this far from the `expected` ones."""
+    counts, expected = np.asarray(counts), np.asarray(expected)
+    statistic = float((((counts - expected) ** 2) / expected).sum())
+    degrees = torch.tensor(len(counts) - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees / 2, torch.tensor(statistic, dtype=torch.float64) / 2))
+
+
+def kolmogorov_smirnov_p(uniform: np.ndarray) -> float:
+    """Probability of a sample at least this far from uniform on (0, 1), by Kolmogorov's limit."""
+    rank = np.arange(len(uniform) + 1) / len(uniform)
+    ordered = np.sort(uniform)
+    distance = max((rank[1:] - ordered).max(), (ordered - rank[:-1]).max()) * math.sqrt(len(uniform))
+    return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * distance) ** 2) for k in range(1, 101)))
+
+
+def slow_probs(logits: list[float], sampling: SamplingParams) -> list[float]:
+    """The definition, in Python: rank by probability (then id), cut at top_k, cut at top_p, normalise."""
+    top = max(logits)
+    weight = {token: math.exp((value - top) / sampling.temperature) for token, value in enumerate(logits)}
+    ranked = sorted(weight, key=lambda token: (-logits[token], token))
+    ranked = ranked[: sampling.top_k or None]
+    total = math.fsum(weight[token] for token in ranked)
+    kept: list[int] = []
+    for token in ranked:
+        kept.append(token)
+        if sampling.top_p < 1 and math.fsum(weight[token] for token in kept) >= sampling.top_p * total:
+            break
+    total = math.fsum(weight[token] for token in kept)
+    return [weight[token] / total if token in kept else 0.0 for token in range(len(logits))]
+
+
+def slow_choice(logits: Tensor, position: int, sampling: SamplingParams) -> int:
+    """One node's token, from one noise vector of its own."""
+    noise = gumbel_noise(sampling.seed, torch.tensor([position]), len(logits))[0]
+    log_probs = [math.log(p) if p > 0 else -math.inf for p in slow_probs(logits.tolist(), sampling)]
+    scores = [p + g for p, g in zip(log_probs, noise.tolist(), strict=True)]
+    return scores.index(max(scores))
+
+
+def splitmix_uniform(seed: int, position: int, token_id: int) -> float:
+    """The generator's definition on Python integers."""
+
+    def mix(state: int) -> int:
+        state &= 2**64 - 1
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        return state ^ (state >> 31)
+
+    stride = 0x9E3779B97F4A7C15
+    key = mix(mix(seed) + position * stride)
+    return ((mix(key + token_id * stride) >> 12) + 0.5) / 2**52
+
+
+LOGITS = torch.tensor([2.0, 0.5, 1.5, -1.0, 0.0, 2.0, -3.0, 1.0])
+SETTINGS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.3, top_k=3),
+    SamplingParams(temperature=0.7, top_k=5, top_p=0.8),
+]
+
+
+@pytest.mark.parametrize("seed", [0, 7, -3, 2**63 + 5, 2**70])
+def test_noise_is_the_function_of_seed_position_and_token_that_it_says(seed):
+    """Any seed a user may write, big or negative; and int64 tensors must agree with unbounded integers."""
+    positions = torch.tensor([0, 1, 131_071])
+    noise = gumbel_noise(seed, positions, 5)
+    for row, position in enumerate(positions.tolist()):
+        expected = [-math.log(-math.log(splitmix_uniform(seed, position, token))) for token in range(5)]
+        assert noise[row].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_noise_of_a_position_does_not_depend_on_what_else_is_asked_for():
+    """A vector loop's tail rounds differently; in fp64 that cannot reach the fp32 result."""
+    together = gumbel_noise(5, torch.arange(100, 111), 1_003)
+    for row in range(11):
+        assert torch.equal(gumbel_noise(5, torch.tensor([100 + row]), 1_003)[0], together[row])
+    assert torch.equal(gumbel_noise(5, torch.tensor([103]), 77)[0], together[3, :77])
+
+
+def test_noise_has_the_gumbel_distribution():
+    """Kolmogorov-Smirnov on two million entries, and again on the tail that decides who wins."""
+    noise = gumbel_noise(11, torch.arange(4_000), 500).flatten().double().numpy()
+    assert kolmogorov_smirnov_p(np.exp(-np.exp(-noise))) > 1e-3
+    tail = noise[noise > 5.0]
+    share_beyond = -np.expm1(-np.exp(-tail)) / -math.expm1(-math.exp(-5.0))
+    assert kolmogorov_smirnov_p(share_beyond) > 1e-3
+
+
+@pytest.mark.parametrize("stride", [1, 2, 256, 4096])
+def test_noise_of_nearby_seeds_positions_and_tokens_is_uncorrelated(stride):
+    """A weak mixer shows first between neighbours, and between inputs that differ in one bit."""
+    size = 200_000
+    limit = 5 / math.sqrt(size)
+    one = gumbel_noise(3, torch.tensor([1_000]), size + stride)[0].double()
+    other_position = gumbel_noise(3, torch.tensor([1_000 + stride]), size)[0].double()
+    other_seed = gumbel_noise(3 + stride, torch.tensor([1_000]), size)[0].double()
+    for other in (other_position, other_seed, one[stride:]):
+        assert abs(np.corrcoef(one[:size].numpy(), other.numpy())[0, 1]) < limit
+
+
+def test_noise_does_not_come_back_at_another_token_of_another_position():
+    """Two positions whose streams overlapped, shifted, would correlate at a distance that no pairwise test sees."""
+    noise = gumbel_noise(0, torch.arange(2_000), 500)
+    assert len(noise.double().unique()) > 0.98 * min(noise.numel(), 2**24)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_sampled_tokens_follow_the_processed_distribution(sampling):
+    """Chi-square over 40,000 positions against the exact distribution."""
+    num = 40_000
+    tokens = choose_tokens(LOGITS.expand(num, -1), torch.arange(num), sampling)
+    counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
+    probs = np.array(slow_probs(LOGITS.tolist(), sampling))
+    assert counts[probs == 0].sum() == 0
+    assert chi_square_p(counts[probs > 0], probs[probs > 0] * num) > 1e-3
+
+
+def test_two_positions_in_a_row_are_independent():
+    """The joint distribution of a pair of tokens is the product of theirs."""
+    num, sampling = 30_000, SamplingParams(temperature=1.0, top_k=4)
+    tokens = choose_tokens(LOGITS.expand(2 * num, -1), torch.arange(2 * num), sampling).view(num, 2)
+    probs = np.array(slow_probs(LOGITS.tolist(), sampling))
+    support = np.flatnonzero(probs)
+    pairs = [tuple(pair) for pair in tokens.tolist()]
+    counts = [pairs.count((a, b)) for a, b in itertools.product(support, repeat=2)]
+    expected = [probs[a] * probs[b] * num for a, b in itertools.product(support, repeat=2)]
+    assert chi_square_p(counts, expected) > 1e-3
+
+
+def test_seeds_are_independent_draws():
+    """One position, many seeds: the distribution again."""
+    num, sampling = 3_000, SamplingParams(temperature=1.0)
+    at = torch.tensor([17])
+    tokens = [int(choose_tokens(LOGITS[None], at, replace(sampling, seed=seed))) for seed in range(num)]
+    expected = np.array(slow_probs(LOGITS.tolist(), sampling)) * num
+    assert chi_square_p(np.bincount(tokens, minlength=len(LOGITS)), expected) > 1e-3
+
+
+@given(
+    st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=12),
+    st.sampled_from([0.05, 0.7, 1.0, 4.0]),
+    st.sampled_from([0, 1, 2, 5, 100]),
+    st.sampled_from([1e-6, 0.21, 0.53, 0.853, 0.999, 1.0]),
+)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_processed_distribution_equals_the_slow_one(logits, temperature, top_k, top_p):
+    """Few distinct values make ties, at the cuts as well; there the smaller token id stays."""
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    probs = processed_log_probs(torch.tensor(logits), sampling).exp()
+    expected = slow_probs(logits, sampling)
+    assert probs.tolist() == pytest.approx(expected, abs=1e-6)
+    assert [p > 0 for p in probs.tolist()] == [p > 1e-38 for p in expected]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
+def test_a_nucleus_of_any_size_is_found(spread):
+    """The search looks at 64 tokens, then at 512, then at more: a flat distribution needs nearly all of them."""
+    logits = torch.randn(3, 2_000, generator=torch.Generator().manual_seed(0)) * spread
+    sampling = SamplingParams(temperature=0.7, top_p=0.9003)
+    probs = processed_log_probs(logits, sampling).exp()
+    for row in range(3):
+        assert probs[row].tolist() == pytest.approx(slow_probs(logits[row].tolist(), sampling), abs=1e-6)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_choice_of_a_batch_is_the_choice_of_each_node(sampling):
+    """Tree nodes share positions; neither their number nor their order may matter."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, 40, generator=generator) * 2
+    positions = torch.tensor([500, 501, 501, 502, 502, 502, 503, 503, 900])
+    tokens = choose_tokens(logits, positions, sampling)
+    assert tokens.tolist() == [
+        slow_choice(row, at, sampling) for row, at in zip(logits, positions.tolist(), strict=True)
+    ]
+    order = torch.randperm(9, generator=generator)
+    assert torch.equal(choose_tokens(logits[order], positions[order], sampling), tokens[order])
+
+
+def test_greedy_takes_the_first_of_equal_logits():
+    """As `generate(do_sample=False)` does; in bf16 ties are common."""
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]], dtype=torch.bfloat16)
+    assert choose_tokens(logits, torch.tensor([4, 5]), SamplingParams()).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1.0, top_k=1),
+        SamplingParams(temperature=1.0, top_p=1e-9),
+        SamplingParams(temperature=1e-30),
+        SamplingParams(temperature=1e-300, top_k=2, top_p=0.5),
+    ],
+)
+def test_a_distribution_narrowed_to_one_token_is_greedy(sampling):
+    """Extremes a user can write: one token left, or a temperature that would overflow fp32."""
+    logits = torch.tensor([[9.0, 30.0, 29.0, -float("inf")]]).expand(50, -1)
+    assert choose_tokens(logits, torch.arange(50), sampling).tolist() == [1] * 50
+
+
+def test_a_vocabulary_of_one_token_is_always_chosen():
+    """Nothing to choose from must still be a choice."""
+    sampling = SamplingParams(temperature=1.0, top_k=1, top_p=0.1)
+    assert choose_tokens(torch.zeros(3, 1), torch.tensor([0, 1, 1]), sampling).tolist() == [0, 0, 0]
+
+
+def test_a_token_the_model_forbids_is_never_chosen():
+    """A logit of -inf stays impossible, whatever its noise."""
+    logits = torch.tensor([0.0, -float("inf"), 0.0]).expand(2_000, -1)
+    for sampling in SETTINGS:
+        assert 1 not in choose_tokens(logits, torch.arange(2_000), sampling).tolist()
