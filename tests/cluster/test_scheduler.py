@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specextend.cluster.scheduler import MAX_LOSSES, GivenUp, Lease, Limits, Scheduler
+from specextend.core import DocumentKey
+
+LIMITS = Limits(max_attempts=2, deadline_base_s=10, deadline_s_per_token=1, stall_s=30)
+
+
+def key(row: int) -> DocumentKey:
+    return DocumentKey(0, row)
+
+
+def scheduler(lengths: list[int], leases_per_worker: int = 3, limits: Limits = LIMITS) -> Scheduler:
+    return Scheduler([(key(row), length) for row, length in enumerate(lengths)], limits, leases_per_worker)
+
+
+def granted(grants: list[tuple[str, Lease]], worker: str | None = None) -> list[int]:
+    return [lease.key.row for name, lease in grants if worker in (None, name)]
+
+
+def ids(grants: list[tuple[str, Lease]]) -> dict[int, str]:
+    return {lease.key.row: lease.lease_id for _, lease in grants}
+
+
+def test_the_longest_documents_go_first():
+    """A long document begun last would run on while every other worker idles."""
+    plan = scheduler([5, 9, 7, 1])
+    plan.join("a", 0)
+    assert granted(plan.assign(0)) == [1, 2, 0]
+
+
+def test_leases_are_spread_over_the_workers():
+    """Few documents on many workers: each gets one before any gets two."""
+    plan = scheduler([4, 3, 2, 1])
+    plan.join("a", 0)
+    plan.join("b", 0)
+    grants = plan.assign(0)
+    assert granted(grants, "a") == [0, 2]
+    assert granted(grants, "b") == [1, 3]
+
+
+def test_a_death_charges_what_had_started_and_frees_the_rest():
+    """Only a started document can have killed the worker."""
+    plan = scheduler([3, 2, 1])
+    plan.join("a", 0)
+    lease = ids(plan.assign(0))
+    plan.report("a", 1, [lease[0]], 1)
+    assert plan.leave("a", "WorkerDied", "gone") == []
+    plan.join("b", 2)
+    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 2)]
+    plan.join("c", 2)
+    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(1, 1), (2, 1)]
+
+
+def test_a_charged_document_runs_alone_and_is_given_up_after_max_attempts():
+    """Whatever kills workers may kill its neighbours' work once, not twice."""
+    plan = scheduler([3, 2, 1])
+    plan.join("a", 0)
+    lease = ids(plan.assign(0))
+    plan.report("a", 1, [lease[0]], 1)
+    plan.leave("a", "WorkerDied", "gone")
+    plan.join("b", 2)
+    assert granted(plan.assign(2)) == [0]
+    assert plan.leave("b", "WorkerDied", "gone again") == [GivenUp(key(0), 2, "WorkerDied", "gone again")]
+    assert plan.num_open == 2
+
+
+def test_a_document_that_kills_before_it_is_seen_to_start_is_still_found():
+    """The driver polls every two seconds: a faster killer is never reported started, and must not loop for ever."""
+    plan = scheduler([3, 2, 1])
+    given_up: list[GivenUp] = []
+    for death in range(20):
+        plan.join(f"w{death}", death)
+        grants = plan.assign(death)
+        if 0 in granted(grants):
+            given_up += plan.leave(f"w{death}", "WorkerDied", "gone")
+        else:
+            for _, lease in grants:
+                assert plan.finish(lease.lease_id)
+            plan.leave(f"w{death}", "WorkerDied", "idle")
+    assert [item.key for item in given_up] == [key(0)]
+    assert plan.is_done
+
+
+def test_a_node_death_charges_nobody():
+    """A reclaimed spot node says nothing about a document."""
+    plan = scheduler([3, 2, 1])
+    plan.join("a", 0)
+    lease = ids(plan.assign(0))
+    plan.report("a", 1, list(lease.values()), 1)
+    assert plan.lose("a", "node died") == []
+    plan.join("b", 2)
+    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_a_document_whose_every_node_dies_is_given_up_in_the_end():
+    """A document may take the whole node down (host memory): the job must still end."""
+    plan = scheduler([3])
+    given_up = []
+    for death in range(MAX_LOSSES):
+        plan.join(f"w{death}", death)
+        plan.assign(death)
+        given_up += plan.lose(f"w{death}", "node died")
+    assert [(item.key, item.error_class) for item in given_up] == [(key(0), "NodeLost")]
+    assert plan.is_done
+
+
+def test_a_deadline_counts_from_the_start_of_prefill():
+    """Time in the queue is not the document's."""
+    plan = scheduler([5, 4])
+    plan.join("a", 0)
+    lease = ids(plan.assign(0))
+    plan.report("a", 1, [lease[0]], 100)
+    assert plan.overdue(115) == []
+    assert [late.key.row for late in plan.overdue(115.1)] == [0]
+
+
+def test_an_overdue_document_is_charged_and_its_neighbours_go_on():
+    """One slow document costs itself an attempt and nobody else anything."""
+    plan = scheduler([5, 4])
+    plan.join("a", 0)
+    lease = ids(plan.assign(0))
+    plan.report("a", 1, list(lease.values()), 1)
+    assert plan.expire(lease[0], "late") == []
+    assert not plan.finish(lease[0]), "a result that comes after the lease was taken back is dropped"
+    assert plan.finish(lease[1])
+    assert granted(plan.assign(50)) == [], "alone means: not beside the call that is still closing"
+    plan.closed("a")
+    assert granted(plan.assign(50)) == [0]
+
+
+def test_a_worker_that_makes_no_step_is_stalled():
+    """A hung kernel answers polls but never steps."""
+    plan = scheduler([5, 4])
+    plan.join("a", 0)
+    plan.assign(0)
+    plan.report("a", 7, [], 10)
+    plan.report("a", 7, [], 35)
+    assert plan.stalled(40) == []
+    assert plan.stalled(40.1) == ["a"]
+    plan.report("a", 8, [], 41)
+    assert plan.stalled(42) == []
+
+
+def test_an_idle_worker_does_not_stall():
+    """Nothing to do is no hang, and a lease after an idle hour starts a new count."""
+    plan = scheduler([5])
+    plan.join("a", 0)
+    plan.join("b", 0)
+    plan.assign(0)
+    plan.report("b", 0, [], 0)
+    assert plan.stalled(31) == ["a"]
+    plan.leave("a", "Stalled", "no step")
+    plan.assign(3600)
+    assert plan.stalled(3601) == []
+
+
+def test_a_neighbour_of_a_hang_that_had_not_begun_is_not_charged():
+    """The overdue document still hangs in the engine; the one leased after it has done nothing."""
+    plan = scheduler([5, 4], leases_per_worker=1)
+    plan.join("a", 0)
+    lease = ids(plan.assign(0))
+    plan.report("a", 1, [lease[0]], 1)
+    plan.expire(lease[0], "late")
+    plan.closed("a")
+    assert granted(plan.assign(100)) == [0], "the charged one, alone"
+    assert plan.leave("a", "Stalled", "no step") == []
+    plan.join("b", 200)
+    assert [lease.attempt for _, lease in plan.assign(200) if lease.key.row == 0] == [2]
+
+
+def test_a_lease_is_never_given_twice():
+    """A late report or result of an old lease must not touch the new one."""
+    plan = scheduler([5])
+    plan.join("a", 0)
+    old = ids(plan.assign(0))[0]
+    plan.leave("a", "WorkerDied", "gone")
+    plan.join("b", 1)
+    new = ids(plan.assign(1))[0]
+    assert new != old
+    assert not plan.finish(old)
+    assert plan.finish(new)
+    assert plan.is_done
+
+
+@pytest.mark.parametrize("leases_per_worker", [1, 3])
+def test_an_error_row_says_how_often_it_was_tried(leases_per_worker: int):
+    """`attempts` of the dead letter is the number of charges."""
+    plan = scheduler([5], leases_per_worker, Limits(max_attempts=4))
+    given_up = []
+    for death in range(9):
+        plan.join(f"w{death}", death)
+        for _, lease in plan.assign(death):
+            plan.report(f"w{death}", 1, [lease.lease_id], death)
+        given_up += plan.leave(f"w{death}", "WorkerDied", "gone")
+    assert [item.attempts for item in given_up] == [4]
+
+
+class Simulation:
+    """Drives a scheduler with drawn events and keeps its own books."""
+
+    def __init__(self, data: st.DataObject, num_documents: int, num_workers: int, leases_per_worker: int) -> None:
+        lengths = data.draw(st.lists(st.integers(1, 50), min_size=num_documents, max_size=num_documents))
+        self.data, self.plan = data, scheduler(lengths, leases_per_worker)
+        self.poison = data.draw(st.sets(st.sampled_from(range(num_documents)), max_size=2))
+        self.leases_per_worker = leases_per_worker
+        self.workers: dict[str, dict[str, Lease]] = {}
+        self.closing: Counter[str] = Counter()
+        self.done: Counter[DocumentKey] = Counter()
+        self.given_up: list[GivenUp] = []
+        self.old: list[str] = []
+        self.now, self.num_started = 0.0, 0
+        for _ in range(num_workers):
+            self.start_worker()
+
+    def start_worker(self) -> None:
+        self.num_started += 1
+        self.workers[f"w{self.num_started}"] = {}
+        self.plan.join(f"w{self.num_started}", self.now)
+
+    def assign(self) -> None:
+        for worker, lease in self.plan.assign(self.now):
+            assert self.done[lease.key] == 0, "a document that is done was leased"
+            assert all(lease.key != other.key for held in self.workers.values() for other in held.values())
+            self.workers[worker][lease.lease_id] = lease
+            if lease.attempt > 1:
+                assert len(self.workers[worker]) == 1, "a charged document runs alone"
+        assert all(len(held) <= self.leases_per_worker for held in self.workers.values())
+
+    def bury(self, worker: str, charge: bool) -> None:
+        self.old += self.workers.pop(worker)
+        leave = self.plan.leave(worker, "WorkerDied", "gone") if charge else self.plan.lose(worker, "node died")
+        self.given_up += leave
+        self.closing.pop(worker, None)
+        self.start_worker()
+
+    def finish(self, worker: str, lease: Lease) -> None:
+        if lease.key.row in self.poison:
+            self.bury(worker, charge=True)
+            return
+        del self.workers[worker][lease.lease_id]
+        assert self.plan.finish(lease.lease_id)
+        self.done[lease.key] += 1
+
+    def step(self) -> None:
+        self.assign()
+        busy = sorted(worker for worker, held in self.workers.items() if held)
+        if not busy:
+            return
+        worker = self.data.draw(st.sampled_from(busy))
+        lease = self.data.draw(st.sampled_from(list(self.workers[worker].values())))
+        event = self.data.draw(st.sampled_from(["finish", "finish", "report", "die", "lose", "wait", "late", "close"]))
+        if event == "finish":
+            self.finish(worker, lease)
+        elif event == "report":
+            self.plan.report(worker, self.num_started, [lease.lease_id], self.now)
+        elif event in ("die", "lose"):
+            self.bury(worker, charge=event == "die")
+        elif event == "wait":
+            self.wait()
+        elif event == "late" and self.old:
+            assert not self.plan.finish(self.data.draw(st.sampled_from(self.old)))
+        elif event == "close" and self.closing[worker]:
+            self.closing[worker] -= 1
+            self.plan.closed(worker)
+
+    def wait(self) -> None:
+        self.now += self.data.draw(st.floats(0, 40))
+        for lease in self.plan.overdue(self.now):
+            owner = next(worker for worker, held in self.workers.items() if lease.lease_id in held)
+            self.given_up += self.plan.expire(lease.lease_id, "late")
+            del self.workers[owner][lease.lease_id]
+            self.old.append(lease.lease_id)
+            self.closing[owner] += 1
+        for worker in self.plan.stalled(self.now):
+            self.bury(worker, charge=True)
+
+    def drain(self) -> None:
+        """From now on only poison kills: the job must come to its end."""
+        for _ in range(1000):
+            for worker, count in self.closing.items():
+                for _ in range(count):
+                    self.plan.closed(worker)
+            self.closing.clear()
+            self.assign()
+            held = [(worker, lease) for worker, leases in self.workers.items() for lease in leases.values()]
+            if not held:
+                return
+            self.finish(*held[0])
+        raise AssertionError("the job does not end")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 8), st.integers(1, 3), st.integers(1, 4))
+def test_whatever_dies_whenever_every_document_ends_exactly_once(
+    data: st.DataObject, num_documents: int, num_workers: int, leases_per_worker: int
+):
+    """Nothing lost, nothing twice: done or given up, never both, never neither."""
+    simulation = Simulation(data, num_documents, num_workers, leases_per_worker)
+    for _ in range(data.draw(st.integers(0, 25))):
+        simulation.step()
+    simulation.drain()
+    given_up = Counter(item.key for item in simulation.given_up)
+    assert simulation.plan.is_done
+    assert simulation.done + given_up == Counter(key(row) for row in range(num_documents))
+    assert all(item.key.row in simulation.poison or item.attempts for item in simulation.given_up)
+    assert not {done.row for done in simulation.done} & simulation.poison
