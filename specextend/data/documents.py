@@ -2,128 +2,241 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from specextend.core import Document, DocumentKey
+from specextend.data.audit import audit, plain_text
+from specextend.data.inputs import (
+    DocumentError,
+    InputError,
+    InputFile,
+    InputOptions,
+    OutputOptions,
+    Row,
+    ScannedRow,
+)
+from specextend.data.listing import check_apart, list_input
 from specextend.data.storage import Location
 
+__all__ = [
+    "Copy",
+    "DocumentError",
+    "InputError",
+    "InputFile",
+    "InputOptions",
+    "OutputOptions",
+    "Row",
+    "ScannedRow",
+    "Source",
+    "open_source",
+]
 
-class InputError(ValueError):
-    """The input cannot be run at all: exit 2. The message is one line and says what to do."""
+_BATCH_BYTES = 16 << 20
+_MAX_BATCH_ROWS = 4096
+_OPEN_FILES = 8
+_CACHED_GROUPS = 2
 
-
-class DocumentError(Exception):
-    """One document cannot be done: a row in `errors/`, the job goes on. Pickles."""
-
-    def __init__(
-        self, error_class: str, message: str, *, stage: str = "read", retryable: bool = False, doc_id: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.error_class = error_class
-        """`NullText`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `PromptTooLong`."""
-        self.message = message
-        self.stage = stage
-        """`read` or `prompt`."""
-        self.retryable = retryable
-        self.doc_id = doc_id
-        """Set by `Source.read`; empty when raised by `Prompts.render`, which has no id."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputOptions:
-    """`input.*`"""
-
-    path: str
-    """A Parquet file, a folder of them (searched recursively) or a glob; a local path or a URI."""
-    text_column: str = "text"
-    id_column: str | None = None
-    """A string or integer column; without it the id is `<path relative to the root>:<row in file>`."""
-    passthrough: tuple[str, ...] = ()
-    """Input columns copied to the summaries, types kept."""
-    max_new_tokens_column: str | None = None
-    """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
-    num_tokens_column: str | None = None
-    """An integer column with the document's length in tokens; spares the planning pass over the text."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputOptions:
-    """`output.*`"""
-
-    path: str
-    """The run's folder, a local path or a URI; made when missing."""
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class InputFile:
-    """One Parquet file of the input."""
+class Copy:
+    """A file's rows in smaller row groups, read in its place."""
 
-    number: int
-    relative_path: str
-    """From the input's root, with `/`."""
-    size: int
-    """Bytes."""
-    num_rows: int
+    location: Location
     group_rows: tuple[int, ...]
-    """Rows of each row group."""
-    footer_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One input row, ready to be rendered."""
-
-    document: Document
-    max_new_tokens: int | None
-    """None: the run's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScannedRow:
-    """What the plan needs to know of a row."""
-
-    key: DocumentKey
-    num_bytes: int | None
-    """Bytes of the text; None when `num_tokens_column` spares reading it."""
-    num_tokens: int | None
-    """From `num_tokens_column`."""
-    max_new_tokens: int | None
-    error_class: str | None
-    """Why `read` will refuse the row, as far as the scan can tell."""
 
 
 class Source:
     """The input of a run. Pickles small (file list and row counts, no data), reads lazily, thread-safe."""
 
-    options: InputOptions
-    root: Location
-    files: tuple[InputFile, ...]
-    passthrough_fields: tuple[pa.Field, ...]
+    def __init__(
+        self,
+        options: InputOptions,
+        root: Location,
+        files: tuple[InputFile, ...],
+        passthrough_fields: tuple[pa.Field, ...],
+        copies: Mapping[int, Copy] | None = None,
+    ) -> None:
+        self.options = options
+        self.root = root
+        self.files = files
+        self.passthrough_fields = passthrough_fields
+        self.copies = dict(copies or {})
+        self._lock = threading.Lock()
+        self._open: OrderedDict[Hashable, pq.ParquetFile] = OrderedDict()
+        self._groups: OrderedDict[Hashable, pa.Table] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Source, (self.options, self.root, self.files, self.passthrough_fields, self.copies)
 
     @property
     def num_rows(self) -> int:
         """Rows of all files."""
-        raise NotImplementedError
+        return sum(file.num_rows for file in self.files)
+
+    def location(self, number: int) -> Location:
+        """Where the input file `number` is."""
+        return self.root.child(self.files[number].relative_path)
 
     def read(self, key: DocumentKey) -> Row:
         """The row at `key`. Raises DocumentError for null, empty or undecodable text or a bad `max_new_tokens`."""
-        raise NotImplementedError
+        values = self._row(key)
+        doc_id = self._id(key, values)
+        try:
+            text = decode_text(_as_bytes(values[self.options.text_column]).to_pylist()[0])
+            column = self.options.max_new_tokens_column
+            max_new_tokens = None if column is None else check_max_new_tokens(values[column].to_pylist()[0])
+        except DocumentError as error:
+            raise DocumentError(error.error_class, error.message, error.stage, error.retryable, doc_id) from error
+        return Row(Document(key, doc_id, text), max_new_tokens)
 
     def doc_id(self, key: DocumentKey) -> str:
         """The row's id alone, for an error row about a document that nobody could read."""
-        raise NotImplementedError
+        return self._id(key, None if self.options.id_column is None else self._row(key))
 
     def scan(self) -> Iterator[ScannedRow]:
         """Every row in key order, streaming; raises nothing for a bad row, `error_class` says it."""
-        raise NotImplementedError
+        options = self.options
+        measured = options.num_tokens_column or options.text_column
+        columns = [measured, *([options.max_new_tokens_column] if options.max_new_tokens_column else [])]
+        for file in self.files:
+            row = 0
+            for batch in self.batches(file.number, columns):
+                limits = self._column_or_none(batch, options.max_new_tokens_column)
+                if options.num_tokens_column:
+                    tokens, texts = batch[measured].to_pylist(), [None] * len(batch)
+                else:
+                    tokens, texts = [None] * len(batch), _as_bytes(batch[measured]).to_pylist()
+                for num_tokens, text, limit in zip(tokens, texts, limits, strict=True):
+                    yield self._scanned(DocumentKey(file.number, row), num_tokens, text, limit)
+                    row += 1
+
+    def batches(self, number: int, columns: list[str], *, original: bool = False) -> Iterator[pa.Table]:
+        """Columns of a file as small tables in row order; `original`: of the input itself even if there is a copy."""
+        with open_parquet(self.location(number) if original else self._read_location(number)) as parquet:
+            yield from stream(parquet, columns)
+
+    def _scanned(self, key: DocumentKey, num_tokens: int | None, text: bytes | None, limit: int | None) -> ScannedRow:
+        by_tokens, error_class = self.options.num_tokens_column is not None, None
+        try:
+            if not by_tokens:
+                decode_text(text)
+            check_max_new_tokens(limit)
+        except DocumentError as error:
+            error_class = error.error_class
+        num_bytes = None if by_tokens else len(text or b"")
+        return ScannedRow(key, num_bytes, num_tokens, limit, error_class)
+
+    def _column_or_none(self, batch: pa.Table, column: str | None) -> list[int | None]:
+        return [None] * len(batch) if column is None else batch[column].to_pylist()
+
+    def _read_location(self, number: int) -> Location:
+        return self.copies[number].location if number in self.copies else self.location(number)
+
+    def _row(self, key: DocumentKey) -> pa.Table:
+        """The row's columns that `read` needs, as a table of one row."""
+        if not 0 <= key.file < len(self.files) or not 0 <= key.row < self.files[key.file].num_rows:
+            raise IndexError(f"{key} is not in the input")
+        group_rows = (self.copies.get(key.file) or self.files[key.file]).group_rows
+        ends = list(accumulate(group_rows))
+        group = bisect_right(ends, key.row)
+        with self._lock:
+            table = _cached(self._groups, (key.file, group), _CACHED_GROUPS, lambda: self._read_group(key.file, group))
+        return table.slice(key.row - (ends[group] - group_rows[group]), 1)
+
+    def _read_group(self, number: int, group: int) -> pa.Table:
+        parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(self._read_location(number)))
+        return parquet.read_row_group(group, columns=document_columns(self.options))
+
+    def _id(self, key: DocumentKey, values: pa.Table | None) -> str:
+        if values is None or self.options.id_column is None:
+            return f"{self.files[key.file].relative_path}:{key.row}"
+        return str(plain_text(values[self.options.id_column])[0].as_py())
 
 
 def open_source(options: InputOptions, output: OutputOptions | None = None) -> Source:
     """List and audit the input (and that `output` is apart from it); reads footers and the id column only.
 
-    Raises InputError (DESIGN: run error) before anything is loaded or written.
+    Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
-    raise NotImplementedError
+    listing = list_input(options.path)
+    if output is not None:
+        check_apart(listing, output.path)
+    files, passthrough_fields = audit(listing, options)
+    return Source(options, listing.root, files, passthrough_fields)
+
+
+def document_columns(options: InputOptions) -> list[str]:
+    """The columns that a row is made of."""
+    wanted = (options.text_column, options.id_column, options.max_new_tokens_column)
+    return list(dict.fromkeys(column for column in wanted if column is not None))
+
+
+def open_parquet(location: Location) -> pq.ParquetFile:
+    """Open for streaming: pages are read as they are needed."""
+    return pq.ParquetFile(location.path, filesystem=location.filesystem, buffer_size=1 << 20, pre_buffer=False)
+
+
+def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
+    """Tables of about 16 MiB (uncompressed) at most, in row order; none spans two row groups."""
+    for group in range(parquet.metadata.num_row_groups):
+        metadata = parquet.metadata.row_group(group)
+        mean_bytes = columns_bytes(metadata, columns) / max(1, metadata.num_rows)
+        rows = int(min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, mean_bytes))))
+        for batch in parquet.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+            yield pa.Table.from_batches([batch])
+
+
+def columns_bytes(group: pq.RowGroupMetaData, columns: list[str]) -> int:
+    """Uncompressed bytes of some columns of a row group."""
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns)
+
+
+def decode_text(data: bytes | None) -> str:
+    """A document's text. Raises DocumentError for one that is null, not UTF-8, or nothing but white space."""
+    if data is None:
+        raise DocumentError("NullText", "the text is null")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            "UndecodableText", f"the text is not UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    if not text or text.isspace():
+        raise DocumentError("EmptyText", "the text is empty or white space")
+    return text
+
+
+def check_max_new_tokens(value: int | None) -> int | None:
+    """A row's own limit. Raises DocumentError for one below 1."""
+    if value is not None and value < 1:
+        raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1, got {value}")
+    return value
+
+
+def _as_bytes(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Text as it was stored: bytes that are not UTF-8 must not raise here."""
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    return values.cast(pa.large_binary())
+
+
+def _cached(cache: OrderedDict[Hashable, Value], key: Hashable, size: int, make: Callable[[], Value]) -> Value:
+    """The cached value, or a new one in place of the least recently used."""
+    if key not in cache:
+        while len(cache) >= size:
+            cache.popitem(last=False)
+        cache[key] = make()
+    cache.move_to_end(key)
+    return cache[key]

@@ -9,29 +9,111 @@ import pyarrow as pa
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompt
+from specextend.data.quality import quality_flags
+from specextend.stats import DecodingStats
 
-SUMMARY_SCHEMA: pa.Schema = pa.schema([])
+SUMMARY_SCHEMA = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("summary", pa.string()),
+        ("finish_reason", pa.string()),
+        ("num_prompt_tokens", pa.int32()),
+        ("num_output_tokens", pa.int32()),
+        ("num_dropped_tokens", pa.int32()),
+        ("length_policy", pa.string()),
+        ("chunk_summaries", pa.list_(pa.string())),
+        ("num_spec_steps", pa.int32()),
+        ("num_plain_steps", pa.int32()),
+        ("num_draft_tokens", pa.int32()),
+        ("num_accepted_tokens", pa.int32()),
+        ("mean_acceptance_length", pa.float64()),
+        ("draft_acceptance_rate", pa.float64()),
+        ("acceptance_histogram", pa.list_(pa.int32())),
+        ("num_retrievals", pa.int32()),
+        ("retrieval_coverage", pa.float64()),
+        ("retrieval_churn", pa.float64()),
+        ("queue_s", pa.float64()),
+        ("ttft_s", pa.float64()),
+        ("decode_s", pa.float64()),
+        ("total_s", pa.float64()),
+        ("prefill_s", pa.float64()),
+        ("draft_prefill_s", pa.float64()),
+        ("draft_s", pa.float64()),
+        ("verify_s", pa.float64()),
+        ("retrieval_s", pa.float64()),
+        ("other_s", pa.float64()),
+        ("output_tokens_per_s", pa.float64()),
+        ("quality_flags", pa.list_(pa.string())),
+        ("worker", pa.string()),
+        ("attempts", pa.int32()),
+    ]
+)
 """Our columns of `summaries/`; passthrough columns follow them."""
-ERROR_SCHEMA: pa.Schema = pa.schema([])
+
+ERROR_SCHEMA = pa.schema(
+    [
+        ("key", pa.struct([("file", pa.int32()), ("row", pa.int64())])),
+        ("doc_id", pa.string()),
+        ("error_class", pa.string()),
+        ("message", pa.string()),
+        ("stage", pa.string()),
+        ("retryable", pa.bool_()),
+        ("attempts", pa.int32()),
+    ]
+)
 """Columns of `errors/`."""
-PART_SCHEMA: pa.Schema = pa.schema([])
-"""Columns of `_run/parts/`: the key, the summary columns, the error columns."""
+
+PART_SCHEMA = pa.schema(
+    [
+        ("file", pa.int32()),
+        ("row", pa.int64()),
+        *SUMMARY_SCHEMA,
+        *(field for field in ERROR_SCHEMA if field.name not in ("key", *SUMMARY_SCHEMA.names)),
+    ]
+)
+"""Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null for a row done."""
+
+_FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
 
 
 def result_row(
     key: DocumentKey, doc_id: str, completion: Completion, prompt: Prompt, *, queue_s: float, worker: str, attempts: int
 ) -> dict[str, Any]:
     """A document done, as a row of a part."""
-    raise NotImplementedError
+    stats = completion.stats
+    return {
+        "file": key.file,
+        "row": key.row,
+        "doc_id": doc_id,
+        "summary": completion.text,
+        "finish_reason": completion.finish_reason,
+        "num_dropped_tokens": prompt.num_dropped_tokens,
+        "length_policy": prompt.length_policy,
+        **{name: getattr(stats, name) for name in _FROM_STATS},
+        "acceptance_histogram": stats.acceptance_histogram or None,
+        "queue_s": queue_s,
+        "quality_flags": quality_flags(completion),
+        "worker": worker,
+        "attempts": attempts,
+    }
 
 
 def error_row(
     key: DocumentKey, doc_id: str, *, error_class: str, message: str, stage: str, retryable: bool, attempts: int
 ) -> dict[str, Any]:
     """A document given up, as a row of a part. stage: `read`, `prompt`, `decode`, ... what it died in."""
-    raise NotImplementedError
+    return {
+        "file": key.file,
+        "row": key.row,
+        "doc_id": doc_id,
+        "error_class": error_class,
+        "message": message,
+        "stage": stage,
+        "retryable": retryable,
+        "attempts": attempts,
+    }
 
 
 def summary_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
     """The schema of a run's summaries."""
-    raise NotImplementedError
+    return pa.schema([*SUMMARY_SCHEMA, *passthrough])

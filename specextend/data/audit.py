@@ -1,0 +1,154 @@
+"""What must hold of the input before anything is loaded: files that open, columns of the right type, unique ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from specextend.data.inputs import InputError, InputFile, InputOptions
+from specextend.data.listing import Listing
+from specextend.data.schema import SUMMARY_SCHEMA
+from specextend.data.storage import Location
+
+
+def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
+    """The files with their row counts, and the passthrough columns' fields. Raises InputError, in one line."""
+    _check_passthrough_names(options)
+    files, fields, ids = [], [], []
+    for number, (name, size) in enumerate(zip(listing.relative_paths, listing.sizes, strict=True)):
+        location = listing.root.child(name)
+        try:
+            with pq.ParquetFile(location.path, filesystem=location.filesystem) as parquet:
+                _check_columns(name, parquet.schema_arrow, options)
+                fields.append([parquet.schema_arrow.field(column) for column in options.passthrough])
+                if options.id_column is not None:
+                    ids.append(_read_ids(name, parquet, options.id_column))
+                rows = tuple(parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups))
+            files.append(InputFile(number, name, size, rows, footer_sha256(location)))
+        except (OSError, pa.ArrowException) as error:
+            message = " ".join(str(error).split())
+            raise InputError(f"{name} cannot be read as Parquet ({message}); repair it or take it out") from error
+    _check_unique(ids, listing)
+    return tuple(files), _unify(fields, options, listing)
+
+
+def footer_sha256(location: Location) -> str:
+    """Hash of a Parquet file's footer: its schema, row groups and where their data lies."""
+    with location.filesystem.open_input_file(location.path) as file:
+        size = file.size()
+        length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
+        return hashlib.sha256(file.read_at(length, size - length)).hexdigest()
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text; one without values (pandas writes such) has no type of its own."""
+    if pa.types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return (
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_string_view(kind)
+        or pa.types.is_null(kind)
+    )
+
+
+def _is_count(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_null(kind)
+
+
+def _is_id(kind: pa.DataType) -> bool:
+    return is_text(kind) or _is_count(kind)
+
+
+def _check_passthrough_names(options: InputOptions) -> None:
+    ours = [name for name in options.passthrough if name in SUMMARY_SCHEMA.names]
+    if ours:
+        raise InputError(f"input.passthrough names {', '.join(ours)}, a column of ours; rename it in the input")
+
+
+def _check_columns(file: str, schema: pa.Schema, options: InputOptions) -> None:
+    wanted = [
+        ("text_column", options.text_column, is_text, "a string column"),
+        ("id_column", options.id_column, _is_id, "a string or integer column"),
+        ("max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
+        ("num_tokens_column", options.num_tokens_column, _is_count, "an integer column"),
+    ]
+    wanted += [("passthrough", name, lambda kind: True, "any column") for name in options.passthrough]
+    for option, column, is_right, what in wanted:
+        if column is None:
+            continue
+        found = schema.get_all_field_indices(column)
+        if not found:
+            names = ", ".join(schema.names[:12]) + (", ..." if len(schema.names) > 12 else "")
+            raise InputError(f"{file} has no column {column!r} (input.{option}); it has {names or 'none'}")
+        if len(found) > 1:
+            raise InputError(f"{file} has {len(found)} columns named {column!r} (input.{option}); rename all but one")
+        kind = schema.field(found[0]).type
+        if not is_right(kind):
+            raise InputError(f"{file}: column {column!r} (input.{option}) is {kind}, it must be {what}")
+
+
+def _read_ids(file: str, parquet: pq.ParquetFile, column: str) -> pa.ChunkedArray:
+    """The ids of a file as strings. Raises InputError for one that is null or not text."""
+    ids = parquet.read(columns=[column])[column]
+    if ids.null_count:
+        row = ids.is_null().to_numpy().argmax()
+        raise InputError(f"{file}: column {column!r} (input.id_column) is null in row {row}; every row needs an id")
+    try:
+        return plain_text(ids)
+    except pa.ArrowInvalid as error:
+        raise InputError(f"{file}: column {column!r} (input.id_column) holds an id that is not UTF-8") from error
+
+
+def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Text or integers as large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    values = values.cast(pa.large_string())
+    values.validate(full=True)
+    return values
+
+
+def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:
+    every = pa.chunked_array([chunk for column in ids for chunk in column.chunks], pa.large_string())
+    if len(every.unique()) == len(every):
+        return
+    counts = every.value_counts()
+    repeated = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy() > 1))].as_py()
+    places = [
+        f"{listing.relative_paths[number]} row {row}"
+        for number, column in enumerate(ids)
+        for row in _rows_with(column, repeated)
+    ]
+    raise InputError(f"the id {repeated!r} is repeated: {' and '.join(places[:2])}; ids must be unique over all files")
+
+
+def _rows_with(column: pa.ChunkedArray, value: str) -> Iterator[int]:
+    row = 0
+    for chunk in column.chunks:
+        for item in chunk:
+            if item.as_py() == value:
+                yield row
+            row += 1
+
+
+def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:
+    """One field per passthrough column; a column without values in one file takes its type from the others."""
+    unified = []
+    for position, column in enumerate(options.passthrough):
+        kinds = [
+            (file_fields[position].type, name) for file_fields, name in zip(fields, listing.relative_paths, strict=True)
+        ]
+        typed = [(kind, name) for kind, name in kinds if not pa.types.is_null(kind)]
+        kind, first = (typed or kinds)[0]
+        for other, name in typed:
+            if other != kind:
+                raise InputError(
+                    f"input.passthrough {column!r} is {kind} in {first} but {other} in {name}; make them one type"
+                )
+        unified.append(pa.field(column, kind))
+    return tuple(unified)
