@@ -1,0 +1,218 @@
+"""How far a run is, by work rather than by rows, and when it will end."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from specextend.core import DocumentKey
+from specextend.stats import DecodingStats, ratio
+
+WINDOW_S = 600.0
+"""Seconds of the past that the rate is taken from."""
+LINE_EVERY_S = 30.0
+DEFAULT_OUTPUT_COST = 10.0
+"""Cost of an output token in prompt tokens, until it is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEstimate:
+    """Tokens of a document before it has run."""
+
+    num_prompt_tokens: int
+    max_new_tokens: int
+
+    @property
+    def total(self) -> int:
+        """What the document takes at most, prompt and output."""
+        return self.num_prompt_tokens + self.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What there is to say now."""
+
+    num_rows: int
+    num_done: int
+    num_errors: int
+    num_running: int
+    num_workers: int
+    fraction: float
+    """Of this start's work, 0 to 1."""
+    output_tokens_per_s: float | None
+    """Over the last ten minutes, all workers together."""
+    mean_acceptance_length: float | None
+    eta_s: float | None
+    """None until something was finished."""
+
+
+class Ledger:
+    """Work done and left: prompt tokens + w x output tokens, w as measured. True counts replace estimates."""
+
+    def __init__(self, estimates: Mapping[DocumentKey, TokenEstimate], num_done: int, num_errors: int) -> None:
+        """`estimates`: of the documents this start has to do; the counts: rows of earlier starts."""
+        self._open = dict(estimates)
+        self._num_rows = len(estimates) + num_done + num_errors
+        self._num_done, self._num_errors = num_done, num_errors
+        self._prompt_left = sum(item.num_prompt_tokens for item in estimates.values())
+        self._output_left = sum(item.max_new_tokens for item in estimates.values())
+        self._output_allowed = 0
+        self._stats = DecodingStats()
+        self._running: dict[DocumentKey, int] = {}
+        self._history: deque[tuple[float, int, int]] = deque()
+
+    def finish(self, key: DocumentKey, stats: DecodingStats | None) -> None:
+        """A document is done, with its true counts, or given up (None)."""
+        estimate = self._open.pop(key)
+        self._running.pop(key, None)
+        self._prompt_left -= estimate.num_prompt_tokens
+        self._output_left -= estimate.max_new_tokens
+        if stats is None:
+            self._num_errors += 1
+            return
+        self._num_done += 1
+        self._output_allowed += estimate.max_new_tokens
+        self._stats.add(stats)
+
+    def running(self, outputs: Iterable[tuple[DocumentKey, int]]) -> None:
+        """Documents in the engines now, with their output tokens so far."""
+        self._running = {key: tokens for key, tokens in outputs if key in self._open}
+
+    @property
+    def output_cost(self) -> float:
+        """w: seconds of an output token over seconds of a prompt token."""
+        stats = self._stats
+        prefill = ratio(stats.prefill_s + stats.draft_prefill_s, stats.num_prompt_tokens)
+        decode = ratio(stats.draft_s + stats.verify_s + stats.retrieval_s + stats.other_s, stats.num_output_tokens)
+        return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
+
+    def snapshot(self, now: float, num_workers: int) -> Snapshot:
+        """Take the state at `now`, in seconds of any monotonic clock; remembers it for the rate."""
+        prompt, output = self._done_tokens()
+        self._history.append((now, prompt, output))
+        while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
+            self._history.popleft()
+        then, prompt_then, output_then = self._history[0]
+        cost, elapsed = self.output_cost, now - then
+        done, left = prompt + cost * output, self._work_left(cost)
+        rate = ratio(prompt - prompt_then + cost * (output - output_then), elapsed)
+        return Snapshot(
+            num_rows=self._num_rows,
+            num_done=self._num_done,
+            num_errors=self._num_errors,
+            num_running=len(self._running),
+            num_workers=num_workers,
+            fraction=done / (done + left) if done + left else 1.0,
+            output_tokens_per_s=ratio(output - output_then, elapsed),
+            mean_acceptance_length=self._stats.mean_acceptance_length,
+            eta_s=left / rate if rate else None,
+        )
+
+    def _done_tokens(self) -> tuple[int, int]:
+        """Prompt and output tokens done by this start, those of running documents included."""
+        prompt = sum(self._open[key].num_prompt_tokens for key, tokens in self._running.items() if tokens)
+        return self._stats.num_prompt_tokens + prompt, self._stats.num_output_tokens + sum(self._running.values())
+
+    def _work_left(self, cost: float) -> float:
+        """Outputs are taken to end as early, on average, as those that have ended."""
+        share = self._stats.num_output_tokens / self._output_allowed if self._output_allowed else 1.0
+        prompt_begun = sum(self._open[key].num_prompt_tokens for key, tokens in self._running.items() if tokens)
+        output_begun = sum(min(tokens, share * self._open[key].max_new_tokens) for key, tokens in self._running.items())
+        return max(0.0, self._prompt_left - prompt_begun + cost * (share * self._output_left - output_begun))
+
+
+class Display(Protocol):
+    """Where progress is shown."""
+
+    def show(self, snapshot: Snapshot, now: float) -> None:
+        """Show it, if it is time to."""
+
+    def note(self, message: str) -> None:
+        """Say that something happened."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+def describe(snapshot: Snapshot) -> str:
+    """A snapshot in one line."""
+    rate, length = snapshot.output_tokens_per_s, snapshot.mean_acceptance_length
+    parts = [
+        f"{snapshot.num_done}/{snapshot.num_rows} done",
+        f"{snapshot.num_errors} failed" if snapshot.num_errors else "",
+        f"{snapshot.num_running} running on {snapshot.num_workers} worker{'s' if snapshot.num_workers != 1 else ''}",
+        f"{rate:,.1f} output tokens/s" if rate is not None else "",
+        f"acceptance length {length:.2f}" if length is not None else "",
+        f"{100 * snapshot.fraction:.0f}% of the work, {describe_eta(snapshot.eta_s)}",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def describe_eta(seconds: float | None) -> str:
+    """`1:02:03 left`, rounded up to seconds."""
+    if seconds is None:
+        return "time left unknown yet"
+    whole = math.ceil(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} left"
+
+
+class LineDisplay:
+    """A plain line every 30 s: what a log can hold."""
+
+    def __init__(self, write: Callable[[str], None], every_s: float = LINE_EVERY_S) -> None:
+        self._write, self._every_s = write, every_s
+        self._shown_at: float | None = None
+
+    def show(self, snapshot: Snapshot, now: float) -> None:
+        """One line, if the last is old enough."""
+        if self._shown_at is None or now - self._shown_at >= self._every_s:
+            self._write(describe(snapshot))
+            self._shown_at = now
+
+    def note(self, message: str) -> None:
+        """One line, now."""
+        self._write(message)
+
+    def close(self) -> None:
+        """Nothing to restore."""
+
+
+class BarDisplay:
+    """A bar on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console)
+        self._task = self._progress.add_task("starting", total=1.0)
+        self._progress.start()
+
+    def show(self, snapshot: Snapshot, now: float) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=snapshot.fraction, description=describe(snapshot))
+
+    def note(self, message: str) -> None:
+        """A line above the bar."""
+        self._progress.console.print(message, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """End the bar where it is."""
+        self._progress.stop()
+
+
+def open_display(stream: TextIO | None = None) -> Display:
+    """A bar where `stream` (stderr) is a terminal, else lines."""
+    stream = stream or sys.stderr
+    if stream.isatty():
+        return BarDisplay(Console(file=stream))
+
+    def write(line: str) -> None:
+        stream.write(line + "\n")
+        stream.flush()
+
+    return LineDisplay(write)

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from specextend.cluster.progress import (
+    DEFAULT_OUTPUT_COST,
+    BarDisplay,
+    Ledger,
+    LineDisplay,
+    Snapshot,
+    TokenEstimate,
+    describe,
+    describe_eta,
+    open_display,
+)
+from specextend.core import DocumentKey
+from specextend.stats import DecodingStats
+
+
+def key(row: int) -> DocumentKey:
+    return DocumentKey(0, row)
+
+
+def ledger(*estimates: tuple[int, int], num_done: int = 0, num_errors: int = 0) -> Ledger:
+    return Ledger({key(row): TokenEstimate(*pair) for row, pair in enumerate(estimates)}, num_done, num_errors)
+
+
+def stats(prompt: int, output: int, prefill_s: float = 1.0, verify_s: float = 1.0) -> DecodingStats:
+    return DecodingStats(num_prompt_tokens=prompt, num_output_tokens=output, prefill_s=prefill_s, verify_s=verify_s)
+
+
+def test_the_time_left_is_by_work_not_by_rows():
+    """Longest first: after the long half of the rows, far less than half of the time is left."""
+    book = ledger((9000, 100), (1000, 100))
+    book.snapshot(0.0, 1)
+    book.finish(key(0), stats(9000, 100, prefill_s=9.0, verify_s=1.0))
+    assert book.output_cost == pytest.approx(10.0)
+    now = book.snapshot(10.0, 1)
+    assert now.eta_s == pytest.approx(10.0 * 2000 / 10000)
+    assert now.fraction == pytest.approx(10000 / 12000)
+
+
+def test_true_counts_replace_estimates():
+    """Estimated lengths are a guess from bytes; what was done is known."""
+    book = ledger((100, 10), (100, 10))
+    book.snapshot(0.0, 1)
+    book.finish(key(0), stats(50, 5, prefill_s=5.0, verify_s=5.0))
+    now = book.snapshot(10.0, 1)
+    assert book.output_cost == pytest.approx(10.0)
+    assert now.fraction == pytest.approx(100 / (100 + 150)), "outputs left are taken to end as early as those ended"
+
+
+def test_the_rate_is_that_of_the_last_ten_minutes():
+    """Workers come and go on a spot cluster: the rate of last night says nothing."""
+    book = ledger(*[(1000, 0)] * 100)
+    book.snapshot(0.0, 1)
+    for minute in range(1, 41):
+        if minute > 20:
+            book.finish(key(minute), stats(1000, 0))
+        snapshot = book.snapshot(60.0 * minute, 1)
+    assert snapshot.eta_s == pytest.approx(80 * 60)
+
+
+def test_running_documents_count_for_what_they_have_done():
+    """With few long documents the bar would stand still for an hour otherwise."""
+    book = ledger((1000, 100))
+    book.snapshot(0.0, 1)
+    book.running([(key(0), 50), (key(7), 3)])
+    now = book.snapshot(10.0, 1)
+    done, left = 1000 + 50 * DEFAULT_OUTPUT_COST, 50 * DEFAULT_OUTPUT_COST
+    assert now.fraction == pytest.approx(done / (done + left))
+    assert now.num_running == 1
+
+
+def test_rows_of_earlier_starts_count_as_rows_but_not_as_speed():
+    """A resumed run must not promise to end at once."""
+    book = ledger((100, 10), num_done=97, num_errors=2)
+    now = book.snapshot(0.0, 1)
+    assert (now.num_rows, now.num_done, now.num_errors) == (100, 97, 2)
+    assert (now.eta_s, now.fraction) == (None, 0.0)
+
+
+def test_a_run_without_work_is_complete():
+    """Nothing to divide by."""
+    assert ledger().snapshot(0.0, 0).fraction == 1.0
+
+
+def test_a_failed_document_leaves_no_work_behind():
+    """Its estimate goes with it."""
+    book = ledger((100, 10))
+    book.finish(key(0), None)
+    now = book.snapshot(1.0, 1)
+    assert (now.num_errors, now.fraction) == (1, 1.0)
+
+
+def snapshot() -> Snapshot:
+    return Snapshot(9, 3, 1, 2, 1, 0.5, 20.0, 2.25, 61.2)
+
+
+def test_a_log_gets_a_line_every_thirty_seconds_and_no_escape_codes():
+    """Job logs are files: a bar in them is noise."""
+    stream = io.StringIO()
+    display = open_display(stream)
+    assert isinstance(display, LineDisplay)
+    for second in range(61):
+        display.show(snapshot(), float(second))
+    display.close()
+    lines = stream.getvalue().splitlines()
+    assert (
+        lines
+        == [
+            "3/9 done, 1 failed, 2 running on 1 worker, 20.0 output tokens/s, acceptance length 2.25, "
+            "50% of the work, 0:01:02 left"
+        ]
+        * 3
+    )
+
+
+def test_a_terminal_gets_a_bar_and_notes_stay_readable_above_it():
+    """Notes say why the bar went back: they must survive it, brackets and all."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    display = open_display(stream)
+    assert isinstance(display, BarDisplay)
+    display.show(snapshot(), 0.0)
+    display.note("worker w1 [pid 7] died")
+    display.close()
+    assert "worker w1 [pid 7] died" in stream.getvalue()
+    assert "3/9 done" in stream.getvalue()
+
+
+def test_no_time_is_promised_before_anything_is_known():
+    """An ETA made of nothing is worse than none."""
+    assert describe_eta(None) == "time left unknown yet"
+    assert describe_eta(3723.0) == "1:02:03 left"
+    assert "None" not in describe(Snapshot(9, 0, 0, 0, 0, 0.0, None, None, None))
