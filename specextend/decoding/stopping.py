@@ -1,0 +1,126 @@
+"""Where a sequence ends: at its EOS, at the token that completes a stop string, or at its length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from specextend.core import FinishReason
+
+_BROKEN = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
+_MAX_HELD_TOKENS = 16  # a character has at most four bytes; more broken tokens than this will not mend
+
+
+class Tokenizer(Protocol):
+    """What stopping needs of a tokenizer; those of transformers have it."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Added tokens by id; a special one says `special`."""
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str | list[str]:
+        """The text of `token_ids`."""
+
+
+class StopChecker:
+    """Consumes the tokens of one sequence as they are decided, and says when it is over.
+
+    Text is decoded as it grows only if there are stop strings, a few tokens at a time; otherwise once, at the end.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], stop: tuple[str, ...], max_new_tokens: int
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._stop = stop
+        self._max_new_tokens = max_new_tokens
+        self._search = StopSearch(tokenizer, stop) if stop else None
+
+    def push(self, token_ids: Iterable[int]) -> FinishReason | None:
+        """Take the next tokens; why the sequence ends, if it does. Tokens after its end are not taken."""
+        for token_id in token_ids:
+            if self.finish_reason is not None:
+                break
+            self.token_ids.append(token_id)
+            if token_id in self._eos_token_ids or self._completes_stop(token_id):
+                self.finish_reason = "stop"
+            elif len(self.token_ids) >= self._max_new_tokens:
+                self.finish_reason = "length"
+        return self.finish_reason
+
+    @property
+    def text(self) -> str:
+        """The text so far, without special tokens, the EOS and the stop string."""
+        ends_with_eos = bool(self.token_ids) and self.token_ids[-1] in self._eos_token_ids
+        text = _decode(self._tokenizer, self.token_ids[:-1] if ends_with_eos else self.token_ids)
+        if self.finish_reason != "stop" or ends_with_eos:
+            return text
+        return text[: _find(text, self._stop)]
+
+    def _completes_stop(self, token_id: int) -> bool:
+        """Whether the last token does. What the search finds has the last word from the whole text."""
+        if self._search is None or not self._search.push(token_id):
+            return False
+        return _find(_decode(self._tokenizer, self.token_ids), self._stop) is not None
+
+
+class StopSearch:
+    """Looks for stop strings in text that is decoded token by token.
+
+    Tokens decode to other text alone than in company (a leading space, half a character), so a new one is decoded
+    together with the few before it, and what may still change is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._stop = stop
+        self._overlap = max(map(len, stop)) - 1  # how much of a stop string may already have been read
+        self._recent = ""  # the last of what has been read
+        self._window: list[int] = []  # the last tokens: some whose text is known, then those held back
+        self._num_known = 0  # tokens of the window whose text has been read whole
+        self._num_read = 0  # characters of the window's text that have been read
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; whether it completes a stop string."""
+        if token_id in self._special:
+            return False
+        text = self._recent + self._read(token_id)
+        self._recent = text[max(0, len(text) - self._overlap) :]
+        return _find(text, self._stop) is not None
+
+    def _read(self, token_id: int) -> str:
+        """The text that `token_id` makes certain."""
+        self._window.append(token_id)
+        text = _decode(self._tokenizer, self._window)
+        mends = text.endswith(_BROKEN) and len(self._window) - self._num_known <= _MAX_HELD_TOKENS
+        certain = text.rstrip(_BROKEN) if mends else text
+        piece = certain[self._num_read :]
+        self._num_read = max(self._num_read, len(certain))
+        if not mends:
+            self._advance()
+        return piece
+
+    def _advance(self) -> None:
+        """All is read: keep as company only the tokens since the last time, if they have a text."""
+        company = self._window[self._num_known :]
+        if text := _decode(self._tokenizer, company):
+            self._window, self._num_read = company, len(text)
+        self._num_known = len(self._window)
+
+
+def _find(text: str, stop: tuple[str, ...]) -> int | None:
+    """Where the earliest stop string begins; None without one."""
+    return min((start for string in stop if (start := text.find(string)) >= 0), default=None)
+
+
+def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """The text of `token_ids` as it is, without special tokens."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text

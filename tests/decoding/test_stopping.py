@@ -1,0 +1,282 @@
+"""A sequence ends exactly where it must, whatever the borders of its tokens."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from specextend.decoding.stopping import StopChecker
+
+CORPUS = ["the end of the report. the committee finds", "\n\n### the report ends here", "été naïve café 😀😀 日本語"]
+SPECIAL = ["<eos>", "<|im_end|>", "<pad>"]
+SMOLLM2 = Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct"
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 300 tokens, as GPT-2, Llama 3 and Qwen have: characters fall apart into bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Spaces inside tokens, stripped at the start, and bytes as tokens, as Llama 2 and Vicuna have."""
+    words = ["▁", "▁the", "▁end", "▁report", ".", "#", "é", *"abcdefghijklmnopqrstuvwxyz"]
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokenizer = Tokenizer(
+        models.BPE({token: index for index, token in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
+LETTERS = TOKENIZERS["byte_level"]
+
+
+def eos(tokenizer: PreTrainedTokenizerFast) -> int:
+    return tokenizer.convert_tokens_to_ids("<eos>")
+
+
+def ids(text: str, tokenizer: PreTrainedTokenizerFast = LETTERS) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def byte_ids(text: str) -> list[int]:
+    """`text` with each byte a token of its own: the worst borders there are."""
+    backend = LETTERS.backend_tokenizer
+    pieces = backend.pre_tokenizer.pre_tokenize_str(text)
+    return [backend.token_to_id(letter) for piece, _ in pieces for letter in piece]
+
+
+def checker(stop: tuple[str, ...] = (), max_new_tokens: int = 1_000, tokenizer: PreTrainedTokenizerFast = LETTERS):
+    return StopChecker(tokenizer, frozenset({eos(tokenizer)}), stop, max_new_tokens)
+
+
+def slow_stop(
+    tokenizer: PreTrainedTokenizerFast, token_ids: list[int], stop: tuple[str, ...]
+) -> tuple[int, str] | None:
+    """The definition: decode every prefix whole; how many tokens it takes, and the text before the stop string."""
+    for size in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:size], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        starts = [text.rstrip("\ufffd").find(string) for string in stop]
+        if any(start >= 0 for start in starts):
+            return size, text[: min(start for start in starts if start >= 0)]
+    return None
+
+
+def test_eos_ends_the_sequence_and_is_no_text():
+    """It stays the last token id, so that a reader can tell an end from a cut."""
+    check = checker()
+    assert check.push([*ids("the end"), eos(LETTERS), *ids(" never seen")]) == "stop"
+    assert check.token_ids == [*ids("the end"), eos(LETTERS)]
+    assert check.text == "the end"
+
+
+def test_a_sequence_ends_at_its_length_and_not_one_token_later():
+    """A speculative step may bring more tokens than are wanted."""
+    check = checker(max_new_tokens=4)
+    tokens = byte_ids("abcdefgh")
+    assert check.push(tokens[:3]) is None
+    assert check.push(tokens[3:]) == "length"
+    assert (check.token_ids, check.text) == (tokens[:4], "abcd")
+    assert check.push(tokens) == "length"
+    assert check.token_ids == tokens[:4]
+
+
+@pytest.mark.parametrize("stop", [(), ("d",)])
+def test_an_end_at_the_very_last_token_is_an_end(stop):
+    """`stop` tells more than `length`: the model had finished."""
+    tokens = byte_ids("abcd") if stop else [*byte_ids("abc"), eos(LETTERS)]
+    check = checker(stop, max_new_tokens=4)
+    assert check.push(tokens) == "stop"
+    assert (check.token_ids, check.text) == (tokens, "abc")
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 100])
+def test_a_stop_string_is_found_across_token_borders(step):
+    """However the tokens arrive, in ones or as an accepted path."""
+    tokens = byte_ids("first\n\n### second")
+    check = checker(("\n\n###",))
+    for start in range(0, len(tokens), step):
+        if check.push(tokens[start : start + step]):
+            break
+    assert (check.finish_reason, check.text) == ("stop", "first")
+    assert check.token_ids == tokens[: len("first\n\n###")]
+
+
+def test_a_token_that_goes_on_past_the_stop_string_is_cut_in_the_text_only():
+    """Tokens cannot be cut."""
+    check = checker(("e e",))
+    tokens = ids("the end of")
+    assert check.push(tokens) == "stop"
+    assert check.text == "th"
+    assert "the e" in LETTERS.decode(check.token_ids)
+    assert "the e" not in LETTERS.decode(check.token_ids[:-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("aabab", ("abab",), "a"),
+        ("xaaab", ("aab",), "xa"),
+        ("wxyz", ("xyz", "wxyz", "z"), ""),
+        ("one two three", ("two three", "two"), "one "),
+        ("ab", ("b", "ab"), ""),
+    ],
+)
+def test_overlapping_stop_strings_end_at_the_first_that_is_complete(text, stop, expected):
+    """Of those complete at the same token, the text is cut before the earliest, so that it holds none."""
+    check = checker(stop)
+    assert check.push(byte_ids(text + " and more")) == "stop"
+    assert check.text == expected
+
+
+def test_a_character_split_over_tokens_is_no_text_before_it_is_whole():
+    """A stop string of one emoji completes with its fourth byte; half of another one's bytes are not a match."""
+    check = checker(("😀",))
+    other, same = byte_ids("😁"), byte_ids("😀")
+    assert check.push([*byte_ids("é"), *other, *same[:3]]) is None
+    assert check.push(same[3:]) == "stop"
+    assert check.text == "é😁"
+
+
+def test_a_stop_string_before_half_a_character_is_found_at_once():
+    """Only the unfinished bytes are held back, not the token they came in."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    check = checker(("end",), tokenizer=tokenizer)
+    half = tokenizer.convert_tokens_to_ids(["▁the", "<0xF0>", "▁end", "<0x9F>"])
+    assert check.push(half) == "stop"
+    assert check.token_ids == half[:3]
+    check = checker(("é",))
+    tokens = byte_ids("é😀")
+    assert check.push(tokens[:3]) == "stop"
+    assert check.token_ids == tokens[:2]
+
+
+def test_text_broken_for_good_does_not_hide_the_stop_string_after_it():
+    """Bytes that never become characters must not be waited for."""
+    lone = byte_ids("é")[1]
+    check = checker(("end",))
+    assert check.push([lone] * 500 + byte_ids("the end")) == "stop"
+    assert check.text.endswith("the ")
+    assert len(check.token_ids) == 507
+
+
+def test_a_replacement_character_of_the_text_itself_is_text():
+    """Documents made from scans hold U+FFFD; it looks like half a character and is none."""
+    check = checker(("end",))
+    assert check.push(byte_ids("a\ufffd\ufffd the end")) == "stop"
+    assert check.text == "a\ufffd\ufffd the "
+
+
+def test_special_tokens_are_absent_from_text_and_transparent_to_stop_strings():
+    """A control token that is not the EOS neither ends the output nor shows in it."""
+    im_end = LETTERS.convert_tokens_to_ids("<|im_end|>")
+    check = checker()
+    check.push([*ids("the"), im_end, *ids(" end")])
+    assert check.text == "the end"
+    check = checker(("e end",))
+    assert check.push([*ids("the"), im_end, *ids(" end")]) == "stop"
+    assert check.text == "th"
+
+
+def test_control_tokens_written_as_text_are_text():
+    """A document that quotes `<eos>` in letters does not end the summary."""
+    check = checker()
+    assert check.push(byte_ids("a <eos> b")) is None
+    assert check.text == "a <eos> b"
+
+
+def test_text_can_be_read_before_the_end():
+    """Progress is shown of sequences that still run."""
+    check = checker(("zzz",))
+    assert check.text == ""
+    check.push(ids("the rep"))
+    assert (check.finish_reason, check.text) == (None, "the rep")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+@settings(max_examples=250, deadline=None, derandomize=True)
+def test_incremental_search_equals_decoding_every_prefix_whole(name, data):
+    """Random tokens, most of them no valid text, and stop strings cut from what they decode to."""
+    tokenizer = TOKENIZERS[name]
+    vocabulary = [token_id for token_id in range(len(tokenizer)) if token_id != eos(tokenizer)]
+    pieces = st.one_of(
+        st.lists(st.sampled_from(vocabulary), max_size=4),
+        st.sampled_from(["the end", " report", "é", "😀", "日本", "a  b", "\ufffd"]).map(
+            lambda text: ids(text, tokenizer)
+        ),
+    )
+    token_ids = [*chain.from_iterable(data.draw(st.lists(pieces, min_size=1, max_size=8)))]
+    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    start = data.draw(st.integers(0, max(0, len(text) - 1)))
+    stop = (text[start : start + data.draw(st.integers(1, 5))].strip("\ufffd") or "the", "zz")
+    check = checker(stop, tokenizer=tokenizer)
+    check.push(token_ids)
+    expected = slow_stop(tokenizer, token_ids, stop)
+    if expected is None:
+        assert (check.finish_reason, check.text) == (None, text)
+    else:
+        assert (check.finish_reason, len(check.token_ids), check.text) == ("stop", *expected)
+
+
+class CountingTokenizer:
+    """The real one, and how many tokens it was asked to decode."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer, self.num_decoded = tokenizer, 0
+        self.added_tokens_decoder = tokenizer.added_tokens_decoder
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        self.num_decoded += len(token_ids)
+        return self.tokenizer.decode(token_ids, **options)
+
+
+@pytest.mark.parametrize("text", ["the committee finds ", "日本語", "\ufffd", "😀"])
+def test_stopping_takes_linear_time(text):
+    """Decoding the whole output at every token would cost as much as the model does, at some length."""
+    tokenizer = CountingTokenizer(LETTERS)
+    tokens = byte_ids(text * 400)
+    check = StopChecker(tokenizer, frozenset(), ("never",), 10**6)
+    check.push(tokens)
+    assert tokenizer.num_decoded < 40 * len(tokens)
+    assert check.text == text * 400
+
+
+def test_without_stop_strings_text_is_decoded_once():
+    """Nothing needs it earlier."""
+    tokenizer = CountingTokenizer(LETTERS)
+    check = StopChecker(tokenizer, frozenset(), (), 10**6)
+    for token in (tokens := ids("the end of the report")):
+        check.push([token])
+    assert tokenizer.num_decoded == 0
+    assert check.text == "the end of the report"
+    assert tokenizer.num_decoded == len(tokens)
+
+
+@pytest.mark.skipif(not SMOLLM2.exists(), reason="the default pair is fetched by `make models`")
+def test_the_default_pair_stops_at_im_end():
+    """Its chat template ends every turn with it."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(SMOLLM2)
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    check = StopChecker(tokenizer, frozenset({im_end}), ("\n\n",), 100)
+    tokens = tokenizer("Naïve café 😀.\n", add_special_tokens=False)["input_ids"]
+    assert check.push([*tokens, im_end]) == "stop"
+    assert check.text == "Naïve café 😀.\n"
