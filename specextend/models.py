@@ -95,8 +95,19 @@ class ModelFacts:
 
 
 def read_facts(model: str, revision: str | None = None) -> ModelFacts:
-    """Facts of a model from its config. Raises ModelError for one that we cannot serve; loads no weights."""
-    location = _locate(model, revision, weights=False)
+    """Facts of a model from its config. Raises ModelError for one that we cannot serve; fetches no weights."""
+    return _facts(_locate(model, revision, weights=False), model)
+
+
+def check_model(model: str, revision: str | None = None) -> ModelFacts:
+    """As `read_facts`, and the weights must be there as whole safetensors files; their headers are read."""
+    read_facts(model, revision)  # a model that cannot be served is refused before its weights are fetched
+    location = _locate(model, revision, weights=True)
+    check_weights(location, model)
+    return _facts(location, model)
+
+
+def _facts(location: Location, model: str) -> ModelFacts:
     config = _read_config(location, model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelFacts(
@@ -180,17 +191,19 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def weight_hashes(model: str, revision: str | None = None) -> dict[str, str]:
-    """SHA-256 of the weights, config and tokenizer files; where they lie does not matter. Loads nothing."""
+    """SHA-256 of a model's `weights` (its config with them) and of its `tokenizer`. Loads nothing.
+
+    Where the files lie and which library version wrote the config does not matter.
+    """
     location = _locate(model, revision, weights=True)
     check_weights(location, model)
     if location.gguf_file:
-        return {"weights": hash_files([location.folder / location.gguf_file])}
-    named = {"config": _CONFIG_FILES, "tokenizer": _TOKENIZER_FILES}
-    present = {key: [location.folder / name for name in names] for key, names in named.items()}
-    return {
-        "weights": hash_files(location.folder.glob(_WEIGHTS)),
-        **{key: hash_files(path for path in paths if path.is_file()) for key, paths in present.items()},
-    }
+        return dict.fromkeys(("weights", "tokenizer"), hash_files([location.folder / location.gguf_file]))
+    configs, tokenizer = (
+        [location.folder / name for name in names if (location.folder / name).is_file()]
+        for names in (_CONFIG_FILES, _TOKENIZER_FILES)
+    )
+    return {"weights": hash_files([*location.folder.glob(_WEIGHTS), *configs]), "tokenizer": hash_files(tokenizer)}
 
 
 @dataclass(frozen=True, slots=True)

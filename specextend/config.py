@@ -1,0 +1,235 @@
+"""The run's configuration: the owners' options composed, read from YAML, checked key by key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from specextend.data.documents import InputOptions, OutputOptions
+from specextend.data.prompts import PromptOptions
+from specextend.decoding.options import (
+    AttentionOptions,
+    CacheOptions,
+    DecodingOptions,
+    TreeOptions,
+    at_least,
+)
+from specextend.drafters.options import DraftOptions
+from specextend.models import TargetOptions, looks_like_path
+
+_NOT_IDENTITY: dict[str, Any] = {
+    "input": {"path"},
+    "output": True,
+    "target": {"model", "revision", "device"},
+    "draft": {"model", "revision"},
+    "decoding": {"max_batch_size"},
+    "job": True,
+}
+
+
+class ConfigError(ValueError):
+    """A key or value that cannot be; the message is one line that names the key and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """`job.*`: how the work is spread, when it is committed and given up. No value changes a summary."""
+
+    workers: int = 1
+    """Actors, each with a target, a draft and a batch of its own."""
+    gpus_per_worker: float = 0.0
+    """0 runs on the CPU."""
+    cpus_per_worker: int = 1
+    """CPU cores, and the threads of torch on a CPU."""
+    max_attempts: int = 3
+    """Attempts charged to a document before it becomes an error row."""
+    max_error_fraction: float = 0.0
+    """Share of rows that may end as errors with exit 0."""
+    commit_every_rows: int = 64
+    commit_every_s: float = 30.0
+    deadline_base_s: float = 600.0
+    """A document's deadline is this, from the start of its prefill, and more for each token."""
+    deadline_s_per_token: float = 1.0
+    """Seconds more for each token of prompt and output."""
+    stall_s: float = 600.0
+    """Seconds without a step after which a worker is replaced."""
+    deadline_s: float = 0.0
+    """Seconds after which the job stops, to be resumed later; 0: never."""
+    grace_s: float = 20.0
+    """Seconds for committing finished work after an interrupt."""
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "cpus_per_worker", "max_attempts", "commit_every_rows"):
+            at_least(f"job.{name}", getattr(self, name), 1)
+        for name in ("gpus_per_worker", "commit_every_s", "deadline_s_per_token", "deadline_s", "grace_s"):
+            at_least(f"job.{name}", getattr(self, name), 0)
+        for name in ("deadline_base_s", "stall_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"job.{name} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.max_error_fraction <= 1:
+            raise ValueError(f"job.max_error_fraction must be in [0, 1], got {self.max_error_fraction}")
+
+
+class RunConfig(BaseModel):
+    """Everything a run is told. Frozen; an unknown key raises."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    input: InputOptions
+    output: OutputOptions
+    target: TargetOptions
+    draft: DraftOptions | None = None
+    prompt: PromptOptions = Field(default_factory=PromptOptions)
+    decoding: DecodingOptions = Field(default_factory=DecodingOptions)
+    attention: AttentionOptions = Field(default_factory=AttentionOptions)
+    tree: TreeOptions = Field(default_factory=TreeOptions)
+    cache: CacheOptions = Field(default_factory=CacheOptions)
+    job: JobOptions = Field(default_factory=JobOptions)
+
+    @model_validator(mode="after")
+    def _needs_a_draft(self) -> Self:
+        if self.draft is None and self.decoding.mode != "autoregressive":
+            raise ValueError(
+                f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} needs a draft "
+                "(autoregressive needs none)"
+            )
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = (), *, allow_relative: bool = True) -> RunConfig:
+        """Read a YAML file, lay `key.path=value` overrides over it, check everything, make local paths absolute.
+
+        Values of overrides are YAML. With `allow_relative=False` a relative local path is refused instead. Raises
+        ConfigError.
+        """
+        values = read_yaml(Path(path))
+        for override in overrides:
+            _apply(values, override)
+        return cls.from_values(values)._with_absolute_paths(allow_relative)
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> RunConfig:
+        """A configuration from nested values as YAML gives them. Raises ConfigError."""
+        try:
+            return cls.model_validate_json(json.dumps(values, default=str))
+        except ValidationError as error:
+            raise ConfigError("; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))) from None
+
+    def canonical(self) -> dict[str, Any]:
+        """The values that make this run this run, as JSON values. Models count by their hashes, not their names."""
+        return self.model_dump(mode="json", exclude=_NOT_IDENTITY)
+
+    def _with_absolute_paths(self, allow_relative: bool) -> RunConfig:
+        owners = {"input": "path", "output": "path", "target": "model", "draft": "model"}
+        changed: dict[str, Any] = {}
+        for section, key in owners.items():
+            options = getattr(self, section)
+            if options is None or not _is_relative(section, options, getattr(options, key)):
+                continue
+            if not allow_relative:
+                raise ConfigError(
+                    f"{section}.{key} must be an absolute path or a URI inside a submitted job, "
+                    f"got {getattr(options, key)!r}"
+                )
+            absolute = os.path.abspath(os.path.expanduser(getattr(options, key)))
+            changed[section] = replace(options, **{key: absolute})
+        return self.model_copy(update=changed)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file's mapping. Raises ConfigError for no file, no mapping, broken YAML or a repeated key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error}") from None
+    try:
+        values = yaml.load(text, _UniqueKeys)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"configuration {path} is no valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"configuration {path} must hold sections ({', '.join(RunConfig.model_fields)})")
+    return values
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML keeps the last of two equal keys without a word; here the second stops the program."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) != len(node.value):
+            names = [key.value for key, _ in node.value]
+            twice = next((name for name in names if names.count(name) > 1), names[-1])
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice} stands there twice", node.start_mark)
+        return mapping
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Lay one `key.path=value` over nested values."""
+    key, equals, text = override.partition("=")
+    *sections, name = key.strip().split(".")
+    if not equals or not name or not all(sections):
+        raise ConfigError(f"--set takes key.path=value, got {override!r}")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {key}: {text!r} is no valid YAML value; quote it") from None
+    for section in sections:
+        if values.get(section) is None:
+            values[section] = {}
+        values = values[section]
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {key}: {section} is a value, not a section")
+    values[name] = value
+
+
+def _is_relative(section: str, options: Any, value: str) -> bool:
+    """Whether a value is a local path that depends on the current directory."""
+    if "://" in value or os.path.isabs(value):
+        return False
+    if section in ("input", "output") or value.endswith(".gguf"):
+        return True
+    return getattr(options, "kind", None) == "eagle" or looks_like_path(value)
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    """One of pydantic's errors as one line that names the key and what is allowed."""
+    key = ".".join(str(part) for part in detail["loc"])
+    kind, message = detail["type"], " ".join(detail["msg"].split())
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return _unknown_key(key)
+    if kind in ("missing", "missing_keyword_only_argument"):
+        return f"{key} is missing"
+    if kind == "value_error":
+        return message.removeprefix("Value error, ")
+    if kind == "dataclass_type":
+        return f"{key} must be a section ({', '.join(_known_keys(key))}), got {detail['input']!r}"
+    wanted = message.removeprefix("Input should be ").replace("a valid ", "a ")
+    wanted = {"a integer": "an integer", "a array": "a list"}.get(wanted, wanted)
+    return f"{key} must be {wanted}, got {detail['input']!r}"
+
+
+def _unknown_key(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    known = _known_keys(section)
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"known {'keys' if section else 'sections'} are {', '.join(known)}"
+    return f"unknown {'key' if section else 'section'} {key}; {hint}"
+
+
+def _known_keys(section: str) -> list[str]:
+    if not section:
+        return list(RunConfig.model_fields)
+    field = RunConfig.model_fields.get(section)
+    if field is None:
+        return []
+    owners: tuple[Any, ...] = get_args(field.annotation) or (field.annotation,)
+    return [each.name for each in fields(owners[0])]

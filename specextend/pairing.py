@@ -1,0 +1,79 @@
+"""Whether a draft fits its target, and what the pair is, by their files alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specextend.checkpoint import hash_files
+from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
+from specextend.drafters.options import DraftOptions
+from specextend.models import (
+    ModelError,
+    ModelFacts,
+    TargetOptions,
+    check_model,
+    load_tokenizer,
+    weight_hashes,
+)
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id")
+
+
+def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
+    """The target's facts, once it is known that both models can be served and speak the same tokens.
+
+    Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
+    """
+    facts = check_model(target.model, target.revision)
+    if draft is None:
+        return facts
+    if draft.kind == "eagle":
+        _check_eagle(facts, draft.model)
+    else:
+        _check_model(facts, target, draft)
+    return facts
+
+
+def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, str]:
+    """SHA-256 of `target`, `tokenizer` and `draft`: what the files hold, not where they lie."""
+    hashes = weight_hashes(target.model, target.revision)
+    named = {"target": hashes["weights"], "tokenizer": hashes["tokenizer"]}
+    if draft is None:
+        return named
+    if draft.kind == "eagle":
+        folder = Path(draft.model)
+        return named | {"draft": hash_files([folder / "config.json", folder / WEIGHTS_FILE])}
+    return named | {"draft": weight_hashes(draft.model, draft.revision)["weights"]}
+
+
+def _check_eagle(target: ModelFacts, folder: str) -> None:
+    try:
+        config = load_eagle_config(folder)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    for name in ("hidden_size", "vocab_size"):
+        _check_equal(name, folder, getattr(config, name), target.name, getattr(target, name))
+
+
+def _check_model(target: ModelFacts, target_options: TargetOptions, draft: DraftOptions) -> None:
+    facts = check_model(draft.model, draft.revision)
+    _check_equal("vocab_size", draft.model, facts.vocab_size, target.name, target.vocab_size)
+    ours = load_tokenizer(target_options.model, target_options.revision)
+    theirs = load_tokenizer(draft.model, draft.revision)
+    for name in _SPECIAL_TOKENS:
+        _check_equal(name, draft.model, getattr(theirs, name), target.name, getattr(ours, name))
+    _check_tokens(draft.model, theirs.get_vocab(), target.name, ours.get_vocab())
+
+
+def _check_tokens(draft: str, theirs: dict[str, int], target: str, ours: dict[str, int]) -> None:
+    """The same id must be the same token in both: compared id by id, the first difference is named."""
+    if theirs == ours:
+        return
+    by_id = [{token_id: token for token, token_id in vocabulary.items()} for vocabulary in (theirs, ours)]
+    for token_id in sorted(by_id[0].keys() | by_id[1].keys()):
+        _check_equal(f"token {token_id}", draft, by_id[0].get(token_id), target, by_id[1].get(token_id))
+
+
+def _check_equal(what: str, draft: str, theirs: object, target: str, ours: object) -> None:
+    if theirs != ours:
+        raise ModelError(f"draft {draft} does not fit target {target}: {what} is {theirs!r} and {ours!r}")
