@@ -1,0 +1,106 @@
+"""What one forward pass needs from attention.
+
+Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` query heads, `K` key heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+TreeAttention = Literal["dense", "hybrid"]
+
+
+@dataclass(slots=True)
+class KeySpan:
+    """The cache rows that each sequence's queries attend to in one kernel call.
+
+    All `lengths[b]` rows from `starts[b]` on are visible, except where `mask` says otherwise for the last ones.
+    """
+
+    starts: list[int]
+    """[B] first row."""
+    lengths: list[int]
+    """[B] rows; 0 is allowed and gives LSE -inf."""
+    mask: Tensor | None = None
+    """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only where it is False."""
+    causal: bool = False
+    """The last T rows are the queries' own: query t sees the rows up to its own. Excludes `mask`."""
+    biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def bias(self, row: int, dtype: torch.dtype) -> Tensor | None:
+        """[T, S] additive form of sequence `row`'s mask, made once a forward and shared by all layers."""
+        if self.mask is None:
+            return None
+        if (row, dtype) not in self.biases:
+            self.biases[row, dtype] = additive(self.mask[row], self.lengths[row], dtype)
+        return self.biases[row, dtype]
+
+
+def additive(mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """[T, length] of 0 and -inf from a bool mask [T, M] over the last M keys."""
+    mask = mask[:, max(0, mask.shape[1] - length) :]
+    bias = torch.zeros(mask.shape[0], length, dtype=dtype, device=mask.device)
+    bias[:, length - mask.shape[1] :].masked_fill_(~mask, float("-inf"))
+    return bias
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """One forward: `T` new rows behind each sequence's cached rows.
+
+    The new rows are the last T of `lengths`; the forward writes them before it attends.
+    """
+
+    starts: list[int]
+    """[B] first cache row of each sequence."""
+    lengths: list[int]
+    """[B] rows after this forward, the T new ones included."""
+    num_new: int
+    """T"""
+    mask: Tensor | None = None
+    """[B, T, M] bool over the last M rows (M >= T), True = visible; all rows before them are. None: causal."""
+    tree: TreeAttention = "hybrid"
+    """How a masked forward is computed."""
+    window: int | None = None
+    """Rows a causal query sees, its own included; None: all."""
+    keep_layers: frozenset[int] = frozenset()
+    """Layers whose queries are kept for retrieval."""
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    """Filled by the forward: layer -> [B, T, H, D]."""
+    spans: tuple[KeySpan, ...] = ()
+    """One or two disjoint sets of keys, whose results are merged."""
+
+    def __post_init__(self) -> None:
+        assert all(length >= self.num_new for length in self.lengths)
+        self.spans = self._windowed() if self.window is not None else self._split()
+
+    def new_rows(self, device: torch.device) -> Tensor:
+        """[B * T] int64: the cache rows that this forward writes."""
+        ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)])
+        return (ends[:, None] + torch.arange(-self.num_new, 0)).flatten().to(device)
+
+    def _split(self) -> tuple[KeySpan, ...]:
+        """Prefix without a mask and the masked rest, or both in one span for dense tree attention."""
+        if self.num_new == 1 and self.mask is None:  # a plain step: one query sees every row
+            return (KeySpan(self.starts, self.lengths),)
+        if self.mask is not None and self.tree == "dense":
+            return (KeySpan(self.starts, self.lengths, mask=self.mask),)
+        num_masked = self.num_new if self.mask is None else self.mask.shape[2]
+        prefix = [length - num_masked for length in self.lengths]
+        tails = [start + length for start, length in zip(self.starts, prefix, strict=True)]
+        tail = KeySpan(tails, [num_masked] * len(tails), mask=self.mask, causal=self.mask is None)
+        return (KeySpan(self.starts, prefix), tail) if any(prefix) else (tail,)
+
+    def _windowed(self) -> tuple[KeySpan, ...]:
+        """A band: query t of a causal chunk sees the `window` rows up to its own."""
+        assert self.window is not None and self.mask is None, "a window goes with causal chunks"
+        reach = [min(length, self.num_new + self.window - 1) for length in self.lengths]
+        starts = [s + n - r for s, n, r in zip(self.starts, self.lengths, reach, strict=True)]
+        longest = max(reach)
+        back = torch.arange(self.num_new)[:, None] + (longest - self.num_new) - torch.arange(longest)[None]
+        band = (back >= 0) & (back < self.window)
+        return (KeySpan(starts, reach, mask=band.expand(len(starts), -1, -1)),)

@@ -1,0 +1,71 @@
+"""Attention on torch's own flash kernels, which return the LSE and take grouped heads without copying K and V.
+
+Shapes: `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import KeySpan
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
+_efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, T, H, D] over the span's rows of k, v [R, K, D].
+
+    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32 (natural log), -inf where a span is empty.
+    """
+    kernel = _attend_cpu if q.device.type == "cpu" else _attend_cuda
+    results = [kernel(q[row : row + 1], k, v, span, row, scale) for row in range(q.shape[0])]
+    if len(results) == 1:
+        return results[0]
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale: float) -> tuple[Tensor, Tensor]:
+    if span.lengths[row] == 0:  # the kernel divides by the number of keys
+        return _nothing(q)
+    rows = slice(span.starts[row], span.starts[row] + span.lengths[row])
+    bias = span.bias(row, q.dtype)  # the kernel wants the query's dtype
+    out, lse = _flash_cpu(
+        q.transpose(1, 2),
+        k[rows].transpose(0, 1).unsqueeze(0),
+        v[rows].transpose(0, 1).unsqueeze(0),
+        0.0,
+        span.causal,
+        attn_mask=None if bias is None else bias[None, None],
+        scale=scale,
+    )
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Flash where there is no mask, the memory-efficient kernel where there is; heads are repeated for both."""
+    if span.lengths[row] == 0:
+        return _nothing(q)
+    rows = slice(span.starts[row], span.starts[row] + span.lengths[row])
+    group = q.shape[2] // k.shape[1]
+    query = q.transpose(1, 2)
+    key, value = (x[rows].repeat_interleave(group, dim=1).transpose(0, 1).unsqueeze(0) for x in (k, v))
+    bias = span.bias(row, q.dtype)
+    if bias is None and q.dtype != torch.float32:
+        out, lse, *_ = _flash_cuda(query, key, value, 0.0, span.causal, False, scale=scale)
+    else:
+        padded = None if bias is None else _aligned(bias).expand(1, q.shape[2], -1, -1)
+        out, lse, *_ = _efficient_cuda(query, key, value, padded, True, 0.0, span.causal, scale=scale)
+    return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2)
+
+
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=q.device)
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """The same [T, S] bias in rows of a multiple of 16 elements, as the memory-efficient kernel requires."""
+    padding = -bias.shape[1] % 16
+    return torch.nn.functional.pad(bias, (0, padding))[:, : bias.shape[1]][None, None]

@@ -1,0 +1,117 @@
+"""The KV cache: preallocated rows for many sequences, one contiguous region each.
+
+Offline work knows how long a sequence may get, so there is nothing to page: a region is aligned to 256 rows, which is
+a page table in order for any paged kernel.
+
+Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan
+
+ALIGNMENT = 256
+
+
+def aligned(num_rows: int) -> int:
+    """`num_rows` rounded up to the alignment of regions."""
+    return -(-num_rows // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Rows `start` to `start + size` of a cache."""
+
+    start: int
+    size: int
+
+
+class RowAllocator:
+    """A free list of contiguous rows, first fit."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._free = [Region(0, num_rows)]
+
+    @property
+    def num_free(self) -> int:
+        """Rows free, in one piece or more."""
+        return sum(region.size for region in self._free)
+
+    def take(self, num_rows: int) -> Region | None:
+        """A region of `num_rows` rows, aligned up; None where no gap is wide enough."""
+        size = aligned(num_rows)
+        for index, gap in enumerate(self._free):
+            if gap.size >= size:
+                rest = Region(gap.start + size, gap.size - size)
+                self._free[index : index + 1] = [rest] if rest.size else []
+                return Region(gap.start, size)
+        return None
+
+    def give_back(self, region: Region) -> None:
+        """Return a region; neighbouring gaps become one."""
+        merged: list[Region] = []
+        for gap in sorted([*self._free, region], key=lambda gap: gap.start):
+            if merged and merged[-1].start + merged[-1].size == gap.start:
+                merged[-1] = Region(merged[-1].start, merged[-1].size + gap.size)
+            else:
+                assert not merged or merged[-1].start + merged[-1].size < gap.start, "rows given back twice"
+                merged.append(gap)
+        self._free = merged
+
+
+class KVCache:
+    """Keys and values [L, R, K, D] of every sequence.
+
+    Rows behind a sequence's committed ones are a proposal; `commit` keeps a path of it and forgets the rest.
+    """
+
+    def __init__(
+        self, num_layers: int, num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_layers, aligned(num_rows), num_heads, head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.rows = RowAllocator(shape[1])
+
+    @property
+    def num_bytes_per_row(self) -> int:
+        """Bytes of one token in all layers."""
+        return 2 * self.keys.element_size() * self.keys[:, 0].numel()
+
+    def commit(self, first_rows: list[int], paths: list[list[int]]) -> None:
+        """Pack the rows of each accepted path behind its prefix.
+
+        `first_rows[b]` is the row after sequence b's committed ones; `paths[b]` are node numbers, ascending.
+        """
+        source = [first + node for first, path in zip(first_rows, paths, strict=True) for node in path]
+        target = [first + i for first, path in zip(first_rows, paths, strict=True) for i in range(len(path))]
+        moves = [(s, t) for s, t in zip(source, target, strict=True) if s != t]
+        if not moves:
+            return
+        source_rows, target_rows = torch.tensor(moves, device=self.keys.device).T
+        for stored in (self.keys, self.values):
+            stored[:, target_rows] = stored[:, source_rows]
+
+
+class CacheHook:
+    """What a transformers model sees as its cache during one forward: it writes the new rows, we read all."""
+
+    def __init__(self, cache: KVCache, plan: AttentionPlan) -> None:
+        self._cache = cache
+        self._rows = plan.new_rows(cache.keys.device)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
+        """Write key, value [B, K, T, D]; return the layer's whole storage [R, K, D]."""
+        keys, values = self._cache.keys[layer_idx], self._cache.values[layer_idx]
+        keys.index_copy_(0, self._rows, key.transpose(1, 2).flatten(0, 1))
+        values.index_copy_(0, self._rows, value.transpose(1, 2).flatten(0, 1))
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Unused by a forward that is given its positions; part of the interface."""
+        return 0

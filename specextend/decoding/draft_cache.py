@@ -1,0 +1,125 @@
+"""The draft's two caches: every committed token's K and V, and the rows it may see now (METHOD, section 2).
+
+The full cache holds keys turned back to position 0, the working cache holds the visible ones turned to contiguous
+slot positions, so that a draft trained on 2K positions stays in range at 16K. Rotations are done in fp32 with the bare
+`inv_freq`; yarn's attention scaling is part of the key and stays there.
+
+Shapes: `L` layers, `n` tokens, `K` key heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specextend.decoding.cache import KVCache, Region, RowAllocator
+
+
+def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """keys [..., n, K, D] turned by RoPE to `positions` [..., n] (negative: back). fp32 inside, keys' dtype out."""
+    angles = positions.unsqueeze(-1).float() * inv_freq
+    cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+    first, second = keys.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    full: Region
+    working: Region
+    length: int = 0
+    """Tokens in the full cache."""
+    visible: int = 0
+    """Rows in the working cache."""
+
+
+class DraftCache:
+    """Full and working cache of one draft, for many sequences."""
+
+    def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor) -> None:
+        num_layers, _, num_heads, head_dim = working.keys.shape
+        self.working = working
+        self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, working.keys.dtype, working.keys.device)
+        self._inv_freq = inv_freq.float().to(working.keys.device)
+        self._sequences: dict[int, _Sequence] = {}
+
+    def admit(self, row: int, num_tokens: int, num_working_rows: int) -> bool:
+        """Take a region of each cache; False, and nothing taken, where one is lacking."""
+        assert row not in self._sequences, f"row {row} is in use"
+        full = self._full.rows.take(num_tokens)
+        working = self.working.rows.take(num_working_rows)
+        if full and working:
+            self._sequences[row] = _Sequence(full, working)
+            return True
+        self._give_back(self._full.rows, full)
+        self._give_back(self.working.rows, working)
+        return False
+
+    def release(self, row: int) -> None:
+        """Give both regions back."""
+        sequence = self._sequences.pop(row)
+        self._full.rows.give_back(sequence.full)
+        self.working.rows.give_back(sequence.working)
+
+    def start(self, row: int) -> int:
+        """First working row of a sequence."""
+        return self._sequences[row].working.start
+
+    def visible(self, row: int) -> int:
+        """Rows the draft sees now, which is also the next slot position."""
+        return self._sequences[row].visible
+
+    def length(self, row: int) -> int:
+        """Tokens in the full cache."""
+        return self._sequences[row].length
+
+    def store(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Append to the full cache: keys [L, n, K, D] at position 0 (before RoPE), values alike."""
+        sequence = self._sequences[row]
+        first = sequence.full.start + sequence.length
+        sequence.length += keys.shape[1]
+        assert sequence.length <= sequence.full.size, "the full cache is full"
+        rows = slice(first, first + keys.shape[1])
+        self._full.keys[:, rows] = keys
+        self._full.values[:, rows] = values
+
+    def store_working(self, row: int, offset: int, count: int, position: int) -> None:
+        """Append `count` working rows from `offset` on, which stand at `position` and up, to the full cache."""
+        first = self.start(row) + offset
+        rows = slice(first, first + count)
+        back = -torch.arange(position, position + count, device=self._inv_freq.device)
+        self.store(row, rotate(self.working.keys[:, rows], back, self._inv_freq), self.working.values[:, rows])
+
+    def keep_last(self, row: int, offset: int, count: int) -> None:
+        """Move `count` working rows from `offset` on to the front; used while prefill slides its window."""
+        first = self.start(row)
+        for stored in (self.working.keys, self.working.values):
+            stored[:, first : first + count] = stored[:, first + offset : first + offset + count].clone()
+
+    def select(self, row: int, positions: Tensor) -> None:
+        """Show the tokens at `positions` [S] (ascending), those that the full cache holds, at slots 0 to S - 1."""
+        sequence = self._sequences[row]
+        positions = positions[positions < sequence.length]
+        count = len(positions)
+        assert count <= sequence.working.size, "the working cache is full"
+        source = positions + sequence.full.start
+        rows = slice(sequence.working.start, sequence.working.start + count)
+        slots = torch.arange(count, device=positions.device)
+        self.working.keys[:, rows] = rotate(self._full.keys[:, source], slots, self._inv_freq)
+        self.working.values[:, rows] = self._full.values[:, source]
+        sequence.visible = count
+
+    def append(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Commit the first `counts[b]` working rows behind the visible ones of each sequence."""
+        for row, count in zip(rows, counts, strict=True):
+            sequence = self._sequences[row]
+            self.store_working(row, sequence.visible, count, sequence.visible)
+            sequence.visible += count
+
+    @staticmethod
+    def _give_back(rows: RowAllocator, region: Region | None) -> None:
+        if region is not None:
+            rows.give_back(region)

@@ -1,0 +1,332 @@
+"""The engine: SpecExtend, tree speculation or plain decoding of a stream of requests, a batch at a time.
+
+Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill chunk, `C` hidden size, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.core import Completion, Request
+from specextend.decoding.admission import Admission
+from specextend.decoding.drafter import Drafter
+from specextend.decoding.model import CachedModel
+from specextend.decoding.options import CacheOptions, TreeOptions
+from specextend.decoding.retrieval import CachePolicy, chunk_mass
+from specextend.decoding.sampling import choose_tokens
+from specextend.decoding.sequence import Sequence, Stopwatch
+from specextend.decoding.stopping import StopChecker
+from specextend.decoding.tree import root_only, tree_mask
+from specextend.decoding.verifier import Verdict, verify
+
+PREFILL_CHUNK = 512
+"""Prompt tokens of one prefill forward."""
+
+OnError = Callable[[str, Exception], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one verification gave: a verdict a sequence, and the forward that it came from."""
+
+    trees: list[list[list[int]]]  # [B][token_ids, parents]
+    verdicts: list[Verdict]
+    hidden: Tensor  # [B, N, C]
+    plan: AttentionPlan
+
+
+class _Queue:
+    """The source, with the request that waits for room held back."""
+
+    def __init__(self, requests: Iterator[Request | None]) -> None:
+        self._requests = requests
+        self._waiting: Request | None = None
+        self._ended = False
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no request will come any more."""
+        return self._ended and self._waiting is None
+
+    def peek(self) -> Request | None:
+        """The next request; None where there is none now."""
+        if self._waiting is None and not self._ended:
+            try:
+                self._waiting = next(self._requests)
+            except StopIteration:
+                self._ended = True
+        return self._waiting
+
+    def pop(self) -> None:
+        """The request that was peeked at runs."""
+        self._waiting = None
+
+
+class Engine:
+    """Decodes requests. Between two calls of `generate` nothing is kept but weights and buffers."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        target: CachedModel,
+        drafter: Drafter | None,
+        *,
+        eos_token_ids: frozenset[int],
+        context_length: int,
+        max_batch_size: int,
+        tree: TreeOptions,
+        tree_attention: TreeAttention,
+        cache: CacheOptions,
+    ) -> None:
+        """`drafter` None decodes plainly."""
+        self.tokenizer = tokenizer
+        self.num_steps = 0
+        """Prefill chunks and decoding steps so far; a stall guard watches it."""
+        self._target, self._drafter = target, drafter
+        self._eos_token_ids, self._tree_attention, self._cache_options = eos_token_ids, tree_attention, cache
+        self._admission = Admission(target.cache, drafter, tree, context_length, max_batch_size)
+        scored = drafter is not None and cache.policy == "retrieval"
+        self._scored_layer = target.config.num_hidden_layers - 1 if scored else None
+        self._tree_depth = tree.depth
+        self._lock = threading.Lock()
+        self._active: dict[str, Sequence] = {}
+        self._cancelled: set[str] = set()
+        self._watch = Stopwatch()
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Prompt and output tokens of one request, at most."""
+        return self._admission.max_tokens
+
+    @property
+    def num_active(self) -> int:
+        """Sequences in the engine now."""
+        return len(self._active)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request between two steps; no completion follows. May be called from any thread."""
+        with self._lock:
+            self._cancelled.add(request_id)
+
+    def progress(self) -> dict[str, int]:
+        """Output tokens so far of the requests whose prefill has begun. May be called from any thread."""
+        with self._lock:
+            return {name: sequence.stats.num_output_tokens for name, sequence in self._active.items()}
+
+    def generate(self, source: Iterable[Request | None], on_error: OnError | None = None) -> Iterator[Completion]:
+        """Yield completions as they finish.
+
+        `source` gives None where it has nothing now; it is asked only while the batch has room, and may block only
+        while nothing runs. A request that fails alone goes to `on_error(request_id, error)`; without it, it raises.
+
+        Raises:
+            ValueError: a request that can never fit, without `on_error`.
+        """
+        assert not self._active, "one generate at a time"
+        queue = _Queue(iter(source))
+        try:
+            while True:
+                self._admit(queue, on_error)
+                self._drop_cancelled()
+                if self._active:
+                    self._guard(list(self._active.values()), self._step, on_error)
+                    yield from self._finished()
+                elif queue.exhausted:
+                    return
+        finally:
+            for sequence in list(self._active.values()):
+                self._leave(sequence)
+            self._cancelled.clear()
+
+    def _admit(self, queue: _Queue, on_error: OnError | None) -> None:
+        """Start requests for as long as the source has some and there is room."""
+        while self._admission.has_place and (request := queue.peek()) is not None:
+            if not self._start(request, on_error):
+                return
+            queue.pop()
+
+    def _start(self, request: Request, on_error: OnError | None) -> bool:
+        """Prefill a request; False where it has to wait for room."""
+        try:
+            if request.request_id in self._active:
+                raise ValueError(f"request {request.request_id!r} is running already")
+            self._admission.check(request)
+        except ValueError as error:
+            if on_error is None:
+                raise
+            on_error(request.request_id, error)
+            return True
+        admitted = self._admission.admit(request)
+        if admitted is None:
+            assert self._active, "an empty engine has room for whatever passes the check"
+            return False
+        row, region = admitted
+        now = self._watch.charge("other_s", list(self._active.values()))
+        stopper = StopChecker(self.tokenizer, self._eos_token_ids, request.sampling.stop, request.max_new_tokens)
+        sequence = Sequence(request, row, region, stopper, CachePolicy(self._cache_options), now)
+        with self._lock:
+            self._active[request.request_id] = sequence
+        self._guard([sequence], self._prefill, on_error)
+        return True
+
+    def _guard(
+        self, sequences: list[Sequence], work: Callable[[list[Sequence]], None], on_error: OnError | None
+    ) -> None:
+        """Do `work`; a failure that only one sequence can have caused is that sequence's."""
+        try:
+            with torch.inference_mode():
+                work(sequences)
+        except Exception as error:
+            if on_error is None or len(sequences) > 1:
+                raise
+            self._leave(sequences[0])
+            on_error(sequences[0].request.request_id, error)
+
+    def _leave(self, sequence: Sequence) -> None:
+        with self._lock:
+            del self._active[sequence.request.request_id]
+        self._admission.release(sequence.row, sequence.region)
+
+    def _finished(self) -> list[Completion]:
+        done = [sequence for sequence in self._active.values() if sequence.finish_reason]
+        for sequence in done:
+            self._leave(sequence)
+        return [sequence.completion() for sequence in done]
+
+    def _drop_cancelled(self) -> None:
+        with self._lock:
+            dropped = [self._active[name] for name in self._cancelled if name in self._active]
+            self._cancelled.clear()
+        for sequence in dropped:
+            self._leave(sequence)
+
+    def _prefill(self, sequences: list[Sequence]) -> None:
+        """Run the prompt through target and draft, choose the first token, let the draft look at the prompt."""
+        [sequence] = sequences
+        prompt = torch.tensor(sequence.request.prompt_token_ids, device=self._target.device)
+        sequence.stats.num_prompt_tokens = len(prompt)
+        for chunk in prompt.split(PREFILL_CHUNK):
+            plan, hidden = self._prefill_chunk(sequence, chunk)
+            self._watch.charge("prefill_s", sequences)
+            if self._drafter is not None:
+                self._drafter.prefill(sequence.row, chunk, hidden[0])
+                self._watch.charge("draft_prefill_s", sequences)
+            if sequence.request.request_id in self._cancelled:
+                return
+        positions = torch.tensor([sequence.length], device=prompt.device)
+        logits = self._target.logits(hidden[0, -1:])
+        token_id = int(choose_tokens(logits, positions, sequence.request.sampling))
+        sequence.push([token_id], self._watch.charge("prefill_s", sequences))
+        if self._drafter is not None and not sequence.finish_reason:
+            self._retrieve(sequence, plan, 0, -1)
+            self._absorb(sequences, [[token_id]], [hidden[0, -1:]])
+
+    def _prefill_chunk(self, sequence: Sequence, chunk: Tensor) -> tuple[AttentionPlan, Tensor]:
+        """The plan and hidden [1, T, C] of the next `chunk` [T] of the prompt."""
+        first = sequence.length
+        sequence.length += len(chunk)
+        plan = self._plan([sequence], [sequence.length], len(chunk), None)
+        positions = torch.arange(first, sequence.length, device=chunk.device)
+        self.num_steps += 1
+        return plan, self._target.forward(chunk.unsqueeze(0), positions.unsqueeze(0), plan)
+
+    def _step(self, sequences: list[Sequence]) -> None:
+        """Draft, verify, commit, retrieve, absorb: for every running sequence at once."""
+        running = [sequence for sequence in sequences if not sequence.finish_reason]
+        if not running:
+            return
+        self._watch.charge("other_s", running)
+        step = self._verify(running)
+        new_token_ids = []
+        num_levels = self._drafter.num_levels if self._drafter else 0
+        for sequence, (token_ids, _), verdict in zip(running, step.trees, step.verdicts, strict=True):
+            new = [*(token_ids[node] for node in verdict.path[1:]), verdict.bonus_token_id]
+            new_token_ids.append(new)
+            sequence.length += len(verdict.path)
+            sequence.count_step(len(token_ids) - 1, len(verdict.path) - 1, num_levels)
+        now = self._watch.charge("verify_s", running)
+        for sequence, new in zip(running, new_token_ids, strict=True):
+            sequence.push(new, now)
+        self.num_steps += 1
+        if self._drafter is not None:
+            self._look_again(running, step, new_token_ids)
+
+    def _verify(self, sequences: list[Sequence]) -> _Step:
+        """One target forward over every sequence's tree; accepted paths are committed to the cache."""
+        if self._drafter is None:
+            trees = [root_only(sequence.root_token_id, self._target.device) for sequence in sequences]
+        else:
+            trees = self._drafter.propose([sequence.row for sequence in sequences])
+            self._watch.charge("draft_s", sequences)
+        token_ids, parents, depths = (
+            torch.stack([getattr(tree, name) for tree in trees]) for name in ("token_ids", "parents", "depths")
+        )
+        num_nodes = token_ids.shape[1]
+        mask = tree_mask(parents, self._tree_depth) if num_nodes > 1 else None
+        plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask)
+        lengths = torch.tensor([sequence.length for sequence in sequences], device=depths.device)
+        positions = lengths[:, None] + depths
+        hidden = self._target.forward(token_ids, positions, plan)
+        chosen = self._choose(sequences, self._target.logits(hidden), positions + 1)
+        rows = torch.stack([token_ids, parents, chosen], 1).tolist()
+        verdicts = [verify(*row) for row in rows]
+        self._target.cache.commit(
+            [sequence.first_new_row for sequence in sequences], [verdict.path for verdict in verdicts]
+        )
+        return _Step([row[:2] for row in rows], verdicts, hidden, plan)
+
+    def _choose(self, sequences: list[Sequence], logits: Tensor, positions: Tensor) -> Tensor:
+        """The target's tokens [B, N] for logits [B, N, V]; `positions` [B, N] are those of the tokens chosen."""
+        chosen = [
+            choose_tokens(logits[b], positions[b], sequence.request.sampling) for b, sequence in enumerate(sequences)
+        ]
+        return torch.stack(chosen)
+
+    def _look_again(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:
+        """Retrieve where it is due, then run the draft over what was committed."""
+        assert self._drafter is not None
+        hidden = []
+        for b, (sequence, verdict) in enumerate(zip(sequences, step.verdicts, strict=True)):
+            hidden.append(step.hidden[b, verdict.path])
+            if not sequence.finish_reason and sequence.policy.is_due(sequence.length):
+                self._retrieve(sequence, step.plan, b, verdict.path[-1])
+        going = [b for b, sequence in enumerate(sequences) if not sequence.finish_reason]
+        if going:
+            self._absorb([sequences[b] for b in going], [new_token_ids[b] for b in going], [hidden[b] for b in going])
+
+    def _retrieve(self, sequence: Sequence, plan: AttentionPlan, b: int, node: int) -> None:
+        """Choose what the draft sees, by the query of `node`, the last one committed, in sequence b of the forward."""
+        assert self._drafter is not None
+        self._watch.charge("other_s", [sequence])
+        mass = None
+        if self._scored_layer is not None:
+            query = plan.queries[self._scored_layer][b, node]
+            rows = slice(sequence.region.start, sequence.first_new_row)
+            keys = self._target.cache.keys[self._scored_layer, rows]
+            mass = chunk_mass(query, keys, self._cache_options.chunk_size, self._target.scale)
+        positions = sequence.policy.select(sequence.length, mass, sequence.stats)
+        self._drafter.select(sequence.row, positions.to(self._target.device))
+        self._watch.charge("retrieval_s", [sequence])
+
+    def _absorb(self, sequences: list[Sequence], token_ids: list[list[int]], hidden: list[Tensor]) -> None:
+        assert self._drafter is not None
+        self._watch.charge("other_s", sequences)
+        self._drafter.absorb([sequence.row for sequence in sequences], token_ids, hidden)
+        self._watch.charge("draft_s", sequences)
+
+    def _plan(self, sequences: list[Sequence], lengths: list[int], num_new: int, mask: Tensor | None) -> AttentionPlan:
+        return AttentionPlan(
+            starts=[sequence.region.start for sequence in sequences],
+            lengths=lengths,
+            num_new=num_new,
+            mask=mask,
+            tree=self._tree_attention,
+            keep_layers=frozenset() if self._scored_layer is None else frozenset({self._scored_layer}),
+        )

@@ -1,0 +1,96 @@
+"""One running request, and the watch that charges the engine's time to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specextend.core import Completion, FinishReason, Request
+from specextend.decoding.cache import Region
+from specextend.decoding.retrieval import CachePolicy
+from specextend.decoding.stopping import StopChecker
+from specextend.stats import DecodingStats
+
+Phase = Literal["prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"]
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The state of a request between two steps."""
+
+    request: Request
+    row: int
+    """The engine's number for it, which the drafter knows it by."""
+    region: Region
+    """Its rows of the target's cache."""
+    stopper: StopChecker
+    policy: CachePolicy
+    started_at: float
+    """`time.perf_counter()` at the start of prefill."""
+    first_token_at: float = 0.0
+    length: int = 0
+    """Committed tokens: those the target has run."""
+    root_token_id: int = -1
+    """The last token the target chose; it stands at position `length`."""
+    finish_reason: FinishReason | None = None
+    stats: DecodingStats = field(default_factory=DecodingStats)
+
+    @property
+    def first_new_row(self) -> int:
+        """The cache row behind the committed ones."""
+        return self.region.start + self.length
+
+    def push(self, token_ids: list[int], now: float) -> None:
+        """Take tokens that the target decided; notes the times, and whether they end the sequence."""
+        if self.stats.num_output_tokens == 0:
+            self.first_token_at = now
+            self.stats.ttft_s = now - self.started_at
+        self.root_token_id = token_ids[-1]
+        self.finish_reason = self.stopper.push(token_ids)
+        self.stats.num_output_tokens = len(self.stopper.token_ids)
+        self.stats.decode_s = now - self.first_token_at
+
+    def count_step(self, num_draft_tokens: int, num_accepted: int, num_levels: int) -> None:
+        """Count a verification: of a tree, or a plain step where `num_draft_tokens` is 0."""
+        stats = self.stats
+        if num_draft_tokens == 0:
+            stats.num_plain_steps += 1
+            return
+        if not stats.acceptance_histogram:
+            stats.acceptance_histogram = [0] * (num_levels + 1)
+        stats.num_spec_steps += 1
+        stats.num_draft_tokens += num_draft_tokens
+        stats.num_accepted_tokens += num_accepted
+        stats.acceptance_histogram[num_accepted] += 1
+        self.policy.observe(num_accepted)
+
+    def completion(self) -> Completion:
+        """What came of the request."""
+        assert self.finish_reason is not None
+        return Completion(
+            self.request.request_id, self.stopper.token_ids, self.stopper.text, self.finish_reason, self.stats
+        )
+
+
+class Stopwatch:
+    """Charges every second of the engine to a phase of the sequences it worked for, in equal shares."""
+
+    def __init__(self) -> None:
+        self.mark = time.perf_counter()
+        """The moment up to which time is charged."""
+
+    def restart(self) -> float:
+        """Charge the time since the mark to nobody; returns now."""
+        self.mark = time.perf_counter()
+        return self.mark
+
+    def charge(self, phase: Phase, sequences: Items[Sequence]) -> float:
+        """Charge the time since the mark; returns now."""
+        now = time.perf_counter()
+        for sequence in sequences:
+            stats = sequence.stats
+            setattr(stats, phase, getattr(stats, phase) + (now - self.mark) / len(sequences))
+        self.mark = now
+        return now

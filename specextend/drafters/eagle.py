@@ -1,0 +1,104 @@
+"""An EAGLE head in plain torch: one Llama decoder layer over the target's last hidden state.
+
+For slot i, with e the target's embedding of token i + 1 and h the target's last hidden state at position i:
+
+    x  = fc(concat(rmsnorm(e), rmsnorm(h)))
+    h' = rmsnorm(decoder_layer(x))
+
+h' approximates the target's hidden state at i + 1, gives token i + 2 through the target's LM head, and takes the
+place of h one level further (EAGLE, arXiv 2401.15077; the norms are ours).
+
+Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `H` query heads, `K` key heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+
+from specextend.attention.hybrid import Attend, attend_plan
+from specextend.attention.plan import AttentionPlan
+from specextend.decoding.cache import KVCache
+from specextend.decoding.draft_cache import DraftCache, rotate
+from specextend.drafters.eagle_config import EagleConfig
+
+
+class EagleNetwork:
+    """The head's weights, with the embedding and LM head it shares with the target."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        weights: Mapping[str, Tensor],
+        embedding: Tensor,
+        lm_head: Tensor,
+        attend: Attend,
+        num_rows: int,
+    ) -> None:
+        self._config, self._weights, self._attend = config, weights, attend
+        self._embedding, self._lm_head = embedding, lm_head
+        device = embedding.device
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+        self._inv_freq = config.rope_theta**-exponents
+        working = KVCache(1, num_rows, config.num_kv_heads, config.head_dim, embedding.dtype, device)
+        self.cache = DraftCache(working, num_rows, self._inv_freq)
+        self._pending: dict[int, Tensor] = {}
+
+    def num_staging_rows(self) -> int:
+        """Prefill fills the full cache directly."""
+        return 0
+
+    def release(self, row: int) -> None:
+        """Forget the row."""
+        self._pending.pop(row, None)
+
+    def prefill(self, row: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Keys and values of every slot whose next token is known; the chunk's last one waits for the next call."""
+        if (pending := self._pending.get(row)) is not None:
+            hidden = torch.cat([pending, hidden])
+        else:
+            token_ids = token_ids[1:]
+        self._pending[row] = hidden[-1:].clone()
+        if len(token_ids):
+            normed = self._norm("layer.input_layernorm", self._inputs(token_ids, hidden[:-1]))
+            keys, values = (self._heads(name, normed) for name in ("k_proj", "v_proj"))
+            self.cache.store(row, keys.unsqueeze(0), values.unsqueeze(0))
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """Hidden [B, T, C] of token_ids [B, T], each with the hidden state [B, T, C] one position before it."""
+        residual = self._inputs(token_ids, hidden)
+        normed = self._norm("layer.input_layernorm", residual)
+        query, keys, values = (self._heads(name, normed) for name in ("q_proj", "k_proj", "v_proj"))
+        query, keys = (rotate(x, positions, self._inv_freq) for x in (query, keys))
+        rows = plan.new_rows(keys.device)
+        working = self.cache.working
+        working.keys[0].index_copy_(0, rows, keys.flatten(0, 1))
+        working.values[0].index_copy_(0, rows, values.flatten(0, 1))
+        scale = self._config.head_dim**-0.5
+        mixed = attend_plan(self._attend, query, working.keys[0], working.values[0], plan, scale)
+        residual = residual + self._linear("layer.self_attn.o_proj", mixed.flatten(2))
+        normed = self._norm("layer.post_attention_layernorm", residual)
+        gated = silu(self._linear("layer.mlp.gate_proj", normed)) * self._linear("layer.mlp.up_proj", normed)
+        return self._norm("norm", residual + self._linear("layer.mlp.down_proj", gated))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of hidden [..., C]."""
+        return linear(hidden, self._lm_head)
+
+    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        embedded = self._norm("en", self._embedding[token_ids])
+        return self._linear("fc", torch.cat([embedded, self._norm("hn", hidden)], -1))
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return linear(x, self._weights[f"{name}.weight"])
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        return self._linear(f"layer.self_attn.{name}", x).unflatten(-1, (-1, self._config.head_dim))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        eps = self._config.layer_norm_eps if name.startswith("layer.") else self._config.head_norm_eps
+        weight = self._weights[f"{name}.weight"]
+        return rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight

@@ -1,0 +1,38 @@
+"""What a draft network must offer to be run by `CausalDrafter`.
+
+Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan
+from specextend.decoding.draft_cache import DraftCache
+
+
+class DraftNetwork(Protocol):
+    """Weights, without any state of a sequence."""
+
+    cache: DraftCache
+
+    def prefill(self, row: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Put the next chunk of a prompt into the full cache: token_ids [T], hidden [T, C] of the target."""
+
+    def num_staging_rows(self) -> int:
+        """Working rows that prefill needs for itself."""
+
+    def release(self, row: int) -> None:
+        """Forget what prefill left of the row."""
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """Hidden [B, T, C] of token_ids [B, T] at slot `positions` [B, T].
+
+        `hidden` [B, T, C] is what goes with each token: the target's hidden state one position before it, or the
+        network's own output for its parent. Working rows are written as the plan says.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of hidden [..., C]."""

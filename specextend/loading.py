@@ -1,0 +1,95 @@
+"""From a configuration to an engine."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+
+from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.hybrid import Attend, load_backend
+from specextend.config import RunConfig
+from specextend.decoding.cache import aligned
+from specextend.decoding.drafter import Drafter
+from specextend.decoding.engine import PREFILL_CHUNK, Engine
+from specextend.decoding.model import CachedModel
+from specextend.decoding.options import CacheOptions
+from specextend.drafters.causal import CausalDrafter
+from specextend.drafters.eagle import EagleNetwork
+from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
+from specextend.drafters.model import ModelNetwork
+from specextend.drafters.network import DraftNetwork
+from specextend.models import DTYPES, ModelFacts, load_causal_lm, load_target, load_tokenizer, read_facts
+
+GIB = 1024**3
+
+
+def load_engine(config: RunConfig) -> Engine:
+    """The models of a configuration, ready to decode.
+
+    `decoding.mode` decides what is used of it: `tree` runs dense tree attention and the full cache whatever the
+    configuration says, `autoregressive` loads no draft.
+
+    Raises:
+        ValueError: a model that cannot be found or served, or a draft that does not fit its target.
+    """
+    facts = read_facts(config.target.model, config.target.revision)
+    model = load_target(config.target, IMPLEMENTATION)
+    attend = load_backend(config.attention.backend, model.device)
+    num_rows = target_rows(config, facts)
+    target = CachedModel(model, attend, num_rows)
+    cache, drafter = config.cache, None
+    if config.decoding.mode == "tree":
+        cache = CacheOptions(policy="full", draft_prefill_window=config.cache.draft_prefill_window)
+    if config.decoding.mode != "autoregressive":
+        drafter = _load_drafter(config, cache, target, attend, num_rows)
+    return Engine(
+        load_tokenizer(config.target.model, config.target.revision),
+        target,
+        drafter,
+        eos_token_ids=frozenset(facts.eos_token_ids),
+        context_length=facts.context_length,
+        max_batch_size=config.decoding.max_batch_size,
+        tree=config.tree,
+        tree_attention="dense" if config.decoding.mode == "tree" else config.attention.tree,
+        cache=cache,
+    )
+
+
+def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:
+    """Cache rows of a sequence of `num_tokens` tokens: its own, a tree behind them, aligned."""
+    return aligned(num_tokens + config.tree.nodes + config.tree.depth + 2)
+
+
+def target_rows(config: RunConfig, facts: ModelFacts) -> int:
+    """Rows of the target's cache: what `decoding.cache_gib` holds, but not more than a full batch can use."""
+    affordable = int(config.decoding.cache_gib * GIB) // facts.kv_bytes_per_token(config.target.dtype)
+    return min(affordable, config.decoding.max_batch_size * rows_per_sequence(config, facts.context_length))
+
+
+def _load_drafter(
+    config: RunConfig, cache: CacheOptions, target: CachedModel, attend: Attend, num_rows: int
+) -> Drafter:
+    """The drafter that `draft.kind` names, with caches that hold what the target's holds."""
+    assert config.draft is not None, "the configuration asks for a draft in every mode but autoregressive"
+    scratch = aligned(config.tree.nodes * config.tree.depth + cache.draft_prefill_window + PREFILL_CHUNK)
+    num_working_rows = num_rows + config.decoding.max_batch_size * scratch
+    network: DraftNetwork
+    if config.draft.kind == "eagle":
+        network = _load_eagle(config.draft.model, target, attend, num_working_rows)
+    else:
+        device = str(target.device)
+        model = load_causal_lm(config.draft.model, config.draft.revision, config.target.dtype, device, IMPLEMENTATION)
+        draft = CachedModel(model, attend, num_working_rows)
+        network = ModelNetwork(draft, num_working_rows, cache.draft_prefill_window, PREFILL_CHUNK)
+    visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
+    tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
+    return CausalDrafter(network, config.tree, tree_attention, visible)
+
+
+def _load_eagle(folder: str, target: CachedModel, attend: Attend, num_rows: int) -> EagleNetwork:
+    eagle_config = load_eagle_config(folder)
+    weights = load_file(f"{folder}/{WEIGHTS_FILE}", device=str(target.device))
+    cast = {name: weight.to(target.dtype) for name, weight in weights.items()}
+    embedding: torch.Tensor = target.model.get_input_embeddings().weight
+    lm_head: torch.Tensor = target.model.get_output_embeddings().weight
+    return EagleNetwork(eagle_config, cast, embedding, lm_head, attend, num_rows)
