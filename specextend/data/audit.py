@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from specextend.data.inputs import InputError, InputFile, InputOptions
 from specextend.data.listing import Listing
+from specextend.data.parquet import columns_bytes, document_columns, is_text, open_parquet, plain_text
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import Location
 
@@ -22,13 +23,15 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
     for number, (name, size) in enumerate(zip(listing.relative_paths, listing.sizes, strict=True)):
         location = listing.root.child(name)
         try:
-            with pq.ParquetFile(location.path, filesystem=location.filesystem) as parquet:
+            with open_parquet(location) as parquet:
                 _check_columns(name, parquet.schema_arrow, options)
                 fields.append([parquet.schema_arrow.field(column) for column in options.passthrough])
                 if options.id_column is not None:
                     ids.append(_read_ids(name, parquet, options.id_column))
-                rows = tuple(parquet.metadata.row_group(i).num_rows for i in range(parquet.metadata.num_row_groups))
-            files.append(InputFile(number, name, size, rows, footer_sha256(location)))
+                groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+            rows = tuple(group.num_rows for group in groups)
+            largest = max((columns_bytes(group, document_columns(options)) for group in groups), default=0)
+            files.append(InputFile(number, name, size, rows, largest, footer_sha256(location)))
         except (OSError, pa.ArrowException) as error:
             message = " ".join(str(error).split())
             raise InputError(f"{name} cannot be read as Parquet ({message}); repair it or take it out") from error
@@ -42,18 +45,6 @@ def footer_sha256(location: Location) -> str:
         size = file.size()
         length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
         return hashlib.sha256(file.read_at(length, size - length)).hexdigest()
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds text; one without values (pandas writes such) has no type of its own."""
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    return (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_string_view(kind)
-        or pa.types.is_null(kind)
-    )
 
 
 def _is_count(kind: pa.DataType) -> bool:
@@ -102,15 +93,6 @@ def _read_ids(file: str, parquet: pq.ParquetFile, column: str) -> pa.ChunkedArra
         return plain_text(ids)
     except pa.ArrowInvalid as error:
         raise InputError(f"{file}: column {column!r} (input.id_column) holds an id that is not UTF-8") from error
-
-
-def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Text or integers as large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    values = values.cast(pa.large_string())
-    values.validate(full=True)
-    return values
 
 
 def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:

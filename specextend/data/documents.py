@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.core import Document, DocumentKey
-from specextend.data.audit import audit, plain_text
+from specextend.data.audit import audit
 from specextend.data.inputs import (
     DocumentError,
     InputError,
@@ -25,6 +25,7 @@ from specextend.data.inputs import (
     ScannedRow,
 )
 from specextend.data.listing import check_apart, list_input
+from specextend.data.parquet import as_bytes, document_columns, open_parquet, plain_text, stream
 from specextend.data.storage import Location
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
     "open_source",
 ]
 
-_BATCH_BYTES = 16 << 20
-_MAX_BATCH_ROWS = 4096
 _OPEN_FILES = 8
 _CACHED_GROUPS = 2
 
@@ -93,7 +92,7 @@ class Source:
         values = self._row(key)
         doc_id = self._id(key, values)
         try:
-            text = decode_text(_as_bytes(values[self.options.text_column]).to_pylist()[0])
+            text = decode_text(as_bytes(values[self.options.text_column]).to_pylist()[0])
             column = self.options.max_new_tokens_column
             max_new_tokens = None if column is None else check_max_new_tokens(values[column].to_pylist()[0])
         except DocumentError as error:
@@ -116,7 +115,7 @@ class Source:
                 if options.num_tokens_column:
                     tokens, texts = batch[measured].to_pylist(), [None] * len(batch)
                 else:
-                    tokens, texts = [None] * len(batch), _as_bytes(batch[measured]).to_pylist()
+                    tokens, texts = [None] * len(batch), as_bytes(batch[measured]).to_pylist()
                 for num_tokens, text, limit in zip(tokens, texts, limits, strict=True):
                     yield self._scanned(DocumentKey(file.number, row), num_tokens, text, limit)
                     row += 1
@@ -176,33 +175,6 @@ def open_source(options: InputOptions, output: OutputOptions | None = None) -> S
     return Source(options, listing.root, files, passthrough_fields)
 
 
-def document_columns(options: InputOptions) -> list[str]:
-    """The columns that a row is made of."""
-    wanted = (options.text_column, options.id_column, options.max_new_tokens_column)
-    return list(dict.fromkeys(column for column in wanted if column is not None))
-
-
-def open_parquet(location: Location) -> pq.ParquetFile:
-    """Open for streaming: pages are read as they are needed."""
-    return pq.ParquetFile(location.path, filesystem=location.filesystem, buffer_size=1 << 20, pre_buffer=False)
-
-
-def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
-    """Tables of about 16 MiB (uncompressed) at most, in row order; none spans two row groups."""
-    for group in range(parquet.metadata.num_row_groups):
-        metadata = parquet.metadata.row_group(group)
-        mean_bytes = columns_bytes(metadata, columns) / max(1, metadata.num_rows)
-        rows = int(min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, mean_bytes))))
-        for batch in parquet.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
-            yield pa.Table.from_batches([batch])
-
-
-def columns_bytes(group: pq.RowGroupMetaData, columns: list[str]) -> int:
-    """Uncompressed bytes of some columns of a row group."""
-    chunks = [group.column(i) for i in range(group.num_columns)]
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns)
-
-
 def decode_text(data: bytes | None) -> str:
     """A document's text. Raises DocumentError for one that is null, not UTF-8, or nothing but white space."""
     if data is None:
@@ -223,13 +195,6 @@ def check_max_new_tokens(value: int | None) -> int | None:
     if value is not None and value < 1:
         raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1, got {value}")
     return value
-
-
-def _as_bytes(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Text as it was stored: bytes that are not UTF-8 must not raise here."""
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    return values.cast(pa.large_binary())
 
 
 def _cached(cache: OrderedDict[Hashable, Value], key: Hashable, size: int, make: Callable[[], Value]) -> Value:

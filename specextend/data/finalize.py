@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from specextend.data.documents import Source
-from specextend.data.storage import Location
+from specextend.data.results import Results, Window, find_results
+from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
+from specextend.data.storage import (
+    Location,
+    atomic_output,
+    delete,
+    exists,
+    read_bytes,
+    remove_temporary_files,
+    write_bytes,
+)
+
+_DIGEST = b"specextend.results"
+_CHUNK_ROWS = 4096
 
 
 class ReconciliationError(RuntimeError):
@@ -25,22 +45,117 @@ def finalize(source: Source, output: Location) -> Counts:
     """Write `summaries/` and `errors/` from the parts, one row per document in input order.
 
     Bounded memory; each file is there whole or not at all; one that would not change is not rewritten; an errors
-    file whose rows are done by now is deleted. Pass the source of `open_source` (passthrough columns are read from
-    the input itself). Raises ReconciliationError.
+    file whose rows are done by now is deleted. Passthrough columns are read from the input itself. Raises
+    ReconciliationError.
     """
-    raise NotImplementedError
+    results = find_results(output)
+    counts = _reconcile(source, results)
+    window = Window(results)
+    for folder in ("summaries", "errors"):
+        remove_temporary_files(output.child(folder))
+    for file in source.files:
+        name = f"part-{file.number:05d}.parquet"
+        _write_summaries(source, file.number, results, window, output.child("summaries", name))
+        _write_errors(file.number, results, output.child("errors", name))
+    return counts
 
 
 def write_success(output: Location, counts: Counts) -> None:
     """Write `_SUCCESS`, the last file of a run that exits 0."""
-    raise NotImplementedError
+    write_bytes(output.child("_SUCCESS"), (json.dumps(asdict(counts)) + "\n").encode())
 
 
 def remove_success(output: Location) -> None:
     """Remove `_SUCCESS` before anything in the folder changes."""
-    raise NotImplementedError
+    delete(output.child("_SUCCESS"))
 
 
 def read_success(output: Location) -> Counts | None:
     """The counts of a finished run, or None."""
-    raise NotImplementedError
+    data = read_bytes(output.child("_SUCCESS"))
+    return None if data is None else Counts(**json.loads(data))
+
+
+def _reconcile(source: Source, results: Results) -> Counts:
+    """Raise ReconciliationError unless there is one result for each input row, and no other."""
+    for file in source.files:
+        span = results.span(file.number)
+        have = results.rows[span.start : span.stop]
+        missing = np.setdiff1d(np.arange(file.num_rows), have)
+        if len(missing):
+            raise ReconciliationError(
+                f"{len(missing)} of the {file.num_rows} rows of {file.relative_path} have no result, "
+                f"the first is row {missing[0]}; run the job again to do them"
+            )
+    if len(results.rows) != source.num_rows:
+        raise ReconciliationError(f"the parts hold {len(results.rows)} rows, the input has {source.num_rows}")
+    done = int(results.done.sum())
+    return Counts(source.num_rows, done, source.num_rows - done)
+
+
+def _write_summaries(source: Source, number: int, results: Results, window: Window, location: Location) -> None:
+    span = results.span(number)
+    done = np.arange(span.start, span.stop)[results.done[span.start : span.stop]]
+    schema = _with_digest(summary_schema(source.passthrough_fields), results.digest(done))
+    if _is_written(location, schema):
+        return
+    with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        begin = span.start
+        for columns, num_rows in _passthrough(source, number):
+            rows = window.rows(begin, begin + num_rows)
+            table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
+            writer.write_table(table.filter(pa.array(results.done[begin : begin + num_rows])))
+            begin += num_rows
+        assert begin == span.stop, "the input has as many rows as its footer says"
+
+
+def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:
+    """Passthrough columns of a file and their number of rows, some rows at a time, in row order."""
+    fields = source.passthrough_fields
+    if not fields:
+        num_rows = source.files[number].num_rows
+        yield from (([], min(_CHUNK_ROWS, num_rows - begin)) for begin in range(0, num_rows, _CHUNK_ROWS))
+        return
+    for batch in source.batches(number, [field.name for field in fields], original=True):
+        yield [_typed(batch[field.name], field.type) for field in fields], len(batch)
+
+
+def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """A column without values takes the type it has in the other files."""
+    return pa.chunked_array([pa.nulls(len(values), kind)]) if pa.types.is_null(values.type) else values
+
+
+def _write_errors(number: int, results: Results, location: Location) -> None:
+    span = results.span(number)
+    failed = np.arange(span.start, span.stop)[~results.done[span.start : span.stop]]
+    if not len(failed):
+        delete(location)
+        return
+    schema = _with_digest(ERROR_SCHEMA, results.digest(failed))
+    if _is_written(location, schema):
+        return
+    with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for begin in range(0, len(failed), _CHUNK_ROWS):
+            rows = results.load(failed[begin : begin + _CHUNK_ROWS]).combine_chunks()
+            keys = pa.StructArray.from_arrays(
+                [rows[name].combine_chunks() for name in ("file", "row")], fields=list(ERROR_SCHEMA.field("key").type)
+            )
+            writer.write_table(
+                pa.Table.from_arrays([keys, *(rows[name] for name in ERROR_SCHEMA.names[1:])], schema=schema)
+            )
+
+
+def _with_digest(schema: pa.Schema, digest: str) -> pa.Schema:
+    columns = hashlib.sha256(schema.to_string().encode()).hexdigest()
+    return schema.with_metadata({_DIGEST: f"{columns}:{digest}".encode()})
+
+
+def _is_written(location: Location, schema: pa.Schema) -> bool:
+    """Whether the file is there and holds the very columns and results that `schema`'s digest names."""
+    if not exists(location):
+        return False
+    try:
+        found = pq.read_schema(location.path, filesystem=location.filesystem).metadata or {}
+    except pa.ArrowInvalid:
+        return False
+    return found.get(_DIGEST) == schema.metadata[_DIGEST]

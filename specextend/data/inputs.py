@@ -80,6 +80,8 @@ class InputFile:
     """Bytes."""
     group_rows: tuple[int, ...]
     """Rows of each row group."""
+    largest_group_bytes: int
+    """Uncompressed bytes of the largest row group, the columns that a document is made of counted."""
     footer_sha256: str
 
     @property

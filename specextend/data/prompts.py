@@ -61,7 +61,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._control_ids = control_token_ids(tokenizer)
         prefix, suffix = _template(tokenizer, options)
-        self._prefix_ids = _bos(tokenizer, prefix) + self._encode(prefix)
+        self._prefix_ids = _bos(tokenizer) + self._encode(prefix)
         self._suffix_ids = self._encode_continuation(suffix)
 
     @property
@@ -180,9 +180,7 @@ def _plain(system: str, content: str) -> str:
     return f"{system}\n\n{content}\n\nSummary:" if system else f"{content}\n\nSummary:"
 
 
-def _bos(tokenizer: Any, prefix: str) -> list[int]:
-    """The BOS token where the tokenizer begins texts with one and the template does not bring its own."""
+def _bos(tokenizer: Any) -> list[int]:
+    """The BOS token where the tokenizer begins texts with one; a chat template brings its own."""
     bos = tokenizer.bos_token_id
-    if bos is None or bos not in tokenizer("")["input_ids"] or prefix.startswith(tokenizer.bos_token):
-        return []
-    return [bos]
+    return [bos] if not tokenizer.chat_template and bos in tokenizer("")["input_ids"] else []

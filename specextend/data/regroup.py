@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.data.documents import Copy, Source, columns_bytes, document_columns, open_parquet
+from specextend.data.documents import Copy, Source
 from specextend.data.inputs import InputFile
-from specextend.data.storage import Location, atomic_output, exists
+from specextend.data.parquet import as_bytes, document_columns, is_text, open_parquet
+from specextend.data.storage import Location, atomic_output, exists, remove_temporary_files
 
 MAX_GROUP_BYTES = 64 << 20
 """Uncompressed bytes of a row group, the columns that are read for a document counted."""
@@ -25,21 +27,15 @@ def regroup(source: Source, output: Location) -> Source:
     The driver calls it once it holds the lock. Streams; a copy that is already there and whole is used again.
     Returns the source to ship to workers (`source` itself when nothing is oversized).
     """
-    copies = {file.number: _copy(source, file, output) for file in source.files if _is_oversized(source, file)}
+    oversized = [file for file in source.files if file.largest_group_bytes > MAX_GROUP_BYTES]
+    remove_temporary_files(output.child("_run", "input"))
+    copies = {file.number: _copy(source, file, output) for file in oversized}
     return Source(source.options, source.root, source.files, source.passthrough_fields, copies) if copies else source
 
 
 def _columns(source: Source) -> list[str]:
     tokens = source.options.num_tokens_column
     return list(dict.fromkeys(document_columns(source.options) + ([tokens] if tokens else [])))
-
-
-def _is_oversized(source: Source, file: InputFile) -> bool:
-    if file.size == 0 or not file.group_rows:
-        return False
-    with open_parquet(source.location(file.number)) as parquet:
-        groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-    return any(columns_bytes(group, _columns(source)) > MAX_GROUP_BYTES for group in groups)
 
 
 def _copy(source: Source, file: InputFile, output: Location) -> Copy:
@@ -63,26 +59,42 @@ def _is_copy(location: Location, file: InputFile) -> bool:
 
 
 def _write_copy(source: Source, file: InputFile, path: str) -> None:
-    batches = source.batches(file.number, _columns(source), original=True)
-    schema = None
-    writer: pq.ParquetWriter | None = None
-    for table in _grouped(batches):
-        if writer is None:
-            schema = table.schema.with_metadata({_ORIGIN: file.footer_sha256.encode()})
-            writer = pq.ParquetWriter(path, schema, compression="zstd")
-        writer.write_table(table.cast(schema), row_group_size=len(table))
-    assert writer is not None, "an oversized file has rows"
-    writer.close()
+    tables = _grouped(source.batches(file.number, _columns(source), original=True))
+    first = next(tables)
+    schema = first.schema.with_metadata({_ORIGIN: file.footer_sha256.encode()})
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in chain([first], tables):
+            writer.write_table(table.cast(schema), row_group_size=len(table))
 
 
 def _grouped(batches: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Neighbouring batches joined until they hold 16 MiB."""
+    """Neighbouring rows joined to groups of at most 16 MiB; a larger row is a group of its own."""
     waiting: list[pa.Table] = []
-    for batch in batches:
-        for start in range(len(batch)):
-            waiting.append(batch.slice(start, 1))
-            if sum(table.nbytes for table in waiting) >= COPY_GROUP_BYTES:
-                yield pa.concat_tables(waiting)
-                waiting = []
+    num_bytes = 0
+    for piece in (piece for batch in batches for piece in _halved(_plain(batch))):
+        if waiting and num_bytes + piece.nbytes > COPY_GROUP_BYTES:
+            yield pa.concat_tables(waiting)
+            waiting, num_bytes = [], 0
+        waiting.append(piece)
+        num_bytes += piece.nbytes
     if waiting:
         yield pa.concat_tables(waiting)
+
+
+def _halved(table: pa.Table) -> Iterator[pa.Table]:
+    """Slices of at most 16 MiB, or of one row."""
+    if len(table) <= 1 or table.nbytes <= COPY_GROUP_BYTES:
+        yield table
+        return
+    middle = len(table) // 2
+    yield from _halved(table.slice(0, middle))
+    yield from _halved(table.slice(middle))
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """Text columns as large_string, byte for byte: the size of a slice of theirs is that of its text."""
+    for position, field in enumerate(table.schema):
+        if is_text(field.type):
+            text = as_bytes(table[field.name]).cast(pa.large_string(), safe=False)
+            table = table.set_column(position, field.name, text)
+    return table
