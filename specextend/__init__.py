@@ -1,1 +1,28 @@
 """Offline summarisation of long documents with SpecExtend decoding."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specextend.config import RunConfig
+    from specextend.core import Completion, Request, SamplingParams
+    from specextend.loading import load_engine
+
+__all__ = ["Completion", "Request", "RunConfig", "SamplingParams", "load_engine"]
+
+_OWNERS = {
+    "Completion": "specextend.core",
+    "Request": "specextend.core",
+    "RunConfig": "specextend.config",
+    "SamplingParams": "specextend.core",
+    "load_engine": "specextend.loading",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The public names, imported when first asked for: torch takes seconds, and many parts need none of it."""
+    if name not in _OWNERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_OWNERS[name]), name)
