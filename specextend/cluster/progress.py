@@ -65,13 +65,14 @@ class Ledger:
         self._output_left = sum(item.max_new_tokens for item in estimates.values())
         self._output_allowed = 0
         self._stats = DecodingStats()
-        self._running: dict[DocumentKey, int] = {}
+        self._running: dict[str, dict[DocumentKey, int]] = {}
         self._history: deque[tuple[float, int, int]] = deque()
 
     def finish(self, key: DocumentKey, stats: DecodingStats | None) -> None:
         """A document is done, with its true counts, or given up (None)."""
         estimate = self._open.pop(key)
-        self._running.pop(key, None)
+        for outputs in self._running.values():
+            outputs.pop(key, None)
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
         if stats is None:
@@ -81,9 +82,9 @@ class Ledger:
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
 
-    def running(self, outputs: Iterable[tuple[DocumentKey, int]]) -> None:
-        """Documents in the engines now, with their output tokens so far."""
-        self._running = {key: tokens for key, tokens in outputs if key in self._open}
+    def running(self, worker: str, outputs: Iterable[tuple[DocumentKey, int]]) -> None:
+        """Documents in a worker's engine now, with their output tokens so far."""
+        self._running[worker] = {key: tokens for key, tokens in outputs if key in self._open}
 
     @property
     def output_cost(self) -> float:
@@ -107,7 +108,7 @@ class Ledger:
             num_rows=self._num_rows,
             num_done=self._num_done,
             num_errors=self._num_errors,
-            num_running=len(self._running),
+            num_running=sum(map(len, self._running.values())),
             num_workers=num_workers,
             fraction=done / (done + left) if done + left else 1.0,
             output_tokens_per_s=ratio(output - output_then, elapsed),
@@ -117,15 +118,25 @@ class Ledger:
 
     def _done_tokens(self) -> tuple[int, int]:
         """Prompt and output tokens done by this start, those of running documents included."""
-        prompt = sum(self._open[key].num_prompt_tokens for key, tokens in self._running.items() if tokens)
-        return self._stats.num_prompt_tokens + prompt, self._stats.num_output_tokens + sum(self._running.values())
+        prompt, output = self._stats.num_prompt_tokens, self._stats.num_output_tokens
+        for estimate, tokens in self._begun():
+            prompt += estimate.num_prompt_tokens
+            output += tokens
+        return prompt, output
 
     def _work_left(self, cost: float) -> float:
         """Outputs are taken to end as early, on average, as those that have ended."""
         share = self._stats.num_output_tokens / self._output_allowed if self._output_allowed else 1.0
-        prompt_begun = sum(self._open[key].num_prompt_tokens for key, tokens in self._running.items() if tokens)
-        output_begun = sum(min(tokens, share * self._open[key].max_new_tokens) for key, tokens in self._running.items())
-        return max(0.0, self._prompt_left - prompt_begun + cost * (share * self._output_left - output_begun))
+        prompt, output = float(self._prompt_left), share * self._output_left
+        for estimate, tokens in self._begun():
+            prompt -= estimate.num_prompt_tokens
+            output -= min(tokens, share * estimate.max_new_tokens)
+        return max(0.0, prompt + cost * output)
+
+    def _begun(self) -> list[tuple[TokenEstimate, int]]:
+        """Running documents whose prefill is through, with their output tokens so far."""
+        running = [item for outputs in self._running.values() for item in outputs.items()]
+        return [(self._open[key], tokens) for key, tokens in running if tokens]
 
 
 class Display(Protocol):

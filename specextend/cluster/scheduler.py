@@ -7,7 +7,7 @@ are seconds of any monotonic clock that the caller passes in.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from specextend.core import DocumentKey
@@ -89,6 +89,7 @@ class _Worker:
 
     leases: dict[str, _Held] = field(default_factory=dict)
     alone: bool = False
+    takes_leases: bool = True
     num_closing: int = 0
     """Leases taken back whose call has not returned yet."""
     expired_at_step: int | None = None
@@ -147,12 +148,16 @@ class Scheduler:
         """Leases to hand out now: charged documents alone on empty workers, the others longest first, spread."""
         granted = []
         for name, worker in self._workers.items():
-            if self._alone and worker.is_empty:
+            if self._alone and worker.is_empty and worker.takes_leases:
                 worker.alone = True
                 granted.append((name, self._grant(name, heapq.heappop(self._alone)[1], now)))
         while self._fresh and (roomiest := self._roomiest()) is not None:
             granted.append((roomiest, self._grant(roomiest, heapq.heappop(self._fresh)[1], now)))
         return granted
+
+    def suspend(self, worker: str) -> None:
+        """Hand nothing more to a worker that is gone, until `leave` or `lose` says what that means."""
+        self._workers[worker].takes_leases = False
 
     def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> None:
         """A worker's step counter, and its leases whose prefill has begun."""
@@ -164,6 +169,11 @@ class Scheduler:
             held = state.leases.get(lease_id)
             if held is not None and held.started_at is None:
                 held.started_at = now
+
+    def lease(self, lease_id: str) -> Lease | None:
+        """The lease, while it is in force."""
+        held = self._held.get(lease_id)
+        return held.lease if held is not None else None
 
     def finish(self, lease_id: str) -> bool:
         """Close the document of this lease; False where the lease was taken away, so its result must be dropped."""
@@ -207,11 +217,11 @@ class Scheduler:
         return [
             name
             for name, worker in self._workers.items()
-            if not worker.is_empty and now - worker.moved_at > self._limits.stall_s
+            if worker.takes_leases and not worker.is_empty and now - worker.moved_at > self._limits.stall_s
         ]
 
-    def leave(self, worker: str, error_class: str, message: str) -> list[GivenUp]:
-        """A worker died: charge what it had started, free the rest.
+    def leave(self, worker: str, error_class: str, message: str, started: Collection[str] = ()) -> list[GivenUp]:
+        """A worker died: charge what it had started (`started`: by its last words), free the rest.
 
         A document that ran alone is charged even when the worker died before it could say that it had started,
         unless the worker made no step since it was told to drop another one: then that one may be what hangs.
@@ -220,7 +230,7 @@ class Scheduler:
         certain = state.alone and state.expired_at_step != state.num_steps
         given_up = []
         for held in state.leases.values():
-            if held.started_at is not None or certain:
+            if held.started_at is not None or held.lease.lease_id in started or certain:
                 given_up += self._charge(held.item, error_class, message)
             else:
                 self._expose(held.item)
@@ -248,12 +258,13 @@ class Scheduler:
         return held.lease
 
     def _roomiest(self) -> str | None:
-        room = {
+        held = {
             name: len(worker.leases) + worker.num_closing
             for name, worker in self._workers.items()
-            if not worker.alone and len(worker.leases) + worker.num_closing < self._leases_per_worker
+            if worker.takes_leases and not worker.alone
         }
-        return min(room, key=room.__getitem__) if room else None
+        name = min(held, key=held.__getitem__, default=None)
+        return name if name is not None and held[name] < self._leases_per_worker else None
 
     def _release(self, lease_id: str) -> _Held | None:
         held = self._held.pop(lease_id, None)

@@ -67,7 +67,7 @@ def test_running_documents_count_for_what_they_have_done():
     """With few long documents the bar would stand still for an hour otherwise."""
     book = ledger((1000, 100))
     book.snapshot(0.0, 1)
-    book.running([(key(0), 50), (key(7), 3)])
+    book.running("w", [(key(0), 50), (key(7), 3)])
     now = book.snapshot(10.0, 1)
     done, left = 1000 + 50 * DEFAULT_OUTPUT_COST, 50 * DEFAULT_OUTPUT_COST
     assert now.fraction == pytest.approx(done / (done + left))

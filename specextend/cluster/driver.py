@@ -1,0 +1,194 @@
+"""The loop of a run: leases out, outcomes in, finished work on disk. The only writer of the output folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from specextend.cluster.attempts import Attempt
+from specextend.cluster.interrupt import Interrupt, InterruptedRunError
+from specextend.cluster.lock import OutputLock
+from specextend.cluster.messages import Done, Failed
+from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
+from specextend.cluster.progress import Display, Ledger
+from specextend.cluster.roster import Roster
+from specextend.cluster.scheduler import GivenUp, Lease, Scheduler
+from specextend.config import JobOptions
+from specextend.core import DocumentKey
+from specextend.data.documents import Source
+from specextend.data.parts import PartWriter
+from specextend.data.schema import error_row
+
+TICK_S = 0.2
+"""Seconds to wait for an event before looking at clocks and signals again."""
+
+
+class Committer:
+    """Rows that are done, written as parts when there are enough of them, or when they have waited long enough."""
+
+    def __init__(self, writer: PartWriter, lock: OutputLock, every_rows: int, every_s: float) -> None:
+        self._writer, self._lock = writer, lock
+        self._every_rows, self._every_s = every_rows, every_s
+        self._rows: list[dict[str, Any]] = []
+        self._oldest = 0.0
+
+    def add(self, row: dict[str, Any], now: float) -> None:
+        """A row of a part."""
+        if not self._rows:
+            self._oldest = now
+        self._rows.append(row)
+
+    def commit_if_due(self, now: float) -> None:
+        """Write a part if it is time to."""
+        if len(self._rows) >= self._every_rows or (self._rows and now - self._oldest >= self._every_s):
+            self.commit()
+
+    def commit(self) -> None:
+        """Write what there is. Raises LockLostError where the folder is not ours any more."""
+        self._lock.check()
+        self._writer.commit(self._rows)
+        self._rows = []
+
+
+@dataclass(slots=True)
+class Driver:
+    """Runs the documents of a scheduler to their end."""
+
+    scheduler: Scheduler
+    pool: Pool
+    roster: Roster
+    committer: Committer
+    ledger: Ledger
+    display: Display
+    interrupt: Interrupt
+    attempt: Attempt
+    source: Source
+    job: JobOptions
+    clock: Callable[[], float] = time.monotonic
+
+    def run(self) -> None:
+        """Until every document is done or given up; what is finished is on disk whatever happens.
+
+        Raises:
+            InterruptedRunError: told to stop.
+            WorkersFailError: no worker can be had.
+            LockLostError: another driver has taken the folder over.
+        """
+        try:
+            while not self.scheduler.is_done:
+                self._turn()
+        except InterruptedRunError:
+            self._collect(0.0)
+            self.committer.commit()
+            raise
+        except Exception:
+            self.committer.commit()
+            raise
+        self.committer.commit()
+
+    def _turn(self) -> None:
+        self.interrupt.check()
+        now = self.clock()
+        for worker in self.roster.due(now, self.scheduler.num_open):
+            self.pool.start(worker)
+        self._enforce(now)
+        for worker, lease in self.scheduler.assign(now):
+            self.pool.run(worker, lease)
+        self._collect(TICK_S)
+        self.committer.commit_if_due(self.clock())
+        self.display.show(self.ledger.snapshot(self.clock(), self.roster.num_ready), self.clock())
+
+    def _collect(self, timeout_s: float) -> None:
+        for event in self.pool.wait(timeout_s):
+            self._handle(event, self.clock())
+
+    def _enforce(self, now: float) -> None:
+        """Deadlines and hangs."""
+        for lease in self.scheduler.overdue(now):
+            seconds = self.job.deadline_base_s + self.job.deadline_s_per_token * lease.num_tokens
+            message = f"not done {seconds:.0f} s after the start of its prefill"
+            self.display.note(f"document {self.source.doc_id(lease.key)} is cancelled: {message}")
+            self._give_up(self.scheduler.expire(lease.lease_id, message), now)
+            self.pool.cancel(lease.lease_id)
+        for worker in self.scheduler.stalled(now):
+            reason = f"no step for {self.job.stall_s:.0f} s"
+            self.display.note(f"{worker} is killed: {reason}")
+            self.pool.kill(worker)
+            self.roster.died(worker, reason)
+            self.ledger.running(worker, [])
+            self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), now)
+
+    def _handle(self, event: Event, now: float) -> None:
+        match event:
+            case Ready(worker, info):
+                self.roster.ready(worker)
+                self.attempt.worker_started(info)
+                self.scheduler.join(worker, now)
+            case StartFailed(worker, reason):
+                pause = self.roster.failed(worker, reason, now)
+                self.display.note(f"{worker} could not be built, next try in {pause:.0f} s: {reason}")
+            case Returned(worker, lease, outcome):
+                self._returned(worker, lease, outcome, now)
+            case CallLost(worker, lease, reason):
+                self._lost(worker, lease, reason, now)
+            case Polled(worker, report):
+                self.scheduler.report(worker, report.num_steps, report.outputs, now)
+                leases = {lease_id: self.scheduler.lease(lease_id) for lease_id in report.outputs}
+                running = [(lease.key, report.outputs[name]) for name, lease in leases.items() if lease is not None]
+                self.ledger.running(worker, running)
+            case Dying(worker, reason):
+                self.scheduler.suspend(worker)
+                self.roster.died(worker, reason)
+                self.display.note(f"{worker} died: {reason}")
+            case Died():
+                self._died(event, now)
+
+    def _returned(self, worker: str, lease: Lease, outcome: Done | Failed, now: float) -> None:
+        """An outcome counts only while its lease is in force."""
+        if not self.scheduler.finish(lease.lease_id):
+            self.scheduler.closed(worker)
+            return
+        self.roster.document_done()
+        if isinstance(outcome, Done):
+            self.ledger.finish(lease.key, outcome.stats)
+            self.committer.add(outcome.row, now)
+        else:
+            self._fail(lease.key, lease.attempt, outcome, now)
+
+    def _lost(self, worker: str, lease: Lease, reason: str, now: float) -> None:
+        """The call of a lease ended without outcome: as was asked for, or the document waits again."""
+        if self.scheduler.lease(lease.lease_id) is None:
+            self.scheduler.closed(worker)
+        else:
+            self._give_up(self.scheduler.take_back(lease.lease_id, reason), now)
+
+    def _died(self, event: Died, now: float) -> None:
+        if event.with_node:
+            given_up = self.scheduler.lose(event.worker, f"the node was lost: {event.reason}")
+        else:
+            message = f"the worker died: {event.reason}"
+            given_up = self.scheduler.leave(event.worker, "WorkerDied", message, event.started)
+        self._give_up(given_up, now)
+        self.ledger.running(event.worker, [])
+
+    def _give_up(self, given_up: list[GivenUp], now: float) -> None:
+        for item in given_up:
+            failed = Failed("", item.error_class, item.message, "decode", retryable=True)
+            self._fail(item.key, item.attempts, failed, now)
+
+    def _fail(self, key: DocumentKey, attempts: int, failed: Failed, now: float) -> None:
+        doc_id = failed.doc_id or self.source.doc_id(key)
+        row = error_row(
+            key,
+            doc_id,
+            error_class=failed.error_class,
+            message=failed.message,
+            stage=failed.stage,
+            retryable=failed.retryable,
+            attempts=attempts,
+        )
+        self.display.note(f"document {doc_id} failed: {failed.error_class}: {failed.message}")
+        self.ledger.finish(key, None)
+        self.committer.add(row, now)

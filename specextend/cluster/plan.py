@@ -1,0 +1,129 @@
+"""What there is to do, and how much of it: tokens per document, estimated from a sample."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from specextend.cluster.progress import TokenEstimate
+from specextend.core import DocumentKey
+from specextend.data.documents import DocumentError, Source
+from specextend.data.prompts import Prompts
+
+SAMPLE_SIZE = 200
+"""Documents that are tokenized to learn tokens per byte."""
+DEFAULT_TOKENS_PER_BYTE = 0.25
+BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Upper bounds of the length buckets, in prompt tokens."""
+
+
+class Checkpoint(Protocol):
+    """Called between documents; raises to stop the planning."""
+
+    def __call__(self) -> None:
+        """Go on, or raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The documents of a start with their estimated tokens."""
+
+    estimates: dict[DocumentKey, TokenEstimate]
+    tokens_per_byte: float | None
+    """None where `num_tokens_column` says it all."""
+    rejected: Counter[str]
+    """Rows that are known to become error rows, by error class."""
+
+    def work(self) -> list[tuple[DocumentKey, int]]:
+        """Keys with their tokens, prompt and output."""
+        return [(key, estimate.total) for key, estimate in self.estimates.items()]
+
+    def num_prompt_tokens(self) -> int:
+        """Estimated prompt tokens of all documents."""
+        return sum(estimate.num_prompt_tokens for estimate in self.estimates.values())
+
+    def buckets(self) -> dict[str, int]:
+        """Documents by estimated prompt length."""
+        counts = Counter(_bucket(estimate.num_prompt_tokens) for estimate in self.estimates.values())
+        return {name: counts[name] for name in map(_bucket_name, range(len(BUCKETS) + 1)) if counts[name]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """What the scan says of a row."""
+
+    num_bytes: int
+    num_tokens: int | None
+    max_new_tokens: int
+    is_rejected: bool
+
+
+def make_plan(
+    source: Source,
+    prompts: Prompts,
+    keys: Collection[DocumentKey],
+    max_new_tokens: int,
+    seed: int,
+    checkpoint: Callable[[], None],
+) -> Plan:
+    """Estimate the documents of `keys` in one streaming pass over the input.
+
+    max_new_tokens: where a row has none of its own. seed: of the sample. checkpoint: called for every row.
+    """
+    lengths: dict[DocumentKey, _Length] = {}
+    rejected: Counter[str] = Counter()
+    for row in source.scan():
+        checkpoint()
+        if row.key not in keys:
+            continue
+        if row.error_class is not None:
+            rejected[row.error_class] += 1
+        own = max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
+        lengths[row.key] = _Length(row.num_bytes or 0, row.num_tokens, own, row.error_class is not None)
+    candidates = [key for key, length in lengths.items() if length.num_tokens is None and not length.is_rejected]
+    per_byte = tokens_per_byte(source, prompts, candidates, seed, checkpoint) if candidates else None
+    estimates = {key: _estimate(length, prompts, per_byte or 0.0) for key, length in lengths.items()}
+    return Plan(estimates, per_byte, rejected)
+
+
+def tokens_per_byte(
+    source: Source, prompts: Prompts, keys: list[DocumentKey], seed: int, checkpoint: Callable[[], None]
+) -> float:
+    """Tokens per byte of text over a seeded sample of documents."""
+    sample = sorted(random.Random(seed).sample(keys, min(SAMPLE_SIZE, len(keys))))
+    num_tokens = num_bytes = 0
+    for key in sample:
+        checkpoint()
+        try:
+            text = source.read(key).document.text
+        except DocumentError:  # it becomes an error row when its turn comes
+            continue
+        num_tokens += len(prompts.encode_document(text))
+        num_bytes += len(text.encode())
+    return num_tokens / num_bytes if num_bytes else DEFAULT_TOKENS_PER_BYTE
+
+
+def _estimate(length: _Length, prompts: Prompts, per_byte: float) -> TokenEstimate:
+    """Template and document, cut where the length policy would cut; nothing for a row that will be refused."""
+    if length.is_rejected:
+        return TokenEstimate(0, 0)
+    document = round(length.num_bytes * per_byte) if length.num_tokens is None else length.num_tokens
+    limit = prompts.limit - length.max_new_tokens
+    if prompts.options.max_prompt_tokens is not None:
+        limit = min(limit, prompts.options.max_prompt_tokens)
+    return TokenEstimate(max(0, min(limit, prompts.num_template_tokens + document)), length.max_new_tokens)
+
+
+def _bucket(num_tokens: int) -> str:
+    return _bucket_name(sum(num_tokens > bound for bound in BUCKETS))
+
+
+def _bucket_name(index: int) -> str:
+    if index == 0:
+        return f"up to {BUCKETS[0]}"
+    if index == len(BUCKETS):
+        return f"over {BUCKETS[-1]}"
+    return f"{BUCKETS[index - 1] + 1} to {BUCKETS[index]}"

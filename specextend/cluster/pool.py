@@ -1,0 +1,277 @@
+"""The Ray side of the driver: actors and their calls in, plain events out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
+
+from specextend.cluster.messages import EngineBrokenError, Failed, Outcome, WorkerInfo, WorkerReport, first_line
+from specextend.cluster.scheduler import Lease
+from specextend.cluster.worker import EngineFactory, worker_actor
+from specextend.config import RunConfig
+from specextend.data.documents import Source
+
+POLL_S = 2.0
+"""Seconds between two polls of a worker."""
+VERDICT_S = 5.0
+"""Seconds to wait, after a worker is gone, for word that its whole node is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker's models are loaded."""
+
+    worker: str
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """A worker's constructor failed."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A lease has its outcome."""
+
+    worker: str
+    lease: Lease
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class CallLost:
+    """A lease's call ended without outcome, its worker lives: cancelled, or lost on the way."""
+
+    worker: str
+    lease: Lease
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Polled:
+    """A worker's progress."""
+
+    worker: str
+    report: WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class Dying:
+    """A worker is gone; what that means for its leases is said by the `Died` that follows."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The verdict on a worker that is gone."""
+
+    worker: str
+    reason: str
+    with_node: bool
+    """Its node is down or out of reach: no document is to blame."""
+    started: tuple[str, ...] = ()
+    """Leases that it named, dying, as begun."""
+
+
+Event = Ready | StartFailed | Returned | CallLost | Polled | Dying | Died
+
+
+@dataclass(slots=True)
+class _Actor:
+    """An actor, and whether it is dying: since when, of what."""
+
+    handle: Any
+    info: WorkerInfo | None = None
+    polled_at: float = 0.0
+    is_polling: bool = False
+    dying_since: float | None = None
+    reason: str = ""
+    started: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a reference is the answer to."""
+
+    worker: str
+    kind: Literal["ready", "run", "poll"]
+    lease: Lease | None = None
+
+
+@dataclass(slots=True)
+class Pool:
+    """Starts, asks and kills workers. Events of a worker end with its `Died` or `StartFailed`, or with `kill`."""
+
+    config: RunConfig
+    source: Source
+    factory: EngineFactory
+    num_leases: int
+    poll_s: float = POLL_S
+    verdict_s: float = VERDICT_S
+    clock: Callable[[], float] = time.monotonic
+    _actors: dict[str, _Actor] = field(default_factory=dict)
+    _calls: dict[Any, _Call] = field(default_factory=dict)
+    _runs: dict[str, Any] = field(default_factory=dict)
+    _source_ref: Any = None
+
+    def start(self, worker: str) -> None:
+        """Start an actor; `Ready` or `StartFailed` follows."""
+        if self._source_ref is None:
+            self._source_ref = ray.put(self.source)
+        handle = worker_actor(self.config, self.num_leases).remote(self.config, self._source_ref, self.factory)
+        self._actors[worker] = _Actor(handle)
+        self._calls[handle.ready.remote()] = _Call(worker, "ready")
+
+    def run(self, worker: str, lease: Lease) -> None:
+        """Hand a lease to a worker."""
+        reference = self._actors[worker].handle.run.remote(lease.lease_id, lease.key, lease.attempt)
+        self._calls[reference] = _Call(worker, "run", lease)
+        self._runs[lease.lease_id] = reference
+
+    def cancel(self, lease_id: str) -> None:
+        """Take a lease back; `CallLost` follows, or its outcome if that was faster."""
+        if (reference := self._runs.get(lease_id)) is not None:
+            ray.cancel(reference)
+
+    def kill(self, worker: str) -> None:
+        """End a worker and forget its calls."""
+        self._forget(worker)
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """Events since the last call; waits for one up to `timeout_s`."""
+        self._poll()
+        references = list(self._calls)
+        if references:
+            ready, _ = ray.wait(references, num_returns=1, timeout=timeout_s)
+            if ready:
+                ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        else:
+            ready = []
+            time.sleep(timeout_s)
+        events = [event for reference in ready for event in self._answer(reference)]
+        return events + self._verdicts()
+
+    def close(self) -> None:
+        """End every worker."""
+        for worker in list(self._actors):
+            self._forget(worker)
+
+    def _poll(self) -> None:
+        now = self.clock()
+        for worker, actor in self._actors.items():
+            idle = actor.info is None or actor.is_polling or actor.dying_since is not None
+            if not idle and now - actor.polled_at >= self.poll_s:
+                actor.is_polling, actor.polled_at = True, now
+                self._calls[actor.handle.progress.remote()] = _Call(worker, "poll")
+
+    def _answer(self, reference: Any) -> list[Event]:
+        call = self._calls.pop(reference)
+        if call.lease is not None:
+            self._runs.pop(call.lease.lease_id, None)
+        if (actor := self._actors.get(call.worker)) is None:
+            return []
+        try:
+            value = ray.get(reference)
+        except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
+            return self._actor_failed(call, actor, error)
+        except RayError as error:
+            return self._call_failed(call, actor, error)
+        if call.kind == "ready":
+            actor.info = value
+            return [Ready(call.worker, value)]
+        if call.kind == "poll":
+            actor.is_polling = False
+            return [Polled(call.worker, value)]
+        assert call.lease is not None
+        return [Returned(call.worker, call.lease, value)]
+
+    def _actor_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
+        if call.kind == "ready":
+            self._forget(call.worker)
+            return [StartFailed(call.worker, _last_line(error))]
+        if isinstance(error, ActorUnavailableError):
+            self._forget(call.worker)
+            reason = "it is out of reach"
+            return [Dying(call.worker, reason), Died(call.worker, reason, with_node=True)]
+        return self._dies(call.worker, actor, "its process ended")
+
+    def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
+        if call.kind == "ready":
+            self._forget(call.worker)
+            return [StartFailed(call.worker, _last_line(error))]
+        if isinstance(error, RayTaskError) and isinstance(cause := error.cause, EngineBrokenError):
+            actor.started = cause.started
+            return self._dies(call.worker, actor, cause.reason)
+        if call.kind == "poll":
+            actor.is_polling = False
+            return []
+        assert call.lease is not None
+        if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
+            return [Returned(call.worker, call.lease, _unexpected(error))]
+        return [CallLost(call.worker, call.lease, first_line(error))]
+
+    def _dies(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
+        if actor.dying_since is not None:
+            return []
+        actor.dying_since, actor.reason = self.clock(), reason
+        return [Dying(worker, reason)]
+
+    def _verdicts(self) -> list[Event]:
+        """Those of the dying whose cause is known by now."""
+        dying = {name: actor for name, actor in self._actors.items() if actor.dying_since is not None}
+        if not dying:
+            return []
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        events: list[Event] = []
+        for name, actor in dying.items():
+            assert actor.info is not None
+            node_died = actor.info.node_id not in alive
+            if node_died or self._is_certain(actor):
+                self._forget(name)
+                events.append(Died(name, actor.reason, node_died, actor.started))
+        return events
+
+    def _is_certain(self, actor: _Actor) -> bool:
+        """Whether it died by itself: it says so, its node is ours, or its node would be known to be down by now."""
+        assert actor.info is not None
+        assert actor.dying_since is not None
+        if actor.started or actor.info.node_id == ray.get_runtime_context().get_node_id():
+            return True
+        return self.clock() - actor.dying_since >= self.verdict_s
+
+    def _forget(self, worker: str) -> None:
+        actor = self._actors.pop(worker)
+        ray.kill(actor.handle, no_restart=True)
+        self._calls = {ref: call for ref, call in self._calls.items() if call.worker != worker}
+        self._runs = {call.lease.lease_id: ref for ref, call in self._calls.items() if call.lease is not None}
+
+
+def _unexpected(error: RayTaskError) -> Failed:
+    """An exception of our own code about one document."""
+    cause = error.cause
+    return Failed("", type(cause).__name__, first_line(cause), "worker", retryable=False)
+
+
+def _last_line(error: BaseException) -> str:
+    """Ray's messages end with the exception that mattered."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

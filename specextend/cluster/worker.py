@@ -1,0 +1,251 @@
+"""A Ray actor with one engine: leases come in as calls, one thread decodes them in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import ray
+import torch
+
+from specextend.cluster.messages import Done, EngineBrokenError, Failed, WorkerInfo, WorkerReport, first_line
+from specextend.config import RunConfig
+from specextend.core import Completion, DocumentKey, Request, SamplingParams
+from specextend.data.documents import DocumentError, Row, Source
+from specextend.data.prompts import Prompt, Prompts
+from specextend.data.schema import result_row
+
+CUDA_EXIT_CODE = 70
+"""Of a worker whose GPU context is beyond use."""
+
+
+class EngineLike(Protocol):
+    """What a worker needs of an engine."""
+
+    tokenizer: Any
+    num_steps: int
+    max_prompt_tokens: int
+    num_active: int
+
+    def generate(
+        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
+    ) -> Iterator[Completion]:
+        """Decode requests as they come; yields completions as they finish."""
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a sequence between two steps."""
+
+    def progress(self) -> dict[str, int]:
+        """Output tokens of those whose prefill has begun."""
+
+
+EngineFactory = Callable[[RunConfig], EngineLike]
+
+
+def document_seed(run_seed: int, doc_id: str) -> int:
+    """A document's own seed: the same on every worker, in every order, after every restart."""
+    return int.from_bytes(blake2b(f"{run_seed}:{doc_id}".encode(), digest_size=8).digest()) >> 1
+
+
+class Inbox:
+    """Requests that wait for the engine, longest first. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, str, Request]] = []
+        self._changed = threading.Condition()
+
+    def put(self, request: Request) -> None:
+        """Add a request."""
+        with self._changed:
+            size = len(request.prompt_token_ids) + request.max_new_tokens
+            heapq.heappush(self._heap, (-size, request.request_id, request))
+            self._changed.notify()
+
+    def take(self, block: bool) -> Request | None:
+        """The longest request; None if there is none and `block` is False."""
+        with self._changed:
+            while block and not self._heap:
+                self._changed.wait()
+            return heapq.heappop(self._heap)[2] if self._heap else None
+
+    def remove(self, request_id: str) -> bool:
+        """Remove a request that still waits; False if it does not."""
+        with self._changed:
+            kept = [entry for entry in self._heap if entry[1] != request_id]
+            found = len(kept) < len(self._heap)
+            self._heap = kept
+            heapq.heapify(self._heap)
+            return found
+
+
+class Worker:
+    """Holds an engine and answers `run` with a document's outcome. Made into an actor by `worker_actor`."""
+
+    def __init__(self, config: RunConfig, source: Source, factory: EngineFactory) -> None:
+        """Loads the models. Raises whatever keeps them from loading."""
+        if not config.job.gpus_per_worker:
+            torch.set_num_threads(config.job.cpus_per_worker)
+        self._config, self._source = config, source
+        self._engine = factory(config)
+        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_prompt_tokens)
+        self._inbox = Inbox()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: dict[str, asyncio.Future[Completion | Failed]] = {}
+        self._broken: EngineBrokenError | None = None
+        self._name = f"{os.uname().nodename}:{os.getpid()}"
+        threading.Thread(target=self._serve, name="engine", daemon=True).start()
+
+    async def ready(self) -> WorkerInfo:
+        """Returns once the models are loaded."""
+        device = torch.cuda.get_device_name() if self._config.job.gpus_per_worker else "cpu"
+        context = ray.get_runtime_context()
+        return WorkerInfo(context.get_node_id(), os.uname().nodename, os.getpid(), device)
+
+    async def run(self, lease_id: str, key: DocumentKey, attempt: int) -> Done | Failed:
+        """One lease: read, render, decode. A cancelled call drops its sequence between two steps.
+
+        Raises EngineBrokenError when the whole engine has failed.
+        """
+        received = time.monotonic()
+        self._loop = loop = asyncio.get_running_loop()
+        doc_id = ""
+        try:
+            row, prompt = await loop.run_in_executor(self._reader, self._prepare, key)
+            doc_id = row.document.doc_id
+            outcome = await self._decode(self._request(lease_id, row, prompt))
+        except DocumentError as error:
+            return Failed(error.doc_id, error.error_class, error.message, error.stage, error.retryable)
+        if isinstance(outcome, Failed):
+            return replace(outcome, doc_id=doc_id)
+        queue_s = max(0.0, time.monotonic() - received - outcome.stats.total_s)
+        result = result_row(key, doc_id, outcome, prompt, queue_s=queue_s, worker=self._name, attempts=attempt)
+        return Done(result, outcome.stats)
+
+    async def progress(self) -> WorkerReport:
+        """The step counter, and how far each started lease is."""
+        return WorkerReport(self._engine.num_steps, self._engine.progress())
+
+    def _prepare(self, key: DocumentKey) -> tuple[Row, Prompt]:
+        try:
+            row = self._source.read(key)
+        except OSError as error:
+            raise DocumentError(type(error).__name__, str(error), stage="read", retryable=True) from error
+        try:
+            return row, self._prompts.render(row.document.text, self._max_new_tokens(row))
+        except DocumentError as error:
+            error.doc_id = row.document.doc_id
+            raise
+
+    def _max_new_tokens(self, row: Row) -> int:
+        own = row.max_new_tokens
+        return self._config.decoding.max_new_tokens if own is None else own
+
+    def _request(self, lease_id: str, row: Row, prompt: Prompt) -> Request:
+        decoding = self._config.decoding
+        sampling = SamplingParams(
+            temperature=decoding.temperature,
+            top_k=decoding.top_k,
+            top_p=decoding.top_p,
+            seed=document_seed(decoding.seed, row.document.doc_id),
+            stop=decoding.stop,
+        )
+        return Request(
+            request_id=lease_id,
+            prompt_token_ids=prompt.token_ids,
+            max_new_tokens=self._max_new_tokens(row),
+            sampling=sampling,
+        )
+
+    async def _decode(self, request: Request) -> Completion | Failed:
+        """Queue a request and wait for its outcome."""
+        if self._broken is not None:
+            raise self._broken
+        future: asyncio.Future[Completion | Failed] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = future
+        self._inbox.put(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not self._inbox.remove(request.request_id):
+                self._engine.cancel(request.request_id)
+            raise
+        finally:
+            self._waiting.pop(request.request_id, None)
+
+    def _serve(self) -> None:
+        """The engine thread: one endless `generate`."""
+        try:
+            for completion in self._engine.generate(self._requests(), self._on_error):
+                self._settle(completion.request_id, completion)
+        except BaseException as error:
+            _exit_on_cuda_error(error)
+            self._break(error)
+            raise
+
+    def _requests(self) -> Iterator[Request | None]:
+        while True:
+            yield self._inbox.take(block=self._engine.num_active == 0)
+
+    def _on_error(self, request_id: str, error: Exception) -> None:
+        """One request failed alone: its outcome is an error row, the engine goes on."""
+        _exit_on_cuda_error(error)
+        if isinstance(error, DocumentError):
+            failed = Failed("", error.error_class, error.message, error.stage, error.retryable)
+        else:
+            retryable = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            failed = Failed("", type(error).__name__, first_line(error), "decode", retryable)
+        self._settle(request_id, failed)
+
+    def _settle(self, request_id: str, outcome: Completion | Failed) -> None:
+        """Hand an outcome to the call that waits for it, on the loop's thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._resolve, request_id, outcome)
+
+    def _resolve(self, request_id: str, outcome: Completion | Failed) -> None:
+        future = self._waiting.get(request_id)
+        if future is not None and not future.done():
+            future.set_result(outcome)
+
+    def _break(self, error: BaseException) -> None:
+        """Every call, now and later, says that the engine is gone."""
+        broken = EngineBrokenError(f"{type(error).__name__}: {first_line(error)}", tuple(self._engine.progress()))
+        self._broken = broken
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._fail_all, broken)
+
+    def _fail_all(self, broken: EngineBrokenError) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(broken)
+
+
+def worker_actor(config: RunConfig, num_leases: int) -> Any:
+    """The actor class, with the resources of one worker; the driver replaces its actors, Ray does not."""
+    return ray.remote(Worker).options(
+        num_cpus=config.job.cpus_per_worker,
+        num_gpus=config.job.gpus_per_worker,
+        max_restarts=0,
+        max_task_retries=0,
+        max_concurrency=num_leases + 16,
+    )
+
+
+def _exit_on_cuda_error(error: BaseException) -> None:
+    """A CUDA error other than out of memory leaves a context in which every later call fails: end the process."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return
+    if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+        traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(CUDA_EXIT_CODE)
