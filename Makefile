@@ -1,0 +1,50 @@
+# Every target works from a clean clone: it builds what it needs and nothing twice.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+CPUS := $(shell getconf _NPROCESSORS_ONLN)
+DEMO := out/demo
+
+# Local runs stay on this machine: Ray listens on loopback alone, joins no left-over cluster, reports nothing.
+export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER := 0
+export RAY_AUTH_MODE := disabled
+export RAY_USAGE_STATS_ENABLED := 0
+export RAY_ADDRESS := local
+
+.PHONY: setup models demo test test-slow test-all lint bench
+setup: $(VENV)/.done
+models: .models/.done
+
+# On a machine without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu spares gigabytes of CUDA libraries.
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("specextend needs Python 3.11 or newer; name one with PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.models/.done: scripts/make_models.py scripts/tiny_models.py | $(VENV)/.done
+	$(PY) scripts/make_models.py
+	touch $@
+
+demo: setup models
+	rm -rf $(DEMO)
+	$(PY) jobs/summarize.py --config configs/smollm2.yaml --input examples/demo --output $(DEMO) --set job.cpus_per_worker=$(CPUS)
+
+test test-slow test-all: export HF_HUB_OFFLINE := 1
+test: setup models
+	$(PY) -m pytest -m 'not slow and not gpu'
+
+test-slow: setup models
+	$(PY) -m pytest -m 'slow and not gpu'
+
+test-all: setup models
+	$(PY) -m pytest -m 'not gpu'
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: setup models
+	$(PY) jobs/bench.py --config configs/smollm2.yaml --input examples/govreport.parquet
