@@ -1,0 +1,147 @@
+"""A report for readers: tables as Markdown, and as text for a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specextend.report.explain import PHASE_NAMES, why_not_faster
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table with a title; the first column holds names, the others numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def render(report: dict[str, Any], width: int = 110) -> str:
+    """The report as tables of a terminal, without colours."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    for section in sections(report):
+        console.print(_table(section))
+    for sentence in why_not_faster(report):
+        console.print(sentence)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert isinstance(text, str)
+    return text
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    lines = [f"# Report of `{report['output']}`", ""]
+    for section in sections(report):
+        lines += [f"## {section.title}", "", *_markdown_table(section), ""]
+    if sentences := why_not_faster(report):
+        lines += ["## Why not faster", "", *(f"- {sentence}" for sentence in sentences), ""]
+    return "\n".join(lines)
+
+
+def sections(report: dict[str, Any]) -> list[Section]:
+    """The tables; one without rows is left out."""
+    tables = [
+        _summary(report),
+        _buckets(report),
+        _time(report),
+        Section("Finish reasons", ("reason", "rows"), _counted(report["finish_reasons"])),
+        Section("Quality flags", ("flag", "rows"), _counted(report["quality_flags"])),
+        _errors(report),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number, `-` for none; integers with thousands apart."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share, `-` for none."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _summary(report: dict[str, Any]) -> Section:
+    rows, tokens, speed = report["rows"], report["tokens"], report["speed"]
+    named = {
+        "rows in": number(rows["input"]),
+        "rows done": number(rows["done"]),
+        "rows failed": number(rows["errors"]),
+        "rows to do": number(rows["pending"]),
+        "prompt tokens": number(tokens["prompt"]),
+        "output tokens": number(tokens["output"]),
+        "dropped tokens": number(tokens["dropped"]),
+        "mean acceptance length": number(report["acceptance"]["mean_acceptance_length"]),
+        "decode tokens/s": number(speed["decode_tokens_per_s"], 1),
+        "end-to-end tokens/s": number(speed["end_to_end_tokens_per_s"], 1),
+        "output tokens per second of a worker": number(speed["tokens_per_busy_s"], 1),
+        "retrieval coverage": percent(report["retrieval"]["coverage"]),
+        "retrieval churn": percent(report["retrieval"]["churn"]),
+    }
+    return Section("Run", ("", "value"), [item for item in named.items() if item[1] != "-"])
+
+
+def _buckets(report: dict[str, Any]) -> Section:
+    header = ("prompt up to", "documents", "acceptance length", "decode tokens/s", "end-to-end tokens/s", "prefill")
+    rows = [
+        (
+            bucket["bucket"],
+            number(bucket["documents"]),
+            number(bucket["mean_acceptance_length"]),
+            number(bucket["decode_tokens_per_s"], 1),
+            number(bucket["end_to_end_tokens_per_s"], 1),
+            percent(bucket["time_shares"]["prefill"]),
+        )
+        for bucket in report["buckets"]
+    ]
+    return Section("By prompt length", header, rows)
+
+
+def _time(report: dict[str, Any]) -> Section:
+    busy = report["time"]["busy_s"]
+    rows = [
+        (PHASE_NAMES[name], percent(share), number(share * busy, 1))
+        for name, share in report["time"]["shares"].items()
+        if share is not None
+    ]
+    return Section("Where the time went", ("phase", "share", "seconds"), rows)
+
+
+def _errors(report: dict[str, Any]) -> Section:
+    rows = [
+        (error["error_class"], error["stage"], number(error["rows"]), f"{error['example_doc_id']}: {_one_line(error)}")
+        for error in report["errors"]
+    ]
+    return Section("Errors", ("class", "stage", "rows", "for example"), rows)
+
+
+def _one_line(error: dict[str, Any]) -> str:
+    message = " ".join(error["example_message"].split())
+    return message if len(message) <= 200 else message[:199] + "…"
+
+
+def _counted(counts: dict[str, int]) -> list[tuple[str, str]]:
+    return [(name, number(rows)) for name, rows in counts.items()]
+
+
+def _table(section: Section) -> Table:
+    table = Table(title=section.title, title_justify="left")
+    for index, name in enumerate(section.header):
+        is_text = index == 0 or name in ("stage", "for example")
+        table.add_column(name, justify="left" if is_text else "right")
+    for row in section.rows:
+        table.add_row(*row)
+    return table
+
+
+def _markdown_table(section: Section) -> list[str]:
+    rows = [section.header, ["---"] * len(section.header), *section.rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
