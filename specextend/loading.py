@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from safetensors.torch import load_file
 
 from specextend.attention.hf import IMPLEMENTATION
@@ -18,7 +17,7 @@ from specextend.drafters.eagle import EagleNetwork
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.model import ModelNetwork
 from specextend.drafters.network import DraftNetwork
-from specextend.models import DTYPES, ModelFacts, load_causal_lm, load_target, load_tokenizer, read_facts
+from specextend.models import ModelFacts, load_causal_lm, load_target, load_tokenizer, read_facts
 
 GIB = 1024**3
 
@@ -75,7 +74,7 @@ def _load_drafter(
     num_working_rows = num_rows + config.decoding.max_batch_size * scratch
     network: DraftNetwork
     if config.draft.kind == "eagle":
-        network = _load_eagle(config.draft.model, target, attend, num_working_rows)
+        network = _load_eagle(config.draft.model, target, num_working_rows)
     else:
         device = str(target.device)
         model = load_causal_lm(config.draft.model, config.draft.revision, config.target.dtype, device, IMPLEMENTATION)
@@ -86,10 +85,9 @@ def _load_drafter(
     return CausalDrafter(network, config.tree, tree_attention, visible)
 
 
-def _load_eagle(folder: str, target: CachedModel, attend: Attend, num_rows: int) -> EagleNetwork:
+def _load_eagle(folder: str, target: CachedModel, num_rows: int) -> EagleNetwork:
     eagle_config = load_eagle_config(folder)
     weights = load_file(f"{folder}/{WEIGHTS_FILE}", device=str(target.device))
-    cast = {name: weight.to(target.dtype) for name, weight in weights.items()}
-    embedding: torch.Tensor = target.model.get_input_embeddings().weight
-    lm_head: torch.Tensor = target.model.get_output_embeddings().weight
-    return EagleNetwork(eagle_config, cast, embedding, lm_head, attend, num_rows)
+    return EagleNetwork(
+        eagle_config, {name: weight.to(target.dtype) for name, weight in weights.items()}, target, num_rows
+    )

@@ -97,7 +97,8 @@ class AttentionPlan:
 
     def _windowed(self) -> tuple[KeySpan, ...]:
         """A band: query t of a causal chunk sees the `window` rows up to its own."""
-        assert self.window is not None and self.mask is None, "a window goes with causal chunks"
+        assert self.window is not None
+        assert self.mask is None, "a window goes with causal chunks"
         reach = [min(length, self.num_new + self.window - 1) for length in self.lengths]
         starts = [s + n - r for s, n, r in zip(self.starts, self.lengths, reach, strict=True)]
         longest = max(reach)

@@ -31,17 +31,23 @@ def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale:
     if span.lengths[row] == 0:  # the kernel divides by the number of keys
         return _nothing(q)
     rows = slice(span.starts[row], span.starts[row] + span.lengths[row])
+    key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
     bias = span.bias(row, q.dtype)  # the kernel wants the query's dtype
-    out, lse = _flash_cpu(
-        q.transpose(1, 2),
-        k[rows].transpose(0, 1).unsqueeze(0),
-        v[rows].transpose(0, 1).unsqueeze(0),
-        0.0,
-        span.causal,
-        attn_mask=None if bias is None else bias[None, None],
-        scale=scale,
-    )
+    if bias is None and not span.causal:
+        return _attend_folded(q, key, value, scale)
+    mask = None if bias is None else bias[None, None]
+    out, lse = _flash_cpu(q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=mask, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _attend_folded(q: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Where nothing is masked, the queries of a head group are rows of one head: each key block is read once."""
+    _, num_queries, num_heads, head_dim = q.shape
+    num_groups = key.shape[1]
+    folded = q.view(num_queries, num_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(1, num_groups, -1, head_dim)
+    out, lse = _flash_cpu(folded, key, value, 0.0, False, attn_mask=None, scale=scale)
+    out = out.reshape(num_heads, num_queries, head_dim).transpose(0, 1).unsqueeze(0)
+    return out, lse.reshape(num_heads, num_queries).T.unsqueeze(0)
 
 
 def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from specextend.decoding.cache import KVCache, Region, RowAllocator
 
 
 def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """keys [..., n, K, D] turned by RoPE to `positions` [..., n] (negative: back). fp32 inside, keys' dtype out."""
+    """Turn keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back); fp32 inside, keys' dtype out."""
     angles = positions.unsqueeze(-1).float() * inv_freq
     cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
     first, second = keys.float().chunk(2, dim=-1)

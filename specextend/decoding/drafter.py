@@ -31,7 +31,7 @@ class Drafter(Protocol):
         """Let the draft see these committed positions [S], ascending, and what `absorb` adds later."""
 
     def absorb(self, rows: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
-        """Newly decided tokens of each row, the new root last, and the target's hidden states [n, C] one before each."""
+        """Newly decided tokens of each row, the new root last; the target's hidden states [n, C], one before each."""
 
     def propose(self, rows: Sequence[int]) -> list[DraftTree]:
         """A tree behind each row's root."""

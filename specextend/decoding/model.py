@@ -5,25 +5,31 @@ Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from specextend.attention.hybrid import Attend
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
+from specextend.decoding.packed import pack_linears, packs
 
 
 class CachedModel:
     """A transformers causal LM, the kernels it attends with, and its KV cache."""
 
-    def __init__(self, model: torch.nn.Module, attend: Attend, num_rows: int) -> None:
-        self.model, self.attend, self.config = model, attend, model.config
+    def __init__(self, model: Any, attend: Attend, num_rows: int) -> None:
+        self.config: Any = model.config
+        self.model, self.attend = model, attend
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.head_dim = getattr(self.config, "head_dim", None) or (
+        self.head_dim: int = getattr(self.config, "head_dim", None) or (
             self.config.hidden_size // self.config.num_attention_heads
         )
-        self.scale = self.head_dim**-0.5
+        self.scale: float = self.head_dim**-0.5
+        if packs(self.device, self.dtype):
+            pack_linears(model)
         self.cache = KVCache(
             self.config.num_hidden_layers,
             num_rows,

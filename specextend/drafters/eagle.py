@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
 
-from specextend.attention.hybrid import Attend, attend_plan
+from specextend.attention.hybrid import attend_plan
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache
 from specextend.decoding.draft_cache import DraftCache, rotate
+from specextend.decoding.model import CachedModel
+from specextend.decoding.packed import pack_linears, packs
 from specextend.drafters.eagle_config import EagleConfig
 
 
@@ -30,21 +32,23 @@ class EagleNetwork:
     """The head's weights, with the embedding and LM head it shares with the target."""
 
     def __init__(
-        self,
-        config: EagleConfig,
-        weights: Mapping[str, Tensor],
-        embedding: Tensor,
-        lm_head: Tensor,
-        attend: Attend,
-        num_rows: int,
+        self, config: EagleConfig, weights: Mapping[str, Tensor], target: CachedModel, num_full_rows: int
     ) -> None:
-        self._config, self._weights, self._attend = config, weights, attend
-        self._embedding, self._lm_head = embedding, lm_head
-        device = embedding.device
+        self._config, self._attend = config, target.attend
+        self._embedding: Tensor = target.model.get_input_embeddings().weight
+        self._lm_head = target.logits
+        self._norms = {name: weight for name, weight in weights.items() if weight.dim() == 1}
+        self._linears = nn.ModuleDict()
+        for name, weight in weights.items():
+            if weight.dim() == 2:
+                self._linears[name.rpartition(".")[0].replace(".", "/")] = _linear(weight)
+        device, dtype = target.device, target.dtype
+        if packs(device, dtype):
+            pack_linears(self._linears)
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
         self._inv_freq = config.rope_theta**-exponents
-        working = KVCache(1, num_rows, config.num_kv_heads, config.head_dim, embedding.dtype, device)
-        self.cache = DraftCache(working, num_rows, self._inv_freq)
+        working = KVCache(1, num_full_rows, config.num_kv_heads, config.head_dim, dtype, device)
+        self.cache = DraftCache(working, num_full_rows, self._inv_freq)
         self._pending: dict[int, Tensor] = {}
 
     def num_staging_rows(self) -> int:
@@ -79,26 +83,33 @@ class EagleNetwork:
         working.values[0].index_copy_(0, rows, values.flatten(0, 1))
         scale = self._config.head_dim**-0.5
         mixed = attend_plan(self._attend, query, working.keys[0], working.values[0], plan, scale)
-        residual = residual + self._linear("layer.self_attn.o_proj", mixed.flatten(2))
+        residual = residual + self._linear("layer/self_attn/o_proj", mixed.flatten(2))
         normed = self._norm("layer.post_attention_layernorm", residual)
-        gated = silu(self._linear("layer.mlp.gate_proj", normed)) * self._linear("layer.mlp.up_proj", normed)
-        return self._norm("norm", residual + self._linear("layer.mlp.down_proj", gated))
+        gated = silu(self._linear("layer/mlp/gate_proj", normed)) * self._linear("layer/mlp/up_proj", normed)
+        return self._norm("norm", residual + self._linear("layer/mlp/down_proj", gated))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] of hidden [..., C]."""
-        return linear(hidden, self._lm_head)
+        return self._lm_head(hidden)
 
     def _inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         embedded = self._norm("en", self._embedding[token_ids])
         return self._linear("fc", torch.cat([embedded, self._norm("hn", hidden)], -1))
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return linear(x, self._weights[f"{name}.weight"])
+        return self._linears[name](x)
 
     def _heads(self, name: str, x: Tensor) -> Tensor:
-        return self._linear(f"layer.self_attn.{name}", x).unflatten(-1, (-1, self._config.head_dim))
+        return self._linear(f"layer/self_attn/{name}", x).unflatten(-1, (-1, self._config.head_dim))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         eps = self._config.layer_norm_eps if name.startswith("layer.") else self._config.head_norm_eps
-        weight = self._weights[f"{name}.weight"]
+        weight = self._norms[f"{name}.weight"]
         return rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    """A bias-free layer around an existing weight [out, in]."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
