@@ -78,8 +78,8 @@ def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     if not pattern:
         return not parts
     if pattern[0] == "**":
-        here = glob_matches(parts, pattern[1:]) or (len(pattern) == 1 and len(parts) == 1 and not _is_hidden(parts[0]))
-        return here or (len(parts) > 1 and not _is_hidden(parts[0]) and glob_matches(parts[1:], pattern))
+        goes_on = bool(parts) and not _is_hidden(parts[0]) and glob_matches(parts[1:], pattern)
+        return goes_on or glob_matches(parts, pattern[1:])
     if not parts or (_is_hidden(parts[0]) and not _is_hidden(pattern[0])):
         return False
     return fnmatch.fnmatchcase(parts[0], pattern[0]) and glob_matches(parts[1:], pattern[1:])

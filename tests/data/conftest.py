@@ -1,0 +1,101 @@
+"""Inputs on disk and an in-memory tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specextend.core import Completion, DocumentKey
+from specextend.data.prompts import Prompt
+from specextend.data.schema import error_row, result_row
+from specextend.data.storage import Location, resolve
+from specextend.stats import DecodingStats
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Write columns as `<tmp_path>/<name>`, in row groups of `group_rows`."""
+
+    def write(
+        name: str, columns: dict[str, Any], group_rows: int = 2, types: dict[str, pa.DataType] | None = None
+    ) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kinds = types or {}
+        arrays = {
+            key: pa.array(values, kinds[key]) if key in kinds else pa.array(values) for key, values in columns.items()
+        }
+        pq.write_table(pa.table(arrays), path, row_group_size=group_rows)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Location:
+    return resolve(str(tmp_path / "output"))
+
+
+@pytest.fixture
+def done() -> Callable[..., dict[str, Any]]:
+    """A row of a document done."""
+
+    def done(file: int, row: int, text: str = "a summary", attempts: int = 1) -> dict[str, Any]:
+        completion = Completion(f"{file}:{row}", [5, 6], text, "stop", DecodingStats(num_output_tokens=2))
+        key = DocumentKey(file, row)
+        return result_row(
+            key, f"id-{file}-{row}", completion, Prompt([1], 0, "middle"), queue_s=0.5, worker="w", attempts=attempts
+        )
+
+    return done
+
+
+@pytest.fixture
+def failed() -> Callable[..., dict[str, Any]]:
+    """A row of a document given up."""
+
+    def failed(file: int, row: int, error_class: str = "NullText") -> dict[str, Any]:
+        return error_row(
+            DocumentKey(file, row),
+            f"id-{file}-{row}",
+            error_class=error_class,
+            message="why",
+            stage="read",
+            retryable=False,
+            attempts=1,
+        )
+
+    return failed
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, with control tokens of both kinds: special ones, and an added one that is not special."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<|bos|>", "<|im_start|>", "<|im_end|>")])
+    backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("  ", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|im_end|>")
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(plain_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain_tokenizer.backend_tokenizer, bos_token="<|bos|>", eos_token="<|im_end|>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

@@ -1,0 +1,198 @@
+"""An input row ends in exactly one output row, in its place."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import fs
+
+from specextend.data import results as results_module
+from specextend.data.documents import InputOptions, Source, open_source
+from specextend.data.finalize import (
+    Counts,
+    ReconciliationError,
+    finalize,
+    read_success,
+    remove_success,
+    write_success,
+)
+from specextend.data.parts import PartWriter
+from specextend.data.schema import ERROR_SCHEMA, summary_schema
+from specextend.data.storage import Location, resolve
+
+MakeRow = Callable[..., dict[str, Any]]
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def source(tmp_path: Path, write: Write) -> Source:
+    """Three files of 3, 0 and 2 rows."""
+    topic = pa.list_(pa.struct([("name", pa.string())]))
+    write(
+        "in/a.parquet",
+        {"text": ["x"] * 3, "topic": [[{"name": "a0"}], None, []], "n": [0, 1, 2]},
+        types={"topic": topic},
+    )
+    write(
+        "in/b.parquet", {"text": [], "topic": [], "n": []}, types={"text": pa.string(), "topic": topic, "n": pa.int64()}
+    )
+    write("in/c.parquet", {"text": ["x"] * 2, "topic": [None, None], "n": [3, 4]})
+    return open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("n", "topic")))
+
+
+def read(output: Location, folder: str, number: int) -> pa.Table:
+    with output.filesystem.open_input_file(f"{output.path}/{folder}/part-{number:05d}.parquet") as file:
+        return pq.read_table(file)
+
+
+def files(output: Location, folder: str) -> list[str]:
+    path = Path(output.path) / folder
+    return sorted(os.listdir(path)) if path.exists() else []
+
+
+def test_rows_stand_in_input_order_one_file_for_one_file(
+    source: Source, output: Location, done: MakeRow, failed: MakeRow
+) -> None:
+    writer = PartWriter(output, "0000000a")
+    writer.commit([done(2, 1), done(0, 2)])
+    writer.commit([failed(2, 0), done(0, 0), done(0, 1)])
+    assert finalize(source, output) == Counts(rows=5, done=4, errors=1)
+    assert files(output, "summaries") == [f"part-{number:05d}.parquet" for number in range(3)]
+    assert [read(output, "summaries", number)["doc_id"].to_pylist() for number in range(3)] == [
+        ["id-0-0", "id-0-1", "id-0-2"],
+        [],
+        ["id-2-1"],
+    ]
+    assert files(output, "errors") == ["part-00002.parquet"]
+    assert read(output, "errors", 2).to_pylist() == [
+        {
+            "key": {"file": 2, "row": 0},
+            "doc_id": "id-2-0",
+            "error_class": "NullText",
+            "message": "why",
+            "stage": "read",
+            "retryable": False,
+            "attempts": 1,
+        }
+    ]
+
+
+def test_passthrough_columns_come_from_the_input_with_their_types(
+    source: Source, output: Location, done: MakeRow, failed: MakeRow
+) -> None:
+    PartWriter(output, "0000000a").commit([done(0, 0), failed(0, 1), done(0, 2), done(2, 0), done(2, 1)])
+    finalize(source, output)
+    table = ds.dataset(f"{output.path}/summaries").to_table()
+    assert table["n"].to_pylist() == [0, 2, 3, 4]
+    assert table["topic"].to_pylist() == [[{"name": "a0"}], [], None, None]
+    for number in range(3):
+        assert read(output, "summaries", number).schema.equals(summary_schema(source.passthrough_fields))
+
+
+def test_a_row_without_a_result_stops_it_before_anything_is_written(
+    source: Source, output: Location, done: MakeRow
+) -> None:
+    PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 1)])
+    with pytest.raises(ReconciliationError, match=r"1 of the 2 rows of c.parquet have no result, the first is row 0"):
+        finalize(source, output)
+    assert files(output, "summaries") == []
+
+
+def test_a_result_without_a_row_stops_it_too(source: Source, output: Location, done: MakeRow) -> None:
+    PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 0), done(2, 1), done(2, 2)])
+    with pytest.raises(ReconciliationError, match="the parts hold 6 rows, the input has 5"):
+        finalize(source, output)
+
+
+def test_retried_errors_change_only_the_files_they_are_in(
+    source: Source, output: Location, done: MakeRow, failed: MakeRow
+) -> None:
+    """Hours of done rows are not written again for one that failed, and its error is gone."""
+    PartWriter(output, "ffffffff").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 0), failed(2, 1)])
+    finalize(source, output)
+    before = {name: os.stat(f"{output.path}/summaries/{name}").st_ino for name in files(output, "summaries")}
+    PartWriter(output, "00000000").commit([done(2, 1)])
+    assert finalize(source, output) == Counts(5, 5, 0)
+    after = {name: os.stat(f"{output.path}/summaries/{name}").st_ino for name in files(output, "summaries")}
+    assert [name for name in after if after[name] != before[name]] == ["part-00002.parquet"]
+    assert files(output, "errors") == []
+    assert read(output, "summaries", 2)["doc_id"].to_pylist() == ["id-2-0", "id-2-1"]
+
+
+def test_a_row_done_twice_is_there_once_as_done_last(source: Source, output: Location, done: MakeRow) -> None:
+    """The driver may die after a commit and another do a row again: the later result stands."""
+    PartWriter(output, "ffffffff").commit(
+        [done(file, row, "early") for file, row in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]]
+    )
+    PartWriter(output, "00000000").commit([done(0, 1, "late")])
+    assert finalize(source, output).done == 5
+    assert read(output, "summaries", 0)["summary"].to_pylist() == ["early", "late", "early"]
+
+
+def test_litter_of_a_killed_finalize_goes(source: Source, output: Location, done: MakeRow) -> None:
+    PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 0), done(2, 1)])
+    os.makedirs(f"{output.path}/summaries")
+    Path(f"{output.path}/summaries/.part-00000.parquet.1234abcd.tmp").write_bytes(b"half")
+    Path(f"{output.path}/summaries/part-00002.parquet").write_bytes(b"PAR1, not ours")
+    finalize(source, output)
+    assert files(output, "summaries") == [f"part-{number:05d}.parquet" for number in range(3)]
+    assert read(output, "summaries", 2).num_rows == 2
+
+
+def test_it_works_on_other_file_systems_and_without_passthrough(
+    tmp_path: Path, write: Write, done: MakeRow, failed: MakeRow
+) -> None:
+    source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x"] * 3}))))
+    output = Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "run")
+    PartWriter(output, "0000000a").commit([done(0, 2), failed(0, 0), done(0, 1)])
+    assert finalize(source, output) == Counts(3, 2, 1)
+    assert read(output, "summaries", 0)["doc_id"].to_pylist() == ["id-0-1", "id-0-2"]
+    assert read(output, "errors", 0).schema.equals(ERROR_SCHEMA)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@given(st.data())
+def test_whatever_the_order_of_commits_every_row_is_there_once(
+    tmp_path: Path, write: Write, done: MakeRow, failed: MakeRow, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    """With a window of four rows, so that files and windows overlap in every way."""
+    monkeypatch.setattr(results_module, "_WINDOW_ROWS", 4)
+    place = uuid.uuid4().hex
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    for number, size in enumerate(sizes):
+        columns = {"text": ["x"] * size, "n": list(range(size))}
+        write(f"{place}/in/{number}.parquet", columns, group_rows=3, types={"text": pa.string(), "n": pa.int64()})
+    source = open_source(InputOptions(path=str(tmp_path / place / "in"), passthrough=("n",)))
+    output = resolve(str(tmp_path / place / "out"))
+    keys = [(file, row) for file, size in enumerate(sizes) for row in range(size)]
+    bad = set(data.draw(st.lists(st.sampled_from(keys)))) if keys else set()
+    order = data.draw(st.permutations(keys))
+    writer = PartWriter(output, "0000000a")
+    for begin in range(0, len(order), 4):
+        writer.commit([failed(*key) if key in bad else done(*key) for key in order[begin : begin + 4]])
+    assert finalize(source, output) == Counts(len(keys), len(keys) - len(bad), len(bad))
+    for number in range(len(sizes)):
+        expected = [row for file, row in keys if file == number and (file, row) not in bad]
+        table = read(output, "summaries", number)
+        assert table["doc_id"].to_pylist() == [f"id-{number}-{row}" for row in expected]
+        assert table["n"].to_pylist() == expected
+
+
+def test_success_is_written_read_and_removed(output: Location) -> None:
+    assert read_success(output) is None
+    write_success(output, Counts(5, 4, 1))
+    assert Path(output.path, "_SUCCESS").read_text() == '{"rows": 5, "done": 4, "errors": 1}\n'
+    assert read_success(output) == Counts(5, 4, 1)
+    remove_success(output)
+    remove_success(output)
+    assert read_success(output) is None

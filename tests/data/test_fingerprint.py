@@ -1,0 +1,134 @@
+"""What makes two starts the same run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specextend.data.documents import InputOptions, open_source
+from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
+from specextend.data.storage import Location
+
+Write = Callable[..., Path]
+
+HASHES = {"target": "a" * 64, "draft": "b" * 64, "tokenizer": "c" * 64}
+CONFIG: dict[str, Any] = {
+    "input": {"path": "in", "text_column": "text", "passthrough": ["n"]},
+    "output": {"path": "out"},
+    "target": {"model": "here/target", "dtype": "bfloat16", "device": "cpu"},
+    "draft": {"kind": "eagle", "model": "here/draft"},
+    "decoding": {"max_batch_size": 1, "temperature": 0.7},
+    "tree": {"nodes": 16},
+    "job": {"workers": 1},
+}
+
+
+def changed(section: str, key: str, value: Any) -> dict[str, Any]:
+    return CONFIG | {section: CONFIG[section] | {key: value}}
+
+
+@pytest.fixture
+def manifest(tmp_path: Path, write: Write) -> Callable[..., dict[str, Any]]:
+    write("in/a.parquet", {"text": ["x", "y"]})
+    write("in/sub/b.parquet", {"text": ["z"]})
+
+    def build(config: dict[str, Any] = CONFIG, hashes: dict[str, str] = HASHES, folder: str = "in") -> dict[str, Any]:
+        return build_manifest(open_source(InputOptions(path=str(tmp_path / folder))), config, hashes)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("input", "path", "elsewhere"),
+        ("output", "path", "elsewhere"),
+        ("target", "model", "moved/target"),
+        ("draft", "model", "moved/draft"),
+        ("target", "device", "cuda"),
+        ("decoding", "max_batch_size", 8),
+        ("job", "workers", 64),
+    ],
+)
+def test_where_things_lie_and_how_many_machines_do_them_is_not_the_run(
+    manifest: Callable[..., dict[str, Any]], section: str, key: str, value: Any
+) -> None:
+    again = manifest(changed(section, key, value))
+    assert again["fingerprint"] == manifest()["fingerprint"]
+    assert differences(manifest(), again) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "line"),
+    [
+        ("tree", "nodes", 32, "tree.nodes: 16 there, 32 here"),
+        ("decoding", "temperature", 0.0, "decoding.temperature: 0.7 there, 0.0 here"),
+        ("input", "passthrough", [], 'input.passthrough: ["n"] there, [] here'),
+        ("tree", "depth", 4, "tree.depth: nothing there, 4 here"),
+    ],
+)
+def test_another_value_is_another_run_and_the_difference_is_said(
+    manifest: Callable[..., dict[str, Any]], section: str, key: str, value: Any, line: str
+) -> None:
+    other = manifest(changed(section, key, value))
+    assert other["fingerprint"] != manifest()["fingerprint"]
+    assert differences(manifest(), other) == [line]
+
+
+def test_other_weights_are_another_run(manifest: Callable[..., dict[str, Any]]) -> None:
+    other = manifest(hashes=HASHES | {"draft": "d" * 64})
+    assert other["fingerprint"] != manifest()["fingerprint"]
+    assert differences(manifest(), other) == ['weights of draft: "bbbbbbbbbbbb" there, "dddddddddddd" here']
+
+
+def test_a_moved_input_is_the_same_and_an_edited_one_is_not(
+    tmp_path: Path, write: Write, manifest: Callable[..., dict[str, Any]]
+) -> None:
+    before = manifest()
+    shutil.copytree(tmp_path / "in", tmp_path / "moved")
+    assert manifest(folder="moved")["fingerprint"] == before["fingerprint"]
+    write("moved/a.parquet", {"text": ["x", "y", "more"]})
+    write("moved/new.parquet", {"text": ["x"]})
+    lines = differences(before, manifest(folder="moved"))
+    assert [line.split(":")[0] for line in lines] == ["input file a.parquet", "input file new.parquet"]
+    assert "2 rows" in lines[0]
+    assert "3 rows" in lines[0]
+
+
+def test_a_manifest_is_written_once_and_read_back(output: Location, manifest: Callable[..., dict[str, Any]]) -> None:
+    assert read_manifest(output) is None
+    write_manifest(output, manifest())
+    assert read_manifest(output) == manifest()
+    with pytest.raises(FileExistsError):
+        write_manifest(output, manifest(changed("tree", "nodes", 32)))
+    assert read_manifest(output) == manifest()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 99}'])
+def test_a_manifest_that_is_not_ours_is_refused(output: Location, text: str) -> None:
+    path = Path(output.path, "_run", "manifest.json")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a manifest of ours"):
+        read_manifest(output)
+
+
+def test_an_edited_manifest_is_refused(output: Location, manifest: Callable[..., dict[str, Any]]) -> None:
+    """Its fingerprint no longer belongs to what it says."""
+    write_manifest(output, manifest())
+    path = Path(output.path, "_run", "manifest.json")
+    edited = json.loads(path.read_text())
+    edited["identity"]["config"]["tree.nodes"] = 32
+    path.write_text(json.dumps(edited))
+    with pytest.raises(ValueError, match="fingerprint"):
+        read_manifest(output)
+
+
+def test_a_value_that_json_has_no_word_for_is_refused(manifest: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        manifest(changed("decoding", "temperature", float("nan")))

@@ -1,0 +1,92 @@
+"""Which files the input is, and that the output is apart from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specextend.data.documents import InputError, InputOptions, OutputOptions, open_source
+from specextend.data.listing import glob_matches, list_input
+
+Write = Callable[..., Path]
+
+
+def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_path: Path, write: Write) -> None:
+    for name in ("in/b.parquet", "in/a/z.parquet", "in/_run/c.parquet", "in/.d.parquet"):
+        write(name, {"text": ["x"]})
+    (tmp_path / "in" / "README.md").write_text("not data")
+    assert list_input(str(tmp_path / "in")).relative_paths == ("a/z.parquet", "b.parquet")
+
+
+def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path: Path, write: Write) -> None:
+    for name in ("in/2024/x.parquet", "in/2025/x.parquet", "in/2025/deep/x.parquet"):
+        write(name, {"text": ["x"]})
+    assert list_input(f"{tmp_path}/in/20*/x.parquet").relative_paths == ("2024/x.parquet", "2025/x.parquet")
+    assert list_input(f"{tmp_path}/in/2025/**/x.parquet").relative_paths == ("deep/x.parquet", "x.parquet")
+    assert list_input(f"{tmp_path}/in/2025/?.parquet").relative_paths == ("x.parquet",)
+
+
+def test_a_file_may_have_a_wildcard_in_its_name(tmp_path: Path, write: Write) -> None:
+    path = write("in/[draft].parquet", {"text": ["x"]})
+    assert list_input(str(path)).relative_paths == ("[draft].parquet",)
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "matches"),
+    [
+        ("a/b/c", "**", True),
+        ("a/_b/c", "**", False),
+        ("c", "**/c", True),
+        ("a/b/c", "**/c", True),
+        ("a/b", "*", False),
+        ("_a", "*", False),
+        ("_a", "_*", True),
+    ],
+)
+def test_double_stars_cross_folders_and_single_ones_do_not(path: str, pattern: str, matches: bool) -> None:
+    assert glob_matches(tuple(path.split("/")), tuple(pattern.split("/"))) is matches
+
+
+def test_missing_input_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="does not exist; give a Parquet file"):
+        list_input(str(tmp_path / "missing"))
+    with pytest.raises(InputError, match="has no file that ends in"):
+        list_input(str(tmp_path / "empty"))
+    with pytest.raises(InputError, match="matches no file"):
+        list_input(str(tmp_path / "empty" / "*.parquet"))
+    with pytest.raises(InputError, match="cannot be listed"):
+        list_input("nowhere://bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("path", "output", "message"),
+    [
+        ("in", "in", "inside the input folder"),
+        ("in", "in/_out", "inside the input folder"),
+        ("in/**/*.parquet", "in/out", "input's glob matches"),
+        ("in/sub", "in", "is inside output.path"),
+        ("in/a.parquet", "in", "is inside output.path"),
+        ("in", "in/a.parquet", "is a file; give a folder"),
+        ("link", "in/out", "inside the input folder"),
+    ],
+)
+def test_input_and_output_must_be_apart(tmp_path: Path, write: Write, path: str, output: str, message: str) -> None:
+    """A second start would summarise the summaries of the first."""
+    write("in/a.parquet", {"text": ["x"]})
+    write("in/sub/b.parquet", {"text": ["x"]})
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    with pytest.raises(InputError, match=message):
+        open_source(InputOptions(path=str(tmp_path / path)), OutputOptions(path=str(tmp_path / output)))
+
+
+@pytest.mark.parametrize(
+    ("path", "output"), [("in", "out"), ("in", "in2"), ("in/a.parquet", "in/out"), ("in/*.parquet", "in/out")]
+)
+def test_an_output_beside_the_input_is_fine(tmp_path: Path, write: Write, path: str, output: str) -> None:
+    write("in/a.parquet", {"text": ["x"]})
+    assert (
+        open_source(InputOptions(path=str(tmp_path / path)), OutputOptions(path=str(tmp_path / output))).num_rows == 1
+    )

@@ -1,0 +1,94 @@
+"""The parts are the only record of what is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import fs
+
+from specextend.core import DocumentKey
+from specextend.data.parts import PartWriter, Progress, list_parts, pending, read_parts
+from specextend.data.schema import PART_SCHEMA
+from specextend.data.storage import Location
+
+MakeRow = Callable[..., dict[str, Any]]
+
+
+def test_parts_are_named_by_run_and_counted_on_over_runs(output: Location, done: MakeRow) -> None:
+    first = PartWriter(output, "ffffffff")
+    assert first.commit([done(0, 0)]) == "part-ffffffff-000000.parquet"
+    assert first.commit([]) is None
+    assert first.commit([done(0, 1)]) == "part-ffffffff-000001.parquet"
+    assert PartWriter(output, "00000000").commit([done(0, 2)]) == "part-00000000-000002.parquet"
+    assert [name[5:13] for name in list_parts(output)] == ["ffffffff", "ffffffff", "00000000"]
+    assert pq.read_schema(f"{output.path}/_run/parts/{list_parts(output)[0]}").equals(PART_SCHEMA)
+
+
+def test_done_beats_error_and_later_beats_earlier(output: Location, done: MakeRow, failed: MakeRow) -> None:
+    """A run id is random: order by it and a retried row would be an error again in half of all runs."""
+    PartWriter(output, "ffffffff").commit([done(0, 0), failed(0, 1, "Early"), failed(0, 2), failed(1, 0, "Early")])
+    PartWriter(output, "00000000").commit([failed(0, 0), failed(0, 1, "Late"), done(0, 2)])
+    progress = read_parts(output)
+    assert progress.done == {DocumentKey(0, 0), DocumentKey(0, 2)}
+    assert progress.errors == {DocumentKey(0, 1): "Late", DocumentKey(1, 0): "Early"}
+
+
+def test_an_empty_folder_has_no_progress(output: Location) -> None:
+    assert read_parts(output) == Progress(frozenset(), {})
+
+
+def test_what_is_pending_is_neither_done_nor_given_up(output: Location, done: MakeRow, failed: MakeRow) -> None:
+    PartWriter(output, "0000000a").commit([done(0, 1), failed(1, 0)])
+    progress = read_parts(output)
+    assert list(pending([2, 0, 1], progress)) == [DocumentKey(0, 0), DocumentKey(2, 0)]
+    assert list(pending([2, 1], progress, retry_errors=True)) == [DocumentKey(0, 0), DocumentKey(1, 0)]
+
+
+def test_a_driver_killed_before_the_rename_leaves_no_part(output: Location, done: MakeRow) -> None:
+    """What has no final name was never committed: its rows are done again, and the litter goes."""
+    PartWriter(output, "0000000a").commit([done(0, 0)])
+    pid = os.fork()
+    if pid == 0:
+        os.replace = lambda source, target: os._exit(9)  # type: ignore[assignment]
+        PartWriter(output, "0000000b").commit([done(0, 1)])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert read_parts(output).done == {DocumentKey(0, 0)}
+    folder = Path(output.path) / "_run" / "parts"
+    assert len(os.listdir(folder)) == 2
+    PartWriter(output, "0000000c").commit([done(0, 1)])
+    assert len(os.listdir(folder)) == 2
+    assert read_parts(output).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
+
+
+def test_a_row_that_does_not_fit_the_schema_writes_nothing(output: Location, done: MakeRow) -> None:
+    writer = PartWriter(output, "0000000a")
+    with pytest.raises(pa.ArrowInvalid):
+        writer.commit([done(0, 0) | {"attempts": "many"}])
+    assert list_parts(output) == []
+    assert writer.commit([done(0, 0)]) == "part-0000000a-000000.parquet"
+
+
+def test_a_damaged_part_is_named(output: Location, done: MakeRow) -> None:
+    name = PartWriter(output, "0000000a").commit([done(0, 0)])
+    path = Path(output.path) / "_run" / "parts" / str(name)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        read_parts(output)
+
+
+def test_parts_live_on_other_file_systems(tmp_path: Path, done: MakeRow) -> None:
+    output = Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "run")
+    PartWriter(output, "0000000a").commit([done(0, 0)])
+    assert read_parts(output).done == {DocumentKey(0, 0)}
+
+
+def test_a_run_id_is_eight_hexadecimal_digits(output: Location) -> None:
+    with pytest.raises(ValueError, match="8 hexadecimal digits"):
+        PartWriter(output, "run-1")

@@ -1,0 +1,93 @@
+"""Reading one document must not mean reading a gigabyte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.core import DocumentKey
+from specextend.data import regroup as regroup_module
+from specextend.data.documents import DocumentError, InputOptions, Source, open_source
+from specextend.data.regroup import regroup
+from specextend.data.storage import Location
+
+Write = Callable[..., Path]
+NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in kilobytes."""
+    monkeypatch.setattr(regroup_module, "MAX_GROUP_BYTES", 64 << 10)
+    monkeypatch.setattr(regroup_module, "COPY_GROUP_BYTES", 16 << 10)
+
+
+def texts(source: Source) -> list[str]:
+    return [source.read(DocumentKey(0, row)).document.text for row in range(source.num_rows)]
+
+
+def test_a_row_group_over_64_mib_is_rewritten_in_groups_of_16(tmp_path: Path, output: Location) -> None:
+    lines = [f"{number:09d}\n" * 1_000_000 for number in range(7)]
+    table = pa.table({"text": lines, "other": range(7)})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
+    source = open_source(InputOptions(path=str(tmp_path / "a.parquet")))
+    copied = regroup(source, output)
+    metadata = pq.read_metadata(f"{output.path}/_run/input/file-00000.parquet")
+    sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    assert len(sizes) == 7
+    assert max(sizes) <= 17 << 20
+    assert copied.read(DocumentKey(0, 6)).document.text == lines[6]
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
+)
+def test_keys_ids_and_errors_stay_the_same(write: Write, output: Location, kind: pa.DataType) -> None:
+    text = pa.array([f"{i} " * (1 + i * 50) for i in range(60)] + [None]).cast(kind)
+    path = write("a.parquet", {"text": text, "id": range(61), "limit": [9] * 61}, group_rows=61)
+    source = open_source(InputOptions(path=str(path), id_column="id", max_new_tokens_column="limit"))
+    copied = regroup(source, output)
+    assert copied is not source
+    assert len(copied.copies[0].group_rows) > 4
+    assert list(copied.scan()) == list(source.scan())
+    for row in range(60):
+        assert copied.read(DocumentKey(0, row)) == source.read(DocumentKey(0, row))
+    with pytest.raises(DocumentError, match="NullText"):
+        copied.read(DocumentKey(0, 60))
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_text_that_is_not_utf8_is_copied_as_it_is(write: Write, output: Location) -> None:
+    path = write("a.parquet", {"text": pa.concat_arrays([NOT_UTF8, pa.array(["x" * 99_000])])})
+    copied = regroup(open_source(InputOptions(path=str(path))), output)
+    with pytest.raises(DocumentError, match="UndecodableText"):
+        copied.read(DocumentKey(0, 0))
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_only_the_columns_of_a_document_count_and_are_copied(write: Write, output: Location) -> None:
+    path = write("a.parquet", {"text": ["x"], "scan": [b"y" * 100_000]})
+    source = open_source(InputOptions(path=str(path), passthrough=("scan",)))
+    assert regroup(source, output) is source
+    assert not os.path.exists(output.path)
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_a_whole_copy_is_used_again_and_a_broken_or_foreign_one_is_not(write: Write, output: Location) -> None:
+    path = write("a.parquet", {"text": [f"{i}" * 40_000 for i in range(3)]}, group_rows=3)
+    source = open_source(InputOptions(path=str(path)))
+    expected = texts(regroup(source, output))
+    copy = Path(f"{output.path}/_run/input/file-00000.parquet")
+    written = copy.stat().st_mtime_ns
+    regroup(source, output)
+    assert copy.stat().st_mtime_ns == written
+    copy.write_bytes(copy.read_bytes()[:-10])
+    assert texts(regroup(source, output)) == expected
+    path = write("a.parquet", {"text": [f"{i}" * 50_000 for i in (7, 8, 9)]}, group_rows=3)
+    assert texts(regroup(open_source(InputOptions(path=str(path))), output))[0].startswith("7")

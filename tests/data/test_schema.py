@@ -1,0 +1,123 @@
+"""The output's columns are a promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from specextend.core import Completion, DocumentKey
+from specextend.data.prompts import Prompt
+from specextend.data.quality import ends_in_loop, quality_flags
+from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA, SUMMARY_SCHEMA, result_row, summary_schema
+from specextend.stats import DecodingStats
+
+COLUMNS = """doc_id, summary, finish_reason, num_prompt_tokens, num_output_tokens, num_dropped_tokens, length_policy,
+chunk_summaries, num_spec_steps, num_plain_steps, num_draft_tokens, num_accepted_tokens, mean_acceptance_length,
+draft_acceptance_rate, acceptance_histogram, num_retrievals, retrieval_coverage, retrieval_churn, queue_s, ttft_s,
+decode_s, total_s, prefill_s, draft_prefill_s, draft_s, verify_s, retrieval_s, other_s, output_tokens_per_s,
+quality_flags, worker, attempts"""
+
+STATS = DecodingStats(
+    num_prompt_tokens=100,
+    num_output_tokens=9,
+    num_spec_steps=3,
+    num_draft_tokens=24,
+    num_accepted_tokens=6,
+    acceptance_histogram=[0, 1, 1, 1],
+    num_retrievals=2,
+    retrieval_coverage_sum=1.5,
+    retrieval_churn_sum=0.25,
+    ttft_s=1.0,
+    decode_s=2.0,
+)
+
+
+def row(stats: DecodingStats) -> dict[str, Any]:
+    completion = Completion("1:2", [4, 5], "text", "stop", stats)
+    built = result_row(
+        DocumentKey(1, 2), "doc", completion, Prompt([1], 7, "tail"), queue_s=0.5, worker="host/0", attempts=2
+    )
+    return dict(pa.Table.from_pylist([built], schema=PART_SCHEMA).to_pylist()[0])
+
+
+def test_the_columns_are_those_promised_in_their_order() -> None:
+    assert SUMMARY_SCHEMA.names == COLUMNS.replace("\n", " ").split(", ")
+    assert ERROR_SCHEMA.names == ["key", "doc_id", "error_class", "message", "stage", "retryable", "attempts"]
+    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["attempts", "topic"]
+
+
+def test_no_column_is_typed_null() -> None:
+    """A column without values would take the type null, and the next file's could not be read with it."""
+    assert not any(pa.types.is_null(field.type) for field in [*PART_SCHEMA, *ERROR_SCHEMA])
+
+
+def test_a_row_holds_counts_and_ratios_that_can_be_checked_by_hand() -> None:
+    built = row(STATS)
+    assert built["mean_acceptance_length"] == 1 + 6 / 3
+    assert built["draft_acceptance_rate"] == 6 / 24
+    assert built["acceptance_histogram"] == [0, 1, 1, 1]
+    assert (built["retrieval_coverage"], built["retrieval_churn"]) == (0.75, 0.25)
+    assert (built["total_s"], built["output_tokens_per_s"]) == (3.0, 3.0)
+    assert (built["file"], built["row"], built["doc_id"], built["worker"], built["attempts"]) == (
+        1,
+        2,
+        "doc",
+        "host/0",
+        2,
+    )
+    assert (built["num_dropped_tokens"], built["length_policy"], built["queue_s"]) == (7, "tail", 0.5)
+    assert built["error_class"] is None
+
+
+def test_what_there_is_nothing_to_say_about_is_null() -> None:
+    """Plain decoding has no acceptance: 0 would pull an average down."""
+    built = row(DecodingStats(num_output_tokens=1))
+    empty = {name for name in SUMMARY_SCHEMA.names if built[name] is None}
+    assert empty == {
+        "chunk_summaries",
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "acceptance_histogram",
+        "retrieval_coverage",
+        "retrieval_churn",
+        "output_tokens_per_s",
+    }
+
+
+def test_every_column_of_a_result_is_filled_by_name(done: Callable[..., dict[str, Any]]) -> None:
+    assert set(done(0, 0)) == {"file", "row", *SUMMARY_SCHEMA.names} - {"chunk_summaries"}
+
+
+@pytest.mark.parametrize(
+    ("text", "token_ids", "finish_reason", "flags"),
+    [
+        ("A summary.", [1, 2, 3], "stop", []),
+        (" \n", [1], "stop", ["empty"]),
+        ("cut off", [1, 2], "length", ["truncated"]),
+        ("no no no", [7] * 30, "length", ["truncated", "repeated"]),
+    ],
+)
+def test_flags_say_what_is_wrong_with_a_summary(
+    text: str, token_ids: list[int], finish_reason: Any, flags: list[str]
+) -> None:
+    assert quality_flags(Completion("x", token_ids, text, finish_reason, DecodingStats())) == flags
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "loops"),
+    [
+        ([], False),
+        (list(range(100)), False),
+        ([9, *range(10), *range(10), *range(10), *range(10)], True),
+        ([*range(10), *range(10), *range(10), *range(10), 99], True),
+        ([*range(10), *range(10), *range(10)], False),
+        ([*[3] * 40, 1, 2, 4], False),
+        ([5] * 23, False),
+        ([5] * 24, True),
+    ],
+)
+def test_a_loop_is_a_stretch_repeated_up_to_the_end(token_ids: list[int], loops: bool) -> None:
+    assert ends_in_loop(token_ids) is loops
