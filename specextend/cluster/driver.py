@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specextend.cluster.attempts import Attempt
-from specextend.cluster.interrupt import Interrupt, InterruptedRunError
+from specextend.cluster.exits import InterruptedRunError
+from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed

@@ -9,23 +9,20 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-EXIT_INTERRUPTED = 75
-
-
-class InterruptedRunError(Exception):
-    """The run was told to stop; run again to resume."""
+from specextend.cluster.exits import EXIT_INTERRUPTED, InterruptedRunError
 
 
 class Interrupt:
     """Remembers that the run was told to stop. Check it often: nothing is stopped by itself.
 
-    `grace_s` after a signal the process ends with 75 whatever it is doing, so that no one has to kill it. `last`
-    is called then, on another thread: it must be quick.
+    `grace_s` after that the process ends with 75 whatever it is doing, so that no one has to kill it.
     """
 
-    def __init__(self, grace_s: float, deadline_s: float = 0.0, last: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, grace_s: float, deadline_s: float = 0.0) -> None:
         """`deadline_s`: seconds from now after which the run is told to stop; 0: never."""
-        self._grace_s, self._last = grace_s, last
+        self.last: Callable[[], None] = lambda: None
+        """Called before the process is ended so, on another thread: it must be quick."""
+        self._grace_s = grace_s
         self._deadline = time.monotonic() + deadline_s if deadline_s else None
         self._reason: str | None = None
         self._told = threading.Event()
@@ -60,5 +57,5 @@ class Interrupt:
     def _watch(self) -> None:
         self._told.wait()
         if not self._over.wait(self._grace_s):
-            self._last()
+            self.last()
             os._exit(EXIT_INTERRUPTED)

@@ -32,10 +32,21 @@ CUDA_EXIT_CODE = 70
 class EngineLike(Protocol):
     """What a worker needs of an engine."""
 
-    tokenizer: Any
-    num_steps: int
-    max_prompt_tokens: int
-    num_active: int
+    @property
+    def tokenizer(self) -> Any:
+        """A transformers fast tokenizer."""
+
+    @property
+    def num_steps(self) -> int:
+        """Grows with every prefill chunk and every decoding step."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Prompt and output tokens of one request, at most."""
+
+    @property
+    def num_active(self) -> int:
+        """Sequences in the engine now."""
 
     def generate(
         self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None

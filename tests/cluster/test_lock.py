@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from specextend.cluster import lock
-from specextend.cluster.lock import Holder, LockHeldError, LockLostError, OutputLock, check_free, read_lock
+from specextend.cluster.exits import LockHeldError
+from specextend.cluster.lock import Holder, LockLostError, OutputLock, check_free, read_lock
 from specextend.data.storage import Location, resolve
 
 
@@ -116,7 +117,8 @@ def test_half_a_lock_file_is_no_lock(output: Location):
 
 RACER = """
 import sys
-from specextend.cluster.lock import LockHeldError, OutputLock
+from specextend.cluster.lock import OutputLock
+from specextend.cluster.exits import LockHeldError
 from specextend.data.storage import resolve
 sys.stdin.readline()
 try:

@@ -1,0 +1,111 @@
+"""Summarise a corpus: Parquet in, Parquet out, on Ray. See `--help`, and the README for the exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+if os.environ.get("RAY_ADDRESS") == "local":  # a Ray of our own listens on loopback only (despite the name)
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+for number in (signal.SIGTERM, signal.SIGINT):  # until the run has begun there is nothing to save
+    signal.signal(number, lambda number, frame: os._exit(75))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the job; the exit code of the process."""
+    from specextend.cluster import exits  # torch and ray take seconds to import: not for --help
+
+    try:
+        return status(arguments) if arguments.status else job(arguments)
+    except (exits.RefusedError, exits.LockHeldError, exits.OtherRunError) as error:
+        say(f"error: {error}")
+        return exits.exit_code(error)
+    except exits.InterruptedRunError as error:
+        say(f"interrupted: {error}; finished work is on disk, run again to resume")
+        return exits.exit_code(error)
+
+
+def job(arguments: argparse.Namespace) -> int:
+    """Dry run or run."""
+    from specextend.cluster.dry_run import describe_dry_run, dry_run
+    from specextend.cluster.exits import RefusedError
+    from specextend.cluster.interrupt import Interrupt
+    from specextend.cluster.progress import open_display
+    from specextend.cluster.run import prepare, run
+    from specextend.config import ConfigError, RunConfig
+
+    try:
+        config = RunConfig.load(arguments.config, overrides(arguments), allow_relative=not is_submitted())
+    except ConfigError as error:
+        raise RefusedError(str(error)) from error
+    if arguments.dry_run:
+        plan = dry_run(prepare(config), retry_errors=arguments.retry_errors)
+        print(describe_dry_run(plan))
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+        return 0
+    interrupt = Interrupt(config.job.grace_s, config.job.deadline_s)
+    interrupt.install()
+    display = open_display()
+    try:
+        return run(config, display, interrupt, retry_errors=arguments.retry_errors)
+    finally:
+        display.close()
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Say how far the run of an output folder is."""
+    from specextend.cluster.exits import RefusedError
+    from specextend.cluster.status import describe_status, read_status
+    from specextend.data.storage import resolve
+
+    try:
+        found = read_status(resolve(arguments.status))
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
+    print(describe_status(found))
+    return 0
+
+
+def overrides(arguments: argparse.Namespace) -> list[str]:
+    """Command line values as `key.path=value`; --input and --output win over --set."""
+    paths = {"input.path": arguments.input, "output.path": arguments.output}
+    return arguments.set + [f"{key}={json.dumps(value)}" for key, value in paths.items() if value is not None]
+
+
+def is_submitted() -> bool:
+    """Whether this is the driver of `ray job submit`, whose current folder is a copy that goes away."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def say(line: str) -> None:
+    """To stderr: stdout is for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def parse() -> argparse.Namespace:
+    """The command line; wrong ones exit with 2."""
+    parser = argparse.ArgumentParser(prog="summarize.py", description=__doc__)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", help="a YAML file of configs/")
+    what.add_argument("--status", metavar="OUTPUT", help="say how far the run of this output folder is, and exit")
+    parser.add_argument("--input", help="in place of input.path")
+    parser.add_argument("--output", help="in place of output.path")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="override one value")
+    parser.add_argument("--dry-run", action="store_true", help="say what there is to do; load and write nothing")
+    parser.add_argument("--json", metavar="PATH", help="with --dry-run: write the plan there, too")
+    parser.add_argument("--retry-errors", action="store_true", help="do error rows again, and nothing else")
+    arguments = parser.parse_args()
+    if arguments.json and not arguments.dry_run:
+        parser.error("--json goes with --dry-run")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse()))

@@ -1,0 +1,97 @@
+"""Joining a Ray cluster or starting one, and being the only driver of a folder inside it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from specextend.cluster.exits import LockHeldError, RefusedError
+from specextend.config import JobOptions
+
+LOCAL_OBJECT_STORE_BYTES = 100 << 20
+"""Of a Ray that we start for ourselves: nothing large goes through it."""
+_NAMESPACE = "specextend"
+_CLAIM_S = 10.0
+"""Seconds that the name of a driver that has died may live on."""
+
+
+def is_local() -> bool:
+    """Whether the job starts a Ray of its own (`RAY_ADDRESS=local`)."""
+    return os.environ.get("RAY_ADDRESS") == "local"
+
+
+@contextmanager
+def connected(job: JobOptions) -> Iterator[None]:
+    """Ray for the length of a `with` block: a local one of our own, or the cluster that `ray.init()` finds."""
+    if is_local():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+            logging_level=logging.WARNING,
+        )
+    else:
+        ray.init(logging_level=logging.WARNING)
+    try:
+        if is_local():
+            _check_resources(job)
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def claimed(output: str) -> Iterator[None]:
+    """Hold the name of an output folder among the drivers of this cluster. Raises LockHeldError.
+
+    A second guard behind the lock file, whose file system may not exclude a second writer.
+    """
+    if is_local():
+        yield
+        return
+    name = hashlib.sha256(output.encode()).hexdigest()[:16]
+    holder = _claim(f"output-{name}", output)
+    try:
+        yield
+    finally:
+        ray.kill(holder)
+
+
+class _Claim:
+    """An actor that only has a name."""
+
+    def ping(self) -> None:
+        """Returns once the actor lives."""
+
+
+def _claim(name: str, output: str) -> Any:
+    give_up_at = time.monotonic() + _CLAIM_S
+    while True:
+        try:
+            actor: Any = ray.remote(_Claim)
+            holder = actor.options(name=name, namespace=_NAMESPACE, num_cpus=0).remote()
+            ray.get(holder.ping.remote())
+        except ValueError:
+            if time.monotonic() >= give_up_at:
+                raise LockHeldError(f"{output} is held by another driver of this cluster") from None
+            time.sleep(0.5)
+        else:
+            return holder
+
+
+def _check_resources(job: JobOptions) -> None:
+    """Raise RefusedError where not even one worker can ever be placed."""
+    there = ray.cluster_resources()
+    for key, resource, wanted in (
+        ("cpus_per_worker", "CPU", job.cpus_per_worker),
+        ("gpus_per_worker", "GPU", job.gpus_per_worker),
+    ):
+        if wanted > there.get(resource, 0):
+            raise RefusedError(f"job.{key} is {wanted:g} but this machine has {there.get(resource, 0):g}")

@@ -1,0 +1,38 @@
+"""How a run ends, as an exit code and as the exception that says so."""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_TOO_MANY_ERRORS = 3
+EXIT_LOCKED = 4
+EXIT_OTHER_RUN = 5
+EXIT_INTERRUPTED = 75
+
+
+class RefusedError(ValueError):
+    """A configuration or an input that cannot be run, in one line: exit 2. No model was loaded."""
+
+
+class LockHeldError(RuntimeError):
+    """Another driver holds the output folder: exit 4."""
+
+
+class OtherRunError(ValueError):
+    """The output folder belongs to another run: exit 5. The message says what differs."""
+
+
+class InterruptedRunError(Exception):
+    """The run was told to stop; run again to resume: exit 75."""
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a run that ended with this exception."""
+    codes: dict[type[BaseException], int] = {
+        RefusedError: EXIT_REFUSED,
+        LockHeldError: EXIT_LOCKED,
+        OtherRunError: EXIT_OTHER_RUN,
+        InterruptedRunError: EXIT_INTERRUPTED,
+    }
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_FAILED)

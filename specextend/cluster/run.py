@@ -1,0 +1,197 @@
+"""A run from its configuration to its exit code: checked, locked, planned, decoded, finalized."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from specextend.cluster.attempts import Attempt, version_changes
+from specextend.cluster.cluster import claimed, connected
+from specextend.cluster.driver import Committer, Driver
+from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunError, RefusedError, exit_code
+from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.lock import OutputLock, check_free
+from specextend.cluster.messages import first_line
+from specextend.cluster.plan import Plan, make_plan
+from specextend.cluster.pool import Pool
+from specextend.cluster.progress import Display, Ledger
+from specextend.cluster.roster import Roster
+from specextend.cluster.scheduler import Limits, Scheduler
+from specextend.cluster.worker import EngineFactory
+from specextend.config import RunConfig
+from specextend.core import DocumentKey
+from specextend.data.documents import Source, open_source
+from specextend.data.finalize import Counts, finalize, read_success, remove_success, write_success
+from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
+from specextend.data.parts import PartWriter, Progress, pending, read_parts
+from specextend.data.prompts import Prompts
+from specextend.data.regroup import regroup
+from specextend.data.storage import Location, delete, resolve
+from specextend.loading import load_engine
+from specextend.models import ModelFacts, load_tokenizer
+from specextend.pairing import check_pair, pair_hashes
+
+EXTRA_LEASES = 2
+"""Leases that wait at a worker beside those that decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that may begin: everything was checked that can be without loading a model."""
+
+    config: RunConfig
+    output: Location
+    source: Source
+    facts: ModelFacts
+    prompts: Prompts
+    manifest: dict[str, Any]
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Check input, models and prompt; writes nothing. Raises RefusedError."""
+    try:
+        output = resolve(config.output.path)
+        source = open_source(config.input, config.output)
+        draft = config.draft if config.decoding.mode != "autoregressive" else None
+        facts = check_pair(config.target, draft)
+        depth = 0 if draft is None else config.tree.depth + 1
+        tokenizer = load_tokenizer(config.target.model, config.target.revision)
+        prompts = Prompts(tokenizer, config.prompt, facts.context_length - depth)
+        manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft))
+    except (ValueError, OSError) as error:
+        raise RefusedError(first_line(error)) from error
+    return Prepared(config, output, source, facts, prompts, manifest)
+
+
+def check_same_run(prepared: Prepared) -> bool:
+    """Whether the output folder holds this run already. Raises OtherRunError where it holds another."""
+    recorded = read_manifest(prepared.output)
+    if recorded is None:
+        return False
+    if lines := differences(recorded, prepared.manifest):
+        raise OtherRunError(f"{prepared.output.path} belongs to another run:\n  " + "\n  ".join(lines))
+    return True
+
+
+def run(
+    config: RunConfig,
+    display: Display,
+    interrupt: Interrupt,
+    *,
+    retry_errors: bool = False,
+    factory: EngineFactory = load_engine,
+) -> int:
+    """Run or resume a job; the exit code is 0 or 3.
+
+    factory: makes a worker's engine, on the worker. Raises RefusedError, LockHeldError, OtherRunError,
+    InterruptedRunError, and what ends a run unforeseen.
+    """
+    prepared = prepare(config)
+    check_free(prepared.output)
+    check_same_run(prepared)
+    run_id = secrets.token_hex(4)
+    with OutputLock(prepared.output, run_id) as lock:
+        interrupt.last = lambda: delete(prepared.output.child("_run", "lock"))
+        changes = version_changes(prepared.output)
+        attempt = Attempt(prepared.output, run_id, config)
+        attempt.begin()
+        for change in changes:
+            display.note(f"warning: since the last start, {change}")
+        try:
+            code = _Start(prepared, lock, run_id, attempt, display, interrupt, factory).run(retry_errors)
+        except BaseException as error:
+            attempt.end(exit_code(error), first_line(error))
+            raise
+        attempt.end(code)
+        interrupt.disarm()
+        return code
+
+
+@dataclass(slots=True)
+class _Start:
+    """One start of a run, which holds the output folder."""
+
+    prepared: Prepared
+    lock: OutputLock
+    run_id: str
+    attempt: Attempt
+    display: Display
+    interrupt: Interrupt
+    factory: EngineFactory
+
+    def run(self, retry_errors: bool) -> int:
+        """Decode what is left to do, then finalize."""
+        output = self.prepared.output
+        if not check_same_run(self.prepared):
+            write_manifest(output, self.prepared.manifest)
+        progress = read_parts(output)
+        rows = [file.num_rows for file in self.prepared.source.files]
+        keys = set(pending(rows, progress, retry_errors=retry_errors))
+        counts = read_success(output)
+        if keys or counts is None:
+            remove_success(output)
+            if keys:
+                self._decode(keys, progress)
+            self.interrupt.check()
+            counts = finalize(self.prepared.source, output)
+        return self._conclude(counts)
+
+    def _conclude(self, counts: Counts) -> int:
+        """`_SUCCESS` last, or not at all."""
+        allowed = self.prepared.config.job.max_error_fraction * counts.rows
+        self.display.note(f"{counts.rows} rows: {counts.done} done, {counts.errors} failed")
+        if counts.errors > allowed:
+            remove_success(self.prepared.output)
+            return EXIT_TOO_MANY_ERRORS
+        write_success(self.prepared.output, counts)
+        return EXIT_DONE
+
+    def _decode(self, keys: set[DocumentKey], progress: Progress) -> None:
+        config, output = self.prepared.config, self.prepared.output
+        source = regroup(self.prepared.source, output)
+        plan = self._plan(source, keys)
+        with connected(config.job), claimed(output.path):
+            self.interrupt.install()
+            num_errors = len(progress.errors.keys() - keys)
+            driver = self._driver(source, plan, Ledger(plan.estimates, len(progress.done), num_errors))
+            try:
+                driver.run()
+            finally:
+                driver.pool.close()
+
+    def _plan(self, source: Source, keys: set[DocumentKey]) -> Plan:
+        decoding = self.prepared.config.decoding
+        begin = time.monotonic()
+        plan = make_plan(
+            source, self.prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.interrupt.check
+        )
+        self.display.note(
+            f"{len(keys)} of {source.num_rows} rows to do, about {plan.num_prompt_tokens():,} prompt tokens "
+            f"(planned in {time.monotonic() - begin:.1f} s)"
+        )
+        return plan
+
+    def _driver(self, source: Source, plan: Plan, ledger: Ledger) -> Driver:
+        config, job = self.prepared.config, self.prepared.config.job
+        limits = Limits(
+            max_attempts=job.max_attempts,
+            deadline_base_s=job.deadline_base_s,
+            deadline_s_per_token=job.deadline_s_per_token,
+            stall_s=job.stall_s,
+        )
+        num_leases = config.decoding.max_batch_size + EXTRA_LEASES
+        writer = PartWriter(self.prepared.output, self.run_id)
+        return Driver(
+            scheduler=Scheduler(plan.work(), limits, num_leases, f"{self.run_id}-"),
+            pool=Pool(config, source, self.factory, num_leases),
+            roster=Roster(job.workers),
+            committer=Committer(writer, self.lock, job.commit_every_rows, job.commit_every_s),
+            ledger=ledger,
+            display=self.display,
+            interrupt=self.interrupt,
+            attempt=self.attempt,
+            source=source,
+            job=job,
+        )
