@@ -24,7 +24,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	touch $@
 
 .models/.done: scripts/make_models.py scripts/tiny_models.py | $(VENV)/.done
-	$(PY) scripts/make_models.py
+	$(PY) -m scripts.make_models
 	touch $@
 
 demo: setup models

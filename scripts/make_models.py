@@ -16,8 +16,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tiny_models import write_tiny_models
-
+from scripts.tiny_models import write_tiny_models
 from specextend.models import load_causal_lm, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
