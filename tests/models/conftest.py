@@ -1,0 +1,63 @@
+"""Tiny random checkpoints, written as a user would have them: with `save_pretrained`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+
+
+def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer over 61 characters and three special tokens."""
+    named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"} | special
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: SHAPE["vocab_size"] - 3]
+    vocabulary = {token: number for number, token in enumerate([*("<unk>", "<s>", "</s>"), *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+
+
+@pytest.fixture
+def write_model(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a checkpoint and returns its folder; keywords go into its config."""
+
+    def write(name: str = "target", model_type: str = "llama", **values: Any) -> Path:
+        torch.manual_seed(0)
+        sliding = {"sliding_window": None} if model_type == "mistral" else {}
+        config = CONFIG_MAPPING[model_type](**(SHAPE | sliding | values))
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def edit_json() -> Callable[..., None]:
+    """Changes keys of a JSON file; a value of None removes the key."""
+
+    def edit(path: Path, **values: Any) -> None:
+        merged = json.loads(path.read_text()) | values
+        path.write_text(json.dumps({key: value for key, value in merged.items() if value is not None}))
+
+    return edit

@@ -1,0 +1,263 @@
+"""Which models are served, what is said of the others, and what is read from their files."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from specextend.models import (
+    ARCHITECTURES,
+    ModelError,
+    TargetOptions,
+    check_model,
+    load_target,
+    load_tokenizer,
+    read_facts,
+    resolve_device,
+    weight_hashes,
+)
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+
+def load(folder, dtype="float32"):
+    return load_target(TargetOptions(model=str(folder), dtype=dtype, device="cpu"), "sdpa")
+
+
+def refusal(folder) -> str:
+    """What a user reads; it must be one line."""
+    with pytest.raises(ModelError) as refused:
+        read_facts(str(folder))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_each_served_architecture_loads_and_computes(write_model, model_type, tied):
+    """The four that transformers' attention hook is proven on, with tied and untied heads."""
+    model = load(write_model(model_type=model_type, tie_word_embeddings=tied))
+    assert type(model).__name__ == ARCHITECTURES[model_type]
+    assert not model.training
+    assert not any(weight.requires_grad for weight in model.parameters())
+    assert model(torch.tensor([[1, 5, 9]])).logits.shape == (1, 3, 64)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_weights_are_loaded_in_the_dtype_that_was_asked_for(write_model, dtype):
+    """`dtype` decides memory and speed; the file's own dtype must not win."""
+    assert {weight.dtype for weight in load(write_model(), dtype).parameters()} == {getattr(torch, dtype)}
+
+
+def test_the_attention_implementation_is_the_one_that_was_asked_for(write_model):
+    """The engine's attention enters transformers by this name; another one would ignore the draft tree."""
+    options = TargetOptions(model=str(write_model()), device="cpu")
+    assert load_target(options, "eager").config._attn_implementation == "eager"
+
+
+def test_facts_are_read_without_weights(write_model):
+    """A dry run plans memory on a machine that could never load the model."""
+    folder = write_model(model_type="qwen3", head_dim=16)
+    (folder / "model.safetensors").unlink()
+    facts = read_facts(str(folder))
+    assert (facts.architecture, facts.num_layers, facts.num_heads, facts.num_kv_heads) == ("qwen3", 2, 4, 2)
+    assert (facts.head_dim, facts.hidden_size, facts.vocab_size) == (16, 32, 64)
+    assert facts.kv_bytes_per_token("bfloat16") == 2 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 256),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 1024),
+        (LLAMA3, 256),
+        (YARN, 1024),
+        (YARN | {"original_max_position_embeddings": 64}, 256),
+    ],
+    ids=["default", "linear", "llama3", "yarn before scaling", "yarn after scaling"],
+)
+def test_context_length_counts_rope_scaling_in(write_model, rope, expected):
+    """Vicuna 16k says 4,096 and a factor of 4; taken at its word it would drop three quarters of a document."""
+    assert read_facts(str(write_model(rope_parameters=rope))).context_length == expected
+
+
+def test_eos_comes_from_the_generation_config_and_may_be_a_list(write_model, edit_json):
+    """Llama 3 instruct ends a turn with an id that config.json does not name; without it the output never ends."""
+    folder = write_model()
+    assert read_facts(str(folder)).eos_token_ids == (2,)
+    edit_json(folder / "generation_config.json", eos_token_id=[2, 7])
+    assert read_facts(str(folder)).eos_token_ids == (2, 7)
+    edit_json(folder / "generation_config.json", eos_token_id=None)
+    assert read_facts(str(folder)).eos_token_ids == (2,)
+
+
+def test_an_unknown_architecture_is_refused_by_name(write_model, edit_json):
+    """The hook would run on many models and be wrong on some."""
+    folder = write_model()
+    edit_json(folder / "config.json", model_type="gpt2")
+    assert "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3" in refusal(folder)
+
+
+def test_a_model_with_code_of_its_own_is_refused_and_the_code_not_run(write_model, edit_json):
+    """`trust_remote_code` stays off: a model is data."""
+    folder = write_model()
+    (folder / "modeling.py").write_text("raise SystemExit('ran')")
+    edit_json(folder / "config.json", model_type="own", auto_map={"AutoModelForCausalLM": "modeling.Own"})
+    assert "is of type 'own'" in refusal(folder)
+
+
+def test_a_classifier_is_refused(write_model, edit_json):
+    """It has no LM head; transformers would make up a random one."""
+    folder = write_model()
+    edit_json(folder / "config.json", architectures=["LlamaForSequenceClassification"])
+    assert "is a LlamaForSequenceClassification; served is LlamaForCausalLM" in refusal(folder)
+
+
+def test_quantized_weights_are_refused(write_model, edit_json):
+    """They need kernels that we do not test."""
+    folder = write_model()
+    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "quantized weights (gptq)" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "factor": 2.0,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_that_depends_on_the_length_is_refused(write_model, edit_json, rope):
+    """Cached keys would have been turned by angles that later tokens change."""
+    folder = write_model()
+    edit_json(folder / "config.json", rope_parameters=rope)
+    assert f"RoPE type '{rope['rope_type']}'; served are default, linear, llama3, yarn" in refusal(folder)
+
+
+def test_heads_turned_in_part_are_refused(write_model, edit_json):
+    """The draft's cache turns whole heads."""
+    folder = write_model()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    edit_json(folder / "config.json", rope_parameters=rope)
+    assert "partial_rotary_factor" in refusal(folder)
+
+
+def test_a_sliding_window_is_refused(write_model):
+    """The target must see its whole document; a window is another attention."""
+    assert "sliding window of 64 tokens (context 256)" in refusal(write_model(model_type="mistral", sliding_window=64))
+
+
+def test_sliding_layers_are_refused(write_model):
+    """Qwen2 and Qwen3 switch the window on by layer."""
+    values = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    assert "layers of type sliding_attention" in refusal(write_model(model_type="qwen2", **values))
+
+
+def test_a_window_as_long_as_the_context_is_none(write_model):
+    """Mistral 7B v0.1 configs carry one that no token ever feels at that context."""
+    assert read_facts(str(write_model(model_type="mistral", sliding_window=256))).context_length == 256
+
+
+def test_pickled_weights_are_refused_unopened(write_model):
+    """Unpickling runs code; that the file would never be opened is the whole point."""
+    folder = write_model()
+    (folder / "model.safetensors").unlink()
+    with (folder / "pytorch_model.bin").open("wb") as file:
+        pickle.dump({}, file)
+    for refuse in (lambda: check_model(str(folder)), lambda: load(folder)):
+        with pytest.raises(ModelError, match=r"only pickled ones \(pytorch_model.bin\), which can run code"):
+            refuse()
+
+
+def test_a_weight_file_cut_short_is_refused_before_loading(write_model):
+    """A copy that was interrupted; torch would say so after minutes, or not at all."""
+    file = write_model() / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="is cut short"):
+        check_model(str(file.parent))
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    """The commonest slip: the folder above the model's."""
+    assert "has no config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "nowhere.gguf"])
+def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name):
+    """A typing error in a path must not become a request for a repository of that name."""
+    assert "does not exist" in refusal(name)
+
+
+def test_a_hub_model_that_cannot_be_had_is_one_line():
+    """Tests run offline; so do many clusters."""
+    assert "cannot be had from the Hub" in refusal("nobody/no-such-model")
+
+
+def test_a_model_without_a_tokenizer_is_refused(write_model):
+    """Documents could not be counted, let alone read."""
+    folder = write_model()
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_tokenizer(str(folder))
+
+
+def test_the_tokenizer_comes_from_the_models_folder(write_model):
+    """And with its special tokens."""
+    tokenizer = load_tokenizer(str(write_model()))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+
+
+def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, edit_json):
+    """A run must resume after its models moved, and must not resume with others."""
+    first, moved = write_model("first"), write_model("moved")
+    edit_json(moved / "config.json", transformers_version="5.0.0")
+    assert weight_hashes(str(first)) == weight_hashes(str(moved))
+    edit_json(moved / "config.json", rms_norm_eps=1e-3)
+    changed = weight_hashes(str(moved))
+    assert changed["weights"] != weight_hashes(str(first))["weights"]
+    assert changed["tokenizer"] == weight_hashes(str(first))["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": ""}, "target.model must not be empty"),
+        ({"model": "a", "dtype": "int8"}, "target.dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ({"model": "a", "device": "tpu"}, "target.device must be auto, cpu, cuda or cuda:<number>, got 'tpu'"),
+        ({"model": "a", "device": "cpu:1"}, "target.device must be"),
+        ({"model": "a", "device": "cuda:x"}, "target.device must be"),
+    ],
+)
+def test_target_options_are_checked_where_they_are_made(values, message):
+    """Long before a worker on another machine would find out."""
+    with pytest.raises(ValueError, match=message):
+        TargetOptions(**values)
+
+
+def test_devices_resolve_to_what_is_there():
+    """`auto` must work on a laptop and on a GPU node; asking for a missing GPU must say so."""
+    assert resolve_device("cpu") == torch.device("cpu")
+    if torch.cuda.is_available():
+        assert resolve_device("auto").type == "cuda"
+    else:
+        assert resolve_device("auto").type == "cpu"
+        with pytest.raises(ModelError, match="sees no GPU"):
+            resolve_device("cuda:0")

@@ -1,0 +1,121 @@
+"""Drafts that do not fit their target are refused by name, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import save_file
+from torch import zeros
+
+from specextend.drafters.eagle_config import EagleConfig
+from specextend.drafters.options import DraftOptions
+from specextend.models import ModelError, TargetOptions
+from specextend.pairing import check_pair, pair_hashes
+
+
+@pytest.fixture
+def write_eagle(tmp_path):
+    """An EAGLE head's folder for the tiny target; keywords change its shape."""
+
+    def write(**values):
+        shape = {
+            "target": "tiny",
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "rope_theta": 10000.0,
+            "layer_norm_eps": 1e-6,
+            "head_norm_eps": 1e-6,
+            "dtype": "float32",
+        }
+        config = EagleConfig(**(shape | values))
+        folder = tmp_path / "eagle"
+        folder.mkdir()
+        config.save(folder)
+        save_file({name: zeros(info.shape) for name, info in config.tensors().items()}, folder / "model.safetensors")
+        return DraftOptions(kind="eagle", model=str(folder))
+
+    return write
+
+
+def target_of(folder) -> TargetOptions:
+    return TargetOptions(model=str(folder))
+
+
+def refusal(target, draft) -> str:
+    with pytest.raises(ModelError) as refused:
+        check_pair(target_of(target), draft)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def model_draft(folder) -> DraftOptions:
+    return DraftOptions(kind="model", model=str(folder))
+
+
+def test_pairs_that_fit_give_the_targets_facts(write_model, write_eagle):
+    """The plan is made from them, so they come from the same look at the files."""
+    target, draft = write_model("target"), write_model("draft", model_type="qwen2", num_hidden_layers=1)
+    for fitting in (None, model_draft(draft), write_eagle()):
+        assert check_pair(target_of(target), fitting).num_layers == 2
+
+
+def test_another_vocabulary_size_is_refused(write_model):
+    """The draft's ids would fall outside the target's embedding."""
+    message = refusal(write_model("target"), model_draft(write_model("draft", vocab_size=80)))
+    assert message.endswith("vocab_size is 80 and 64")
+
+
+def test_another_token_under_the_same_id_is_refused(write_model):
+    """Everything would run, and no guess would ever be right: the slowest way to find out."""
+    target, draft = write_model("target"), write_model("draft")
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "does not fit target" in refusal(target, model_draft(draft))
+    assert "is 'B' and 'A'" in refusal(target, model_draft(draft))
+
+
+def test_other_special_tokens_are_refused(write_model, edit_json):
+    """The draft would guess on past the end of an answer."""
+    target, draft = write_model("target"), write_model("draft")
+    edit_json(draft / "tokenizer_config.json", eos_token="<s>")
+    assert refusal(target, model_draft(draft)).endswith("eos_token_id is 1 and 2")
+
+
+def test_a_draft_that_cannot_be_served_is_refused_like_a_target(write_model, edit_json):
+    """Its cache turns keys back and forth; a RoPE that depends on the length cannot be turned back."""
+    target, draft = write_model("target"), write_model("draft")
+    edit_json(draft / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    assert "draft has RoPE type 'dynamic'" in refusal(target, model_draft(draft))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"hidden_size": 64}, "hidden_size is 64 and 32"), ({"vocab_size": 65}, "vocab_size is 65 and 64")],
+)
+def test_a_head_of_another_target_is_refused(write_model, write_eagle, values, message):
+    """It shares the target's embedding and hidden states, so their sizes must be its own."""
+    assert refusal(write_model(), write_eagle(**values)).endswith(message)
+
+
+def test_a_head_that_is_not_there_is_refused(write_model, tmp_path):
+    """One line, as for any other model."""
+    assert "has no config.json" in refusal(write_model(), DraftOptions(kind="eagle", model=str(tmp_path / "none")))
+
+
+def test_hashes_change_with_each_part_of_the_pair_alone(write_model, write_eagle):
+    """The fingerprint tells a user which part of a run is another one."""
+    target, eagle = write_model("target"), write_eagle()
+    other = model_draft(write_model("draft", num_hidden_layers=1))
+    alone, with_head, with_model = (pair_hashes(target_of(target), draft) for draft in (None, eagle, other))
+    assert set(alone) == {"target", "tokenizer"}
+    assert set(with_head) == set(with_model) == {"target", "tokenizer", "draft"}
+    assert alone.items() <= with_head.items()
+    assert alone.items() <= with_model.items()
+    assert with_head["draft"] != with_model["draft"]
