@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,12 +55,16 @@ def test_what_is_pending_is_neither_done_nor_given_up(output: Location, done: Ma
 def test_a_driver_killed_before_the_rename_leaves_no_part(output: Location, done: MakeRow) -> None:
     """What has no final name was never committed: its rows are done again, and the litter goes."""
     PartWriter(output, "0000000a").commit([done(0, 0)])
-    pid = os.fork()
-    if pid == 0:
-        os.replace = lambda source, target: os._exit(9)  # type: ignore[assignment]
-        PartWriter(output, "0000000b").commit([done(0, 1)])
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    script = (
+        "import os, sys\n"
+        "from specextend.data.parts import PartWriter\n"
+        "from specextend.data.storage import resolve\n"
+        "os.replace = lambda source, target: os._exit(9)\n"
+        "PartWriter(resolve(sys.argv[1]), '0000000b').commit([{'file': 0, 'row': 1}])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    died = subprocess.run([sys.executable, "-c", script, output.path], env=environment, check=False)
+    assert died.returncode == 9
     assert read_parts(output).done == {DocumentKey(0, 0)}
     folder = Path(output.path) / "_run" / "parts"
     assert len(os.listdir(folder)) == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ from specextend.data.storage import (
     resolve,
     write_bytes,
 )
+
+ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(params=["local", "other"])
@@ -66,21 +70,21 @@ def test_a_failure_while_writing_leaves_what_was_there(folder: Location) -> None
     assert list_files(folder) == ["summary"]
 
 
-def test_a_death_between_writing_and_renaming_leaves_nothing_that_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_between_writing_and_renaming_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
     """The crash is real: the writing process ends at the rename, without any clean-up."""
-    folder = resolve(str(tmp_path))
-    pid = os.fork()
-    if pid == 0:
-        os.replace = lambda source, target: os._exit(9)  # type: ignore[assignment]
-        write_bytes(folder.child("part.parquet"), b"whole")
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 9
+    script = (
+        "import os, sys\n"
+        "from specextend.data.storage import resolve, write_bytes\n"
+        "os.replace = lambda source, target: os._exit(9)\n"
+        "write_bytes(resolve(sys.argv[1]).child('part.parquet'), b'whole')\n"
+    )
+    died = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], env=os.environ | {"PYTHONPATH": ROOT}, check=False
+    )
+    assert died.returncode == 9
     assert len(os.listdir(tmp_path)) == 1, "the temporary file is there"
-    assert list_files(folder) == []
-    remove_temporary_files(folder)
+    assert list_files(resolve(str(tmp_path))) == []
+    remove_temporary_files(resolve(str(tmp_path)))
     assert os.listdir(tmp_path) == []
 
 
