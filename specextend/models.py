@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from gguf import GGUFReader
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -159,7 +160,7 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
             tokenizer = AutoTokenizer.from_pretrained(
                 location.folder, trust_remote_code=False, use_fast=True, **location.gguf_argument()
             )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception
         raise ModelError(f"{model} has no tokenizer that can be loaded: {_first_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"{model} has no fast tokenizer (tokenizer.json), which is needed")
@@ -256,7 +257,7 @@ def _read_config(location: Location, model: str) -> PreTrainedConfig:
     try:
         with _quiet():
             config = AutoConfig.from_pretrained(location.folder, trust_remote_code=False, **location.gguf_argument())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001  on a broken file third parties raise anything
         raise ModelError(f"{model} has a config that transformers cannot read: {_first_line(error)}") from None
     check_supported(config, model)
     return config
@@ -296,12 +297,17 @@ def check_supported(config: PreTrainedConfig, model: str) -> None:
 
 
 def check_weights(location: Location, model: str) -> None:
-    """Raise ModelError unless there are whole safetensors files; pickled weights are never opened."""
+    """Raise ModelError unless there are whole safetensors files or a GGUF; pickled weights are never opened."""
     if location.gguf_file:
-        return
-    files = sorted(location.folder.glob(_WEIGHTS))
+        _check_gguf(location.folder / location.gguf_file)
+    else:
+        _check_safetensors(location.folder, model)
+
+
+def _check_safetensors(folder: Path, model: str) -> None:
+    files = sorted(folder.glob(_WEIGHTS))
     if not files:
-        pickled = sorted(path.name for end in ("*.bin", "*.pt", "*.pth") for path in location.folder.glob(end))
+        pickled = sorted(path.name for end in ("*.bin", "*.pt", "*.pth") for path in folder.glob(end))
         found = f"only pickled ones ({pickled[0]}), which can run code and are refused" if pickled else "none"
         raise ModelError(f"{model} must have weights as safetensors; it has {found}")
     for file in files:
@@ -309,6 +315,13 @@ def check_weights(location: Location, model: str) -> None:
             read_safetensors_header(file)
         except ValueError as error:
             raise ModelError(f"{model}: {error}") from None
+
+
+def _check_gguf(file: Path) -> None:
+    try:
+        GGUFReader(file)  # maps every tensor, reads none
+    except Exception as error:  # noqa: BLE001  on a broken file it raises anything
+        raise ModelError(f"{file} is no GGUF file, or is cut short: {_first_line(error)}") from None
 
 
 def _eos_token_ids(location: Location, config: PreTrainedConfig) -> tuple[int, ...]:

@@ -27,11 +27,12 @@ SHAPE: dict[str, Any] = {
 
 
 def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
-    """A tokenizer over 61 characters and three special tokens."""
+    """A tokenizer of 64 tokens: 60 characters, one merge and three special tokens."""
     named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"} | special
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: SHAPE["vocab_size"] - 3]
-    vocabulary = {token: number for number, token in enumerate([*("<unk>", "<s>", "</s>"), *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    first, second, *others = sorted(pre_tokenizers.ByteLevel.alphabet())[: SHAPE["vocab_size"] - 4]
+    tokens = ["<unk>", "<s>", "</s>", first, second, *others, first + second]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(first, second)], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
