@@ -1,44 +1,23 @@
-"""A report for readers: tables as Markdown, and as text for a terminal."""
+"""A run's report for readers."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from specextend.report.explain import PHASE_NAMES, why_not_faster
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A table with a title; the first column holds names, the others numbers."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
+from specextend.report.tables import Section, markdown_table, number, percent, to_text
 
 
 def render(report: dict[str, Any], width: int = 110) -> str:
     """The report as tables of a terminal, without colours."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False, emoji=False)
-    for section in sections(report):
-        console.print(_table(section))
-    for sentence in why_not_faster(report):
-        console.print(sentence)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert isinstance(text, str)
-    return text
+    return to_text(sections(report), why_not_faster(report), width)
 
 
 def to_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     lines = [f"# Report of `{report['output']}`", ""]
     for section in sections(report):
-        lines += [f"## {section.title}", "", *_markdown_table(section), ""]
+        lines += [f"## {section.title}", "", *markdown_table(section), ""]
     if sentences := why_not_faster(report):
         lines += ["## Why not faster", "", *(f"- {sentence}" for sentence in sentences), ""]
     return "\n".join(lines)
@@ -55,18 +34,6 @@ def sections(report: dict[str, Any]) -> list[Section]:
         _errors(report),
     ]
     return [table for table in tables if table.rows]
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A number, `-` for none; integers with thousands apart."""
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share, `-` for none."""
-    return "-" if value is None else f"{value:.1%}"
 
 
 def _summary(report: dict[str, Any]) -> Section:
@@ -120,7 +87,7 @@ def _errors(report: dict[str, Any]) -> Section:
         (error["error_class"], error["stage"], number(error["rows"]), f"{error['example_doc_id']}: {_one_line(error)}")
         for error in report["errors"]
     ]
-    return Section("Errors", ("class", "stage", "rows", "for example"), rows)
+    return Section("Errors", ("class", "stage", "rows", "for example"), rows, ("stage", "for example"))
 
 
 def _one_line(error: dict[str, Any]) -> str:
@@ -130,18 +97,3 @@ def _one_line(error: dict[str, Any]) -> str:
 
 def _counted(counts: dict[str, int]) -> list[tuple[str, str]]:
     return [(name, number(rows)) for name, rows in counts.items()]
-
-
-def _table(section: Section) -> Table:
-    table = Table(title=section.title, title_justify="left")
-    for index, name in enumerate(section.header):
-        is_text = index == 0 or name in ("stage", "for example")
-        table.add_column(name, justify="left" if is_text else "right")
-    for row in section.rows:
-        table.add_row(*row)
-    return table
-
-
-def _markdown_table(section: Section) -> list[str]:
-    rows = [section.header, ["---"] * len(section.header), *section.rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

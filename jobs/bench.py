@@ -1,0 +1,110 @@
+"""Measure on the documents of a configuration, and print tables.
+
+    python jobs/bench.py --config configs/smollm2.yaml --documents examples/govreport.parquet --json compare.json
+    python jobs/bench.py sweep --nodes 8,16,24 --depths 4,6 --thresholds 0.05,0.1
+    python jobs/bench.py memory --tokens 8000
+
+compare: autoregressive, tree, specextend and transformers' generate, document by document. sweep: tree sizes against
+plain decoding. memory: what a prefill takes beside weights and cache. Decoding is greedy, one document at a time.
+Exit code 2 for a configuration, input or model that cannot be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from specextend.bench.compare import SIDES, BenchOptions, compare
+from specextend.bench.memory import measure_memory
+from specextend.bench.render import render_compare, render_memory, render_sweep
+from specextend.bench.sweep import Grid, sweep
+from specextend.config import RunConfig
+from specextend.data.storage import resolve, write_bytes
+
+SWEEP_JSON = "benchmarks/results/tree-sweep.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        result, table = _measure(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    path = options.json or (SWEEP_JSON if options.section == "sweep" else None)
+    if path:
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        write_bytes(resolve(path), text.encode())
+    print(table, end="")
+    if path:
+        print(f"figures: {path}")
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    overrides = [*options.set, *([f"input.path={json.dumps(options.documents)}"] if options.documents else [])]
+    config = RunConfig.load(options.config, overrides)
+    bench = BenchOptions(buckets=options.buckets, per_bucket=options.per_bucket, max_new_tokens=options.max_new_tokens)
+    if options.section == "sweep":
+        grid = Grid(nodes=options.nodes, depths=options.depths, thresholds=options.thresholds)
+        result = sweep(config, bench, grid, _say)
+        return result, render_sweep(result)
+    if options.section == "memory":
+        result = measure_memory(config, bench, options.tokens, _say)
+        return result, render_memory(result)
+    result = compare(config, bench, _say, options.sides)
+    return result, render_compare(result)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    default = BenchOptions()
+    parser.add_argument("section", nargs="?", choices=("compare", "sweep", "memory"), default="compare")
+    parser.add_argument("--config", default="configs/smollm2.yaml")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="lay over the configuration"
+    )
+    parser.add_argument("--documents", "--input", metavar="PATH", help="Parquet, in place of input.path")
+    parser.add_argument("--buckets", type=_numbers(int), default=default.buckets, help="prompt tokens, upper bounds")
+    parser.add_argument("--per-bucket", type=int, default=default.per_bucket, help="documents of each bucket")
+    parser.add_argument("--max-new-tokens", type=int, default=default.max_new_tokens)
+    parser.add_argument("--json", metavar="PATH", help=f"write the figures there (sweep: {SWEEP_JSON})")
+    parser.add_argument("--sides", type=_sides, default=SIDES, help=f"compare: of {','.join(SIDES)}")
+    grid = Grid()
+    parser.add_argument("--nodes", type=_numbers(int), default=grid.nodes, help="sweep: tree.nodes")
+    parser.add_argument("--depths", type=_numbers(int), default=grid.depths, help="sweep: tree.depth")
+    parser.add_argument("--thresholds", type=_numbers(float), default=grid.thresholds, help="sweep: tree.threshold")
+    parser.add_argument("--tokens", type=int, default=8000, help="memory: prompt tokens")
+    return parser
+
+
+def _numbers(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(item) for item in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"numbers with commas between, got {text!r}") from None
+
+    return parse
+
+
+def _sides(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in SIDES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SIDES)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
