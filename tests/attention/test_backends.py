@@ -1,0 +1,185 @@
+"""Every backend against the plain-torch reference, and the reference against the definition of attention."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from specextend.attention import reference, sdpa
+from specextend.attention.hybrid import load_backend
+from specextend.attention.plan import AttentionPlan, KeySpan
+
+HEAD_DIM = 16
+SCALE = HEAD_DIM**-0.5
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+GROUPS = [(2, 2), (4, 2), (9, 3), (8, 1)]
+NUM_QUERIES = [1, 16, 17, 51]
+PREFIXES = [[0], [1], [700], [0, 31, 700], [255, 256, 257]]
+
+
+def tensors(batch: int, num_queries: int, heads: tuple[int, int], num_rows: int, dtype: torch.dtype):
+    """Queries [B, T, H, D], keys and values [R, K, D]."""
+    generator = torch.Generator().manual_seed(batch * 1000 + num_queries)
+    shapes = [(batch, num_queries, heads[0], HEAD_DIM), *[(num_rows, heads[1], HEAD_DIM)] * 2]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def regions(lengths: list[int]) -> tuple[list[int], int]:
+    """First rows of sequences with a gap between them, and all rows."""
+    starts = [5]
+    for length in lengths:
+        starts.append(starts[-1] + length + 3)
+    return starts[:-1], starts[-1]
+
+
+def random_mask(batch: int, num_queries: int, num_masked: int) -> Tensor:
+    """[B, T, M] in which every query sees its own row."""
+    mask = torch.rand(batch, num_queries, num_masked, generator=torch.Generator().manual_seed(7)) < 0.3
+    own = torch.arange(num_queries)
+    mask[:, own, num_masked - num_queries + own] = True
+    return mask
+
+
+def slow_attention(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    """The definition, a query and a head at a time, in fp64."""
+    out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
+    group = q.shape[2] // k.shape[1]
+    for b, t, h in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
+        rows = [span.starts[b] + s for s in range(span.lengths[b]) if sees(span, b, t, s, q.shape[1])]
+        if not rows:
+            continue
+        scores = k[rows, h // group].double() @ q[b, t, h].double() * scale
+        lse[b, t, h] = scores.logsumexp(0)
+        out[b, t, h] = (scores - lse[b, t, h]).exp() @ v[rows, h // group].double()
+    return out.to(q.dtype), lse.float()
+
+
+def sees(span: KeySpan, b: int, t: int, s: int, num_queries: int) -> bool:
+    from_end = span.lengths[b] - s
+    if span.causal:
+        return num_queries - t <= from_end
+    if span.mask is None or from_end > span.mask.shape[2]:
+        return True
+    return bool(span.mask[b, t, span.mask.shape[2] - from_end])
+
+
+def assert_close(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    tolerance = TOLERANCE[actual[0].dtype]
+    torch.testing.assert_close(actual[0], expected[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(actual[1], expected[1], atol=tolerance, rtol=tolerance)
+    assert actual[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+def test_the_reference_is_attention_by_its_definition(heads, causal):
+    """Everything else is measured against it, so it is measured against a loop over queries, heads and keys."""
+    lengths = [7, 12]
+    starts, num_rows = regions(lengths)
+    q, k, v = tensors(2, 5, heads, num_rows, torch.float32)
+    span = KeySpan(starts, lengths, mask=None if causal else random_mask(2, 5, 6), causal=causal)
+    assert_close(reference.attend(q, k, v, span, SCALE), slow_attention(q, k, v, span, SCALE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", PREFIXES)
+@pytest.mark.parametrize("num_queries", NUM_QUERIES)
+@pytest.mark.parametrize("heads", GROUPS)
+def test_sdpa_equals_the_reference_over_a_prefix(heads, num_queries, lengths, dtype):
+    """The unmasked part of a step: prefixes of different lengths, some empty, in one call."""
+    starts, num_rows = regions(lengths)
+    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, dtype)
+    span = KeySpan(starts, lengths)
+    assert_close(sdpa.attend(q, k, v, span, SCALE), reference.attend(q, k, v, span, SCALE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", PREFIXES)
+@pytest.mark.parametrize("num_queries", NUM_QUERIES)
+@pytest.mark.parametrize("heads", GROUPS)
+def test_sdpa_equals_the_reference_under_a_tree_mask(heads, num_queries, lengths, dtype):
+    """Dense tree attention: a prefix that all see, and masked rows behind it."""
+    lengths = [length + num_queries for length in lengths]
+    starts, num_rows = regions(lengths)
+    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, dtype)
+    mask = random_mask(len(lengths), num_queries, num_queries)
+    expected = reference.attend(q, k, v, KeySpan(starts, lengths, mask=mask), SCALE)
+    assert_close(sdpa.attend(q, k, v, KeySpan(starts, lengths, mask=mask), SCALE), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_queries", NUM_QUERIES)
+@pytest.mark.parametrize("heads", GROUPS)
+def test_sdpa_equals_the_reference_in_a_causal_block(heads, num_queries, dtype):
+    """A prefill chunk over itself; torch's kernel aligns `is_causal` at the top left, which is right only here."""
+    lengths = [num_queries] * 3
+    starts, num_rows = regions(lengths)
+    q, k, v = tensors(3, num_queries, heads, num_rows, dtype)
+    span = KeySpan(starts, lengths, causal=True)
+    assert_close(sdpa.attend(q, k, v, span, SCALE), reference.attend(q, k, v, span, SCALE))
+
+
+@pytest.mark.parametrize("num_queries", [1, 7, 600])
+@pytest.mark.parametrize("window", [1, 16, 512])
+@pytest.mark.parametrize("backend", [reference, sdpa])
+def test_a_window_is_a_band(backend, window, num_queries):
+    """Draft prefill: with a long chunk whole key blocks lie outside a query's window, where a kernel may make NaN."""
+    lengths = [num_queries, num_queries + 3, num_queries + 700]
+    starts, num_rows = regions(lengths)
+    q, k, v = tensors(3, num_queries, (4, 2), num_rows, torch.float32)
+    [span] = AttentionPlan(starts, lengths, num_queries, window=window).spans
+    band = torch.zeros(3, num_queries, max(lengths), dtype=torch.bool)
+    for b, length in enumerate(lengths):
+        own = torch.arange(num_queries)[:, None] + length - num_queries
+        key = torch.arange(length)[None]
+        band[b, :, max(lengths) - length :] = (key <= own) & (key > own - window)
+    expected = reference.attend(q, k, v, KeySpan(starts, lengths, mask=band), SCALE)
+    assert_close(backend.attend(q, k, v, span, SCALE), expected)
+    assert max(span.lengths) <= num_queries + window - 1, "rows outside every window are not even read"
+
+
+@pytest.mark.parametrize("backend", [reference, sdpa])
+def test_an_empty_span_weighs_nothing(backend):
+    """Zero keys kill the process in torch's CPU kernel (SIGFPE), so they must never reach it."""
+    q, k, v = tensors(2, 3, (4, 2), 10, torch.float32)
+    out, lse = backend.attend(q, k, v, KeySpan([0, 4], [0, 0]), SCALE)
+    assert out.isfinite().all()
+    assert (lse == -math.inf).all()
+
+
+def test_rows_of_other_sequences_are_not_seen():
+    """Whatever lies between two regions, NaN included, cannot leak into a result."""
+    starts, lengths = [4, 20], [6, 9]
+    q, k, v = tensors(2, 3, (4, 2), 40, torch.float32)
+    spans = [KeySpan(starts, lengths, mask=random_mask(2, 3, 5)) for _ in range(2)]
+    expected = sdpa.attend(q, k, v, spans[0], SCALE)
+    outside = torch.ones(40, dtype=torch.bool)
+    outside[4:10] = outside[20:29] = False
+    k[outside], v[outside] = math.nan, math.nan
+    assert_close(sdpa.attend(q, k, v, spans[1], SCALE), expected)
+
+
+def test_auto_is_the_fastest_that_is_proven():
+    """On a CPU torch's own kernels; elsewhere the plain twin until a kernel has been proven there."""
+    assert load_backend("auto", torch.device("cpu")) is sdpa.attend
+    assert load_backend("auto", torch.device("cuda")) is reference.attend
+    assert load_backend("reference", torch.device("cpu")) is reference.attend
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"^attention\.backend must be one of auto, reference, sdpa, flash, got 'fa'$"):
+        load_backend("fa", torch.device("cpu"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="the flash extra is installed")
+def test_flash_without_its_package_is_refused_in_one_line():
+    """Before a model is loaded, and with the command that helps."""
+    with pytest.raises(
+        ValueError, match=r"^attention\.backend flash needs the flash extra: pip install .*$"
+    ) as refusal:
+        load_backend("flash", torch.device("cpu"))
+    assert "\n" not in str(refusal.value)

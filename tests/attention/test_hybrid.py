@@ -1,0 +1,133 @@
+"""Hybrid tree attention: spans, their merge, and its equality with one dense masked call."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from specextend.attention import reference, sdpa
+from specextend.attention.hybrid import attend_plan
+from specextend.attention.merge import merge_states
+from specextend.attention.plan import AttentionPlan, KeySpan
+from specextend.decoding.tree import tree_mask
+
+SCALE = 0.25
+BACKENDS = {"reference": reference.attend, "sdpa": sdpa.attend}
+
+
+def random_tree(num_nodes: int, seed: int) -> Tensor:
+    """[N] parents, the root first."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = [int(torch.randint(n, (1,), generator=generator)) for n in range(1, num_nodes)]
+    return torch.tensor([-1, *parents])
+
+
+def cache_rows(lengths: list[int], num_queries: int, heads: tuple[int, int]):
+    """starts, q [B, T, H, D], k and v [R, K, D]"""
+    generator = torch.Generator().manual_seed(sum(lengths) + num_queries)
+    starts = [4 + sum(lengths[:b]) + 2 * b for b in range(len(lengths))]
+    num_rows = starts[-1] + lengths[-1] + 1
+    q = torch.randn(len(lengths), num_queries, heads[0], 16, generator=generator)
+    k, v = (torch.randn(num_rows, heads[1], 16, generator=generator) for _ in range(2))
+    return starts, q, k, v
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_nodes", [1, 2, 17, 51])
+@pytest.mark.parametrize("prefixes", [[0], [1], [300], [0, 5, 300]])
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1)])
+def test_hybrid_equals_dense(heads, prefixes, num_nodes, backend):
+    """The two ways to verify a tree are one function: 1e-5 apart in fp32, whatever the prefix, an empty one too."""
+    lengths = [prefix + num_nodes for prefix in prefixes]
+    starts, q, k, v = cache_rows(lengths, num_nodes, heads)
+    parents = torch.stack([random_tree(num_nodes, seed) for seed in range(len(prefixes))])
+    mask = tree_mask(parents, num_nodes)
+    outs = [
+        attend_plan(BACKENDS[backend], q, k, v, AttentionPlan(starts, lengths, num_nodes, mask, tree), SCALE)
+        for tree in ("dense", "hybrid")
+    ]
+    torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
+
+
+def test_hybrid_masks_only_the_tree():
+    """Its point: the long prefix is attended to without a mask, only the nodes with one."""
+    mask = torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    prefix, tail = AttentionPlan([10], [104], 4, mask).spans
+    assert (prefix.starts, prefix.lengths, prefix.mask, prefix.causal) == ([10], [100], None, False)
+    assert (tail.starts, tail.lengths) == ([110], [4])
+    assert tail.mask is mask
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunks", [[40], [1] * 40, [13, 13, 14], [39, 1]])
+def test_prefill_in_chunks_equals_prefill_at_once(chunks, backend):
+    """Unmasked prefix and causal own block, merged: no mask of the prompt's length squared ever exists."""
+    starts, q, k, v = cache_rows([40], 40, (6, 2))
+    whole, _ = reference.attend(q, k, v, KeySpan(starts, [40], causal=True), SCALE)
+    done = 0
+    for chunk in chunks:
+        plan = AttentionPlan(starts, [done + chunk], chunk)
+        assert all(span.mask is None for span in plan.spans)
+        out = attend_plan(BACKENDS[backend], q[:, done : done + chunk], k, v, plan, SCALE)
+        torch.testing.assert_close(out, whole[:, done : done + chunk], atol=1e-5, rtol=1e-5)
+        done += chunk
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_level_deeper_in_the_tree_sees_its_ancestors_alone(backend):
+    """Drafting: the queries are the last of the masked rows; earlier levels are seen only along the path."""
+    starts, q, k, v = cache_rows([20 + 6], 2, (4, 2))
+    mask = torch.tensor([[[1, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 1]]], dtype=torch.bool)
+    for tree in ("dense", "hybrid"):
+        out = attend_plan(BACKENDS[backend], q, k, v, AttentionPlan(starts, [26], 2, mask, tree), SCALE)
+        for node in range(2):
+            visible = [starts[0] + row for row in (*range(20), *(20 + mask[0, node].nonzero().flatten()).tolist())]
+            alone = reference.attend(q[:, node : node + 1], k[visible], v[visible], KeySpan([0], [len(visible)]), SCALE)
+            torch.testing.assert_close(out[:, node : node + 1], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_merging_is_attention_over_the_union():
+    """Both ways round, and with weights that differ by hundreds in the exponent."""
+    _, q, k, v = cache_rows([30], 3, (4, 2))
+    k[4:14] *= 40
+    whole, _ = reference.attend(q, k, v, KeySpan([4], [30]), SCALE)
+    parts = [reference.attend(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
+    for a, b in (parts, parts[::-1]):
+        torch.testing.assert_close(merge_states(*a, *b), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lse", [-200.0, 0.0, 200.0])
+def test_merging_with_an_empty_side_returns_the_other(lse):
+    """An empty prefix has LSE -inf and a finite out; nothing of it may remain, not even a NaN."""
+    out, empty = torch.randn(2, 3, 4, 8), torch.zeros(2, 3, 4, 8)
+    some, none = torch.full((2, 3, 4), lse), torch.full((2, 3, 4), -math.inf)
+    assert torch.equal(merge_states(empty, none, out, some), out)
+    assert torch.equal(merge_states(out, some, empty, none), out)
+
+
+def test_a_merge_keeps_the_dtype_and_works_in_fp32():
+    """Weights rounded to bf16 would cost two digits in every layer."""
+    a, b = torch.ones(1, 4, dtype=torch.bfloat16), torch.zeros(1, 4, dtype=torch.bfloat16)
+    merged = merge_states(a, torch.tensor([0.0]), b, torch.tensor([1.0]))
+    assert merged.dtype == torch.bfloat16
+    assert torch.equal(merged, torch.full((1, 4), 1 / (1 + math.e)).bfloat16())
+
+
+def test_the_rows_a_forward_writes_are_the_last_of_each_sequence():
+    plan = AttentionPlan(starts=[256, 1024], lengths=[10, 3], num_new=2)
+    assert plan.new_rows(torch.device("cpu")).tolist() == [264, 265, 1025, 1026]
+
+
+def test_a_plain_step_is_one_call_without_a_mask():
+    """One query sees every row: the baseline pays for no merge."""
+    [span] = AttentionPlan([0, 512], [7, 300], 1).spans
+    assert (span.lengths, span.mask, span.causal) == ([7, 300], None, False)
+
+
+def test_a_masks_additive_form_is_made_once_for_all_layers():
+    span = KeySpan([0], [5], mask=torch.ones(1, 2, 2, dtype=torch.bool))
+    assert span.bias(0, torch.float32) is span.bias(0, torch.float32)
+    assert span.bias(0, torch.bfloat16).dtype == torch.bfloat16

@@ -1,0 +1,124 @@
+"""The KV cache: rows are lent and come back, an accepted path is packed, a model writes through the hook."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specextend.attention.plan import AttentionPlan
+from specextend.decoding.cache import ALIGNMENT, CacheHook, KVCache, Region, RowAllocator, aligned
+
+
+def cache_with_row_numbers(num_rows: int) -> KVCache:
+    """Every key holds its row's number, every value its negative."""
+    cache = KVCache(2, num_rows, 1, 4, torch.float32, torch.device("cpu"))
+    numbers = torch.arange(cache.keys.shape[1], dtype=torch.float32)[None, :, None, None]
+    cache.keys.copy_(numbers.expand_as(cache.keys))
+    cache.values.copy_(-numbers.expand_as(cache.values))
+    return cache
+
+
+def rows_of(cache: KVCache) -> list[int]:
+    assert torch.equal(cache.keys, -cache.values)
+    assert torch.equal(cache.keys[0], cache.keys[1])
+    return cache.keys[0, :, 0, 0].int().tolist()
+
+
+@settings(deadline=None)
+@given(
+    num_blocks=st.integers(0, 12),
+    actions=st.lists(st.one_of(st.integers(1, 900), st.integers(-20, -1)), max_size=60),
+)
+def test_regions_never_overlap_and_all_rows_come_back(num_blocks, actions):
+    """Two sequences on one row would mix two documents' text; a lost row would shrink every later batch."""
+    rows = RowAllocator(num_blocks * ALIGNMENT)
+    taken: list[Region] = []
+    for action in actions:
+        if action < 0:
+            if taken:
+                rows.give_back(taken.pop(action % len(taken)))
+            continue
+        region = rows.take(action)
+        if region is not None:
+            assert region.size == aligned(action)
+            assert region.start % ALIGNMENT == 0
+            assert region.start >= 0
+            assert region.start + region.size <= num_blocks * ALIGNMENT
+            assert all(r.start + r.size <= region.start or region.start + region.size <= r.start for r in taken)
+            taken.append(region)
+        assert rows.num_free == num_blocks * ALIGNMENT - sum(region.size for region in taken)
+    for region in taken:
+        rows.give_back(region)
+    assert num_blocks == 0 or rows.take(num_blocks * ALIGNMENT) == Region(0, num_blocks * ALIGNMENT), "in one piece"
+
+
+def test_a_request_wider_than_every_gap_waits():
+    """Rows may be free in pieces that are too small each."""
+    rows = RowAllocator(3 * ALIGNMENT)
+    first, middle, last = (rows.take(1) for _ in range(3))
+    assert rows.take(1) is None
+    rows.give_back(first)
+    rows.give_back(last)
+    assert rows.take(ALIGNMENT + 1) is None
+    rows.give_back(middle)
+    assert rows.take(3 * ALIGNMENT) == Region(0, 3 * ALIGNMENT)
+
+
+def test_rows_given_back_twice_are_noticed():
+    """They would be lent to two sequences later."""
+    rows = RowAllocator(2 * ALIGNMENT)
+    region = rows.take(10)
+    rows.give_back(region)
+    with pytest.raises(AssertionError, match="given back twice"):
+        rows.give_back(region)
+
+
+def test_commit_packs_each_path_behind_its_prefix():
+    """Accept and roll back in one verb: rows that are not on the path are free for the next proposal."""
+    cache = cache_with_row_numbers(256)
+    cache.commit([10, 100, 200], [[0, 2, 5], [0], [0, 1, 2]])
+    rows = rows_of(cache)
+    assert rows[10:13] == [10, 12, 15]
+    assert rows[:10] == list(range(10)), "the prefix stays"
+    assert rows[100:] == list(range(100, 256)), "a root alone and a straight path stay where they are"
+
+
+def test_commit_reads_all_rows_before_it_writes_one():
+    """A path's source may be another node's target."""
+    cache = cache_with_row_numbers(256)
+    cache.commit([0], [[0, 2, 3, 4, 9]])
+    assert rows_of(cache)[:5] == [0, 2, 3, 4, 9]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.sets(st.integers(1, 50)), min_size=1, max_size=4))
+def test_commit_is_a_gather(paths):
+    cache = cache_with_row_numbers(256)
+    first_rows = [3 + 60 * b for b in range(len(paths))]
+    cache.commit(first_rows, [[0, *sorted(path)] for path in paths])
+    for first, path in zip(first_rows, paths, strict=True):
+        assert rows_of(cache)[first : first + len(path) + 1] == [first + node for node in [0, *sorted(path)]]
+
+
+def test_the_hook_writes_the_new_rows_and_hands_out_the_whole_layer():
+    """A model calls `update` with [B, heads, T, D]; sequences stand at rows of their own."""
+    cache = cache_with_row_numbers(512)
+    plan = AttentionPlan(starts=[0, 256], lengths=[7, 4], num_new=2)
+    key = torch.full((2, 1, 2, 4), 1000.0) + torch.arange(4.0).view(2, 1, 2, 1)
+    keys, values = CacheHook(cache, plan).update(key, -key, 1)
+    assert keys.data_ptr() == cache.keys[1].data_ptr(), "no copy of the cache"
+    assert keys[[5, 6, 258, 259], 0, 0].tolist() == [1000, 1001, 1002, 1003]
+    assert torch.equal(values, -keys)
+    untouched = torch.ones(512, dtype=torch.bool)
+    untouched[[5, 6, 258, 259]] = False
+    assert keys[untouched, 0, 0].tolist() == torch.arange(512)[untouched].tolist()
+    assert cache.keys[0, :, 0, 0].tolist() == list(range(512)), "other layers write for themselves"
+
+
+def test_bytes_of_a_row_count_keys_and_values_of_all_layers():
+    """22.5 KiB for the default target in bf16; what `--dry-run` multiplies."""
+    cache = KVCache(30, 1, 3, 64, torch.bfloat16, torch.device("cpu"))
+    assert cache.num_bytes_per_row == 22.5 * 1024
+    assert cache.keys.shape[1] == ALIGNMENT
