@@ -31,12 +31,12 @@ class KeySpan:
     """The last T rows are the queries' own: query t sees the rows up to its own. Excludes `mask`."""
     biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def bias(self, row: int, dtype: torch.dtype) -> Tensor | None:
+    def bias(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """[T, S] additive form of sequence `row`'s mask, made once a forward and shared by all layers."""
         if self.mask is None:
             return None
         if (row, dtype) not in self.biases:
-            self.biases[row, dtype] = additive(self.mask[row], self.lengths[row], dtype)
+            self.biases[row, dtype] = additive(self.mask[row].to(device), self.lengths[row], dtype)
         return self.biases[row, dtype]
 
 

@@ -30,8 +30,9 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale:
     values = v[rows].float().repeat_interleave(group, dim=1)
     scores = torch.einsum("thd,shd->hts", q.float(), keys) * scale
     if span.causal:
-        scores += additive(torch.ones(num_queries, num_queries, dtype=torch.bool).tril(), len(keys), scores.dtype)
-    elif (bias := span.bias(row, scores.dtype)) is not None:
+        own = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()
+        scores += additive(own, len(keys), scores.dtype)
+    elif (bias := span.bias(row, scores.dtype, q.device)) is not None:
         scores += bias
     lse = scores.logsumexp(-1)
     out = torch.einsum("hts,shd->thd", (scores - lse.unsqueeze(-1)).exp(), values)

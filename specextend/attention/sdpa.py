@@ -32,7 +32,7 @@ def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale:
         return _nothing(q)
     rows = slice(span.starts[row], span.starts[row] + span.lengths[row])
     key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
-    bias = span.bias(row, q.dtype)  # the kernel wants the query's dtype
+    bias = span.bias(row, q.dtype, q.device)  # the kernel wants the query's dtype
     if bias is None and not span.causal:
         return _attend_folded(q, key, value, scale)
     mask = None if bias is None else bias[None, None]
@@ -58,7 +58,7 @@ def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale
     group = q.shape[2] // k.shape[1]
     query = q.transpose(1, 2)
     key, value = (x[rows].repeat_interleave(group, dim=1).transpose(0, 1).unsqueeze(0) for x in (k, v))
-    bias = span.bias(row, q.dtype)
+    bias = span.bias(row, q.dtype, q.device)
     if bias is None and q.dtype != torch.float32:
         out, lse, *_ = _flash_cuda(query, key, value, 0.0, span.causal, False, scale=scale)
     else:
