@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.attention.hybrid import Attend, load_backend
+from specextend.attention.hybrid import load_backend
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.drafter import Drafter
@@ -35,12 +36,13 @@ def load_engine(config: RunConfig) -> Engine:
     model = load_target(config.target, IMPLEMENTATION)
     attend = load_backend(config.attention.backend, model.device)
     num_rows = target_rows(config, facts)
+    lm_head = model.get_output_embeddings().weight  # packing replaces the layer
     target = CachedModel(model, attend, num_rows)
     cache, drafter = config.cache, None
     if config.decoding.mode == "tree":
         cache = CacheOptions(policy="full", draft_prefill_window=config.cache.draft_prefill_window)
     if config.decoding.mode != "autoregressive":
-        drafter = _load_drafter(config, cache, target, attend, num_rows)
+        drafter = _load_drafter(config, cache, target, lm_head, num_rows)
     return Engine(
         load_tokenizer(config.target.model, config.target.revision),
         target,
@@ -66,7 +68,7 @@ def target_rows(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def _load_drafter(
-    config: RunConfig, cache: CacheOptions, target: CachedModel, attend: Attend, num_rows: int
+    config: RunConfig, cache: CacheOptions, target: CachedModel, lm_head: Tensor, num_rows: int
 ) -> Drafter:
     """The drafter that `draft.kind` names, with caches that hold what the target's holds."""
     assert config.draft is not None, "the configuration asks for a draft in every mode but autoregressive"
@@ -74,20 +76,19 @@ def _load_drafter(
     num_working_rows = num_rows + config.decoding.max_batch_size * scratch
     network: DraftNetwork
     if config.draft.kind == "eagle":
-        network = _load_eagle(config.draft.model, target, num_working_rows)
+        network = _load_eagle(config.draft.model, target, lm_head, num_working_rows)
     else:
         device = str(target.device)
         model = load_causal_lm(config.draft.model, config.draft.revision, config.target.dtype, device, IMPLEMENTATION)
-        draft = CachedModel(model, attend, num_working_rows)
+        draft = CachedModel(model, target.attend, num_working_rows)
         network = ModelNetwork(draft, num_working_rows, cache.draft_prefill_window, PREFILL_CHUNK)
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
     return CausalDrafter(network, config.tree, tree_attention, visible)
 
 
-def _load_eagle(folder: str, target: CachedModel, num_rows: int) -> EagleNetwork:
+def _load_eagle(folder: str, target: CachedModel, lm_head: Tensor, num_rows: int) -> EagleNetwork:
     eagle_config = load_eagle_config(folder)
     weights = load_file(f"{folder}/{WEIGHTS_FILE}", device=str(target.device))
-    return EagleNetwork(
-        eagle_config, {name: weight.to(target.dtype) for name, weight in weights.items()}, target, num_rows
-    )
+    cast = {name: weight.to(target.dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
+    return EagleNetwork(eagle_config, cast, target, lm_head, num_rows)

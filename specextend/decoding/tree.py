@@ -81,9 +81,9 @@ class _Pool:
 
 
 def _children(logits: Tensor, log_probs: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest children of F nodes: token_ids, number of the parent among the F, path log_probs, [B, n] each.
+    """The likeliest children of F nodes: entry of the logits, number of the parent among the F, path log_probs.
 
-    A parent of weight -inf (padding) has children of weight -inf.
+    logits [B, F, V], log_probs [B, F] of the parents' paths; [B, n] each.
     """
     width = min(num_nodes, logits.shape[-1])
     top = logits.float().topk(width, dim=-1)
@@ -93,16 +93,24 @@ def _children(logits: Tensor, log_probs: Tensor, num_nodes: int) -> tuple[Tensor
 
 
 def grow_trees(
-    root_token_ids: Tensor, root_logits: Tensor, expand: Expand, options: TreeOptions, *, adaptive: bool
+    root_token_ids: Tensor,
+    root_logits: Tensor,
+    expand: Expand,
+    options: TreeOptions,
+    *,
+    adaptive: bool,
+    vocabulary: Tensor | None = None,
 ) -> list[DraftTree]:
     """The `options.nodes` likeliest nodes that `options.depth` levels of drafting find, per sequence.
 
     root_token_ids [B], root_logits [B, V]. Weights only shrink along a path, so the ancestors of a chosen node are
     chosen too, and a node outside the best so far can have no descendant among the best at the end: it is not
     expanded. `adaptive` stops at `options.threshold` and narrows a level to the nodes worth expanding, at the price
-    of a host sync a level; without it every level runs at full width (fixed shapes).
+    of a host sync a level; without it every level runs at full width (fixed shapes). `vocabulary` [V] are the token
+    ids of a reduced draft's logits.
     """
-    token_ids, _, log_probs = _children(root_logits.unsqueeze(1), root_logits.new_zeros(1, 1), options.nodes)
+    entries, _, log_probs = _children(root_logits.unsqueeze(1), root_logits.new_zeros(1, 1), options.nodes)
+    token_ids = entries if vocabulary is None else vocabulary[entries]
     pool = _Pool(token_ids, torch.full_like(token_ids, -1), log_probs, torch.ones_like(token_ids[0]))
     frontier, mask = pool.parents[:, :0], torch.zeros(len(token_ids), 0, 0, dtype=torch.bool, device=token_ids.device)
     for depth in range(1, options.depth):
@@ -113,7 +121,8 @@ def grow_trees(
         mask = _frontier_mask(mask, slots)
         logits = expand(pool.token_ids.gather(1, frontier), slots, mask, depth)
         before = pool.expected_accepted(options.nodes)
-        token_ids, parents, log_probs = _children(logits, pool.log_probs.gather(1, frontier), options.nodes)
+        entries, parents, log_probs = _children(logits, pool.log_probs.gather(1, frontier), options.nodes)
+        token_ids = entries if vocabulary is None else vocabulary[entries]
         pool.append(token_ids, frontier.gather(1, parents), log_probs, depth + 1)
         if adaptive and float((pool.expected_accepted(options.nodes) - before).max()) < options.threshold:
             break

@@ -82,8 +82,14 @@ class CausalDrafter:
 
         root_token_ids = torch.tensor([root.token_id for root in roots]).to(parents.device)
         root_logits = self._network.logits(parents[:, 0])
-        adaptive = parents.device.type == "cpu"
-        return grow_trees(root_token_ids, root_logits, expand, self._options, adaptive=adaptive)
+        return grow_trees(
+            root_token_ids,
+            root_logits,
+            expand,
+            self._options,
+            adaptive=parents.device.type == "cpu",
+            vocabulary=self._network.vocabulary,
+        )
 
     def release(self, row: int) -> None:
         """Forget the row."""

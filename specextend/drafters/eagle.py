@@ -25,26 +25,35 @@ from specextend.decoding.cache import KVCache
 from specextend.decoding.draft_cache import DraftCache, rotate
 from specextend.decoding.model import CachedModel
 from specextend.decoding.packed import pack_linears, packs
-from specextend.drafters.eagle_config import EagleConfig
+from specextend.drafters.eagle_config import VOCABULARY, EagleConfig
 
 
 class EagleNetwork:
     """The head's weights, with the embedding and LM head it shares with the target."""
 
     def __init__(
-        self, config: EagleConfig, weights: Mapping[str, Tensor], target: CachedModel, num_full_rows: int
+        self,
+        config: EagleConfig,
+        weights: Mapping[str, Tensor],
+        target: CachedModel,
+        lm_head: Tensor,
+        num_full_rows: int,
     ) -> None:
+        """`lm_head` [V, C] are the target's rows, of which a reduced vocabulary takes its own."""
         self._config, self._attend = config, target.attend
         self._embedding: Tensor = target.model.get_input_embeddings().weight
-        self._lm_head = target.logits
-        self._norms = {name: weight for name, weight in weights.items() if weight.dim() == 1}
-        self._linears = nn.ModuleDict()
-        for name, weight in weights.items():
-            if weight.dim() == 2:
-                self._linears[name.rpartition(".")[0].replace(".", "/")] = _linear(weight)
+        self.vocabulary = weights.get(VOCABULARY)
+        tensors = {name: weight for name, weight in weights.items() if name != VOCABULARY}
+        self._norms = {name: weight for name, weight in tensors.items() if weight.dim() == 1}
+        self._linears = nn.ModuleDict(
+            {_module_name(name): _linear(weight) for name, weight in tensors.items() if weight.dim() == 2}
+        )
+        if self.vocabulary is not None:
+            self._linears["lm_head"] = _linear(lm_head[self.vocabulary])
         device, dtype = target.device, target.dtype
         if packs(device, dtype):
             pack_linears(self._linears)
+        self._lm_head = target.logits if self.vocabulary is None else self._linears["lm_head"]
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
         self._inv_freq = config.rope_theta**-exponents
         working = KVCache(1, num_full_rows, config.num_kv_heads, config.head_dim, dtype, device)
@@ -106,6 +115,11 @@ class EagleNetwork:
         eps = self._config.layer_norm_eps if name.startswith("layer.") else self._config.head_norm_eps
         weight = self._norms[f"{name}.weight"]
         return rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight
+
+
+def _module_name(tensor_name: str) -> str:
+    """`layer.mlp.up_proj.weight` as a name that nn.ModuleDict takes."""
+    return tensor_name.removesuffix(".weight").replace(".", "/")
 
 
 def _linear(weight: Tensor) -> nn.Linear:

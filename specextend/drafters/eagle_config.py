@@ -13,6 +13,8 @@ from specextend.checkpoint import TensorInfo, read_json, read_safetensors_header
 FORMAT = "specextend-eagle"
 VERSION = 1
 WEIGHTS_FILE = "model.safetensors"
+VOCABULARY = "draft_token_ids"
+"""Tensor of a reduced vocabulary: the token ids that the head can propose."""
 _HEADER = {"format": FORMAT, "version": VERSION, "kind": "eagle"}
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -38,10 +40,12 @@ class EagleConfig:
     """Of the two input norms (`en`, `hn`) and the output norm (`norm`)."""
     dtype: str
     """Of the tensors in the file: bfloat16, float16 or float32."""
+    draft_vocab_size: int | None = None
+    """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the whole vocabulary."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
+            _check_type(field.name, getattr(self, field.name), str(field.type).removesuffix(" | None"))
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
         if self.num_heads % self.num_kv_heads:
@@ -66,11 +70,15 @@ class EagleConfig:
             "layer.mlp.up_proj.weight": (mlp, hidden),
             "layer.mlp.down_proj.weight": (hidden, mlp),
         }
-        return {name: TensorInfo(_DTYPES[self.dtype], shape) for name, shape in shapes.items()}
+        tensors = {name: TensorInfo(_DTYPES[self.dtype], shape) for name, shape in shapes.items()}
+        if self.draft_vocab_size is not None:
+            tensors[VOCABULARY] = TensorInfo("I64", (self.draft_vocab_size,))
+        return tensors
 
     def save(self, folder: Path) -> None:
         """Write `config.json`."""
-        text = json.dumps(_HEADER | dataclasses.asdict(self), indent=2)
+        values = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        text = json.dumps(_HEADER | values, indent=2)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -100,12 +108,14 @@ def _parse(raw: dict[str, Any]) -> EagleConfig:
     known = {field.name for field in dataclasses.fields(EagleConfig)}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    if missing := sorted(known - set(values)):
+    if missing := sorted(known - set(values) - {"draft_vocab_size"}):
         raise ValueError(f"missing key {', '.join(missing)}")
     return EagleConfig(**values)
 
 
 def _check_type(name: str, value: object, expected: str) -> None:
+    if value is None and name == "draft_vocab_size":
+        return
     if expected == "str":
         valid = isinstance(value, str)
     else:

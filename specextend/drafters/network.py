@@ -17,6 +17,8 @@ class DraftNetwork(Protocol):
     """Weights, without any state of a sequence."""
 
     cache: DraftCache
+    vocabulary: Tensor | None
+    """[V] int64 token ids of the logits; None: all of the target's, in order."""
 
     def prefill(self, row: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Put the next chunk of a prompt into the full cache: token_ids [T], hidden [T, C] of the target."""
