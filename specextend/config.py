@@ -26,15 +26,6 @@ from specextend.decoding.options import (
 from specextend.drafters.options import DraftOptions
 from specextend.models import TargetOptions, looks_like_path
 
-_NOT_IDENTITY: dict[str, Any] = {
-    "input": {"path"},
-    "output": True,
-    "target": {"model", "revision", "device"},
-    "draft": {"model", "revision"},
-    "decoding": {"max_batch_size"},
-    "job": True,
-}
-
 
 class ConfigError(ValueError):
     """A key or value that cannot be; the message is one line that names the key and what is allowed."""
@@ -123,10 +114,6 @@ class RunConfig(BaseModel):
             return cls.model_validate_json(json.dumps(values, default=str))
         except ValidationError as error:
             raise ConfigError("; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))) from None
-
-    def canonical(self) -> dict[str, Any]:
-        """The values that make this run this run, as JSON values. Models count by their hashes, not their names."""
-        return self.model_dump(mode="json", exclude=_NOT_IDENTITY)
 
     def _with_absolute_paths(self, allow_relative: bool) -> RunConfig:
         owners = {"input": "path", "output": "path", "target": "model", "draft": "model"}
