@@ -105,7 +105,7 @@ def grow_trees(
 
     root_token_ids [B], root_logits [B, V]. Weights only shrink along a path, so the ancestors of a chosen node are
     chosen too, and a node outside the best so far can have no descendant among the best at the end: it is not
-    expanded. `adaptive` stops at `options.threshold` and narrows a level to the nodes worth expanding, at the price
+    expanded. `adaptive` stops each sequence at `options.threshold` and narrows a level to the nodes worth expanding, at the price
     of a host sync a level; without it every level runs at full width (fixed shapes). `vocabulary` [V] are the token
     ids of a reduced draft's logits.
     """
@@ -113,6 +113,7 @@ def grow_trees(
     token_ids = entries if vocabulary is None else vocabulary[entries]
     pool = _Pool(token_ids, torch.full_like(token_ids, -1), log_probs, torch.ones_like(token_ids[0]))
     frontier, mask = pool.parents[:, :0], torch.zeros(len(token_ids), 0, 0, dtype=torch.bool, device=token_ids.device)
+    stopped = torch.zeros_like(token_ids[:, :1], dtype=torch.bool)
     for depth in range(1, options.depth):
         previous, frontier = frontier, _next_frontier(pool, options.nodes, adaptive=adaptive)
         if frontier.shape[1] == 0:
@@ -121,11 +122,14 @@ def grow_trees(
         mask = _frontier_mask(mask, slots)
         logits = expand(pool.token_ids.gather(1, frontier), slots, mask, depth)
         before = pool.expected_accepted(options.nodes)
-        entries, parents, log_probs = _children(logits, pool.log_probs.gather(1, frontier), options.nodes)
+        weights = pool.log_probs.gather(1, frontier).masked_fill(stopped, float("-inf"))
+        entries, parents, log_probs = _children(logits, weights, options.nodes)
         token_ids = entries if vocabulary is None else vocabulary[entries]
         pool.append(token_ids, frontier.gather(1, parents), log_probs, depth + 1)
-        if adaptive and float((pool.expected_accepted(options.nodes) - before).max()) < options.threshold:
-            break
+        if adaptive:
+            stopped |= (pool.expected_accepted(options.nodes) - before).unsqueeze(1) < options.threshold
+            if bool(stopped.all()):
+                break
     return _finish(root_token_ids, pool, options.nodes)
 
 
