@@ -1,0 +1,236 @@
+"""OPT-Tree against brute force on lookup-table models, whose next-token probabilities depend on the whole path."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specextend.decoding.options import TreeOptions
+from specextend.decoding.tree import DraftTree, grow_trees, root_only, tree_mask
+
+Table = Callable[[tuple[int, ...]], Tensor]
+"""Path of token ids after the root -> logits [V]."""
+
+
+def random_table(seed: int, vocab_size: int = 4, sharpness: float = 2.0) -> Table:
+    def logits(path: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, *path)) % 2**31)
+        return torch.randn(vocab_size, generator=generator) * sharpness
+
+    return logits
+
+
+def chain_table(probability: float) -> Table:
+    """One likely token, which is always 1."""
+    rest = 1 - probability
+    return lambda path: torch.tensor([0.5 * rest, probability, 0.3 * rest, 0.2 * rest]).log()
+
+
+class TableDraft:
+    """Runs the lookup tables of a batch as a draft network would: it knows a node's path by the mask alone."""
+
+    def __init__(self, tables: list[Table]) -> None:
+        self.tables = tables
+        self.expanded: list[list[tuple[int, int]]] = [[] for _ in tables]  # (token id, depth)
+        self.paths: list[list[tuple[int, ...]]] = [[()] for _ in tables]  # of the previous call
+        self.num_calls = 0
+
+    def root_logits(self) -> Tensor:
+        return torch.stack([table(()) for table in self.tables])
+
+    def expand(self, token_ids: Tensor, slots: Tensor, mask: Tensor, depth: int) -> Tensor:
+        self.num_calls += 1
+        return torch.stack([self._expand(b, token_ids[b], slots[b], mask[b], depth) for b in range(len(self.tables))])
+
+    def _expand(self, b: int, token_ids: Tensor, slots: Tensor, mask: Tensor, depth: int) -> Tensor:
+        self.expanded[b] += [(token_id, depth) for token_id in token_ids.tolist()]
+        assert mask.shape == (len(token_ids), len(self.expanded[b]))
+        paths = []
+        for node, visible in enumerate(mask):
+            seen = [self.expanded[b][i] for i in visible.nonzero().flatten().tolist()]
+            assert [level for _, level in seen] == list(range(1, depth + 1)), "one ancestor a level, and itself"
+            paths.append(tuple(token_id for token_id, _ in seen))
+            assert self.paths[b][int(slots[node])] == paths[-1][:-1], "the parent's slot is the parent's"
+            assert visible[-len(token_ids) :].nonzero().flatten().tolist() == [node]
+        self.paths[b] = paths
+        return torch.stack([self.tables[b](path) for path in paths])
+
+
+def grow(
+    tables: list[Table], options: TreeOptions, *, adaptive: bool = True, vocabulary: Tensor | None = None
+) -> tuple[list[DraftTree], TableDraft]:
+    draft = TableDraft(tables)
+    roots = torch.arange(len(tables)) + 100
+    trees = grow_trees(
+        roots, draft.root_logits(), draft.expand, options, adaptive=adaptive, vocabulary=vocabulary
+    )  # fmt: skip
+    return trees, draft
+
+
+def weights_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    """Path -> log probability of every node but the root, after checking the tree's form."""
+    parents, token_ids = tree.parents.tolist(), tree.token_ids.tolist()
+    assert parents[0] == -1
+    assert tree.depths[0] == 0
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(parents)):
+        assert 0 <= parents[node] < node, "parents come first"
+        paths.append((*paths[parents[node]], token_ids[node]))
+        assert tree.depths[node] == len(paths[-1])
+    assert len(set(paths)) == len(paths), "no node twice"
+    return dict(zip(paths[1:], tree.log_probs[1:].tolist(), strict=True))
+
+
+def brute_force(table: Table, options: TreeOptions) -> dict[tuple[int, ...], float]:
+    """The likeliest nodes of all there are down to the depth."""
+    weights: dict[tuple[int, ...], float] = {(): 0.0}
+    for depth in range(options.depth):
+        for path in [path for path in weights if len(path) == depth]:
+            for token_id, log_prob in enumerate(table(path).log_softmax(-1).tolist()):
+                weights[(*path, token_id)] = weights[path] + log_prob
+    del weights[()]
+    best = sorted(weights, key=lambda path: -weights[path])[: options.nodes]
+    return {path: weights[path] for path in best}
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("nodes", [1, 2, 5, 16, 50])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tree_is_the_best_nodes_of_all(seed, depth, nodes, adaptive):
+    """Nothing is lost by expanding only nodes among the best so far; the last level is used, too."""
+    table = random_table(seed)
+    options = TreeOptions(nodes=nodes, depth=depth, threshold=0)
+    [tree], _ = grow([table], options, adaptive=adaptive)
+    found, expected = weights_of(tree), brute_force(table, options)
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_every_sequence_of_a_batch_gets_the_tree_it_gets_alone(adaptive):
+    """Flat and sharp distributions side by side: the narrow one is padded, its tree must not notice."""
+    tables = [random_table(1, sharpness=0.3), random_table(2, sharpness=3.0), random_table(3, sharpness=9.0)]
+    options = TreeOptions(nodes=9, depth=5, threshold=0)
+    together, _ = grow(tables, options, adaptive=adaptive)
+    for table, tree in zip(tables, together, strict=True):
+        [alone], _ = grow([table], options, adaptive=adaptive)
+        assert list(weights_of(tree).items()) == list(weights_of(alone).items())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seeds=st.lists(st.integers(0, 99), min_size=1, max_size=3),
+    nodes=st.integers(1, 20),
+    depth=st.integers(1, 5),
+    sharpness=st.sampled_from([0.0, 0.5, 3.0, 30.0]),
+)
+def test_fixed_shapes_give_the_adaptive_tree(seeds, nodes, depth, sharpness):
+    """What a captured graph drafts is what a CPU drafts, when no threshold stops the latter; with ties, too."""
+    tables = [random_table(seed, sharpness=sharpness) for seed in seeds]
+    options = TreeOptions(nodes=nodes, depth=depth, threshold=0)
+    adaptive, _ = grow(tables, options, adaptive=True)
+    fixed, draft = grow(tables, options, adaptive=False)
+    assert draft.num_calls == depth - 1
+    for a, b in zip(adaptive, fixed, strict=True):
+        assert weights_of(a) == weights_of(b)
+        assert torch.equal(a.parents, b.parents)
+
+
+def test_the_last_level_is_used():
+    """It costs a forward of the draft; the public code drafts it and throws it away."""
+    [tree], draft = grow([chain_table(0.99)], TreeOptions(nodes=6, depth=6, threshold=0))
+    assert tree.depths.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert draft.num_calls == 5
+
+
+def test_one_level_needs_no_expansion():
+    """Level 0 comes from the root's own logits."""
+    [tree], draft = grow([chain_table(0.5)], TreeOptions(nodes=2, depth=1, threshold=0))
+    assert draft.num_calls == 0
+    assert tree.token_ids.tolist()[:2] == [100, 1]
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_among_equals_the_shallower_stays(adaptive):
+    """A certain child weighs as much as its parent. Without the parent it would be unreachable."""
+
+    def table(path: tuple[int, ...]) -> Tensor:
+        if not path:
+            return torch.tensor([0.25, 0.25, 0.25, 0.25]).log()
+        return torch.tensor([0.0, -1e9, -1e9, -1e9])
+
+    [tree], _ = grow([table], TreeOptions(nodes=5, depth=4, threshold=0), adaptive=adaptive)
+    assert tree.depths.tolist() == [0, 1, 1, 1, 1, 2]
+    [tree], _ = grow([lambda path: torch.tensor([0.0, -1e9])], TreeOptions(nodes=2, depth=4), adaptive=adaptive)
+    assert tree.depths.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("threshold", "num_levels"), [(0.6, 2), (0.3, 2), (0.2, 3), (0.1, 4), (0.0, 6)])
+def test_drafting_stops_when_a_level_gains_too_little(threshold, num_levels):
+    """Level d + 1 of this chain adds 0.5^(d + 1): the first that adds less than the threshold is the last."""
+    options = TreeOptions(nodes=6, depth=6, threshold=threshold)
+    table = lambda path: torch.tensor([0.5, *[0.5 / 999] * 999]).log()  # noqa: E731
+    _, draft = grow([table], options)
+    assert draft.num_calls == num_levels - 1
+
+
+def test_a_sequence_that_gains_keeps_the_batch_drafting():
+    """The threshold looks at the best of the batch: the others lose nothing by waiting."""
+    flat = lambda path: torch.zeros(4)  # noqa: E731
+    options = TreeOptions(nodes=6, depth=6, threshold=0.5)
+    _, alone = grow([flat], options)
+    _, together = grow([flat, chain_table(0.99)], options)
+    assert (alone.num_calls, together.num_calls) == (1, 5)
+
+
+def test_a_tree_of_fewer_nodes_than_asked_for_is_what_there_is():
+    """Two levels of two tokens have six nodes, whatever `tree.nodes` says."""
+    table = random_table(5, vocab_size=2)
+    [tree], _ = grow([table], TreeOptions(nodes=50, depth=2, threshold=0))
+    assert set(weights_of(tree)) == {*itertools.product(range(2), repeat=1), *itertools.product(range(2), repeat=2)}
+
+
+def test_a_reduced_draft_proposes_its_own_token_ids():
+    """Its logits number a vocabulary of its own; tree and expansion speak the target's."""
+    vocabulary = torch.tensor([11, 7, 42])
+    draft = TableDraft([lambda path: torch.tensor([0.1, 0.7, 0.2]).log() + 0 * len(path)])
+    options = TreeOptions(nodes=4, depth=3, threshold=0)
+    [tree] = grow_trees(
+        torch.tensor([1]), draft.root_logits(), draft.expand, options, adaptive=True, vocabulary=vocabulary
+    )
+    assert set(weights_of(tree)) == {(7,), (7, 7), (7, 7, 7), (42,)}
+    assert {token_id for token_id, _ in draft.expanded[0]} <= {7, 42, 11}
+
+
+def test_weights_only_shrink_along_a_path():
+    """Why ancestors are always in the set; rounding must not break it."""
+    for seed in range(20):
+        [tree], _ = grow([random_table(seed, sharpness=20.0)], TreeOptions(nodes=12, depth=6, threshold=0))
+        assert (tree.log_probs[1:] <= tree.log_probs[tree.parents[1:]]).all()
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 10**6), min_size=7, max_size=7), min_size=1, max_size=3))
+def test_a_node_sees_itself_and_its_ancestors_alone(draws):
+    """The public code's mask leaks (1,586 ones instead of 400 by level 8); ours is built from parents alone."""
+    batch = [[-1, *(draw % (node + 1) for node, draw in enumerate(row))] for row in draws]
+    mask = tree_mask(torch.tensor(batch), 8)
+    for parents, seen in zip(batch, mask.tolist(), strict=True):
+        for node in range(len(parents)):
+            path, at = {node}, node
+            while (at := parents[at]) >= 0:
+                path.add(at)
+            assert {other for other, visible in enumerate(seen[node]) if visible} == path
+
+
+def test_a_plain_step_is_a_tree_of_its_root():
+    tree = root_only(17, torch.device("cpu"))
+    assert (tree.token_ids.tolist(), tree.parents.tolist(), tree.depths.tolist()) == ([17], [-1], [0])
+    assert math.exp(tree.log_probs.item()) == 1
