@@ -39,6 +39,7 @@ def job(arguments: argparse.Namespace) -> int:
     from specextend.cluster.progress import open_display
     from specextend.cluster.run import prepare, run
     from specextend.config import ConfigError, RunConfig
+    from specextend.report import write_report
 
     try:
         config = RunConfig.load(arguments.config, overrides(arguments), allow_relative=not is_submitted())
@@ -54,9 +55,24 @@ def job(arguments: argparse.Namespace) -> int:
     interrupt.install()
     display = open_display()
     try:
-        return run(config, display, interrupt, retry_errors=arguments.retry_errors)
+        code = run(config, display, interrupt, retry_errors=arguments.retry_errors, report=write_report)
     finally:
         display.close()
+    conclude(config.output.path)
+    return code
+
+
+def conclude(output: str) -> None:
+    """What a person wants to see of a finished run: its tables, one summary, and where the rest is."""
+    from specextend.data.storage import resolve
+    from specextend.report import build_report, render
+    from specextend.report.rows import RunRows
+
+    print(render(build_report(output)), end="")
+    rows = (row for table in RunRows(resolve(output)).done(["doc_id", "summary"]) for row in table.to_pylist())
+    if (row := next(rows, None)) is not None:
+        print(f"\nSummary of {row['doc_id']}:\n{row['summary']}")
+    print(f"\nsummaries: {output}/summaries\nreport: {output}/report.md")
 
 
 def status(arguments: argparse.Namespace) -> int:

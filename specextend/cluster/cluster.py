@@ -29,7 +29,12 @@ def is_local() -> bool:
 
 @contextmanager
 def connected(job: JobOptions) -> Iterator[None]:
-    """Ray for the length of a `with` block: a local one of our own, or the cluster that `ray.init()` finds."""
+    """Ray for the length of a `with` block: the one that this process has joined already, a local one of our own
+    (`RAY_ADDRESS=local`), or the cluster that `ray.init()` finds.
+    """
+    if ray.is_initialized():
+        yield
+        return
     if is_local():
         ray.init(
             address="local",

@@ -42,7 +42,8 @@ class Committer:
         self._rows.append(row)
 
     def commit_if_due(self, now: float) -> None:
-        """Write a part if it is time to."""
+        """Write a part if it is time to. Raises LockLostError, also when there is nothing to write."""
+        self._lock.check()
         if len(self._rows) >= self._every_rows or (self._rows and now - self._oldest >= self._every_s):
             self.commit()
 

@@ -19,6 +19,10 @@ class LockHeldError(RuntimeError):
     """Another driver holds the output folder: exit 4."""
 
 
+class LockLostError(LockHeldError):
+    """Another driver took the output folder over while this one did not beat: nothing more may be committed."""
+
+
 class OtherRunError(ValueError):
     """The output folder belongs to another run: exit 5. The message says what differs."""
 

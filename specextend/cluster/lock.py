@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specextend.cluster.exits import LockHeldError
+from specextend.cluster.exits import LockHeldError, LockLostError
 from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
 HEARTBEAT_S = 10.0
@@ -21,10 +21,6 @@ STALE_S = 60.0
 """Seconds without a heartbeat after which anyone may take the lock over."""
 SETTLE_S = 2.0
 """Seconds to wait where a file system cannot exclude a second writer; the last one wins and the first one sees it."""
-
-
-class LockLostError(RuntimeError):
-    """Another driver took the output folder over while this one did not beat: nothing more may be committed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +82,13 @@ def run(
     interrupt: Interrupt,
     *,
     retry_errors: bool = False,
+    report: Callable[[str], object] = lambda output: None,
     factory: EngineFactory = load_engine,
 ) -> int:
     """Run or resume a job; the exit code is 0 or 3.
 
-    factory: makes a worker's engine, on the worker. Raises RefusedError, LockHeldError, OtherRunError,
-    InterruptedRunError, and what ends a run unforeseen.
+    report: writes the run's report, given the output folder. factory: makes a worker's engine, on the worker.
+    Raises RefusedError, LockHeldError, OtherRunError, InterruptedRunError, and what ends a run unforeseen.
     """
     prepared = prepare(config)
     check_free(prepared.output)
@@ -100,7 +102,7 @@ def run(
         for change in changes:
             display.note(f"warning: since the last start, {change}")
         try:
-            code = _Start(prepared, lock, run_id, attempt, display, interrupt, factory).run(retry_errors)
+            code = _Start(prepared, lock, run_id, attempt, display, interrupt, report, factory).run(retry_errors)
         except BaseException as error:
             attempt.end(exit_code(error), first_line(error))
             raise
@@ -119,6 +121,7 @@ class _Start:
     attempt: Attempt
     display: Display
     interrupt: Interrupt
+    report: Callable[[str], object]
     factory: EngineFactory
 
     def run(self, retry_errors: bool) -> int:
@@ -130,23 +133,27 @@ class _Start:
         rows = [file.num_rows for file in self.prepared.source.files]
         keys = set(pending(rows, progress, retry_errors=retry_errors))
         counts = read_success(output)
-        if keys or counts is None:
-            remove_success(output)
-            if keys:
-                self._decode(keys, progress)
-            self.interrupt.check()
-            counts = finalize(self.prepared.source, output)
-        return self._conclude(counts)
+        if not keys and counts is not None and self._accepts(counts):
+            self.display.note(f"complete already, {_say(counts)}")
+            return EXIT_DONE
+        remove_success(output)
+        if keys:
+            self._decode(keys, progress)
+        self.interrupt.check()
+        return self._conclude(finalize(self.prepared.source, output))
 
     def _conclude(self, counts: Counts) -> int:
-        """`_SUCCESS` last, or not at all."""
-        allowed = self.prepared.config.job.max_error_fraction * counts.rows
-        self.display.note(f"{counts.rows} rows: {counts.done} done, {counts.errors} failed")
-        if counts.errors > allowed:
-            remove_success(self.prepared.output)
+        """The report, and `_SUCCESS` last, or not at all."""
+        output = self.prepared.output
+        self.report(self.prepared.config.output.path)
+        self.display.note(_say(counts))
+        if not self._accepts(counts):
             return EXIT_TOO_MANY_ERRORS
-        write_success(self.prepared.output, counts)
+        write_success(output, counts)
         return EXIT_DONE
+
+    def _accepts(self, counts: Counts) -> bool:
+        return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
 
     def _decode(self, keys: set[DocumentKey], progress: Progress) -> None:
         config, output = self.prepared.config, self.prepared.output
@@ -195,3 +202,7 @@ class _Start:
             source=source,
             job=job,
         )
+
+
+def _say(counts: Counts) -> str:
+    return f"{counts.rows} rows: {counts.done} done, {counts.errors} failed"

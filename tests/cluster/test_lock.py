@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from specextend.cluster import lock
-from specextend.cluster.exits import LockHeldError
-from specextend.cluster.lock import Holder, LockLostError, OutputLock, check_free, read_lock
+from specextend.cluster.exits import LockHeldError, LockLostError
+from specextend.cluster.lock import Holder, OutputLock, check_free, read_lock
 from specextend.data.storage import Location, resolve
 
 

@@ -1,0 +1,118 @@
+"""A small corpus, a run of it through fake engines on a real Ray, and what came out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.progress import Snapshot
+from specextend.cluster.run import run
+from specextend.cluster.worker import EngineFactory
+from specextend.config import RunConfig
+from tests.cluster.fakes import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / ".models" / "tiny-random"
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One Ray for all tests of the driver: starting one takes five seconds."""
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 << 20)
+    yield
+    ray.shutdown()
+
+
+@dataclass
+class Screen:
+    """A display that keeps what it was told; `on_show` may look in."""
+
+    notes: list[str] = field(default_factory=list)
+    on_show: Callable[[Snapshot], None] = lambda snapshot: None
+
+    def show(self, snapshot: Snapshot, now: float) -> None:
+        self.on_show(snapshot)
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Job:
+    """A job of fake engines over the given texts, in a folder of its own."""
+
+    folder: Path
+    texts: list[str | None]
+    job: dict[str, Any]
+    screen: Screen = field(default_factory=Screen)
+
+    def __post_init__(self) -> None:
+        table = pa.table(
+            {"id": [f"d{row}" for row in range(len(self.texts))], "text": pa.array(self.texts, pa.string())}
+        )
+        pq.write_table(table, self.folder / "input.parquet")
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+    def config(self, **job: Any) -> RunConfig:
+        return RunConfig.from_values(
+            {
+                "input": {"path": str(self.folder / "input.parquet"), "id_column": "id"},
+                "output": {"path": str(self.output)},
+                "target": {"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
+                "decoding": {"mode": "autoregressive", "max_new_tokens": 5, "max_batch_size": 3},
+                "job": {"max_attempts": 2, "grace_s": 60, **self.job, **job},
+            }
+        )
+
+    def run(
+        self,
+        factory: EngineFactory = FakeEngine,
+        retry_errors: bool = False,
+        interrupt: Interrupt | None = None,
+        **job: Any,
+    ) -> int:
+        return run(
+            self.config(**job),
+            self.screen,
+            interrupt or Interrupt(60.0),
+            retry_errors=retry_errors,
+            factory=factory,
+        )
+
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        return rows_of(self.output / "summaries")
+
+    def errors(self) -> dict[str, dict[str, Any]]:
+        return rows_of(self.output / "errors")
+
+
+def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Rows of a folder's files, by document; none may be there twice."""
+    rows = [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    by_id = {row["doc_id"]: row for row in rows}
+    assert len(by_id) == len(rows), "a document ended twice"
+    return by_id
+
+
+@pytest.fixture
+def job(tmp_path: Path, local_ray: None) -> Iterator[Callable[..., Job]]:
+    """Makes jobs: `job(texts, **job_options)`."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield lambda texts, **options: Job(tmp_path, texts, options)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

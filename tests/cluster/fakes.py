@@ -1,0 +1,148 @@
+"""An engine without a model: it does what the document tells it to, a token a step."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specextend.config import RunConfig
+from specextend.core import Completion, Request
+from specextend.models import load_tokenizer
+from specextend.stats import DecodingStats
+
+STEP_S = 0.01
+ORDERS = re.compile(r"(?<!\w)(raise|oom|break|kill|hang|crawl)(?!\w)(?::([^\s<]+))?")
+
+
+class FakeEngine:
+    """Words in a document that it obeys, in its first step: `raise`, `oom`, `break`, `kill`, `hang`, `crawl`.
+
+    `<word>:<path>` obeys only while there is no file at that path, and leaves one.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.tokenizer: Any = load_tokenizer(config.target.model)
+        self.num_steps = 0
+        self.max_prompt_tokens = 4096
+        self._size = config.decoding.max_batch_size
+        self._active: dict[str, _Running] = {}
+        self._cancelled: set[str] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def cancel(self, request_id: str) -> None:
+        with self._lock:
+            self._cancelled.add(request_id)
+
+    def progress(self) -> dict[str, int]:
+        with self._lock:
+            return {name: running.num_tokens for name, running in self._active.items()}
+
+    def generate(
+        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
+    ) -> Iterator[Completion]:
+        assert on_error is not None
+        requests = iter(source)
+        while True:
+            while len(self._active) < self._size and (request := next(requests)) is not None:
+                with self._lock:
+                    self._active[request.request_id] = _Running(request, self.tokenizer)
+            time.sleep(STEP_S)
+            with self._lock:
+                for name in self._cancelled & self._active.keys():
+                    del self._active[name]
+                self._cancelled.clear()
+            yield from self._step(on_error)
+            self.num_steps += 1
+
+    def _step(self, on_error: Callable[[str, Exception], None]) -> Iterator[Completion]:
+        for name, running in list(self._active.items()):
+            try:
+                running.obey()
+            except (ValueError, torch.OutOfMemoryError) as error:
+                with self._lock:
+                    del self._active[name]
+                on_error(name, error)
+                continue
+            running.num_tokens += not running.crawls
+            if running.num_tokens >= running.request.max_new_tokens:
+                with self._lock:
+                    del self._active[name]
+                yield running.completion()
+
+
+class _Running:
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self.request = request
+        self.text: str = tokenizer.decode(request.prompt_token_ids)
+        self.num_tokens = 0
+        self.crawls = False
+        self.began = time.monotonic()
+
+    def obey(self) -> None:
+        for order, path in ORDERS.findall(self.text):
+            if path and Path(path).exists():
+                continue
+            if path:
+                Path(path).touch()
+            self.do(order)
+
+    def do(self, order: str) -> None:
+        match order:
+            case "raise":
+                raise ValueError("this document cannot be done")
+            case "oom":
+                raise torch.OutOfMemoryError("out of memory on this document")
+            case "break":
+                raise RuntimeError("the batch is broken")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                threading.Event().wait()
+            case "crawl":
+                self.crawls = True
+
+    def completion(self) -> Completion:
+        seconds = time.monotonic() - self.began
+        stats = DecodingStats(
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_output_tokens=self.num_tokens,
+            num_plain_steps=self.num_tokens - 1,
+            ttft_s=STEP_S,
+            decode_s=max(0.0, seconds - STEP_S),
+            prefill_s=STEP_S,
+            verify_s=max(0.0, seconds - STEP_S),
+        )
+        text = f"seed {self.request.sampling.seed}: {len(self.text)} characters"
+        return Completion(self.request.request_id, [1] * self.num_tokens, text, "length", stats)
+
+
+class NeverLoads:
+    """A model that is not there."""
+
+    def __call__(self, config: RunConfig) -> FakeEngine:
+        raise FileNotFoundError("the weights are gone")
+
+
+class LoadsLater:
+    """A model whose file system fails the first time."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __call__(self, config: RunConfig) -> FakeEngine:
+        if not self.marker.exists():
+            self.marker.touch()
+            raise OSError("the disk is away")
+        return FakeEngine(config)

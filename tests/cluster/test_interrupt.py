@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from specextend.cluster.exits import InterruptedRunError
+from specextend.cluster.interrupt import Interrupt
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_run_at_its_next_check(number: signal.Signals):
+    """Not in the middle of a write."""
+    interrupt = Interrupt(grace_s=60)
+    interrupt.install()
+    interrupt.check()
+    os.kill(os.getpid(), number)
+    with pytest.raises(InterruptedRunError, match=f"{number.name} received"):
+        interrupt.check()
+    interrupt.disarm()
+
+
+def test_a_job_may_have_a_deadline_of_its_own():
+    """A nightly window that ends at six: stop and resume tomorrow."""
+    interrupt = Interrupt(grace_s=60, deadline_s=1e-9)
+    with pytest.raises(InterruptedRunError, match=r"job\.deadline_s has passed"):
+        interrupt.check()
+    interrupt.disarm()
+
+
+STUCK = """
+import os, signal, threading, time
+from specextend.cluster.interrupt import Interrupt
+interrupt = Interrupt(grace_s=0.2)
+interrupt.install()
+interrupt.last = lambda: print("last", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_run_that_does_not_stop_in_time_is_ended_with_the_promised_code():
+    """Whoever asked is going to send SIGKILL: then nobody would know that it can be resumed."""
+    begin = time.monotonic()
+    process = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 75
+    assert process.stdout == "last\n"
+    assert time.monotonic() - begin < 10
+
+
+def test_a_run_that_ends_by_itself_is_left_alone():
+    """The watchdog of a finished run must not fire into what comes after."""
+    interrupt = Interrupt(grace_s=0.0)
+    interrupt.disarm()
+    interrupt.check()

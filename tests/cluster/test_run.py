@@ -1,0 +1,208 @@
+"""The driver over real Ray actors whose engines do what the documents tell them to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specextend.cluster import lock as lock_module
+from specextend.cluster import roster
+from specextend.cluster.exits import (
+    EXIT_DONE,
+    EXIT_TOO_MANY_ERRORS,
+    InterruptedRunError,
+    LockLostError,
+    OtherRunError,
+)
+from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.roster import WorkersFailError
+from specextend.cluster.worker import document_seed
+from tests.cluster.fakes import LoadsLater, NeverLoads
+
+GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
+
+
+def test_every_row_ends_in_one_summary_in_input_order(job):
+    """The whole contract of an undisturbed run: rows, parts, attempts, lock, seeds."""
+    run = job(GOOD, commit_every_rows=4)
+    assert run.run() == EXIT_DONE
+    assert list(run.summaries()) == [f"d{row}" for row in range(6)]
+    assert all(row["attempts"] == 1 and row["num_output_tokens"] == 5 for row in run.summaries().values())
+    assert all(row["queue_s"] >= 0 for row in run.summaries().values())
+    assert run.summaries()["d3"]["summary"].startswith(f"seed {document_seed(0, 'd3')}:")
+    assert len(list((run.output / "_run" / "parts").iterdir())) == 2, "at 4 rows, and the last 2 at the end"
+    assert json.loads((run.output / "_SUCCESS").read_text()) == {"rows": 6, "done": 6, "errors": 0}
+    assert not (run.output / "_run" / "lock").exists()
+    [attempt] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
+    assert (attempt["exit_code"], len(attempt["workers"])) == (0, 1)
+    assert attempt["end"] >= attempt["begin"]
+    assert attempt["versions"].keys() >= {"python", "torch", "transformers", "ray", "pyarrow", "specextend"}
+
+
+def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_lives_on(job):
+    """One bad row must not stop a night's work, nor cost a model load."""
+    run = job([*GOOD, "raise", "oom", None])
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    errors = {name: (row["error_class"], row["stage"], row["retryable"]) for name, row in run.errors().items()}
+    assert errors == {
+        "d6": ("ValueError", "decode", False),
+        "d7": ("OutOfMemoryError", "decode", True),
+        "d8": ("NullText", "read", False),
+    }
+    assert run.errors()["d6"]["message"] == "this document cannot be done"
+    assert len({row["worker"] for row in run.summaries().values()}) == 1
+    assert len(run.summaries()) == 6
+    assert not (run.output / "_SUCCESS").exists()
+
+
+def test_errors_within_the_allowed_fraction_are_a_success_without_decoding_again(job):
+    """`job.*` is not part of what a run is: a second start may allow more errors."""
+    run = job([*GOOD, "raise"])
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    assert run.run(NeverLoads(), max_error_fraction=0.2) == EXIT_DONE
+    assert json.loads((run.output / "_SUCCESS").read_text()) == {"rows": 7, "done": 6, "errors": 1}
+    assert run.run(NeverLoads()) == EXIT_TOO_MANY_ERRORS
+    assert not (run.output / "_SUCCESS").exists()
+
+
+def test_a_worker_that_dies_once_costs_its_started_documents_an_attempt(job, tmp_path: Path):
+    """A preempted process: everything is done in the end, on another worker."""
+    run = job([*GOOD, f"kill:{tmp_path}/killed"])
+    assert run.run() == EXIT_DONE
+    assert len(run.summaries()) == 7
+    assert max(row["attempts"] for row in run.summaries().values()) <= 2
+    assert len({row["worker"] for row in run.summaries().values()}) >= 1
+    assert any("died" in note for note in run.screen.notes)
+
+
+def test_a_document_that_kills_every_worker_is_given_up_and_takes_nobody_along(job):
+    """The poison document: its neighbours are done, it is a dead letter after max_attempts."""
+    run = job([*GOOD, "kill"])
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    assert set(run.summaries()) == {f"d{row}" for row in range(6)}
+    [poison] = run.errors().values()
+    assert (poison["doc_id"], poison["error_class"], poison["attempts"]) == ("d6", "WorkerDied", 2)
+    assert poison["retryable"]
+
+
+def test_a_document_over_its_deadline_is_cancelled_while_its_neighbours_go_on(job):
+    """Aborted between two steps: no worker dies of it."""
+    run = job([*GOOD, "crawl"], deadline_base_s=1.0, deadline_s_per_token=0.001)
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    [late] = run.errors().values()
+    assert (late["doc_id"], late["error_class"], late["attempts"]) == ("d6", "DeadlineExceeded", 2)
+    assert len(run.summaries()) == 6
+    assert len({row["worker"] for row in run.summaries().values()}) == 1
+    assert not any("died" in note or "killed" in note for note in run.screen.notes)
+
+
+def test_a_worker_that_hangs_is_replaced(job, tmp_path: Path):
+    """A kernel that never returns: no step for stall_s, kill, retry."""
+    run = job([*GOOD[:2], f"hang:{tmp_path}/hung"], stall_s=2.5)
+    assert run.run() == EXIT_DONE
+    assert run.summaries()["d2"]["attempts"] == 2
+    assert any("no step for 2 s" in note for note in run.screen.notes)
+
+
+@pytest.mark.slow
+def test_a_failure_of_a_whole_batch_is_traced_to_its_document_by_running_each_alone(job, tmp_path: Path):
+    """The engine cannot say which of a batch broke it; alone there is no doubt."""
+    run = job([*GOOD[:3], "break"])
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    [broken] = run.errors().values()
+    assert (broken["doc_id"], broken["error_class"]) == ("d3", "WorkerDied")
+    assert "RuntimeError: the batch is broken" in broken["message"]
+    assert len(run.summaries()) == 3
+
+
+def test_a_model_that_does_not_load_ends_the_run_after_a_few_tries(job, monkeypatch):
+    """A wrong path or a full disk: backing off for ever would hide it. The reason is said."""
+    monkeypatch.setattr(roster, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(roster, "FIRST_PAUSE_S", 0.01)
+    run = job(GOOD)
+    with pytest.raises(WorkersFailError, match=r"2 tries in a row failed: .*the weights are gone"):
+        run.run(NeverLoads())
+    [attempt] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
+    assert attempt["exit_code"] == 1
+    assert not (run.output / "_run" / "lock").exists()
+
+
+@pytest.mark.slow
+def test_a_model_that_loads_the_second_time_is_enough(job, tmp_path: Path):
+    """A file system that hiccups must not end a run."""
+    run = job(GOOD[:2])
+    assert run.run(LoadsLater(tmp_path / "marker")) == EXIT_DONE
+    assert any("could not be built, next try in 1 s" in note for note in run.screen.notes)
+
+
+def interrupt_after(run, num_done: int) -> Interrupt:
+    interrupt = Interrupt(60.0)
+
+    def look(snapshot) -> None:
+        if snapshot.num_done >= num_done:
+            interrupt.tell("SIGTERM received")
+
+    run.screen.on_show = look
+    return interrupt
+
+
+def test_an_interrupted_run_keeps_what_is_finished_and_resumes_with_the_rest(job):
+    """Finished work is never done again: the resumed rows are equal, byte for byte."""
+    run = job(GOOD, commit_every_rows=64, commit_every_s=3600)
+    interrupt = interrupt_after(run, 2)
+    with pytest.raises(InterruptedRunError, match="SIGTERM"):
+        run.run(interrupt=interrupt, max_attempts=2)
+    interrupt.disarm()
+    assert not (run.output / "summaries").exists()
+    parts = {path.name: path.read_bytes() for path in (run.output / "_run" / "parts").iterdir()}
+    assert len(parts) == 1
+    run.screen.on_show = lambda snapshot: None
+    assert run.run() == EXIT_DONE
+    assert list(run.summaries()) == [f"d{row}" for row in range(6)]
+    assert {path.name: path.read_bytes() for path in (run.output / "_run" / "parts").iterdir()}.items() >= parts.items()
+    codes = sorted(json.loads(path.read_text())["exit_code"] for path in (run.output / "_run" / "attempts").iterdir())
+    assert codes == [0, 75]
+
+
+def test_retry_errors_does_error_rows_again_and_nothing_else(job, tmp_path: Path):
+    """Done rows keep every value, also those that a second decoding would change (times, worker)."""
+    run = job([*GOOD[:3], f"raise:{tmp_path}/raised", "raise"])
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    before = run.summaries()
+    assert set(run.errors()) == {"d3", "d4"}
+    assert run.run() == EXIT_TOO_MANY_ERRORS, "a plain resume leaves error rows alone"
+    assert run.run(retry_errors=True) == EXIT_TOO_MANY_ERRORS
+    assert set(run.errors()) == {"d4"}
+    after = run.summaries()
+    assert set(after) == {*before, "d3"}
+    assert all(after[name] == row for name, row in before.items())
+
+
+def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkeypatch):
+    """Another driver believed it dead and has taken over: two writers would be one too many."""
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.1)
+    run = job([*GOOD, "crawl"], commit_every_s=3600)
+    lock = run.output / "_run" / "lock"
+
+    def steal(snapshot) -> None:
+        if snapshot.num_done >= 1:
+            thief = json.loads(lock.read_text()) | {"run_id": "feedbeef", "pid": 1}
+            lock.write_text(json.dumps(thief))
+            run.screen.on_show = lambda snapshot: None
+
+    run.screen.on_show = steal
+    with pytest.raises(LockLostError, match="taken over by run feedbeef"):
+        run.run()
+    assert json.loads(lock.read_text())["run_id"] == "feedbeef"
+    assert not (run.output / "_run" / "parts").exists()
+
+
+def test_another_configuration_may_not_continue_a_run(job):
+    """Half of the summaries by one prompt, half by another: refused, and the difference named."""
+    run = job(GOOD[:1])
+    assert run.run() == EXIT_DONE
+    other = job(["another text altogether"])
+    with pytest.raises(OtherRunError, match=r"(?s)belongs to another run:.*input file"):
+        other.run()
