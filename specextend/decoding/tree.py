@@ -105,9 +105,9 @@ def grow_trees(
 
     root_token_ids [B], root_logits [B, V]. Weights only shrink along a path, so the ancestors of a chosen node are
     chosen too, and a node outside the best so far can have no descendant among the best at the end: it is not
-    expanded. `adaptive` stops each sequence at `options.threshold` and narrows a level to the nodes worth expanding, at the price
-    of a host sync a level; without it every level runs at full width (fixed shapes). `vocabulary` [V] are the token
-    ids of a reduced draft's logits.
+    expanded. `adaptive` stops each sequence at `options.threshold` and narrows a level to the nodes worth expanding,
+    at the price of a host sync a level; without it every level runs at full width (fixed shapes). `vocabulary` [V]
+    are the token ids of a reduced draft's logits.
     """
     entries, _, log_probs = _children(root_logits.unsqueeze(1), root_logits.new_zeros(1, 1), options.nodes)
     token_ids = entries if vocabulary is None else vocabulary[entries]
