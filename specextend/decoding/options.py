@@ -115,8 +115,9 @@ class CacheOptions:
             at_least(f"cache.{name}", getattr(self, name), least)
         at_least("cache.refresh_every", self.refresh_every, 1)
         at_least("cache.draft_prefill_window", self.draft_prefill_window, 1)
-        forced = -(-self.sinks // self.chunk_size) - (-self.recent // self.chunk_size)
+        # However the end of the text is aligned: two tokens can touch two chunks.
+        forced = -(-self.sinks // self.chunk_size) + -(-(self.recent - 1) // self.chunk_size) + 1
         if self.policy == "retrieval" and self.top_k_chunks < forced:
             raise ValueError(
-                f"cache.top_k_chunks is {self.top_k_chunks} but cache.sinks and cache.recent alone take {forced} chunks"
+                f"cache.top_k_chunks is {self.top_k_chunks} but cache.sinks and cache.recent alone can take {forced}"
             )

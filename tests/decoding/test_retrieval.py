@@ -1,0 +1,220 @@
+"""What the draft may see: scores against a slow twin, selections by hand, schedules step by step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from specextend.decoding.options import CacheOptions
+from specextend.decoding.retrieval import CachePolicy, chunk_mass, num_chunks, select_by_score, select_recent
+from specextend.stats import DecodingStats
+
+SMALL = CacheOptions(chunk_size=4, top_k_chunks=4, sinks=4, recent=4, refresh_every=3)
+
+
+def slow_chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> list[float]:
+    """The definition: softmax a head, mean over heads, sum over each chunk, in fp64."""
+    num_keys, num_groups, _ = keys.shape
+    group = query.shape[0] // num_groups
+    mass = [0.0] * num_chunks(num_keys, chunk_size)
+    for head in range(query.shape[0]):
+        weights = (keys[:, head // group].double() @ query[head].double() * scale).softmax(0)
+        for position, weight in enumerate(weights.tolist()):
+            mass[position // chunk_size] += weight / query.shape[0]
+    return mass
+
+
+def mass_of(*chunks: float) -> Tensor:
+    return torch.tensor(chunks) / sum(chunks)
+
+
+@st.composite
+def tight_options(draw) -> CacheOptions:
+    """The least budget that is accepted, or a little more."""
+    values = {name: draw(st.integers(least, 40)) for name, least in (("chunk_size", 1), ("sinks", 0), ("recent", 1))}
+    for top_k_chunks in range(1, 100):
+        try:
+            options = CacheOptions(top_k_chunks=top_k_chunks, **values)
+        except ValueError:
+            continue
+        return replace(options, top_k_chunks=top_k_chunks + draw(st.sampled_from([0, 0, 1, 7])))
+    raise AssertionError("no budget is enough")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 100])
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1)])
+def test_scores_are_the_targets_attention(heads, num_keys, dtype):
+    """Per head a softmax over all committed rows, then the mean over heads, then a sum a chunk; GQA included."""
+    generator = torch.Generator().manual_seed(num_keys)
+    query = (torch.randn(heads[0], 16, generator=generator) * 3).to(dtype)
+    keys = torch.randn(num_keys, heads[1], 16, generator=generator).to(dtype)
+    mass = chunk_mass(query, keys, 32, 0.25)
+    assert mass.tolist() == pytest.approx(slow_chunk_mass(query, keys, 32, 0.25), abs=1e-6)
+    assert float(mass.sum()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_heavy_sink_does_not_blur_the_rest():
+    """Half-precision running sums lose 24% of the best chunks at 16K; fp32 sums of segments lose none."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(2, 32, generator=generator), torch.randn(16_384, 1, 32, generator=generator)
+    keys[0] = query[0] * 3
+    mass = chunk_mass(query, keys.bfloat16(), 32, 32**-0.5)
+    exact = torch.tensor(slow_chunk_mass(query, keys.bfloat16(), 32, 32**-0.5), dtype=torch.float64)
+    assert float(exact[0]) > 0.3
+    assert set(mass.topk(32).indices.tolist()) == set(exact.topk(32).indices.tolist())
+
+
+def test_the_best_chunks_stay_beside_the_forced_ones_in_document_order():
+    """Sink chunk 0 and last chunk 6 are forced though worthless; two more places go to the best others."""
+    selection = select_by_score(mass_of(0, 5, 1, 7, 2, 6, 0), 28, SMALL)
+    assert selection.chunks.tolist() == [0, 3, 5, 6]
+    assert selection.by_score() == {3, 5}
+    assert selection.positions(28, 4).tolist() == [0, 1, 2, 3, *range(12, 16), *range(20, 28)]
+
+
+def test_the_newest_tokens_are_visible_though_nobody_attends_to_them():
+    """The public code drops the open chunk when it scores low, and the draft no longer sees what it just said."""
+    selection = select_by_score(mass_of(1, 5, 5, 5, 5, 0, 0), 26, SMALL)
+    assert selection.chunks.tolist() == [0, 1, 5, 6], "the last 4 tokens reach into chunk 5"
+    assert selection.positions(26, 4).tolist()[-6:] == [20, 21, 22, 23, 24, 25]
+
+
+def test_a_tie_goes_to_the_earlier_chunk():
+    assert select_by_score(mass_of(1, 1, 1, 1, 1, 1, 1), 28, SMALL).chunks.tolist() == [0, 1, 2, 6]
+
+
+def test_where_all_fits_all_is_visible():
+    """Scores decide nothing then, so `retrieval` is `full`."""
+    for num_tokens in range(1, 17):
+        mass = torch.ones(num_chunks(num_tokens, 4)) / num_chunks(num_tokens, 4)
+        assert select_by_score(mass, num_tokens, SMALL).positions(num_tokens, 4).tolist() == list(range(num_tokens))
+
+
+@settings(deadline=None, max_examples=200)
+@given(options=tight_options(), num_tokens=st.integers(1, 900), seed=st.integers(0, 9))
+def test_the_budget_holds_for_every_length(options, num_tokens, seed):
+    """`top_k_chunks` counts every visible chunk; a chunk more would not fit the rows that the draft was given.
+
+    The recent window is rarely aligned to chunks: with 5 tokens in chunks of 4 it can touch three of them.
+    """
+    total = num_chunks(num_tokens, options.chunk_size)
+    mass = torch.rand(total, generator=torch.Generator().manual_seed(seed))
+    selection = select_by_score(mass / mass.sum(), num_tokens, options)
+    assert len(selection.chunks) == min(total, options.top_k_chunks)
+    visible = selection.positions(num_tokens, options.chunk_size).tolist()
+    assert visible == sorted(set(visible))
+    wanted = {*range(min(options.sinks, num_tokens)), *range(max(0, num_tokens - options.recent), num_tokens)}
+    assert wanted <= set(visible)
+
+
+@settings(deadline=None)
+@given(
+    num_tokens=st.integers(1, 500),
+    chunk_size=st.integers(1, 20),
+    top_k=st.integers(1, 20),
+    sinks=st.integers(0, 60),
+)
+def test_streaming_keeps_sinks_and_the_newest_within_the_same_budget(num_tokens, chunk_size, top_k, sinks):
+    """Whole chunks, the newest always among them, the sinks as far as the budget allows."""
+    options = CacheOptions(policy="streaming", chunk_size=chunk_size, top_k_chunks=top_k, sinks=sinks)
+    chunks = select_recent(num_tokens, options).chunks.tolist()
+    total = num_chunks(num_tokens, chunk_size)
+    num_sinks = min(num_chunks(sinks, chunk_size), top_k - 1, total)
+    assert len(chunks) == min(total, top_k)
+    assert chunks[:num_sinks] == list(range(num_sinks))
+    assert chunks[num_sinks:] == list(range(total - (len(chunks) - num_sinks), total))
+
+
+def test_streaming_drops_whole_chunks_so_slots_move_once_a_chunk():
+    """Every move turns every visible key; between two drops rows are only appended."""
+    policy = CachePolicy(CacheOptions(policy="streaming", chunk_size=4, top_k_chunks=3, sinks=4, recent=4))
+    stats = DecodingStats()
+    visible = policy.select(18, None, stats).tolist()
+    assert visible == [0, 1, 2, 3, *range(12, 18)]
+    due = [num_tokens for num_tokens in range(19, 23) if policy.is_due(num_tokens)]
+    assert due == [22]
+    assert policy.select(22, None, stats).tolist() == [0, 1, 2, 3, *range(16, 22)]
+    assert not policy.is_due(23)
+    assert stats == DecodingStats(), "nothing was retrieved"
+    assert not policy.needs_scores
+
+
+def test_full_shows_everything_and_never_asks_again():
+    policy = CachePolicy(CacheOptions(policy="full"))
+    assert policy.select(1000, None, DecodingStats()).tolist() == list(range(1000))
+    policy.observe(0)
+    assert not any(policy.is_due(1000 + n) for n in range(200))
+
+
+def due_steps(options: CacheOptions, accepted: list[int]) -> list[int]:
+    """The steps after which a selection is due, each one being made."""
+    policy, stats, due = CachePolicy(options), DecodingStats(), []
+    policy.select(28, mass_of(*[1] * 7), stats)
+    for step, count in enumerate(accepted, start=1):
+        policy.observe(count)
+        if policy.is_due(28):
+            due.append(step)
+            policy.select(28, mass_of(*[1] * 7), stats)
+    return due
+
+
+def test_every_n_steps_is_every_n_steps():
+    """Counted from the last selection, the one of prefill included."""
+    assert due_steps(SMALL, [0, 3, 1] * 4) == [3, 6, 9, 12]
+
+
+def test_once_is_once():
+    assert due_steps(CacheOptions(refresh="once", chunk_size=4, sinks=4, recent=4), [5, 0, 0, 0] * 20) == []
+
+
+def test_acceptance_asks_when_the_draft_loses_the_thread():
+    """Steady acceptance, good or bad, needs no new view; a fall does, and after it steady is steady again."""
+    options = CacheOptions(refresh="acceptance", chunk_size=4, sinks=4, recent=4)
+    assert due_steps(options, [4] * 40) == []
+    assert due_steps(options, [0] * 40) == []
+    falling = due_steps(options, [4] * 20 + [0] * 30)
+    assert len(falling) == 1
+    assert 20 < falling[0] <= 23
+    assert due_steps(options, [4, 0, 0, 0, 0, 0, 0]) == [], "not before eight steps: too few to tell"
+
+
+def test_coverage_and_churn_by_hand():
+    """Coverage counts forced chunks, churn does not; the retrieval of prefill has coverage and no churn."""
+    policy, stats = CachePolicy(SMALL), DecodingStats()
+    policy.select(28, mass_of(10, 30, 20, 20, 5, 5, 10), stats)  # 0, 1, 2, 6
+    assert (stats.num_retrievals, stats.retrieval_churn) == (1, None)
+    assert stats.retrieval_coverage == pytest.approx(0.7)
+    policy.select(28, mass_of(10, 30, 0, 30, 5, 5, 20), stats)  # 0, 1, 3, 6: one of {1, 2} stays, of three in all
+    assert stats.num_retrievals == 2
+    assert stats.retrieval_coverage == pytest.approx((0.7 + 0.9) / 2)
+    assert stats.retrieval_churn == pytest.approx(1 - 1 / 3)
+    policy.select(28, mass_of(10, 30, 0, 30, 5, 5, 20), stats)
+    assert stats.retrieval_churn == pytest.approx((2 / 3 + 0) / 2)
+
+
+def test_where_nothing_is_left_to_choose_nothing_churns():
+    """All visible chunks forced: the union is empty, and that is no change."""
+    policy, stats = CachePolicy(SMALL), DecodingStats()
+    for _ in range(2):
+        policy.select(8, mass_of(1, 1), stats)
+    assert stats.retrieval_churn == 0
+    assert math.isclose(stats.retrieval_coverage or 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "sinks", "recent", "least"), [(4, 4, 4, 3), (4, 0, 1, 1), (4, 1, 5, 3), (4, 8, 6, 5), (1, 2, 3, 5)]
+)
+def test_a_budget_that_forced_chunks_alone_can_exceed_is_refused(chunk_size, sinks, recent, least):
+    """By the worst alignment: 4 recent tokens can touch two chunks of 4, 6 can touch three."""
+    values = {"chunk_size": chunk_size, "sinks": sinks, "recent": recent}
+    assert CacheOptions(top_k_chunks=least, **values).top_k_chunks == least
+    if least > 1:
+        with pytest.raises(ValueError, match=r"cache\.top_k_chunks is \d+ but cache\.sinks and cache\.recent alone"):
+            CacheOptions(top_k_chunks=least - 1, **values)
