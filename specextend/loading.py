@@ -18,7 +18,8 @@ from specextend.drafters.eagle import EagleNetwork
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.model import ModelNetwork
 from specextend.drafters.network import DraftNetwork
-from specextend.models import ModelFacts, load_causal_lm, load_target, load_tokenizer, read_facts
+from specextend.models import ModelFacts, load_causal_lm, load_target, load_tokenizer
+from specextend.pairing import check_pair
 
 GIB = 1024**3
 
@@ -32,7 +33,7 @@ def load_engine(config: RunConfig) -> Engine:
     Raises:
         ValueError: a model that cannot be found or served, or a draft that does not fit its target.
     """
-    facts = read_facts(config.target.model, config.target.revision)
+    facts = check_pair(config.target, None if config.decoding.mode == "autoregressive" else config.draft)
     model = load_target(config.target, IMPLEMENTATION)
     attend = load_backend(config.attention.backend, model.device)
     num_rows = target_rows(config, facts)

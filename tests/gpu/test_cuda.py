@@ -1,4 +1,4 @@
-"""The CUDA path. `scripts/gpu_check.sh` runs these where there is a GPU; until then `auto` does not choose sdpa there."""
+"""The CUDA path, for `scripts/gpu_check.sh`; until it has passed, `auto` does not choose sdpa on a GPU."""
 
 from __future__ import annotations
 
