@@ -1,0 +1,59 @@
+"""What transformers' own `generate` says, and the comparison that knows ties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+TIE = 1e-4
+"""Logits this close are equal: another order of summation may swap them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A greedy output of transformers."""
+
+    token_ids: list[int]
+    logits: torch.Tensor
+    """[n, V]"""
+
+
+def generate(model: Any, prompt: list[int], max_new_tokens: int) -> Reference:
+    """Greedy `generate`, stopped by the model's own EOS."""
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return Reference(output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits).float())
+
+
+@dataclass(slots=True)
+class Ties:
+    """Compares outputs, and counts the differences that are none."""
+
+    num_compared: int = 0
+    found: list[str] = field(default_factory=list)
+
+    def assert_equal(self, token_ids: list[int], reference: Reference, what: str) -> None:
+        """Equal token for token, or different first where the reference's two logits are a tie."""
+        self.num_compared += 1
+        if token_ids == reference.token_ids:
+            return
+        pairs = zip(token_ids, reference.token_ids, strict=False)
+        at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        assert at is not None, f"{what}: {len(token_ids)} tokens, transformers has {len(reference.token_ids)}"
+        ours, theirs = (float(reference.logits[at, tokens[at]]) for tokens in (token_ids, reference.token_ids))
+        assert abs(ours - theirs) <= TIE, (
+            f"{what}: token {at} is {token_ids[at]}, transformers has a logit {theirs - ours} higher"
+        )
+        self.found.append(f"{what}, token {at}")
+
+    def summary(self) -> str:
+        """One line for people."""
+        return f"{self.num_compared} outputs compared with transformers, {len(self.found)} ties {self.found or ''}"

@@ -1,0 +1,167 @@
+"""Greedy output equals transformers' own, token for token: every family, mode, policy, kernel, batch and draft."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from random import Random
+
+import pytest
+
+from specextend.stats import DecodingStats
+from tests.reference_outputs import Reference, Ties, generate
+from tests.tiny_models import FAMILIES, Pair, load_reference, random_prompt, request, tiny_engine, write_pair
+
+PROMPT_LENGTHS = (300, 37, 129)
+MAX_NEW_TOKENS = 40
+AXES = {
+    "family": tuple(FAMILIES),
+    "mode": ("autoregressive", "tree", "full", "streaming", "retrieval"),
+    "backend": ("reference", "sdpa"),
+    "tree": ("dense", "hybrid"),
+    "batch": (1, 3),
+    "draft": ("good", "bad", "eagle"),
+}
+PRODUCT = list(itertools.product(*AXES.values()))
+
+
+def pairwise(product: list[tuple]) -> list[tuple]:
+    """Enough of the product that any two values of two axes meet in some case."""
+
+    def pairs_of(case: tuple) -> set[tuple]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    missing = set().union(*map(pairs_of, product))
+    chosen, shuffled = [], Random(0).sample(product, len(product))
+    for least in range(len(AXES) * (len(AXES) - 1) // 2, 0, -1):
+        for case in shuffled:
+            if len(new := pairs_of(case) & missing) >= least:
+                chosen.append(case)
+                missing -= new
+    assert not missing
+    return chosen
+
+
+FAST = sorted(pairwise(PRODUCT), key=PRODUCT.index)
+SLOW = [case for case in PRODUCT if case not in FAST]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Name -> Pair, each written once."""
+    return cache(lambda name: write_pair(tmp_path_factory.mktemp(name), FAMILIES[name]))
+
+
+@pytest.fixture(scope="module")
+def references(pairs):
+    """(family, prompt length, new tokens) -> transformers' output, each made once."""
+    load = cache(lambda family: load_reference(pairs(family)))
+
+    @cache
+    def outputs(family: str, length: int, max_new_tokens: int) -> Reference:
+        return generate(load(family), random_prompt(length), max_new_tokens)
+
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def ties(request):
+    ties = Ties()
+    yield ties
+    request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
+
+
+def engine_of(pair: Pair, mode: str, backend: str, tree: str, batch: int, draft: str):
+    """`mode` is a decoding mode or, for specextend, a cache policy."""
+    changes = {"attention__backend": backend, "attention__tree": tree, "decoding__max_batch_size": batch}
+    if mode in ("autoregressive", "tree"):
+        return tiny_engine(pair, draft, decoding__mode=mode, **changes)
+    return tiny_engine(pair, draft, cache__policy=mode, **changes)
+
+
+def check(case: tuple, pairs, references, ties: Ties) -> None:
+    family, *how = case
+    engine = engine_of(pairs(family), *how)
+    lengths = PROMPT_LENGTHS[: engine_batch(case)]
+    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in lengths]
+    completions = list(engine.generate(requests))
+    assert {completion.request_id for completion in completions} == {str(length) for length in lengths}
+    for completion in completions:
+        reference = references(family, int(completion.request_id), MAX_NEW_TOKENS)
+        ties.assert_equal(completion.token_ids, reference, f"{'-'.join(map(str, case))}, {completion.request_id}")
+    assert not ties.found, "no tie is known on these models; look at it before you allow it"
+
+
+def engine_batch(case: tuple) -> int:
+    return case[tuple(AXES).index("batch")]
+
+
+def name_of(case: tuple) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.mark.parametrize("case", FAST, ids=name_of)
+def test_output_is_the_targets_own(case, pairs, references, ties):
+    """Any two choices of the matrix meet here; all of them meet below."""
+    check(case, pairs, references, ties)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=name_of)
+def test_output_is_the_targets_own_in_the_whole_matrix(case, pairs, references, ties):
+    """Cache policy, tree attention and backend are three switches: no combination may matter."""
+    check(case, pairs, references, ties)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_these_models_have_something_to_say(family, references):
+    """Random models tend to repeat one token, and every decoder agrees on that."""
+    outputs = [references(family, length, MAX_NEW_TOKENS).token_ids for length in PROMPT_LENGTHS]
+    assert len(set().union(*outputs)) >= 20
+    assert max(map(len, outputs)) == MAX_NEW_TOKENS
+
+
+def stats_of(pair: Pair, policy: str, draft: str) -> DecodingStats:
+    """Sum over the matrix's prompts in one batch."""
+    engine = engine_of(pair, policy, "sdpa", "hybrid", 3, draft)
+    total = DecodingStats()
+    for completion in engine.generate([request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS]):
+        total.add(completion.stats)
+    return total
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_retrieval_really_hides_much_of_the_prompt(family, pairs):
+    """At most 48 tokens are visible: the matrix above would prove little if everything fitted."""
+    stats = stats_of(pairs(family), "retrieval", "bad")
+    assert stats.num_retrievals > 10
+    assert stats.retrieval_coverage < 0.9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_good_drafts_are_accepted_and_bad_ones_are_not(family, pairs):
+    """Right and wrong guesses both occur in the matrix, so paths are packed and rolled back."""
+    good, bad = (stats_of(pairs(family), "full", draft) for draft in ("good", "bad"))
+    assert good.mean_acceptance_length > 1.6
+    assert bad.mean_acceptance_length < 1.4
+
+
+@pytest.mark.parametrize("draft", ["good", "eagle"])
+@pytest.mark.parametrize("policy", ["full", "streaming", "retrieval"])
+def test_a_prompt_of_several_prefill_chunks(policy, draft, pairs, references, ties):
+    """1,100 tokens take three forwards; the draft's window slides over their borders."""
+    engine = engine_of(pairs("llama"), policy, "sdpa", "hybrid", 1, draft)
+    [completion] = engine.generate([request("a", random_prompt(1100), 24)])
+    ties.assert_equal(completion.token_ids, references("llama", 1100, 24), f"1100-{policy}-{draft}")
+    assert not ties.found
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("draft", ["good", "eagle"])
+@pytest.mark.parametrize("policy", ["full", "streaming", "retrieval"])
+def test_the_shortest_prompts(policy, draft, length, pairs, references, ties):
+    """One token gives a head no key at all, and a chunk is longer than the text."""
+    engine = engine_of(pairs("llama"), policy, "sdpa", "hybrid", 1, draft)
+    [completion] = engine.generate([request("a", random_prompt(length), 24)])
+    ties.assert_equal(completion.token_ids, references("llama", length, 24), f"{length}-{policy}-{draft}")
+    assert not ties.found

@@ -1,0 +1,152 @@
+"""Sampled output equals autoregressive sampling with the same seed, and follows the target's own distribution."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, load_reference, random_prompt, request, tiny_engine, write_pair
+
+TEMPERATURE, TOP_P = 0.7, 0.9
+SAMPLINGS = [
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.2},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.0, "top_k": 20, "top_p": 0.8},
+]
+SMALL_VOCABULARY = 7
+NUM_SEEDS = 600
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A vocabulary of seven: the joint distribution of two tokens has few cells."""
+    return write_pair(tmp_path_factory.mktemp("small"), FAMILIES["llama"], seed=7, vocab_size=SMALL_VOCABULARY)
+
+
+def requests():
+    """Different lengths, settings and seeds, side by side."""
+    lengths = (150, 20, 61, 33, 5)
+    return [
+        request(f"{n}", random_prompt(length), 24, seed=n, **SAMPLINGS[n % len(SAMPLINGS)])
+        for n, length in enumerate(lengths)
+    ]
+
+
+def outputs(engine) -> dict[str, list[int]]:
+    return {completion.request_id: completion.token_ids for completion in engine.generate(requests())}
+
+
+@pytest.fixture(scope="module")
+def autoregressive(pair):
+    return outputs(tiny_engine(pair, decoding__mode="autoregressive"))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    ("mode", "draft"),
+    [
+        ("autoregressive", "good"),
+        ("tree", "good"),
+        ("tree", "eagle"),
+        ("full", "bad"),
+        ("streaming", "good"),
+        ("retrieval", "good"),
+        ("retrieval", "bad"),
+        ("retrieval", "eagle"),
+    ],
+)
+def test_a_seed_gives_the_same_text_in_every_mode_and_batch(mode, draft, batch, pair, autoregressive):
+    """The noise knows the request's seed and the position, neither the tree nor the neighbours."""
+    if mode in ("full", "streaming", "retrieval"):
+        engine = tiny_engine(pair, draft, cache__policy=mode, decoding__max_batch_size=batch)
+    else:
+        engine = tiny_engine(pair, draft, decoding__mode=mode, decoding__max_batch_size=batch)
+    assert outputs(engine) == autoregressive
+
+
+def test_another_seed_gives_another_text(pair, autoregressive):
+    """Else the equality above would be that of greedy decoding."""
+    engine = tiny_engine(pair, decoding__mode="autoregressive")
+    others = [
+        request(f"{n}", each.prompt_token_ids, 24, seed=100 + n, **SAMPLINGS[n % len(SAMPLINGS)])
+        for n, each in enumerate(requests())
+    ]
+    different = [c for c in engine.generate(others) if c.token_ids != autoregressive[c.request_id]]
+    assert len(different) == len(others)
+
+
+def test_sampled_drafts_are_accepted_too(pair):
+    """Paths of several nodes occur, so the equality covers packing and positions inside a path."""
+    completions = list(tiny_engine(pair, "good", cache__policy="full").generate(requests()))
+    assert sum(completion.stats.num_accepted_tokens for completion in completions) > 20
+
+
+def processed(model, prompts: list[list[int]]) -> torch.Tensor:
+    """[n, V] next-token probabilities after temperature and top-p, as transformers processes them."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(TEMPERATURE), TopPLogitsWarper(TOP_P)])
+    logits = torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
+    return warpers(torch.tensor(prompts), logits.double()).softmax(-1)
+
+
+def joint_distribution(model, prompt: list[int], num_tokens: int) -> dict[tuple[int, ...], float]:
+    """Output -> probability, over all outputs of `num_tokens` tokens or up to an EOS."""
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(num_tokens):
+        grown: dict[tuple[int, ...], float] = {}
+        for tokens, weight in joint.items():
+            if tokens[-1:] == (EOS_TOKEN_ID,):
+                grown[tokens] = weight
+                continue
+            [probs] = processed(model, [prompt + list(tokens)]).tolist()
+            grown |= {(*tokens, token_id): weight * p for token_id, p in enumerate(probs) if p > 0}
+        joint = grown
+    return joint
+
+
+def chi_square_p(counts: Counter, joint: dict[tuple[int, ...], float]) -> float:
+    """Probability of counts at least this far from the distribution; rare cells are joined."""
+    total = counts.total()
+    rare = {cell for cell, p in joint.items() if p * total < 5}
+    cells = [[cell] for cell in joint if cell not in rare] + ([list(rare)] if rare else [])
+    statistic = 0.0
+    for cell in cells:
+        expected = total * sum(joint[each] for each in cell)
+        statistic += (sum(counts[each] for each in cell) - expected) ** 2 / expected
+    halves = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(halves[0], halves[1]))
+
+
+@pytest.mark.parametrize(("policy", "draft"), [("retrieval", "good"), ("full", "bad"), ("streaming", "eagle")])
+@torch.no_grad()
+def test_samples_follow_the_targets_joint_distribution(policy, draft, small):
+    """Whatever the draft proposes: top-k children are no samples, and rejection by p/q would be biased here."""
+    prompt = random_prompt(60, vocab_size=SMALL_VOCABULARY)
+    joint = joint_distribution(load_reference(small), prompt, 2)
+    engine = tiny_engine(small, draft, cache__policy=policy, decoding__max_batch_size=8)
+    sampling = {"temperature": TEMPERATURE, "top_p": TOP_P}
+    requests = [request(str(seed), prompt, 2, seed=seed, **sampling) for seed in range(NUM_SEEDS)]
+    counts = Counter(tuple(completion.token_ids) for completion in engine.generate(requests))
+    assert set(counts) <= set(joint), "nothing that top-p leaves out"
+    assert chi_square_p(counts, joint) > 0.001
+
+
+@torch.no_grad()
+def test_the_chi_square_can_tell(small):
+    """The same counts against the distribution of the other order of the two tokens."""
+    prompt = random_prompt(60, vocab_size=SMALL_VOCABULARY)
+    joint = joint_distribution(load_reference(small), prompt, 2)
+    assert 6 <= len(joint) <= SMALL_VOCABULARY**2
+    counts = Counter({cell: round(p * NUM_SEEDS) for cell, p in joint.items()})
+    assert chi_square_p(counts, joint) > 0.99
+    shifted = dict(zip(joint, itertools.islice(itertools.cycle(joint.values()), 1, len(joint) + 1), strict=True))
+    assert chi_square_p(counts, shifted) < 1e-6

@@ -1,0 +1,219 @@
+"""Tiny random checkpoints of every family we serve, drafts for them, and engines on them.
+
+A random model soon says one token for ever. Here embeddings are large, attention is sharp and layers add much, so that
+the next token depends on far ones and outputs vary; `test_lossless.py` checks that they do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from specextend.config import RunConfig
+from specextend.core import Request, SamplingParams
+from specextend.decoding.engine import Engine
+from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig
+from specextend.loading import load_engine
+
+VOCABULARY = 120
+EOS_TOKEN_ID = 2
+CONTEXT_LENGTH = 2048
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What makes one checkpoint unlike another."""
+
+    config: type
+    heads: tuple[int, int] = (4, 2)
+    tied: bool = False
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    head_dim: int = 16
+
+
+FAMILIES = {
+    "llama": Family(config=LlamaConfig),
+    "llama-linear": Family(config=LlamaConfig, heads=(3, 3), rope=LINEAR),
+    "llama-tied-llama3": Family(config=LlamaConfig, heads=(6, 2), tied=True, rope=LLAMA3),
+    "mistral": Family(config=MistralConfig, heads=(4, 1)),
+    "mistral-yarn": Family(config=MistralConfig, heads=(8, 1), rope=YARN),
+    "qwen2-tied": Family(config=Qwen2Config, tied=True),
+    "qwen2-yarn": Family(config=Qwen2Config, heads=(9, 3), rope=YARN),
+    "qwen3": Family(config=Qwen3Config, head_dim=24),
+    "qwen3-tied-linear": Family(config=Qwen3Config, tied=True, rope=LINEAR),
+}
+
+
+def tiny_tokenizer(vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """Every id is a word, `t0` and up; a text is words with spaces between."""
+    vocabulary = {f"t{token_id}": token_id for token_id in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token=f"t{EOS_TOKEN_ID}")
+
+
+def tiny_model(family: Family, seed: int, vocab_size: int = VOCABULARY) -> Any:
+    """A model with random weights."""
+    torch.manual_seed(seed)
+    config = family.config(
+        vocab_size=vocab_size,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=family.heads[0],
+        num_key_value_heads=family.heads[1],
+        head_dim=family.head_dim,
+        max_position_embeddings=CONTEXT_LENGTH,
+        rope_parameters=dict(family.rope),
+        tie_word_embeddings=family.tied,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=0,
+        **({"sliding_window": None} if family.config is MistralConfig else {}),
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def perturbed(model: Any, noise: float, seed: int) -> Any:
+    """A copy with normal noise on every weight, `noise` times the weights' own spread; 0 is the same model."""
+    torch.manual_seed(seed)
+    copy = AutoModelForCausalLM.from_config(model.config)
+    copy.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for weight in copy.parameters():
+            weight.add_(torch.randn_like(weight) * weight.std() * noise)
+    return copy
+
+
+def write_model(model: Any, folder: Path) -> str:
+    """Save a model with a tokenizer; returns the folder's name."""
+    model.save_pretrained(folder)
+    tiny_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    return str(folder)
+
+
+def write_eagle(folder: Path, model: Any, seed: int = 0) -> str:
+    """An untrained head for `model`. It hands on the embedding it is given, which is sometimes a fair guess."""
+    torch.manual_seed(seed)
+    config = EagleConfig(
+        target="tiny",
+        vocab_size=model.config.vocab_size,
+        hidden_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        intermediate_size=96,
+        rope_theta=10000.0,
+        layer_norm_eps=1e-6,
+        head_norm_eps=1e-6,
+        dtype="float32",
+    )
+    weights = {name: torch.randn(info.shape) * 0.2 for name, info in config.tensors().items()}
+    weights |= {name: torch.ones_like(weight) for name, weight in weights.items() if weight.dim() == 1}
+    folder.mkdir()
+    config.save(folder)
+    save_file(weights, folder / WEIGHTS_FILE)
+    return str(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and its drafts, on disk."""
+
+    target: str
+    drafts: dict[str, str]
+    """`good` (the target a little perturbed), `same` (the target), `bad` (unrelated), `eagle` -> folder"""
+
+
+def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02, vocab_size: int = VOCABULARY) -> Pair:
+    """A random target and drafts of every kind."""
+    model = tiny_model(family, seed, vocab_size)
+    target = write_model(model, folder / "target")
+    drafts = {
+        "good": write_model(perturbed(model, noise, seed + 1), folder / "good"),
+        "bad": write_model(tiny_model(family, seed + 2, vocab_size), folder / "bad"),
+        "eagle": write_eagle(folder / "eagle", model),
+    }
+    return Pair(target, drafts | {"same": target})
+
+
+def load_reference(pair: Pair) -> Any:
+    """The target as transformers runs it, in plain attention."""
+    config = AutoConfig.from_pretrained(pair.target)
+    return AutoModelForCausalLM.from_pretrained(pair.target, config=config, attn_implementation="eager").eval()
+
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "input": {"path": "unused"},
+    "output": {"path": "unused"},
+    "decoding": {"mode": "specextend", "cache_gib": 0.05},
+    "attention": {"backend": "auto", "tree": "hybrid"},
+    "tree": {"nodes": 8, "depth": 4, "threshold": 0.05},
+    "cache": {
+        "policy": "retrieval",
+        "chunk_size": 8,
+        "top_k_chunks": 6,
+        "sinks": 8,
+        "recent": 16,
+        "refresh_every": 3,
+        "draft_prefill_window": 32,
+    },
+}
+
+
+def tiny_engine(pair: Pair, draft: str = "good", **changes: Any) -> Engine:
+    """An engine on a pair in fp32. A change is `section__key=value`."""
+    sections = {name: dict(values) for name, values in SECTIONS.items()}
+    sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
+    sections["draft"] = {"kind": "eagle" if draft == "eagle" else "model", "model": pair.drafts[draft]}
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        sections[section][key] = value
+    return load_engine(RunConfig.from_values(sections))
+
+
+def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCABULARY) -> list[int]:
+    """Tokens without an EOS."""
+    generator = torch.Generator().manual_seed(1000 * length + seed)
+    return torch.randint(EOS_TOKEN_ID + 1, vocab_size, (length,), generator=generator).tolist()
+
+
+def request(name: str, prompt: list[int], max_new_tokens: int = 32, **sampling: Any) -> Request:
+    """A request, greedy unless `sampling` says otherwise."""
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(**sampling),
+    )
