@@ -64,14 +64,15 @@ def job(arguments: argparse.Namespace) -> int:
 
 def conclude(output: str) -> None:
     """What a person wants to see of a finished run: its tables, one summary, and where the rest is."""
-    from specextend.data.storage import resolve
+    from specextend.data.parquet import open_parquet, stream
+    from specextend.data.storage import list_files, resolve
     from specextend.report import build_report, render
-    from specextend.report.rows import RunRows
 
     print(render(build_report(output)), end="")
-    rows = (row for table in RunRows(resolve(output)).done(["doc_id", "summary"]) for row in table.to_pylist())
-    if (row := next(rows, None)) is not None:
-        print(f"\nSummary of {row['doc_id']}:\n{row['summary']}")
+    folder = resolve(output).child("summaries")
+    tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in list_files(folder))
+    if first := next((table.slice(0, 1).to_pylist() for each in tables for table in each if len(table)), None):
+        print(f"\nSummary of {first[0]['doc_id']}:\n{first[0]['summary']}")
     print(f"\nsummaries: {output}/summaries\nreport: {output}/report.md")
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+import torch
 
 from specextend.cluster.exits import LockHeldError, RefusedError
 from specextend.config import JobOptions
@@ -27,8 +28,23 @@ def is_local() -> bool:
     return os.environ.get("RAY_ADDRESS") == "local"
 
 
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_resources(job: JobOptions) -> None:
+    """Raise RefusedError where a Ray of our own could not place even one worker: it would wait for ever."""
+    if not is_local():
+        return
+    there = {"cpus_per_worker": num_cores(), "gpus_per_worker": torch.cuda.device_count()}
+    for key, count in there.items():
+        if getattr(job, key) > count:
+            raise RefusedError(f"job.{key} is {getattr(job, key):g} but this machine has {count}")
+
+
 @contextmanager
-def connected(job: JobOptions) -> Iterator[None]:
+def connected() -> Iterator[None]:
     """Ray for the length of a `with` block: the one that this process has joined already, a local one of our own
     (`RAY_ADDRESS=local`), or the cluster that `ray.init()` finds.
     """
@@ -38,6 +54,7 @@ def connected(job: JobOptions) -> Iterator[None]:
     if is_local():
         ray.init(
             address="local",
+            num_cpus=num_cores(),
             include_dashboard=False,
             object_store_memory=LOCAL_OBJECT_STORE_BYTES,
             logging_level=logging.WARNING,
@@ -45,8 +62,6 @@ def connected(job: JobOptions) -> Iterator[None]:
     else:
         ray.init(logging_level=logging.WARNING)
     try:
-        if is_local():
-            _check_resources(job)
         yield
     finally:
         ray.shutdown()
@@ -89,14 +104,3 @@ def _claim(name: str, output: str) -> Any:
             time.sleep(0.5)
         else:
             return holder
-
-
-def _check_resources(job: JobOptions) -> None:
-    """Raise RefusedError where not even one worker can ever be placed."""
-    there = ray.cluster_resources()
-    for key, resource, wanted in (
-        ("cpus_per_worker", "CPU", job.cpus_per_worker),
-        ("gpus_per_worker", "GPU", job.gpus_per_worker),
-    ):
-        if wanted > there.get(resource, 0):
-            raise RefusedError(f"job.{key} is {wanted:g} but this machine has {there.get(resource, 0):g}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specextend.cluster.attempts import Attempt, version_changes
-from specextend.cluster.cluster import claimed, connected
+from specextend.cluster.cluster import check_resources, claimed, connected
 from specextend.cluster.driver import Committer, Driver
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunError, RefusedError, exit_code
 from specextend.cluster.interrupt import Interrupt
@@ -52,6 +52,7 @@ class Prepared:
 
 def prepare(config: RunConfig) -> Prepared:
     """Check input, models and prompt; writes nothing. Raises RefusedError."""
+    check_resources(config.job)
     try:
         output = resolve(config.output.path)
         source = open_source(config.input, config.output)
@@ -156,10 +157,10 @@ class _Start:
         return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
 
     def _decode(self, keys: set[DocumentKey], progress: Progress) -> None:
-        config, output = self.prepared.config, self.prepared.output
+        output = self.prepared.output
         source = regroup(self.prepared.source, output)
         plan = self._plan(source, keys)
-        with connected(config.job), claimed(output.path):
+        with connected(), claimed(output.path):
             self.interrupt.install()
             num_errors = len(progress.errors.keys() - keys)
             driver = self._driver(source, plan, Ledger(plan.estimates, len(progress.done), num_errors))

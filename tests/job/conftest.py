@@ -1,0 +1,96 @@
+"""The job as its users start it: a process with arguments, an exit code, and an output folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "tiny-random.yaml"
+LONGEST_S = 120
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "jobs" / "summarize.py"), *arguments]
+
+
+def environment() -> dict[str, str]:
+    """That of the tests; the package is found whether it is installed or not."""
+    return os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def summarize(*arguments: str, config: Path = CONFIG) -> Ended:
+    """Run the job to its end."""
+    process = subprocess.run(
+        command("--config", str(config), *arguments),
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_S,
+        check=False,
+    )
+    return Ended(process.returncode, process.stdout, process.stderr)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start the job and go on; what is left of it is ended after the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(command("--config", str(CONFIG), *arguments), env=environment(), cwd=ROOT, **pipes)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=LONGEST_S)
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """Poll a folder or a process table until it shows something."""
+    give_up_at = time.monotonic() + LONGEST_S
+    while time.monotonic() < give_up_at:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"no {what} within {LONGEST_S} s")
+
+
+def write_corpus(path: Path, texts: list[str | None], **columns: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string()), **columns}), path, row_group_size=4)
+    return path
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Rows of all files of a folder, in order."""
+    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def parts(output: Path) -> list[Path]:
+    return sorted((output / "_run" / "parts").glob("*.parquet"))

@@ -1,0 +1,192 @@
+"""What a user can get wrong: said in one line, exit 2, before a model is loaded, and nothing is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.job.conftest import CONFIG, ROOT, Ended, write_corpus
+
+MODELS = ROOT / ".models" / "tiny-random"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    """The job as a module of this process: a refusal needs none of its own, and starts no Ray."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    spec = importlib.util.spec_from_file_location("summarize", ROOT / "jobs" / "summarize.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def call(script: ModuleType, capsys, monkeypatch) -> Callable[..., Ended]:
+    """Call the job's main with arguments."""
+
+    def call(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["summarize.py", *arguments])
+        try:
+            code = script.main(script.parse())
+        except SystemExit as error:
+            code = error.code
+        captured = capsys.readouterr()
+        return Ended(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(
+        tmp_path / "in" / "a.parquet", ["one", "two"], doc=["a", "b"], same=["x", "x"], none=["x", None]
+    )
+
+
+def refused(ended: Ended, said: str, output: Path) -> None:
+    assert ended.code == 2, ended.stderr
+    [line] = ended.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    assert not output.exists(), "nothing may be written"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["input.text_column=body"], "body"),
+        (["input.id_column=same"], "x"),
+        (["input.id_column=none"], "none"),
+        (["input.passthrough=[summary]"], "summary"),
+        (["input.passthrough=[nowhere]"], "nowhere"),
+        (["input.num_tokens_column=doc"], "doc"),
+        (["tree.nods=5"], "did you mean nodes?"),
+        (["decoding.temperature=-1"], "decoding.temperature must be at least 0"),
+        (["decoding.max_batch_size=many"], "decoding.max_batch_size"),
+        (["job.workers=0"], "job.workers must be at least 1"),
+        (["prompt.instruction='{document} and {document}'"], "prompt.instruction"),
+        (["target.model=/nowhere/at/all"], "/nowhere/at/all does not exist"),
+        (["draft.model=/nowhere/at/all"], "/nowhere/at/all"),
+        (["nonsense"], "--set takes key.path=value"),
+    ],
+)
+def test_a_wrong_value_is_named(call, corpus: Path, tmp_path: Path, settings: list[str], said: str):
+    """Ten thousand documents later is too late to find a typing error."""
+    arguments = [part for setting in ["input.id_column=doc", *settings] for part in ("--set", setting)]
+    ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), *arguments)
+    refused(ended, said, tmp_path / "out")
+
+
+@pytest.mark.parametrize("path", ["nowhere.parquet", "empty", "*.nothing"])
+def test_an_input_without_files_is_named(call, tmp_path: Path, path: str):
+    """A mistyped path must not become a run over nothing that succeeds."""
+    (tmp_path / "empty").mkdir()
+    ended = call("--config", str(CONFIG), "--input", str(tmp_path / path), "--output", str(tmp_path / "out"))
+    refused(ended, str(tmp_path / path), tmp_path / "out")
+
+
+def test_a_file_that_is_no_parquet_is_named(call, tmp_path: Path):
+    """A folder may hold what a failed export left there."""
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing more")
+    ended = call(
+        "--config", str(CONFIG), "--input", str(tmp_path / "broken.parquet"), "--output", str(tmp_path / "out")
+    )
+    refused(ended, "broken.parquet", tmp_path / "out")
+
+
+def test_an_output_inside_the_input_is_refused(call, corpus: Path):
+    """The next run would summarise summaries."""
+    output = corpus.parent / "out"
+    ended = call("--config", str(CONFIG), "--input", str(corpus.parent), "--output", str(output))
+    refused(ended, "out", output)
+
+
+def test_a_draft_that_does_not_fit_its_target_is_refused(call, corpus: Path, tmp_path: Path):
+    """A head of another hidden size would crash on the first document, after a minute of loading."""
+    head = tmp_path / "head"
+    head.mkdir()
+    config = json.loads((MODELS / "draft-eagle" / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config))
+    (head / "model.safetensors").write_bytes((ROOT / "models/smollm2-135m-eagle/model.safetensors").read_bytes())
+    arguments = ["--set", "draft.kind=eagle", "--set", f"draft.model={head}", "--set", "input.id_column=doc"]
+    ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), *arguments)
+    refused(ended, "head", tmp_path / "out")
+    arguments[3] = f"draft.model={ROOT}/models/smollm2-135m-eagle"
+    ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), *arguments)
+    refused(ended, "does not fit target", tmp_path / "out")
+
+
+def test_a_configuration_that_is_not_there_is_named(call, tmp_path: Path):
+    """The first thing anyone gets wrong."""
+    refused(call("--config", "nowhere.yaml"), "nowhere.yaml", tmp_path / "out")
+
+
+def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus: Path, tmp_path: Path, monkeypatch):
+    """Its current folder is a copy that goes away with the job, and the summaries with it."""
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.chdir(tmp_path)
+    ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", "out")
+    refused(ended, "output.path must be an absolute path or a URI inside a submitted job", tmp_path / "out")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--config", "a.yaml", "--status", "out"], ["--config"], ["--json", "x"]])
+def test_wrong_arguments_exit_with_2(call, arguments: list[str]):
+    """As every other wrong thing that a user can say."""
+    assert call(*arguments).code == 2
+
+
+@pytest.mark.parametrize("key", ["cpus_per_worker", "gpus_per_worker"])
+def test_more_than_the_machine_has_is_refused(call, corpus: Path, tmp_path: Path, key: str):
+    """Ray would wait for it for ever."""
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
+    ended = call("--config", str(CONFIG), *arguments, "--set", f"job.{key}=4096")
+    refused(ended, f"job.{key} is 4096 but this machine has", tmp_path / "out")
+
+
+def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_path: Path):
+    """Exit 4, and who holds it."""
+    lock = tmp_path / "out" / "_run" / "lock"
+    lock.parent.mkdir(parents=True)
+    holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
+    lock.write_text(json.dumps(holder))
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
+    ended = call("--config", str(CONFIG), *arguments)
+    assert ended.code == 4
+    assert "is held by run feedbeef (process 1 on another-host)" in ended.stderr
+    assert json.loads(lock.read_text()) == holder
+
+
+def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: Path):
+    """Before a night on eight GPUs: rows, tokens, memory; and no time that nobody measured."""
+    texts = ["short", "word " * 600, None, "word " * 3000]
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts)
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
+    ended = call("--config", str(CONFIG), *arguments, "--dry-run", "--json", str(tmp_path / "plan.json"))
+    assert ended.code == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["rows"], plan["rows_to_do"], plan["rows_rejected"]) == (4, 4, {"NullText": 1})
+    assert sum(plan["prompt_lengths"].values()) == 4
+    assert plan["output_tokens_at_most"] == 3 * 24
+    cache = plan["cache"]
+    assert cache["longest_sequences_that_fit"] == int(cache["cache_gib"] / cache["longest_sequence_gib"]) > 0
+    assert plan["time"] == "not measured"
+    assert "4 of 4 rows to do" in ended.stdout
+    assert "time: not measured" in ended.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_status_of_no_run_is_refused(call, tmp_path: Path):
+    """A mistyped folder is not a run at its beginning."""
+    ended = call("--status", str(tmp_path / "nowhere"))
+    assert ended.code == 2
+    assert "holds no run" in ended.stderr

@@ -1,0 +1,224 @@
+"""`jobs/summarize.py` end to end: real process, real Ray, real engine, a pair of random models."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from tests.job.conftest import LONGEST_S, ROOT, Ended, parts, rows, summarize, wait_for, write_corpus
+
+TEXT = "The committee met and talked about the weather. "
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
+    """The demo's documents through the tiny pair; several tests look at what came out."""
+    output = tmp_path_factory.mktemp("demo") / "out"
+    return summarize("--output", str(output), "--set", "input.passthrough=[length_bucket]"), output
+
+
+def test_a_run_gives_every_document_its_summary(demo: tuple[Ended, Path]):
+    """The job's one promise, with the real engine."""
+    ended, output = demo
+    assert ended.code == 0, ended.stderr
+    [source] = sorted((ROOT / "examples" / "demo").glob("*.parquet"))
+    documents = pq.read_table(source).to_pylist()
+    done = rows(output / "summaries")
+    assert [row["doc_id"] for row in done] == [row["doc_id"] for row in documents]
+    assert [row["length_bucket"] for row in done] == [row["length_bucket"] for row in documents]
+    assert json.loads((output / "_SUCCESS").read_text()) == {"rows": 8, "done": 8, "errors": 0}
+    for row in done:
+        assert row["num_output_tokens"] == 24 or row["finish_reason"] == "stop"
+        assert sum(row["acceptance_histogram"]) == row["num_spec_steps"] > 0
+        assert row["total_s"] == pytest.approx(row["ttft_s"] + row["decode_s"])
+        assert row["attempts"] == 1
+
+
+def test_a_run_leaves_what_it_promises_and_nothing_else(demo: tuple[Ended, Path]):
+    """Other programs read this folder: its layout is a contract."""
+    _, output = demo
+    names = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    run_ids = {re.fullmatch(r"part-([0-9a-f]{8})-\d{6}\.parquet", path.name)[1] for path in parts(output)}
+    assert len(run_ids) == 1
+    expected = {"_SUCCESS", "report.json", "report.md", "summaries/part-00000.parquet", "_run/manifest.json"}
+    expected |= {f"_run/attempts/{run_id}.json" for run_id in run_ids}
+    assert names == expected | {f"_run/parts/{path.name}" for path in parts(output)}
+
+
+def test_a_run_says_what_it_did(demo: tuple[Ended, Path]):
+    """Progress on stderr without escape codes, the tables, a summary and the paths on stdout."""
+    ended, output = demo
+    assert "8 rows: 8 done, 0 failed" in ended.stderr
+    assert "\x1b" not in ended.stderr + ended.stdout
+    for said in (
+        "rows done",
+        "mean acceptance length",
+        "decode tokens/s",
+        f"{output}/summaries",
+        f"{output}/report.md",
+    ):
+        assert said in ended.stdout
+    assert f"Summary of {rows(output / 'summaries')[0]['doc_id']}:" in ended.stdout
+
+
+def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path]):
+    """Run again by a scheduler that retries: no model, no Ray, no file touched."""
+    _, output = demo
+    before = {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()}
+    ended = summarize("--output", str(output), "--set", "input.passthrough=[length_bucket]")
+    assert ended.code == 0
+    assert "complete already" in ended.stderr
+    assert {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()} == before
+
+
+def test_a_folder_of_another_run_is_refused_with_the_difference(demo: tuple[Ended, Path]):
+    """Another tree is another run, more workers are not."""
+    _, output = demo
+    ended = summarize("--output", str(output), "--set", "tree.nodes=5", "--set", "job.workers=2")
+    assert ended.code == 5
+    assert "tree.nodes: 8 there, 5 here" in ended.stderr
+    assert "input.passthrough" in ended.stderr
+    assert "workers" not in ended.stderr
+
+
+def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path):
+    """Exit 3: finished, but look at errors/."""
+    corpus = write_corpus(
+        tmp_path / "in" / "a.parquet", [TEXT * 3, None, "   ", TEXT * 2000], length=[4, 4, 4, 4], doc=[3, 1, 4, 1_5]
+    )
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
+    arguments += ["--set", "prompt.length_policy=error", "--set", "input.max_new_tokens_column=length"]
+    ended = summarize(*arguments)
+    assert ended.code == 3, ended.stderr
+    [done] = rows(tmp_path / "out" / "summaries")
+    assert (done["doc_id"], done["num_output_tokens"]) == ("3", 4)
+    errors = {row["doc_id"]: row for row in rows(tmp_path / "out" / "errors")}
+    assert {name: row["error_class"] for name, row in errors.items()} == {
+        "1": "NullText",
+        "4": "EmptyText",
+        "15": "PromptTooLong",
+    }
+    assert all(row["attempts"] == 1 and not row["retryable"] for row in errors.values())
+    assert errors["15"]["stage"] == "prompt"
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    allowed = summarize(*arguments, "--set", "job.max_error_fraction=0.75")
+    assert allowed.code == 0, allowed.stderr
+    assert json.loads((tmp_path / "out" / "_SUCCESS").read_text()) == {"rows": 4, "done": 1, "errors": 3}
+
+
+def long_corpus(folder: Path, num_documents: int = 40) -> list[str]:
+    """Arguments of a run that takes a while, and commits each row at once."""
+    texts = [f"{number} {TEXT}" * 40 for number in range(num_documents)]
+    corpus = write_corpus(folder / "in.parquet", texts)
+    arguments = ["--input", str(corpus), "--set", "input.id_column=null", "--set", "decoding.max_new_tokens=64"]
+    return [*arguments, "--set", "job.commit_every_rows=1"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The summaries of that run when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = summarize(*long_corpus(folder), "--output", str(folder / "out"))
+    assert ended.code == 0, ended.stderr
+    return summaries(folder / "out")
+
+
+def summaries(output: Path) -> list[str]:
+    """In input order, one of each document."""
+    found = rows(output / "summaries")
+    assert [row["doc_id"] for row in found] == [f"in.parquet:{row}" for row in range(40)]
+    return [row["summary"] for row in found]
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """Addresses that a process and its descendants listen on."""
+    family = [process, *process.children(recursive=True)]
+    found = [connection for each in family for connection in each.net_connections("inet")]
+    return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
+def test_a_stopped_run_is_resumed_and_ends_as_if_it_had_not_been_stopped(tmp_path: Path, start, undisturbed):
+    """SIGTERM, exit 75 within the grace, finished rows kept; the resumed summaries equal an undisturbed run's."""
+    arguments, output = long_corpus(tmp_path), tmp_path / "out"
+    process = start(*arguments, "--output", str(output))
+    wait_for(lambda: parts(output), "part")
+    assert listening(psutil.Process(process.pid)) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    holder = json.loads((output / "_run" / "lock").read_text())
+    assert holder["pid"] == process.pid
+    assert summarize(*arguments, "--output", str(output)).code == 4
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LONGEST_S) == 75
+    assert time.monotonic() - begin < 20
+    kept = {path: path.read_bytes() for path in parts(output)}
+    assert 0 < len(kept) < 40
+    assert not (output / "_run" / "lock").exists()
+    assert not (output / "summaries").exists()
+    assert summarize(*arguments, "--output", str(output), "--set", "decoding.max_batch_size=2").code == 0
+    assert {path: path.read_bytes() for path in parts(output)}.items() >= kept.items()
+    assert summaries(output) == undisturbed
+
+
+def worker_pid(driver: subprocess.Popen[str]) -> int | None:
+    """The process of the worker, which names itself after its class."""
+    for child in psutil.Process(driver.pid).children(recursive=True):
+        if any("ray::Worker" in part for part in child.cmdline()):
+            return child.pid
+    return None
+
+
+def test_a_killed_worker_costs_no_document(tmp_path: Path, start, undisturbed):
+    """The kernel's out-of-memory killer, say: every row is done once, by another worker."""
+    arguments, output = long_corpus(tmp_path), tmp_path / "out"
+    process = start(*arguments, "--output", str(output))
+    wait_for(lambda: parts(output), "part")
+    os.kill(wait_for(lambda: worker_pid(process), "worker"), signal.SIGKILL)
+    assert process.wait(LONGEST_S) == 0
+    assert summaries(output) == undisturbed
+    done = rows(output / "summaries")
+    assert len({row["worker"] for row in done}) == 2
+    assert {row["attempts"] for row in done} <= {1, 2}
+    assert sum(row["attempts"] == 2 for row in done) <= 3, "no more than a batch was charged"
+
+
+@pytest.mark.slow
+def test_a_killed_driver_is_resumed_without_a_double(tmp_path: Path, start, undisturbed):
+    """Kill -9 leaves a lock, half a batch and orphans: the next start clears the lock and does the rest."""
+    arguments, output = long_corpus(tmp_path), tmp_path / "out"
+    process = start(*arguments, "--output", str(output))
+    wait_for(lambda: len(parts(output)) >= 3, "three parts")
+    process.kill()
+    process.wait(LONGEST_S)
+    assert (output / "_run" / "lock").exists()
+    ended = summarize(*arguments, "--output", str(output))
+    assert ended.code == 0, ended.stderr
+    assert summaries(output) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path: Path):
+    """A nightly window: exit 75, run again tomorrow."""
+    arguments, output = long_corpus(tmp_path, 500), tmp_path / "out"
+    ended = summarize(*arguments, "--output", str(output), "--set", "job.deadline_s=15")
+    assert ended.code == 75, ended.stderr
+    assert "job.deadline_s has passed" in ended.stderr
+    assert not (output / "_SUCCESS").exists()
+
+
+@pytest.mark.slow
+def test_two_workers_give_what_one_gives(demo: tuple[Ended, Path], tmp_path: Path):
+    """Who does what, and beside whom, changes no summary."""
+    _, output = demo
+    ended = summarize("--output", str(tmp_path / "two"), "--set", "job.workers=2", "--set", "decoding.max_batch_size=1")
+    assert ended.code == 0, ended.stderr
+    pairs = zip(rows(tmp_path / "two" / "summaries"), rows(output / "summaries"), strict=True)
+    assert all(mine["summary"] == theirs["summary"] for mine, theirs in pairs)
