@@ -24,6 +24,7 @@ from specextend.core import Completion, DocumentKey, Request, SamplingParams
 from specextend.data.documents import DocumentError, Row, Source
 from specextend.data.prompts import Prompt, Prompts
 from specextend.data.schema import result_row
+from specextend.decoding.engine import BatchError
 
 CUDA_EXIT_CODE = 70
 """Of a worker whose GPU context is beyond use."""
@@ -200,7 +201,7 @@ class Worker:
             for completion in self._engine.generate(self._requests(), self._on_error):
                 self._settle(completion.request_id, completion)
         except BaseException as error:
-            _exit_on_cuda_error(error)
+            _exit_on_cuda_error(error.__cause__ or error)
             self._break(error)
             raise
 
@@ -230,7 +231,8 @@ class Worker:
 
     def _break(self, error: BaseException) -> None:
         """Every call, now and later, says that the engine is gone."""
-        broken = EngineBrokenError(f"{type(error).__name__}: {first_line(error)}", tuple(self._engine.progress()))
+        started = error.request_ids if isinstance(error, BatchError) else list(self._waiting)
+        broken = EngineBrokenError(f"{type(error).__name__}: {first_line(error)}", tuple(started))
         self._broken = broken
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._fail_all, broken)

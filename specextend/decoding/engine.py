@@ -32,6 +32,15 @@ PREFILL_CHUNK = 512
 OnError = Callable[[str, Exception], None]
 
 
+class BatchError(RuntimeError):
+    """A step of several sequences failed, by the fault of one of them or of the machine; the engine is empty now."""
+
+    def __init__(self, request_ids: list[str], error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.request_ids = request_ids
+        """The requests whose prefill had begun."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """What one verification gave: a verdict a sequence, and the forward that it came from."""
@@ -128,6 +137,7 @@ class Engine:
 
         Raises:
             ValueError: a request that can never fit, without `on_error`.
+            BatchError: a step of several sequences failed, with `on_error`.
         """
         assert not self._active, "one generate at a time"
         queue = _Queue(iter(source))
@@ -184,8 +194,10 @@ class Engine:
             with torch.inference_mode():
                 work(sequences)
         except Exception as error:
-            if on_error is None or len(sequences) > 1:
+            if on_error is None:
                 raise
+            if len(sequences) > 1:
+                raise BatchError([sequence.request.request_id for sequence in sequences], error) from error
             self._leave(sequences[0])
             on_error(sequences[0].request.request_id, error)
 
