@@ -9,21 +9,20 @@ import signal
 import sys
 from pathlib import Path
 
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-if os.environ.get("RAY_ADDRESS") == "local":  # a Ray of our own listens on loopback only (despite the name)
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+from specextend.cluster.environment import is_submitted, prepare_environment
+
 for number in (signal.SIGTERM, signal.SIGINT):  # until the run has begun there is nothing to save
     signal.signal(number, lambda number, frame: os._exit(75))
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the job; the exit code of the process."""
+    prepare_environment(os.environ)
     from specextend.cluster import exits  # torch and ray take seconds to import: not for --help
 
     try:
         return status(arguments) if arguments.status else job(arguments)
-    except (exits.RefusedError, exits.LockHeldError, exits.OtherRunError) as error:
+    except (exits.RefusedError, exits.LockHeldError, exits.OtherRunError, exits.WorkersFailError) as error:
         say(f"error: {error}")
         return exits.exit_code(error)
     except exits.InterruptedRunError as error:
@@ -42,7 +41,7 @@ def job(arguments: argparse.Namespace) -> int:
     from specextend.report import write_report
 
     try:
-        config = RunConfig.load(arguments.config, overrides(arguments), allow_relative=not is_submitted())
+        config = RunConfig.load(arguments.config, overrides(arguments), allow_relative=not is_submitted(os.environ))
     except ConfigError as error:
         raise RefusedError(str(error)) from error
     if arguments.dry_run:
@@ -94,11 +93,6 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     """Command line values as `key.path=value`; --input and --output win over --set."""
     paths = {"input.path": arguments.input, "output.path": arguments.output}
     return arguments.set + [f"{key}={json.dumps(value)}" for key, value in paths.items() if value is not None]
-
-
-def is_submitted() -> bool:
-    """Whether this is the driver of `ray job submit`, whose current folder is a copy that goes away."""
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 def say(line: str) -> None:

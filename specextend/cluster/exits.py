@@ -27,6 +27,10 @@ class OtherRunError(ValueError):
     """The output folder belongs to another run: exit 5. The message says what differs."""
 
 
+class WorkersFailError(RuntimeError):
+    """Workers cannot be built, or none of them lives: exit 1."""
+
+
 class InterruptedRunError(Exception):
     """The run was told to stop; run again to resume: exit 75."""
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specextend.cluster.exits import WorkersFailError
+
 MAX_FAILED_STARTS = 5
 """Constructions that fail in a row on one place, with no worker up, before the run is given up."""
 MAX_FRUITLESS_DEATHS = 50
 """Workers that die in a row without one document done between before the run is given up."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-
-
-class WorkersFailError(RuntimeError):
-    """Workers cannot be built, or none of them lives: exit 1."""
 
 
 @dataclass(slots=True)

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.roster import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MAX_FAILED_STARTS,
     MAX_FRUITLESS_DEATHS,
     Roster,
-    WorkersFailError,
 )
 
 

@@ -15,9 +15,9 @@ from specextend.cluster.exits import (
     InterruptedRunError,
     LockLostError,
     OtherRunError,
+    WorkersFailError,
 )
 from specextend.cluster.interrupt import Interrupt
-from specextend.cluster.roster import WorkersFailError
 from specextend.cluster.worker import document_seed
 from tests.cluster.fakes import LoadsLater, NeverLoads
 

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from specextend.cluster.environment import is_submitted, prepare_environment
+
+
+def prepared(**before: str) -> dict[str, str]:
+    environment = dict(before)
+    prepare_environment(environment)
+    return environment
+
+
+def test_a_ray_of_our_own_is_closed_to_others():
+    """By default Ray listens on every interface and writes a token into the home folder that binds later starts."""
+    environment = prepared()
+    assert environment["RAY_ADDRESS"] == "local"
+    assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert environment["RAY_AUTH_MODE"] == "token"
+    assert environment["RAY_AUTH_TOKEN"] != prepared()["RAY_AUTH_TOKEN"]
+
+
+def test_a_cluster_is_joined_as_it_is():
+    """Its address, network and tokens are its owner's."""
+    environment = prepared(RAY_ADDRESS="10.0.0.1:6379")
+    assert environment.keys() == {"RAY_ADDRESS", "RAY_DEDUP_LOGS", "RAY_USAGE_STATS_ENABLED"}
+
+
+def test_what_the_user_has_set_stays():
+    """Pinned by a make target, or by an administrator."""
+    mine = {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "1"}
+    environment = prepared(**mine)
+    assert mine.items() <= environment.items()
+    assert "RAY_AUTH_TOKEN" not in environment
+
+
+def test_a_submitted_job_knows_that_it_is_one():
+    """There, relative paths lead into a folder that goes away."""
+    assert is_submitted({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"})
+    assert not is_submitted({"RAY_ADDRESS": "local"})

@@ -1,0 +1,73 @@
+"""`ray_cluster.yaml`, checked offline: Ray's own check, and what that does not look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from specextend.config import RunConfig
+from tests.job.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def cluster() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def node_types(cluster: dict[str, Any]) -> dict[str, Any]:
+    return {name: kind for name, kind in cluster["available_node_types"].items() if name != cluster["head_node_type"]}
+
+
+def test_ray_accepts_the_file(cluster: dict[str, Any]):
+    """A key that Ray does not know would stop `ray up`, or be ignored."""
+    validate_config(prepare_config(cluster))
+
+
+def test_the_image_has_the_ray_and_the_python_that_we_pin(cluster: dict[str, Any]):
+    """A driver and a cluster of different versions do not speak to each other."""
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    [pinned] = [line.removeprefix("ray==") for line in constraints if line.startswith("ray==")]
+    assert cluster["docker"]["image"].startswith(f"rayproject/ray:{pinned}-py311-")
+    assert not any("wheels" in command for command in cluster["setup_commands"]), "Ray's defaults install a nightly"
+    assert cluster["setup_commands"]
+
+
+def test_the_head_drives_and_runs_no_worker(cluster: dict[str, Any]):
+    """A worker on the head would take the driver's node down with it."""
+    head = cluster["available_node_types"][cluster["head_node_type"]]
+    assert head["resources"] == {"CPU": 0}
+    assert "GPU" not in head["resources"]
+
+
+def test_gpu_nodes_come_with_work_and_go_without(cluster: dict[str, Any], node_types: dict[str, Any]):
+    """An idle A100 node costs as much as a busy one."""
+    assert cluster["idle_timeout_minutes"] <= 15
+    assert {kind["node_config"]["InstanceType"] for kind in node_types.values()} == {"p4d.24xlarge", "p4de.24xlarge"}
+    for kind in node_types.values():
+        assert kind["min_workers"] == 0
+        assert kind["resources"] == {"CPU": 96, "GPU": 8}
+        assert kind["node_config"]["InstanceMarketOptions"]["MarketType"] == "spot"
+
+
+def test_nobody_outside_reaches_the_cluster_without_its_token(cluster: dict[str, Any]):
+    """Whoever reaches a Ray port runs code: dashboard on loopback, tokens on."""
+    for commands in (cluster["head_start_ray_commands"], cluster["worker_start_ray_commands"]):
+        [start] = [command for command in commands if "ray start" in command]
+        assert "RAY_AUTH_MODE=token" in start
+        assert "RAY_AUTH_TOKEN_PATH=" in start
+    assert "--dashboard-host=127.0.0.1" in " ".join(cluster["head_start_ray_commands"])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*a100*.yaml")), ids=lambda path: path.name)
+def test_a_worker_of_every_a100_configuration_fits_a_node(path: Path, node_types: dict[str, Any]):
+    """Resources that no node type has are waited for without end."""
+    config = RunConfig.load(path, ["input.path=s3://bucket/in", "output.path=s3://bucket/out"])
+    for kind in node_types.values():
+        fitting = kind["resources"]["GPU"] // config.job.gpus_per_worker
+        assert fitting >= 1
+        assert fitting * config.job.cpus_per_worker <= kind["resources"]["CPU"]
