@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -78,8 +78,7 @@ def tiny_tokenizer(vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     vocabulary = {f"t{token_id}": token_id for token_id in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token=f"t{EOS_TOKEN_ID}")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{EOS_TOKEN_ID}")
 
 
 def tiny_model(family: Family, seed: int, vocab_size: int = VOCABULARY) -> Any:

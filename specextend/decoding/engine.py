@@ -77,6 +77,11 @@ class _Queue:
         """The request that was peeked at runs."""
         self._waiting = None
 
+    def drop(self, names: set[str]) -> None:
+        """Forget the waiting request if it is one of these."""
+        if self._waiting is not None and self._waiting.request_id in names:
+            self._waiting = None
+
 
 class Engine:
     """Decodes requests. Between two calls of `generate` nothing is kept but weights and buffers."""
@@ -144,10 +149,12 @@ class Engine:
         try:
             while True:
                 self._admit(queue, on_error)
-                self._drop_cancelled()
+                self._drop_cancelled(queue)
                 if self._active:
                     self._guard(list(self._active.values()), self._step, on_error)
-                    yield from self._finished()
+                    for completion in self._finished():
+                        yield completion
+                        self._watch.restart()  # the caller's time is nobody's
                 elif queue.exhausted:
                     return
         finally:
@@ -212,9 +219,10 @@ class Engine:
             self._leave(sequence)
         return [sequence.completion() for sequence in done]
 
-    def _drop_cancelled(self) -> None:
+    def _drop_cancelled(self, queue: _Queue) -> None:
         with self._lock:
             dropped = [self._active[name] for name in self._cancelled if name in self._active]
+            queue.drop(self._cancelled)
             self._cancelled.clear()
         for sequence in dropped:
             self._leave(sequence)
