@@ -1,0 +1,181 @@
+"""Counts and seconds of a row add up, and the draft sees what its policy says."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from specextend.decoding.engine import Engine
+from specextend.stats import DecodingStats
+from tests.tiny_models import FAMILIES, Pair, random_prompt, request, tiny_engine, tiny_model, write_model, write_pair
+
+NEW = 30
+DEPTH = 4
+SHARES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s")
+LENGTHS = (200, 90, 41, 15, 300)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+
+
+def stats_of(engine: Engine, lengths=LENGTHS, max_new_tokens: int = NEW) -> list[DecodingStats]:
+    requests = [request(str(length), random_prompt(length), max_new_tokens) for length in lengths]
+    return [completion.stats for completion in engine.generate(requests)]
+
+
+def busy(stats: DecodingStats) -> float:
+    return sum(getattr(stats, name) for name in SHARES)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("draft", ["same", "good", "bad", "eagle"])
+def test_counts_add_up(draft, batch, pair):
+    """The identities of the data contract; steps are counted before the cut at a stop."""
+    for stats in stats_of(tiny_engine(pair, draft, decoding__max_batch_size=batch)):
+        histogram = stats.acceptance_histogram
+        assert len(histogram) == DEPTH + 1
+        assert sum(histogram) == stats.num_spec_steps
+        assert sum(accepted * steps for accepted, steps in enumerate(histogram)) == stats.num_accepted_tokens
+        assert stats.num_plain_steps == 0
+        assert stats.num_draft_tokens <= 8 * stats.num_spec_steps
+        decided = 1 + stats.num_plain_steps + stats.num_spec_steps + stats.num_accepted_tokens
+        assert 0 <= decided - stats.num_output_tokens < DEPTH + 1
+        assert stats.mean_acceptance_length == 1 + stats.num_accepted_tokens / stats.num_spec_steps
+        assert stats.draft_acceptance_rate == stats.num_accepted_tokens / stats.num_draft_tokens
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory):
+    """A target that is sure of itself, so that its first choices are the likeliest path of any tree."""
+    model = tiny_model(FAMILIES["llama"], seed=0)
+    with torch.no_grad():
+        model.lm_head.weight *= 20
+    target = write_model(model, tmp_path_factory.mktemp("sharp"))
+    return Pair(target, {"same": target})
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_perfect_draft_is_accepted_whole(batch, sharp):
+    """The target as its own draft under `full`, with a window that holds the prompt: every step yields depth + 1."""
+    settings = {"cache__policy": "full", "cache__draft_prefill_window": 512, "decoding__max_batch_size": batch}
+    for stats in stats_of(tiny_engine(sharp, "same", tree__threshold=0.0, tree__nodes=16, **settings)):
+        assert stats.acceptance_histogram == [0, 0, 0, 0, stats.num_spec_steps]
+        assert stats.mean_acceptance_length == DEPTH + 1
+
+
+def test_plain_steps_are_counted_as_such(pair):
+    """No tree, no histogram, no acceptance: those columns are null."""
+    for stats in stats_of(tiny_engine(pair, decoding__mode="autoregressive")):
+        assert stats.num_plain_steps == stats.num_output_tokens - 1
+        assert (stats.num_spec_steps, stats.acceptance_histogram, stats.num_retrievals) == (0, [], 0)
+        assert stats.mean_acceptance_length is None
+        assert stats.draft_acceptance_rate is None
+        assert stats.retrieval_coverage is None
+        assert (stats.draft_s, stats.draft_prefill_s, stats.retrieval_s) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["autoregressive", "tree", "specextend"])
+def test_seconds_add_up_to_the_wall_clock_at_batch_1(mode, pair):
+    """Every second between prefill and last token is charged to a phase: within 1%."""
+    for stats in stats_of(tiny_engine(pair, decoding__mode=mode)):
+        assert busy(stats) == pytest.approx(stats.total_s, rel=0.01)
+        assert stats.total_s == stats.ttft_s + stats.decode_s
+        assert stats.ttft_s >= stats.prefill_s > 0
+
+
+def test_seconds_of_a_batch_add_up_to_the_engines_time(pair):
+    """A batched step is divided among its sequences, so rows sum to busy time and not to three times as much."""
+    engine = tiny_engine(pair, decoding__max_batch_size=3)
+    stats_of(engine, max_new_tokens=3)  # first-time costs
+    begin = time.perf_counter()
+    stats = stats_of(engine)
+    elapsed = time.perf_counter() - begin
+    assert 0.9 * elapsed <= sum(map(busy, stats)) <= elapsed
+    assert sum(each.total_s for each in stats) > 1.5 * elapsed, "wall clocks overlap"
+
+
+def test_the_callers_time_is_charged_to_nobody(pair):
+    """One completion is handled slowly while two sequences wait: that is no decoding time of theirs."""
+    engine = tiny_engine(pair, decoding__max_batch_size=3)
+    completions = engine.generate(request(str(n), random_prompt(n), n) for n in (10, 60, 61))
+    next(completions)
+    pause = time.perf_counter() + 0.5
+    while time.perf_counter() < pause:
+        pass
+    for completion in completions:
+        assert completion.stats.other_s < 0.25
+        assert completion.stats.decode_s > 0.5, "the wall clock went on"
+
+
+def test_the_step_counter_grows_with_every_chunk_and_every_step(pair):
+    """A stall guard that saw no progress in a long prefill would kill a healthy worker."""
+    engine = tiny_engine(pair)
+    [stats] = stats_of(engine, lengths=(1100,))
+    assert engine.num_steps == 3 + stats.num_spec_steps
+
+
+def test_progress_tells_of_running_requests_alone(pair):
+    engine = tiny_engine(pair, decoding__max_batch_size=2)
+    seen = []
+
+    def source():
+        yield request("a", random_prompt(30), NEW)
+        while engine.num_active:
+            seen.append(engine.progress())
+            yield None
+
+    [completion] = engine.generate(source())
+    assert all(set(each) == {"a"} for each in seen)
+    tokens = [each["a"] for each in seen]
+    assert tokens == sorted(tokens)
+    assert tokens[0] == 1
+    assert tokens[-1] <= completion.stats.num_output_tokens
+    assert engine.progress() == {}
+
+
+def trees_and_stats(engine: Engine) -> tuple[list, list[DecodingStats]]:
+    """Every proposed tree (token ids, parents), and the rows' statistics."""
+    trees, propose = [], engine._drafter.propose
+
+    def recording(rows):
+        proposed = propose(rows)
+        trees.extend((tree.token_ids.tolist(), tree.parents.tolist()) for tree in proposed)
+        return proposed
+
+    engine._drafter.propose = recording
+    return trees, stats_of(engine)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "retrieval"])
+@pytest.mark.parametrize("draft", ["good", "bad", "eagle"])
+def test_a_budget_that_holds_everything_gives_the_drafts_of_full(draft, policy, pair):
+    """Cache policies differ in what they show, and in nothing else: same trees, same acceptance."""
+    full_trees, full = trees_and_stats(tiny_engine(pair, draft, cache__policy="full"))
+    engine = tiny_engine(pair, draft, cache__policy=policy, cache__top_k_chunks=64)
+    trees, stats = trees_and_stats(engine)
+    assert trees == full_trees
+    assert [each.acceptance_histogram for each in stats] == [each.acceptance_histogram for each in full]
+    if policy == "retrieval":
+        assert all(each.retrieval_coverage == pytest.approx(1.0, abs=1e-5) for each in stats)
+
+
+@pytest.mark.parametrize("draft", ["good", "eagle"])
+def test_a_small_budget_gives_other_drafts(draft, pair):
+    """Else the equality above would not mean anything."""
+    full_trees, _ = trees_and_stats(tiny_engine(pair, draft, cache__policy="full"))
+    trees, stats = trees_and_stats(tiny_engine(pair, draft, cache__policy="retrieval"))
+    assert trees != full_trees
+    assert min(each.retrieval_coverage for each in stats) < 0.9
+
+
+@pytest.mark.parametrize(("refresh", "expected"), [("once", {1}), ("every", {2, 3, 4, 5, 6, 7, 8, 9, 10, 11})])
+def test_retrievals_follow_their_schedule(refresh, expected, pair):
+    """The one from prefill is counted; then one every 3 steps, the step that ends a sequence excepted."""
+    for stats in stats_of(tiny_engine(pair, "bad", cache__refresh=refresh)):
+        assert stats.num_retrievals in expected
+        if refresh == "every":
+            assert stats.num_retrievals == 1 + (stats.num_spec_steps - 1) // 3
