@@ -8,13 +8,14 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
 from specextend.cluster.exits import LockHeldError, RefusedError
-from specextend.config import JobOptions
+
+if TYPE_CHECKING:  # not at run time: the actor of a claim must not load torch
+    from specextend.config import JobOptions
 
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
 """Of a Ray that we start for ourselves: nothing large goes through it."""
@@ -37,6 +38,8 @@ def check_resources(job: JobOptions) -> None:
     """Raise RefusedError where a Ray of our own could not place even one worker: it would wait for ever."""
     if not is_local():
         return
+    import torch
+
     there = {"cpus_per_worker": num_cores(), "gpus_per_worker": torch.cuda.device_count()}
     for key, count in there.items():
         if getattr(job, key) > count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -69,6 +71,35 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         process.communicate(timeout=LONGEST_S)
+
+
+@pytest.fixture(scope="session")
+def script() -> ModuleType:
+    """The job as a module of this process: what decodes nothing needs none of its own."""
+    spec = importlib.util.spec_from_file_location("summarize", ROOT / "jobs" / "summarize.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def call(script: ModuleType, capsys, monkeypatch) -> Iterator[Callable[..., Ended]]:
+    """Call the job's main with arguments. It must not get as far as to start a Ray."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr("ray.init", None)
+
+    def call(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["summarize.py", *arguments])
+        try:
+            code = script.main(script.parse())
+        except SystemExit as error:
+            code = error.code
+        captured = capsys.readouterr()
+        return Ended(code, captured.out, captured.err)
+
+    yield call
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:

@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from specextend.core import DocumentKey
+from specextend.data.documents import open_source
+from specextend.data.fingerprint import build_manifest, write_manifest
+from specextend.data.inputs import InputOptions
+from specextend.data.parts import PartWriter
+from specextend.data.schema import error_row
+from specextend.data.storage import resolve
 from tests.job.conftest import CONFIG, ROOT, Ended, write_corpus
 
 MODELS = ROOT / ".models" / "tiny-random"
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    """The job as a module of this process: a refusal needs none of its own, and starts no Ray."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    spec = importlib.util.spec_from_file_location("summarize", ROOT / "jobs" / "summarize.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
-def call(script: ModuleType, capsys, monkeypatch) -> Callable[..., Ended]:
-    """Call the job's main with arguments."""
-
-    def call(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["summarize.py", *arguments])
-        try:
-            code = script.main(script.parse())
-        except SystemExit as error:
-            code = error.code
-        captured = capsys.readouterr()
-        return Ended(code, captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture
@@ -183,6 +157,22 @@ def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: P
     assert "4 of 4 rows to do" in ended.stdout
     assert "time: not measured" in ended.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_the_status_of_a_run_is_read_from_its_folder(call, corpus: Path, tmp_path: Path):
+    """On any machine, while it runs and after: rows, who drives it, every start."""
+    output = tmp_path / "out"
+    source = open_source(InputOptions(path=str(corpus)))
+    write_manifest(resolve(str(output)), build_manifest(source, {"input": {"path": str(corpus)}}, {}))
+    failed = {"error_class": "NullText", "message": "", "stage": "read", "retryable": False, "attempts": 1}
+    PartWriter(resolve(str(output)), "00000001").commit([error_row(DocumentKey(0, 1), "b", **failed)])
+    ended = call("--status", str(output))
+    assert ended.code == 0
+    assert "stopped, run again to resume: 0 of 2 rows done, 1 failed, 1 left" in ended.stdout
+    holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
+    (output / "_run" / "lock").write_text(json.dumps(holder))
+    assert "running: 0 of 2 rows done" in (said := call("--status", str(output)).stdout)
+    assert "driver: run feedbeef (process 1 on another-host), last heartbeat 0 s ago" in said
 
 
 def test_the_status_of_no_run_is_refused(call, tmp_path: Path):

@@ -14,7 +14,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from tests.job.conftest import LONGEST_S, ROOT, Ended, parts, rows, summarize, wait_for, write_corpus
+from tests.job.conftest import CONFIG, LONGEST_S, ROOT, Ended, parts, rows, summarize, wait_for, write_corpus
 
 TEXT = "The committee met and talked about the weather. "
 
@@ -70,27 +70,28 @@ def test_a_run_says_what_it_did(demo: tuple[Ended, Path]):
     assert f"Summary of {rows(output / 'summaries')[0]['doc_id']}:" in ended.stdout
 
 
-def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path]):
+def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path], call):
     """Run again by a scheduler that retries: no model, no Ray, no file touched."""
     _, output = demo
     before = {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()}
-    ended = summarize("--output", str(output), "--set", "input.passthrough=[length_bucket]")
+    ended = call("--config", str(CONFIG), "--output", str(output), "--set", "input.passthrough=[length_bucket]")
     assert ended.code == 0
     assert "complete already" in ended.stderr
     assert {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()} == before
 
 
-def test_a_folder_of_another_run_is_refused_with_the_difference(demo: tuple[Ended, Path]):
+def test_a_folder_of_another_run_is_refused_with_the_difference(demo: tuple[Ended, Path], call):
     """Another tree is another run, more workers are not."""
     _, output = demo
-    ended = summarize("--output", str(output), "--set", "tree.nodes=5", "--set", "job.workers=2")
+    settings = ["--set", "tree.nodes=5", "--set", "job.workers=2"]
+    ended = call("--config", str(CONFIG), "--output", str(output), *settings)
     assert ended.code == 5
     assert "tree.nodes: 8 there, 5 here" in ended.stderr
     assert "input.passthrough" in ended.stderr
     assert "workers" not in ended.stderr
 
 
-def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path):
+def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path, call):
     """Exit 3: finished, but look at errors/."""
     corpus = write_corpus(
         tmp_path / "in" / "a.parquet", [TEXT * 3, None, "   ", TEXT * 2000], length=[4, 4, 4, 4], doc=[3, 1, 4, 1_5]
@@ -110,7 +111,7 @@ def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path):
     assert all(row["attempts"] == 1 and not row["retryable"] for row in errors.values())
     assert errors["15"]["stage"] == "prompt"
     assert not (tmp_path / "out" / "_SUCCESS").exists()
-    allowed = summarize(*arguments, "--set", "job.max_error_fraction=0.75")
+    allowed = call("--config", str(CONFIG), *arguments, "--set", "job.max_error_fraction=0.75")
     assert allowed.code == 0, allowed.stderr
     assert json.loads((tmp_path / "out" / "_SUCCESS").read_text()) == {"rows": 4, "done": 1, "errors": 3}
 
@@ -146,7 +147,7 @@ def listening(process: psutil.Process) -> set[str]:
     return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
-def test_a_stopped_run_is_resumed_and_ends_as_if_it_had_not_been_stopped(tmp_path: Path, start, undisturbed):
+def test_a_stopped_run_is_resumed_and_ends_as_if_it_had_not_been_stopped(tmp_path: Path, start, call, undisturbed):
     """SIGTERM, exit 75 within the grace, finished rows kept; the resumed summaries equal an undisturbed run's."""
     arguments, output = long_corpus(tmp_path), tmp_path / "out"
     process = start(*arguments, "--output", str(output))
@@ -154,7 +155,7 @@ def test_a_stopped_run_is_resumed_and_ends_as_if_it_had_not_been_stopped(tmp_pat
     assert listening(psutil.Process(process.pid)) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     holder = json.loads((output / "_run" / "lock").read_text())
     assert holder["pid"] == process.pid
-    assert summarize(*arguments, "--output", str(output)).code == 4
+    assert call("--config", str(CONFIG), *arguments, "--output", str(output)).code == 4
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONGEST_S) == 75
