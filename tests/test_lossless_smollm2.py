@@ -1,0 +1,169 @@
+"""The default pair on real reports, in fp32: greedy output is what transformers' `generate` gives."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from specextend import Completion, Request, RunConfig, load_engine
+from specextend.data.prompts import Prompts
+from specextend.drafters.eagle_config import WEIGHTS_FILE
+from specextend.models import load_tokenizer
+from tests.reference_outputs import Reference, Ties, generate
+
+ROOT = Path(__file__).parent.parent
+TARGET = ROOT / ".models/SmolLM2-135M-Instruct"
+HEAD = ROOT / "models/smollm2-135m-eagle"
+SHORT = (440, 470, 900)
+LONG = (470, 1800, 3750)
+CASES = [
+    *((policy, "sdpa", batch, "trained") for policy in ("full", "streaming", "retrieval") for batch in (1, 3)),
+    ("full", "reference", 3, "trained"),
+    ("streaming", "reference", 1, "trained"),
+    ("retrieval", "reference", 3, "trained"),
+    ("retrieval", "sdpa", 3, "random"),
+    ("full", "sdpa", 1, "random"),
+    ("tree", "sdpa", 1, "trained"),
+    ("tree", "reference", 3, "trained"),
+    ("autoregressive", "reference", 1, "trained"),
+    ("autoregressive", "sdpa", 3, "trained"),
+]
+
+pytestmark = pytest.mark.skipif(not TARGET.is_dir(), reason="needs the default target: make models")
+
+
+def config_of(*changes: str, dtype: str = "float32") -> RunConfig:
+    """The shipped configuration. Eight chunks of 32: a document of 440 tokens does not fit the draft's view."""
+    return RunConfig.load(
+        ROOT / "configs/smollm2.yaml",
+        [
+            f"input.path={ROOT / 'examples/govreport.parquet'}",
+            f"target.model={TARGET}",
+            f"target.dtype={dtype}",
+            "target.device=cpu",
+            f"draft.model={HEAD}",
+            "cache.top_k_chunks=8",
+            "cache.recent=64",
+            "cache.refresh_every=4",
+            *changes,
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> dict[int, list[int]]:
+    """Wanted length -> the rendered prompt of the shipped report that comes closest to it."""
+    config = config_of()
+    render = Prompts(load_tokenizer(str(TARGET)), config.prompt, 8000)
+    texts = pq.read_table(ROOT / "examples/govreport.parquet", columns=["text"])["text"].to_pylist()
+    rendered = [render.render(text, 64).token_ids for text in texts if len(text) < 30_000]
+    return {length: min(rendered, key=lambda ids: abs(len(ids) - length)) for length in {*SHORT, *LONG}}
+
+
+@pytest.fixture(scope="module")
+def references(prompts):
+    """(wanted length, new tokens) -> transformers' output, each made once."""
+    load = cache(lambda: AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval())
+
+    @cache
+    def outputs(length: int, max_new_tokens: int) -> Reference:
+        return generate(load(), prompts[length], max_new_tokens)
+
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def ties(request):
+    ties = Ties()
+    yield ties
+    request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> dict[str, Path]:
+    """The shipped head, and one of the same shape that was never trained."""
+    folder = tmp_path_factory.mktemp("heads") / "random"
+    folder.mkdir()
+    shutil.copy(HEAD / "config.json", folder)
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(HEAD / WEIGHTS_FILE)
+    for weight in weights.values():
+        if weight.dim() == 2:
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
+    save_file(weights, folder / WEIGHTS_FILE)
+    return {"trained": HEAD, "random": folder}
+
+
+def complete(prompts, lengths, max_new_tokens: int, *changes: str) -> list[Completion]:
+    engine = load_engine(config_of(*changes))
+    requests = [
+        Request(request_id=str(length), prompt_token_ids=prompts[length], max_new_tokens=max_new_tokens)
+        for length in lengths
+    ]
+    return list(engine.generate(requests))
+
+
+def test_short_reports_come_out_as_from_transformers(prompts, references, ties):
+    """Three documents side by side through the product's own configuration, with retrieval that hides most of them."""
+    completions = complete(prompts, SHORT, 48, "decoding.max_batch_size=3")
+    for completion in completions:
+        length = int(completion.request_id)
+        assert abs(completion.stats.num_prompt_tokens - length) < 100
+        assert completion.stats.retrieval_coverage < 0.99
+        ties.assert_equal(completion.token_ids, references(length, 48), f"{length} tokens")
+    assert sum(completion.stats.num_accepted_tokens for completion in completions) > 20, "the head is a real draft"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("mode", "backend", "batch", "head"), CASES)
+def test_reports_come_out_as_from_transformers(mode, backend, batch, head, prompts, references, ties, heads):
+    """Documents of 470 to 3,750 tokens: every policy, backend, batch and mode, with a good head and a random one."""
+    own = mode in ("tree", "autoregressive")
+    completions = complete(
+        prompts,
+        LONG,
+        64,
+        f"attention.backend={backend}",
+        f"decoding.max_batch_size={batch}",
+        f"draft.model={heads[head]}",
+        f"decoding.mode={mode}" if own else f"cache.policy={mode}",
+    )
+    assert len(completions) == len(LONG)
+    for completion in completions:
+        length = int(completion.request_id)
+        what = f"{mode}-{backend}-{batch}-{head}, {length} tokens"
+        ties.assert_equal(completion.token_ids, references(length, 64), what)
+
+
+PEAK = """
+import resource, sys
+from specextend import Request, load_engine
+from tests.test_lossless_smollm2 import config_of
+
+engine = load_engine(config_of("decoding.cache_gib=0.2", dtype="bfloat16"))
+[completion] = engine.generate([Request(request_id="a", prompt_token_ids=[1000] * 8000, max_new_tokens=2)])
+assert completion.stats.num_prompt_tokens == 8000
+sys.stdout.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+"""
+
+
+@pytest.mark.slow
+def test_a_prompt_of_8000_tokens_is_read_in_bounded_memory():
+    """Weights, caches and 1.5 GiB: a mask of 8,000 squared or logits of all rows would alone take 1.5 GiB.
+
+    The peak of a whole process is measured, libraries included.
+    """
+    weights = sum(file.stat().st_size for file in (TARGET / "model.safetensors", HEAD / WEIGHTS_FILE))
+    kv_cache = int(0.2 * 2**30) + 2 * 12_000 * 2 * 3 * 64 * 2  # the head's two caches of one layer
+    run = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(run.stdout) < weights + kv_cache + 1.5 * 2**30
