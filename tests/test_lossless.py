@@ -20,7 +20,7 @@ AXES = {
     "backend": ("reference", "sdpa"),
     "tree": ("dense", "hybrid"),
     "batch": (1, 3),
-    "draft": ("good", "bad", "eagle"),
+    "draft": ("good", "bad", "eagle", "reduced"),
 }
 PRODUCT = list(itertools.product(*AXES.values()))
 

@@ -26,6 +26,7 @@ from transformers import (
 from specextend.config import RunConfig
 from specextend.core import Request, SamplingParams
 from specextend.decoding.engine import Engine
+from specextend.drafters.eagle_config import VOCABULARY as VOCABULARY_TENSOR
 from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig
 from specextend.loading import load_engine
 
@@ -122,9 +123,9 @@ def write_model(model: Any, folder: Path) -> str:
     return str(folder)
 
 
-def write_eagle(folder: Path, model: Any, seed: int = 0) -> str:
-    """An untrained head for `model`. It hands on the embedding it is given, which is sometimes a fair guess."""
-    torch.manual_seed(seed)
+def write_eagle(folder: Path, model: Any, draft_vocab_size: int | None = None) -> str:
+    """An untrained head for `model`, which proposes every token or some that are scattered over the vocabulary."""
+    torch.manual_seed(0)
     config = EagleConfig(
         target="tiny",
         vocab_size=model.config.vocab_size,
@@ -137,9 +138,12 @@ def write_eagle(folder: Path, model: Any, seed: int = 0) -> str:
         layer_norm_eps=1e-6,
         head_norm_eps=1e-6,
         dtype="float32",
+        draft_vocab_size=draft_vocab_size,
     )
     weights = {name: torch.randn(info.shape) * 0.2 for name, info in config.tensors().items()}
     weights |= {name: torch.ones_like(weight) for name, weight in weights.items() if weight.dim() == 1}
+    if draft_vocab_size is not None:
+        weights[VOCABULARY_TENSOR] = torch.randperm(model.config.vocab_size)[:draft_vocab_size].sort().values
     folder.mkdir()
     config.save(folder)
     save_file(weights, folder / WEIGHTS_FILE)
@@ -152,7 +156,8 @@ class Pair:
 
     target: str
     drafts: dict[str, str]
-    """`good` (the target a little perturbed), `same` (the target), `bad` (unrelated), `eagle` -> folder"""
+    """`good` (the target a little perturbed), `same` (the target), `bad` (unrelated), `eagle`, `reduced` (an EAGLE head
+    for a third of the vocabulary) -> folder"""
 
 
 def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02, vocab_size: int = VOCABULARY) -> Pair:
@@ -163,6 +168,7 @@ def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02,
         "good": write_model(perturbed(model, noise, seed + 1), folder / "good"),
         "bad": write_model(tiny_model(family, seed + 2, vocab_size), folder / "bad"),
         "eagle": write_eagle(folder / "eagle", model),
+        "reduced": write_eagle(folder / "reduced", model, vocab_size // 3),
     }
     return Pair(target, drafts | {"same": target})
 
@@ -195,7 +201,7 @@ def tiny_engine(pair: Pair, draft: str = "good", **changes: Any) -> Engine:
     """An engine on a pair in fp32. A change is `section__key=value`."""
     sections = {name: dict(values) for name, values in SECTIONS.items()}
     sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
-    sections["draft"] = {"kind": "eagle" if draft == "eagle" else "model", "model": pair.drafts[draft]}
+    sections["draft"] = {"kind": "eagle" if draft in ("eagle", "reduced") else "model", "model": pair.drafts[draft]}
     for name, value in changes.items():
         section, _, key = name.partition("__")
         sections[section][key] = value

@@ -65,14 +65,15 @@ class SlowHead:
 class Case:
     """A drafter and its twin, on one random text."""
 
-    def __init__(self, pair, length: int) -> None:
+    def __init__(self, pair, length: int, draft: str = "eagle") -> None:
         model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
         model.lm_head.weight.mul_(8)  # sure of itself, so that trees are deep
         target = CachedModel(model, reference.attend, 256)
-        config, weights = load_eagle_config(pair.drafts["eagle"]), load_file(f"{pair.drafts['eagle']}/{WEIGHTS_FILE}")
+        folder = pair.drafts[draft]
+        config, weights = load_eagle_config(folder), load_file(f"{folder}/{WEIGHTS_FILE}")
         self.network = EagleNetwork(config, weights, target, model.lm_head.weight, 4096)
         self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None)
-        self.twin = SlowHead(pair.drafts["eagle"], model.model.embed_tokens.weight, model.lm_head.weight)
+        self.twin = SlowHead(folder, model.model.embed_tokens.weight, model.lm_head.weight)
         self.token_ids = torch.tensor(random_prompt(length))
         self.hidden = torch.randn(length, 48, generator=torch.Generator().manual_seed(length))
 
@@ -174,6 +175,23 @@ def test_a_batch_of_unequal_rows_is_each_row_alone(pair):
         case.assert_tree_is_the_twins(row, list(range(length + new - 1)))
         [alone] = case.drafter.propose([row])
         assert torch.equal(together[row].token_ids, alone.token_ids)
+
+
+@torch.inference_mode()
+def test_a_reduced_head_is_the_whole_head_on_fewer_tokens(pair):
+    """Probabilities among its own tokens are the whole head's, renormalised; the tree speaks the target's ids."""
+    reduced = Case(pair, 40, draft="reduced")
+    reduced.prefill(0, 30, 16)
+    reduced.drafter.select(0, torch.arange(30))
+    reduced.absorb([0], [30], [31])
+    own = reduced.network.vocabulary
+    [tree] = reduced.drafter.propose([0])
+    assert set(tree.token_ids[1:].tolist()) <= set(own.tolist())
+    first = reduced.slow_output(list(range(30)))[own].log_softmax(-1)
+    level = tree.parents == 0
+    expected = [float(first[own == token_id]) for token_id in tree.token_ids[level]]
+    assert tree.log_probs[level].tolist() == pytest.approx(expected, abs=5e-4)
+    assert int(own[first.argmax()]) in tree.token_ids[level].tolist()
 
 
 @torch.inference_mode()
