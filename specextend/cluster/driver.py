@@ -11,7 +11,7 @@ from specextend.cluster.attempts import Attempt
 from specextend.cluster.exits import InterruptedRunError
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.lock import OutputLock
-from specextend.cluster.messages import Done, Failed
+from specextend.cluster.messages import Done, Failed, Outcome, Suspected
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
 from specextend.cluster.progress import Display, Ledger
 from specextend.cluster.roster import Roster
@@ -147,12 +147,17 @@ class Driver:
             case Died():
                 self._died(event, now)
 
-    def _returned(self, worker: str, lease: Lease, outcome: Done | Failed, now: float) -> None:
+    def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
         """An outcome counts only while its lease is in force."""
-        if not self.scheduler.finish(lease.lease_id):
+        if self.scheduler.lease(lease.lease_id) is None:
             self.scheduler.closed(worker)
             return
         self.roster.document_done()
+        if isinstance(outcome, Suspected):
+            self.display.note(f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}")
+            self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), now)
+            return
+        self.scheduler.finish(lease.lease_id)
         if isinstance(outcome, Done):
             self.ledger.finish(lease.key, outcome.stats)
             self.committer.add(outcome.row, now)
@@ -171,7 +176,7 @@ class Driver:
             given_up = self.scheduler.lose(event.worker, f"the node was lost: {event.reason}")
         else:
             message = f"the worker died: {event.reason}"
-            given_up = self.scheduler.leave(event.worker, "WorkerDied", message, event.started)
+            given_up = self.scheduler.leave(event.worker, "WorkerDied", message)
         self._give_up(given_up, now)
         self.ledger.running(event.worker, [])
 

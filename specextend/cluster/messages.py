@@ -30,17 +30,19 @@ class Failed:
     """Whether another machine or another day may help."""
 
 
-Outcome = Done | Failed
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """A batch failed in which the document was: it may be to blame, or a neighbour. Alone there is no doubt."""
+
+    error_class: str
+    message: str
+
+
+Outcome = Done | Failed | Suspected
 
 
 class EngineBrokenError(RuntimeError):
-    """The engine raised outside any one request: the worker must be replaced."""
-
-    def __init__(self, reason: str, started: tuple[str, ...]) -> None:
-        super().__init__(reason, started)
-        self.reason = reason
-        self.started = started
-        """Leases that were in the engine."""
+    """The engine raised outside any step of requests: the worker must be replaced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,6 @@ class Died:
     reason: str
     with_node: bool
     """Its node is down or out of reach: no document is to blame."""
-    started: tuple[str, ...] = ()
-    """Leases that it named, dying, as begun."""
 
 
 Event = Ready | StartFailed | Returned | CallLost | Polled | Dying | Died
@@ -105,7 +103,10 @@ class _Actor:
     is_polling: bool = False
     dying_since: float | None = None
     reason: str = ""
-    started: tuple[str, ...] = ()
+    has_spoken: bool = False
+    """Whether it said itself that it is beyond use."""
+    is_out_of_reach: bool = False
+    """Whether all that is known is that it does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +185,12 @@ class Pool:
                 self._calls[actor.handle.progress.remote()] = _Call(worker, "poll")
 
     def _answer(self, reference: Any) -> list[Event]:
-        call = self._calls.pop(reference)
+        call = self._calls.pop(reference, None)
+        if call is None:  # forgotten with its worker, by an answer of the same turn
+            return []
+        actor = self._actors[call.worker]
         if call.lease is not None:
             self._runs.pop(call.lease.lease_id, None)
-        if (actor := self._actors.get(call.worker)) is None:
-            return []
         try:
             value = ray.get(reference)
         except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
@@ -208,19 +210,21 @@ class Pool:
         if call.kind == "ready":
             self._forget(call.worker)
             return [StartFailed(call.worker, _last_line(error))]
-        if isinstance(error, ActorUnavailableError):
-            self._forget(call.worker)
-            reason = "it is out of reach"
-            return [Dying(call.worker, reason), Died(call.worker, reason, with_node=True)]
-        return self._dies(call.worker, actor, "its process ended")
+        if not isinstance(error, ActorUnavailableError):
+            actor.is_out_of_reach = False
+            return self._dies(call.worker, actor, "its process ended")
+        if actor.dying_since is None:
+            actor.is_out_of_reach = True
+            self._calls[actor.handle.progress.remote()] = _Call(call.worker, "poll")  # tells a dead one from a far one
+        return self._dies(call.worker, actor, "it is out of reach")
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind == "ready":
             self._forget(call.worker)
             return [StartFailed(call.worker, _last_line(error))]
-        if isinstance(error, RayTaskError) and isinstance(cause := error.cause, EngineBrokenError):
-            actor.started = cause.started
-            return self._dies(call.worker, actor, cause.reason)
+        if isinstance(error, RayTaskError) and isinstance(error.cause, EngineBrokenError):
+            actor.has_spoken = True
+            return self._dies(call.worker, actor, first_line(error.cause))
         if call.kind == "poll":
             actor.is_polling = False
             return []
@@ -247,14 +251,15 @@ class Pool:
             node_died = actor.info.node_id not in alive
             if node_died or self._is_certain(actor):
                 self._forget(name)
-                events.append(Died(name, actor.reason, node_died, actor.started))
+                events.append(Died(name, actor.reason, node_died or actor.is_out_of_reach))
         return events
 
     def _is_certain(self, actor: _Actor) -> bool:
-        """Whether it died by itself: it says so, its node is ours, or its node would be known to be down by now."""
+        """Whether no more will be known: it said so itself, its node is ours, or a dead node would be known by now."""
         assert actor.info is not None
         assert actor.dying_since is not None
-        if actor.started or actor.info.node_id == ray.get_runtime_context().get_node_id():
+        is_here = actor.info.node_id == ray.get_runtime_context().get_node_id()
+        if actor.has_spoken or (is_here and not actor.is_out_of_reach):
             return True
         return self.clock() - actor.dying_since >= self.verdict_s
 

@@ -7,7 +7,7 @@ are seconds of any monotonic clock that the caller passes in.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from specextend.core import DocumentKey
@@ -195,11 +195,15 @@ class Scheduler:
     def expire(self, lease_id: str, message: str) -> list[GivenUp]:
         """Take an overdue lease back and charge its document. Call `closed` when the worker has let go of it."""
         worker = self._workers[self._held[lease_id].worker]
-        held = self._release(lease_id)
-        assert held is not None
         worker.num_closing += 1
         worker.expired_at_step = worker.num_steps
-        return self._charge(held.item, "DeadlineExceeded", message)
+        return self.blame(lease_id, "DeadlineExceeded", message)
+
+    def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
+        """Its attempt failed, and perhaps by its fault: charge the document of a lease in force."""
+        held = self._release(lease_id)
+        assert held is not None
+        return self._charge(held.item, error_class, message)
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
         """The call was lost for no fault of the document: it waits again, as if its node had died."""
@@ -220,8 +224,8 @@ class Scheduler:
             if worker.takes_leases and not worker.is_empty and now - worker.moved_at > self._limits.stall_s
         ]
 
-    def leave(self, worker: str, error_class: str, message: str, started: Collection[str] = ()) -> list[GivenUp]:
-        """A worker died: charge what it had started (`started`: by its last words), free the rest.
+    def leave(self, worker: str, error_class: str, message: str) -> list[GivenUp]:
+        """A worker died: charge what it had started, free the rest.
 
         A document that ran alone is charged even when the worker died before it could say that it had started,
         unless the worker made no step since it was told to drop another one: then that one may be what hangs.
@@ -230,7 +234,7 @@ class Scheduler:
         certain = state.alone and state.expired_at_step != state.num_steps
         given_up = []
         for held in state.leases.values():
-            if held.started_at is not None or held.lease.lease_id in started or certain:
+            if held.started_at is not None or certain:
                 given_up += self._charge(held.item, error_class, message)
             else:
                 self._expose(held.item)

@@ -18,7 +18,16 @@ from typing import Any, Protocol
 import ray
 import torch
 
-from specextend.cluster.messages import Done, EngineBrokenError, Failed, WorkerInfo, WorkerReport, first_line
+from specextend.cluster.messages import (
+    Done,
+    EngineBrokenError,
+    Failed,
+    Outcome,
+    Suspected,
+    WorkerInfo,
+    WorkerReport,
+    first_line,
+)
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, SamplingParams
 from specextend.data.documents import DocumentError, Row, Source
@@ -113,7 +122,8 @@ class Worker:
         self._inbox = Inbox()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[str, asyncio.Future[Completion | Failed]] = {}
+        self._waiting: dict[str, asyncio.Future[Completion | Failed | Suspected]] = {}
+        self._handed_out: dict[str, Request] = {}  # to the engine, and not settled; the engine thread's own
         self._broken: EngineBrokenError | None = None
         self._name = f"{os.uname().nodename}:{os.getpid()}"
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
@@ -124,7 +134,7 @@ class Worker:
         context = ray.get_runtime_context()
         return WorkerInfo(context.get_node_id(), os.uname().nodename, os.getpid(), device)
 
-    async def run(self, lease_id: str, key: DocumentKey, attempt: int) -> Done | Failed:
+    async def run(self, lease_id: str, key: DocumentKey, attempt: int) -> Outcome:
         """One lease: read, render, decode. A cancelled call drops its sequence between two steps.
 
         Raises EngineBrokenError when the whole engine has failed.
@@ -140,6 +150,8 @@ class Worker:
             return Failed(error.doc_id, error.error_class, error.message, error.stage, error.retryable)
         if isinstance(outcome, Failed):
             return replace(outcome, doc_id=doc_id)
+        if isinstance(outcome, Suspected):
+            return outcome
         queue_s = max(0.0, time.monotonic() - received - outcome.stats.total_s)
         result = result_row(key, doc_id, outcome, prompt, queue_s=queue_s, worker=self._name, attempts=attempt)
         return Done(result, outcome.stats)
@@ -179,11 +191,11 @@ class Worker:
             sampling=sampling,
         )
 
-    async def _decode(self, request: Request) -> Completion | Failed:
+    async def _decode(self, request: Request) -> Completion | Failed | Suspected:
         """Queue a request and wait for its outcome."""
         if self._broken is not None:
             raise self._broken
-        future: asyncio.Future[Completion | Failed] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Completion | Failed | Suspected] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self._inbox.put(request)
         try:
@@ -196,18 +208,36 @@ class Worker:
             self._waiting.pop(request.request_id, None)
 
     def _serve(self) -> None:
-        """The engine thread: one endless `generate`."""
+        """The engine thread: one endless `generate`, begun again after a batch that failed."""
         try:
-            for completion in self._engine.generate(self._requests(), self._on_error):
-                self._settle(completion.request_id, completion)
+            while True:
+                try:
+                    for completion in self._engine.generate(self._requests(), self._on_error):
+                        self._settle(completion.request_id, completion)
+                except BatchError as error:
+                    _exit_on_cuda_error(error.__cause__ or error)
+                    self._on_batch_error(error)
         except BaseException as error:
-            _exit_on_cuda_error(error.__cause__ or error)
+            _exit_on_cuda_error(error)
             self._break(error)
             raise
 
     def _requests(self) -> Iterator[Request | None]:
         while True:
-            yield self._inbox.take(block=self._engine.num_active == 0)
+            request = self._inbox.take(block=self._engine.num_active == 0)
+            if request is not None:
+                self._handed_out[request.request_id] = request
+            yield request
+
+    def _on_batch_error(self, error: BatchError) -> None:
+        """Those that were in the batch are suspected; one that the engine had only looked at waits again."""
+        cause = error.__cause__ or error
+        traceback.print_exception(cause, file=sys.stderr)
+        for name in error.request_ids:
+            self._settle(name, Suspected(type(cause).__name__, first_line(cause)))
+        for request in self._handed_out.values():
+            self._inbox.put(request)
+        self._handed_out.clear()
 
     def _on_error(self, request_id: str, error: Exception) -> None:
         """One request failed alone: its outcome is an error row, the engine goes on."""
@@ -219,20 +249,20 @@ class Worker:
             failed = Failed("", type(error).__name__, first_line(error), "decode", retryable)
         self._settle(request_id, failed)
 
-    def _settle(self, request_id: str, outcome: Completion | Failed) -> None:
+    def _settle(self, request_id: str, outcome: Completion | Failed | Suspected) -> None:
         """Hand an outcome to the call that waits for it, on the loop's thread."""
+        self._handed_out.pop(request_id, None)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._resolve, request_id, outcome)
 
-    def _resolve(self, request_id: str, outcome: Completion | Failed) -> None:
+    def _resolve(self, request_id: str, outcome: Completion | Failed | Suspected) -> None:
         future = self._waiting.get(request_id)
         if future is not None and not future.done():
             future.set_result(outcome)
 
     def _break(self, error: BaseException) -> None:
         """Every call, now and later, says that the engine is gone."""
-        started = error.request_ids if isinstance(error, BatchError) else list(self._waiting)
-        broken = EngineBrokenError(f"{type(error).__name__}: {first_line(error)}", tuple(started))
+        broken = EngineBrokenError(f"{type(error).__name__}: {first_line(error)}")
         self._broken = broken
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._fail_all, broken)

@@ -15,17 +15,20 @@ import torch
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request
+from specextend.decoding.engine import BatchError
 from specextend.models import load_tokenizer
 from specextend.stats import DecodingStats
 
 STEP_S = 0.01
-ORDERS = re.compile(r"(?<!\w)(raise|oom|break|kill|hang|crawl)(?!\w)(?::([^\s<]+))?")
+ORDERS = re.compile(r"(?<!\w)(raise|oom|break|kill|hang|crawl)(?!\w)(?:([:@])([^\s<]+))?")
 
 
 class FakeEngine:
     """Words in a document that it obeys, in its first step: `raise`, `oom`, `break`, `kill`, `hang`, `crawl`.
 
-    `<word>:<path>` obeys only while there is no file at that path, and leaves one.
+    As in the real engine, a failure in a batch cannot be told from a neighbour's; `break` ends `generate` altogether.
+
+    `<word>:<path>` obeys only while there is no file at that path, and leaves one; `<word>@<path>` while there is one.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -71,10 +74,13 @@ class FakeEngine:
             try:
                 running.obey()
             except (ValueError, torch.OutOfMemoryError) as error:
+                batch = list(self._active)
                 with self._lock:
-                    del self._active[name]
+                    self._active.clear()
+                if len(batch) > 1:
+                    raise BatchError(batch, error) from error
                 on_error(name, error)
-                continue
+                return
             running.num_tokens += not running.crawls
             if running.num_tokens >= running.request.max_new_tokens:
                 with self._lock:
@@ -91,10 +97,10 @@ class _Running:
         self.began = time.monotonic()
 
     def obey(self) -> None:
-        for order, path in ORDERS.findall(self.text):
-            if path and Path(path).exists():
+        for order, when, path in ORDERS.findall(self.text):
+            if when and Path(path).exists() == (when == ":"):
                 continue
-            if path:
+            if when:
                 Path(path).touch()
             self.do(order)
 
@@ -105,7 +111,7 @@ class _Running:
             case "oom":
                 raise torch.OutOfMemoryError("out of memory on this document")
             case "break":
-                raise RuntimeError("the batch is broken")
+                raise RuntimeError("the engine is broken")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":

@@ -135,6 +135,18 @@ def test_an_overdue_document_is_charged_and_its_neighbours_go_on():
     assert granted(plan.assign(50)) == [0]
 
 
+def test_documents_of_a_failed_batch_are_tried_again_one_by_one():
+    """Whose fault it was is known when each has been alone; the worker lives and goes on with the others."""
+    plan = scheduler([5, 4, 3])
+    plan.join("a", 0)
+    lease = ids(plan.assign(0))
+    assert plan.blame(lease[0], "ValueError", "why") == []
+    assert plan.blame(lease[1], "ValueError", "why") == []
+    assert granted(plan.assign(1)) == [], "not beside the third"
+    assert plan.finish(lease[2])
+    assert granted(plan.assign(2)) == [0]
+
+
 def test_a_worker_that_makes_no_step_is_stalled():
     """A hung kernel answers polls but never steps."""
     plan = scheduler([5, 4])

@@ -1,0 +1,32 @@
+"""A cluster of several nodes on this machine, told by lines on stdin: `add`, `kill` (the last added), end of file."""
+
+from __future__ import annotations
+
+import sys
+
+from ray.cluster_utils import Cluster
+
+
+def main() -> None:
+    head = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    say(cluster.address)
+    for line in sys.stdin:
+        if line.strip() == "add":
+            node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        else:
+            [raylet] = node.all_processes["raylet"]
+            raylet.process.kill()
+            raylet.process.wait()
+        say("done")
+    for node in cluster.list_all_nodes():
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
