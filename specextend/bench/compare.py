@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +68,20 @@ def bench_documents(config: RunConfig, options: BenchOptions) -> list[BenchDocum
     )
 
 
+def _without_own_paths(config: RunConfig) -> dict[str, Any]:
+    """The configuration; no output, and local paths relative to here, as figures are published."""
+    values = config.model_dump(mode="json", exclude={"output"})
+    for section, key in (("input", "path"), ("target", "model"), ("draft", "model")):
+        if values.get(section) and os.path.isabs(values[section][key]):
+            values[section][key] = os.path.relpath(values[section][key])
+    return values
+
+
 def describe(config: RunConfig, options: BenchOptions, documents: Sequence[BenchDocument]) -> dict[str, Any]:
     """What a reader must know to judge the figures."""
     return {
         "environment": environment(config),
-        "config": config.model_dump(mode="json"),
+        "config": _without_own_paths(config),
         "max_new_tokens": options.max_new_tokens,
         "doc_ids": [document.doc_id for document in documents],
     }

@@ -34,7 +34,7 @@ def environment(config: RunConfig) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average_1min": round(os.getloadavg()[0], 2),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
     }
 
