@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-CPUS := $(shell getconf _NPROCESSORS_ONLN)
+CPUS := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 DEMO := out/demo
 
 # Local runs stay on this machine: Ray listens on loopback alone, joins no left-over cluster, reports nothing.
@@ -11,7 +11,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ADDRESS := local
 
-.PHONY: setup models demo test test-slow test-all lint bench
+.PHONY: setup models demo test test-all lint bench
 setup: $(VENV)/.done
 models: .models/.done
 
@@ -31,12 +31,9 @@ demo: setup models
 	rm -rf $(DEMO)
 	$(PY) jobs/summarize.py --config configs/smollm2.yaml --input examples/demo --output $(DEMO) --set job.cpus_per_worker=$(CPUS)
 
-test test-slow test-all: export HF_HUB_OFFLINE := 1
+test test-all: export HF_HUB_OFFLINE := 1
 test: setup models
 	$(PY) -m pytest -m 'not slow and not gpu'
-
-test-slow: setup models
-	$(PY) -m pytest -m 'slow and not gpu'
 
 test-all: setup models
 	$(PY) -m pytest -m 'not gpu'
