@@ -58,9 +58,8 @@ def prepare(config: RunConfig) -> Prepared:
         source = open_source(config.input, config.output)
         draft = config.draft if config.decoding.mode != "autoregressive" else None
         facts = check_pair(config.target, draft)
-        depth = 0 if draft is None else config.tree.depth + 1
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
-        prompts = Prompts(tokenizer, config.prompt, facts.context_length - depth)
+        prompts = Prompts(tokenizer, config.prompt, facts.context_length - config.tree.depth - 1)
         manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft))
     except (ValueError, OSError) as error:
         raise RefusedError(first_line(error)) from error

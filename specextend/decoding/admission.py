@@ -16,8 +16,8 @@ class Admission:
     ) -> None:
         self._cache, self._drafter = cache, drafter
         self._scratch = tree.nodes + tree.depth + 2 if drafter else 1
-        self.max_tokens = context_length - (tree.depth + 1 if drafter else 0)
-        """Prompt and output tokens of one request, at most."""
+        self.max_tokens = context_length - tree.depth - 1
+        """Prompt and output tokens of one request, at most; the same in every mode, so that all see the same prompt."""
         self._num_rows = cache.rows.num_free
         self._places = list(reversed(range(max_batch_size)))
 
