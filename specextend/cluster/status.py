@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from specextend.cluster.attempts import read_attempts
+from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
 from specextend.cluster.lock import read_lock
 from specextend.data.finalize import read_success
 from specextend.data.fingerprint import read_manifest
@@ -21,7 +22,7 @@ def read_status(output: Location) -> dict[str, Any]:
     progress, holder, attempts = read_parts(output), read_lock(output), read_attempts(output)
     num_rows = sum(file["rows"] for file in manifest["identity"]["files"].values())
     return {
-        "state": _state(output, num_rows - len(progress.done) - len(progress.errors)),
+        "state": _state(output, attempts),
         "rows": num_rows,
         "done": len(progress.done),
         "errors": len(progress.errors),
@@ -47,10 +48,11 @@ def describe_status(status: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _state(output: Location, num_left: int) -> str:
+def _state(output: Location, attempts: list[dict[str, Any]]) -> str:
     holder = read_lock(output)
     if holder is not None and holder.is_alive(time.time()):
         return "running"
     if read_success(output) is not None:
         return "complete"
-    return "stopped, run again to resume" if num_left else "finished with errors"
+    is_finished = bool(attempts) and attempts[-1]["exit_code"] == EXIT_TOO_MANY_ERRORS
+    return "finished with errors" if is_finished else "stopped, run again to resume"

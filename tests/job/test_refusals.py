@@ -175,6 +175,23 @@ def test_the_status_of_a_run_is_read_from_its_folder(call, corpus: Path, tmp_pat
     assert "driver: run feedbeef (process 1 on another-host), last heartbeat 0 s ago" in said
 
 
+def test_a_run_is_finished_when_it_has_said_so_and_not_before(call, corpus: Path, tmp_path: Path):
+    """Killed between the last commit and the summaries: nothing is left to decode, and still it has to run again."""
+    output = tmp_path / "out"
+    source = open_source(InputOptions(path=str(corpus)))
+    write_manifest(resolve(str(output)), build_manifest(source, {"input": {"path": str(corpus)}}, {}))
+    failed = {"error_class": "NullText", "message": "", "stage": "read", "retryable": False, "attempts": 1}
+    rows = [error_row(DocumentKey(0, row), "b", **failed) for row in range(2)]
+    PartWriter(resolve(str(output)), "00000001").commit(rows)
+    start = {"run_id": "00000001", "begin": "2026-01-01T00:00:00+00:00", "end": None, "exit_code": None}
+    record = output / "_run" / "attempts" / "00000001.json"
+    record.parent.mkdir()
+    record.write_text(json.dumps(start))
+    assert "stopped, run again to resume: 0 of 2 rows done, 2 failed, 0 left" in call("--status", str(output)).stdout
+    record.write_text(json.dumps(start | {"end": start["begin"], "exit_code": 3}))
+    assert "finished with errors: 0 of 2 rows done, 2 failed" in call("--status", str(output)).stdout
+
+
 def test_the_status_of_no_run_is_refused(call, tmp_path: Path):
     """A mistyped folder is not a run at its beginning."""
     ended = call("--status", str(tmp_path / "nowhere"))
