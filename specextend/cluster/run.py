@@ -23,10 +23,10 @@ from specextend.cluster.scheduler import Limits, Scheduler
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
-from specextend.data.documents import Source, open_source
+from specextend.data.documents import InputError, Source, open_source
 from specextend.data.finalize import Counts, finalize, read_success, remove_success, write_success
 from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
-from specextend.data.parts import PartWriter, Progress, pending, read_parts
+from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.regroup import regroup
 from specextend.data.storage import Location, delete, resolve
@@ -127,8 +127,7 @@ class _Start:
     def run(self, retry_errors: bool) -> int:
         """Decode what is left to do, then finalize."""
         output = self.prepared.output
-        if not check_same_run(self.prepared):
-            write_manifest(output, self.prepared.manifest)
+        is_begun = check_same_run(self.prepared)
         progress = read_parts(output)
         rows = [file.num_rows for file in self.prepared.source.files]
         keys = set(pending(rows, progress, retry_errors=retry_errors))
@@ -136,9 +135,13 @@ class _Start:
         if not keys and counts is not None and self._accepts(counts):
             self.display.note(f"complete already, {_say(counts)}")
             return EXIT_DONE
+        work = self._read_through(keys) if keys else None
+        if not is_begun:
+            write_manifest(output, self.prepared.manifest)
         remove_success(output)
-        if keys:
-            self._decode(keys, progress)
+        if work is not None:
+            num_errors = len(progress.errors.keys() - keys)
+            self._decode(*work, Ledger(work[1].estimates, len(progress.done), num_errors))
         self.interrupt.check()
         return self._conclude(finalize(self.prepared.source, output))
 
@@ -155,18 +158,22 @@ class _Start:
     def _accepts(self, counts: Counts) -> bool:
         return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
 
-    def _decode(self, keys: set[DocumentKey], progress: Progress) -> None:
-        output = self.prepared.output
-        source = regroup(self.prepared.source, output)
-        plan = self._plan(source, keys)
-        with connected(), claimed(output.path):
+    def _decode(self, source: Source, plan: Plan, ledger: Ledger) -> None:
+        with connected(), claimed(self.prepared.output.path):
             self.interrupt.install()
-            num_errors = len(progress.errors.keys() - keys)
-            driver = self._driver(source, plan, Ledger(plan.estimates, len(progress.done), num_errors))
+            driver = self._driver(source, plan, ledger)
             try:
                 driver.run()
             finally:
                 driver.pool.close()
+
+    def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
+        """Where to read documents from, and what there is to do. Raises RefusedError for a file that breaks off."""
+        try:
+            source = regroup(self.prepared.source, self.prepared.output)
+            return source, self._plan(source, keys)
+        except InputError as error:
+            raise RefusedError(str(error)) from error
 
     def _plan(self, source: Source, keys: set[DocumentKey]) -> Plan:
         decoding = self.prepared.config.decoding

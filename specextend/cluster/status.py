@@ -18,6 +18,8 @@ def read_status(output: Location) -> dict[str, Any]:
     """State, rows, starts. Raises ValueError where there is no run."""
     manifest = read_manifest(output)
     if manifest is None:
+        if (holder := read_lock(output)) is not None and holder.is_alive(time.time()):
+            raise ValueError(f"{output.path} holds no run yet: {holder} is reading its input")
         raise ValueError(f"{output.path} holds no run (there is no _run/manifest.json)")
     progress, holder, attempts = read_parts(output), read_lock(output), read_attempts(output)
     num_rows = sum(file["rows"] for file in manifest["identity"]["files"].values())

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.data.inputs import InputError, InputFile, InputOptions
+from specextend.data.inputs import InputError, InputFile, InputOptions, unreadable
 from specextend.data.listing import Listing
 from specextend.data.parquet import columns_bytes, document_columns, is_text, open_parquet, plain_text
 from specextend.data.schema import SUMMARY_SCHEMA
@@ -33,8 +33,7 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
             largest = max((columns_bytes(group, document_columns(options)) for group in groups), default=0)
             files.append(InputFile(number, name, size, rows, largest, footer_sha256(location)))
         except (OSError, pa.ArrowException) as error:
-            message = " ".join(str(error).split())
-            raise InputError(f"{name} cannot be read as Parquet ({message}); repair it or take it out") from error
+            raise unreadable(name, error) from error
     _check_unique(ids, listing)
     return tuple(files), _unify(fields, options, listing)
 

@@ -23,6 +23,7 @@ from specextend.data.inputs import (
     OutputOptions,
     Row,
     ScannedRow,
+    unreadable,
 )
 from specextend.data.listing import check_apart, list_input
 from specextend.data.parquet import as_bytes, document_columns, open_parquet, plain_text, stream
@@ -88,8 +89,12 @@ class Source:
         return self.root.child(self.files[number].relative_path)
 
     def read(self, key: DocumentKey) -> Row:
-        """The row at `key`. Raises DocumentError for null, empty or undecodable text or a bad `max_new_tokens`."""
-        values = self._row(key)
+        """The row at `key`.
+
+        Raises DocumentError for null, empty or undecodable text or a bad `max_new_tokens`, OSError for a file that
+        cannot be read there.
+        """
+        values = self._row(key, document_columns(self.options))
         doc_id = self._id(key, values)
         try:
             text = decode_text(as_bytes(values[self.options.text_column]).to_pylist()[0])
@@ -101,7 +106,8 @@ class Source:
 
     def doc_id(self, key: DocumentKey) -> str:
         """The row's id alone, for an error row about a document that nobody could read."""
-        return self._id(key, None if self.options.id_column is None else self._row(key))
+        column = self.options.id_column
+        return self._id(key, None if column is None else self._row(key, [column]))
 
     def scan(self) -> Iterator[ScannedRow]:
         """Every row in key order, streaming; raises nothing for a bad row, `error_class` says it."""
@@ -121,9 +127,15 @@ class Source:
                     row += 1
 
     def batches(self, number: int, columns: list[str], *, original: bool = False) -> Iterator[pa.Table]:
-        """Columns of a file as small tables in row order; `original`: of the input itself even if there is a copy."""
-        with open_parquet(self.location(number) if original else self._read_location(number)) as parquet:
-            yield from stream(parquet, columns)
+        """Columns of a file as small tables in row order; `original`: of the input itself even if there is a copy.
+
+        Raises InputError for a file that cannot be read to its end: its footer alone was looked at so far.
+        """
+        try:
+            with open_parquet(self.location(number) if original else self._read_location(number)) as parquet:
+                yield from stream(parquet, columns)
+        except (OSError, pa.ArrowException) as error:
+            raise unreadable(self.files[number].relative_path, error) from error
 
     def _scanned(self, key: DocumentKey, num_tokens: int | None, text: bytes | None, limit: int | None) -> ScannedRow:
         by_tokens, error_class = self.options.num_tokens_column is not None, None
@@ -142,20 +154,24 @@ class Source:
     def _read_location(self, number: int) -> Location:
         return self.copies[number].location if number in self.copies else self.location(number)
 
-    def _row(self, key: DocumentKey) -> pa.Table:
-        """The row's columns that `read` needs, as a table of one row."""
+    def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
+        """Columns of a row, as a table of one row."""
         if not 0 <= key.file < len(self.files) or not 0 <= key.row < self.files[key.file].num_rows:
             raise IndexError(f"{key} is not in the input")
         group_rows = (self.copies.get(key.file) or self.files[key.file]).group_rows
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)
         with self._lock:
-            table = _cached(self._groups, (key.file, group), _CACHED_GROUPS, lambda: self._read_group(key.file, group))
+            name = (key.file, group, *columns)
+            table = _cached(self._groups, name, _CACHED_GROUPS, lambda: self._read_group(key.file, group, columns))
         return table.slice(key.row - (ends[group] - group_rows[group]), 1)
 
-    def _read_group(self, number: int, group: int) -> pa.Table:
-        parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(self._read_location(number)))
-        return parquet.read_row_group(group, columns=document_columns(self.options))
+    def _read_group(self, number: int, group: int, columns: list[str]) -> pa.Table:
+        try:
+            parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(self._read_location(number)))
+            return parquet.read_row_group(group, columns=columns)
+        except pa.ArrowException as error:
+            raise OSError(str(unreadable(self.files[number].relative_path, error))) from error
 
     def _id(self, key: DocumentKey, values: pa.Table | None) -> str:
         if values is None or self.options.id_column is None:

@@ -11,6 +11,12 @@ class InputError(ValueError):
     """The input cannot be run at all: exit 2. The message is one line and says what to do."""
 
 
+def unreadable(file: str, error: Exception) -> InputError:
+    """A file that is no Parquet, or not to its end."""
+    message = " ".join(str(error).split())
+    return InputError(f"{file} cannot be read as Parquet ({message}); repair it or take it out")
+
+
 class DocumentError(Exception):
     """One document cannot be done: a row in `errors/`, the job goes on. Pickles.
 

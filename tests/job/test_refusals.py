@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import DocumentKey
@@ -76,6 +77,26 @@ def test_a_file_that_is_no_parquet_is_named(call, tmp_path: Path):
         "--config", str(CONFIG), "--input", str(tmp_path / "broken.parquet"), "--output", str(tmp_path / "out")
     )
     refused(ended, "broken.parquet", tmp_path / "out")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(call, tmp_path: Path, arguments: list[str]):
+    """A good footer over damaged pages: found on reading the text, when the folder holds no run yet.
+
+    So the file may be repaired, which makes it another one, and the same folder used.
+    """
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", [f"{row} " * 500 for row in range(12)])
+    chunk = pq.read_metadata(corpus).row_group(1).column(0)
+    begin = chunk.dictionary_page_offset or chunk.data_page_offset
+    damaged = bytearray(corpus.read_bytes())
+    damaged[begin : begin + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
+    corpus.write_bytes(damaged)
+    settings = ["--set", "input.id_column=null", *arguments]
+    ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), *settings)
+    assert ended.code == 2, ended.stderr
+    [line] = ended.stderr.strip().splitlines()
+    assert line.startswith("error: a.parquet cannot be read as Parquet (")
+    assert not (tmp_path / "out" / "_run" / "manifest.json").exists()
 
 
 def test_an_output_inside_the_input_is_refused(call, corpus: Path):
