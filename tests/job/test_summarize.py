@@ -13,7 +13,10 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from specextend import Request, RunConfig, load_engine
+from specextend.data.prompts import Prompts
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, Ended, parts, rows, summarize, wait_for, write_corpus
 
 TEXT = "The committee met and talked about the weather. "
@@ -116,21 +119,32 @@ def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path, 
     assert json.loads((tmp_path / "out" / "_SUCCESS").read_text()) == {"rows": 4, "done": 1, "errors": 3}
 
 
+def long_texts(num_documents: int = 40) -> list[str]:
+    return [f"{number} {TEXT}" * 40 for number in range(num_documents)]
+
+
 def long_corpus(folder: Path, num_documents: int = 40) -> list[str]:
     """Arguments of a run that takes a while, and commits each row at once."""
-    texts = [f"{number} {TEXT}" * 40 for number in range(num_documents)]
-    corpus = write_corpus(folder / "in.parquet", texts)
+    corpus = write_corpus(folder / "in.parquet", long_texts(num_documents))
     arguments = ["--input", str(corpus), "--set", "input.id_column=null", "--set", "decoding.max_new_tokens=64"]
     return [*arguments, "--set", "job.commit_every_rows=1"]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The summaries of that run when nothing happens to it."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    ended = summarize(*long_corpus(folder), "--output", str(folder / "out"))
-    assert ended.code == 0, ended.stderr
-    return summaries(folder / "out")
+def undisturbed() -> list[str]:
+    """What the engine alone makes of that corpus: no Ray, nothing happens to it."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny matrices: a second thread only waits, and on a busy machine for long
+    config = RunConfig.load(CONFIG, ["decoding.max_new_tokens=64"])
+    engine = load_engine(config)
+    prompts = Prompts(engine.tokenizer, config.prompt, engine.max_prompt_tokens)
+    token_ids = [prompts.render(text, 64).token_ids for text in long_texts()]
+    requests = [
+        Request(request_id=str(row), prompt_token_ids=ids, max_new_tokens=64) for row, ids in enumerate(token_ids)
+    ]
+    texts = {completion.request_id: completion.text for completion in engine.generate(requests)}
+    torch.set_num_threads(num_threads)
+    return [texts[str(row)] for row in range(40)]
 
 
 def summaries(output: Path) -> list[str]:
