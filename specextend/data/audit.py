@@ -125,7 +125,7 @@ def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing
             (file_fields[position].type, name) for file_fields, name in zip(fields, listing.relative_paths, strict=True)
         ]
         typed = [(kind, name) for kind, name in kinds if not pa.types.is_null(kind)]
-        kind, first = (typed or kinds)[0]
+        kind, first = (typed or [(pa.string(), "")])[0]  # no values anywhere: of a type that every reader takes
         for other, name in typed:
             if other != kind:
                 raise InputError(

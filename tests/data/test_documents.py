@@ -163,6 +163,13 @@ def test_passthrough_takes_its_type_from_the_file_that_has_values(tmp_path: Path
     assert source.passthrough_fields == (pa.field("topic", pa.list_(pa.string())),)
 
 
+def test_passthrough_without_any_value_is_a_string_column(write: Write) -> None:
+    """Many readers refuse a column of type null, and a later file with values could not join it."""
+    path = write("a.parquet", {"text": ["x"], "topic": [None]})
+    source = open_source(InputOptions(path=str(path), passthrough=("topic",)))
+    assert source.passthrough_fields == (pa.field("topic", pa.string()),)
+
+
 @pytest.mark.parametrize(
     ("text", "error_class"),
     [
