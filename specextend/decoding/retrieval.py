@@ -142,4 +142,4 @@ class CachePolicy:
             stats.retrieval_churn_sum += 1 - len(self._chosen & chosen) / len(union) if union else 0.0
         self._chosen = chosen
         stats.num_retrievals += 1
-        stats.retrieval_coverage_sum += float(mass[selection.chunks].sum())
+        stats.retrieval_coverage_sum += min(1.0, float(mass[selection.chunks].sum()))  # fp32 shares may add up to more

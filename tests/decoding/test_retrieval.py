@@ -199,6 +199,13 @@ def test_coverage_and_churn_by_hand():
     assert stats.retrieval_churn == pytest.approx((2 / 3 + 0) / 2)
 
 
+def test_coverage_is_a_share_and_never_above_one():
+    """Shares in fp32 may add up to a little more."""
+    policy, stats = CachePolicy(SMALL), DecodingStats()
+    policy.select(8, mass_of(1, 1) * 1.000001, stats)
+    assert stats.retrieval_coverage == 1
+
+
 def test_where_nothing_is_left_to_choose_nothing_churns():
     """All visible chunks forced: the union is empty, and that is no change."""
     policy, stats = CachePolicy(SMALL), DecodingStats()
