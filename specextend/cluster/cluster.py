@@ -16,6 +16,7 @@ from specextend.cluster.exits import LockHeldError, RefusedError
 
 if TYPE_CHECKING:  # not at run time: the actor of a claim must not load torch
     from specextend.config import JobOptions
+    from specextend.models import TargetOptions
 
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
 """Of a Ray that we start for ourselves: nothing large goes through it."""
@@ -34,8 +35,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_resources(job: JobOptions) -> None:
-    """Raise RefusedError where a Ray of our own could not place even one worker: it would wait for ever."""
+def check_resources(target: TargetOptions, job: JobOptions) -> None:
+    """Raise RefusedError where no worker could have what it needs: a Ray of our own would wait for ever."""
+    if target.device.startswith("cuda") and not job.gpus_per_worker:
+        raise RefusedError(f"target.device {target.device} needs job.gpus_per_worker above 0")
     if not is_local():
         return
     import torch

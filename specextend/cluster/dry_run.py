@@ -8,17 +8,17 @@ from typing import Any
 from specextend.cluster.exits import RefusedError
 from specextend.cluster.plan import Plan, make_plan
 from specextend.cluster.progress import TokenEstimate
-from specextend.cluster.run import Prepared, check_same_run
+from specextend.cluster.run import Prepared, check_same_run, read_progress
 from specextend.core import DocumentKey
 from specextend.data.documents import InputError
-from specextend.data.parts import pending, read_parts
+from specextend.data.parts import pending
 from specextend.loading import GIB, rows_per_sequence
 
 
 def dry_run(prepared: Prepared, *, retry_errors: bool = False) -> dict[str, Any]:
     """The plan of a start as JSON values. Raises OtherRunError where the folder holds another run, RefusedError."""
     config, source = prepared.config, prepared.source
-    progress = read_parts(prepared.output) if check_same_run(prepared) else None
+    progress = read_progress(prepared.output) if check_same_run(prepared) else None
     rows = [file.num_rows for file in source.files]
     keys = set(pending(rows, progress, retry_errors=retry_errors)) if progress else _all_keys(rows)
     decoding = config.decoding

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from specextend.attention.hybrid import load_backend
 from specextend.cluster.attempts import Attempt, version_changes
-from specextend.cluster.cluster import check_resources, claimed, connected
+from specextend.cluster.cluster import check_resources, claimed, connected, is_local
 from specextend.cluster.driver import Committer, Driver
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunError, RefusedError, exit_code
 from specextend.cluster.interrupt import Interrupt
@@ -23,15 +24,15 @@ from specextend.cluster.scheduler import Limits, Scheduler
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
-from specextend.data.documents import InputError, Source, open_source
+from specextend.data.documents import DocumentError, InputError, Source, open_source
 from specextend.data.finalize import Counts, finalize, read_success, remove_success, write_success
 from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
-from specextend.data.parts import PartWriter, pending, read_parts
+from specextend.data.parts import PartWriter, Progress, pending, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.regroup import regroup
 from specextend.data.storage import Location, delete, resolve
 from specextend.loading import load_engine
-from specextend.models import ModelFacts, load_tokenizer
+from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes
 
 EXTRA_LEASES = 2
@@ -52,7 +53,7 @@ class Prepared:
 
 def prepare(config: RunConfig) -> Prepared:
     """Check input, models and prompt; writes nothing. Raises RefusedError."""
-    check_resources(config.job)
+    check_resources(config.target, config.job)
     try:
         output = resolve(config.output.path)
         source = open_source(config.input, config.output)
@@ -60,20 +61,43 @@ def prepare(config: RunConfig) -> Prepared:
         facts = check_pair(config.target, draft)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
         prompts = Prompts(tokenizer, config.prompt, facts.context_length - config.tree.depth - 1)
+        _check_run(config, prompts)
         manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft))
     except (ValueError, OSError) as error:
         raise RefusedError(first_line(error)) from error
     return Prepared(config, output, source, facts, prompts, manifest)
 
 
+def _check_run(config: RunConfig, prompts: Prompts) -> None:
+    """Raise ValueError for what would fail every row, or every worker of a Ray of our own."""
+    if is_local():
+        load_backend(config.attention.backend, resolve_device(config.target.device))
+    if config.input.max_new_tokens_column is None:
+        try:
+            prompts.room(config.decoding.max_new_tokens)
+        except DocumentError as error:
+            raise ValueError(f"decoding.max_new_tokens or prompt.max_prompt_tokens: {error.message}") from error
+
+
 def check_same_run(prepared: Prepared) -> bool:
     """Whether the output folder holds this run already. Raises OtherRunError where it holds another."""
-    recorded = read_manifest(prepared.output)
+    try:
+        recorded = read_manifest(prepared.output)
+    except ValueError as error:
+        raise OtherRunError(str(error)) from error
     if recorded is None:
         return False
     if lines := differences(recorded, prepared.manifest):
         raise OtherRunError(f"{prepared.output.path} belongs to another run:\n  " + "\n  ".join(lines))
     return True
+
+
+def read_progress(output: Location) -> Progress:
+    """What the parts hold. Raises RefusedError for a damaged one."""
+    try:
+        return read_parts(output)
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
 
 
 def run(
@@ -128,7 +152,7 @@ class _Start:
         """Decode what is left to do, then finalize."""
         output = self.prepared.output
         is_begun = check_same_run(self.prepared)
-        progress = read_parts(output)
+        progress = read_progress(output)
         rows = [file.num_rows for file in self.prepared.source.files]
         keys = set(pending(rows, progress, retry_errors=retry_errors))
         counts = read_success(output)

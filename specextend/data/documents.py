@@ -27,7 +27,7 @@ from specextend.data.inputs import (
 )
 from specextend.data.listing import check_apart, list_input
 from specextend.data.parquet import as_bytes, document_columns, open_parquet, plain_text, stream
-from specextend.data.storage import Location
+from specextend.data.storage import Location, check_writable, resolve
 
 __all__ = [
     "Copy",
@@ -180,15 +180,23 @@ class Source:
 
 
 def open_source(options: InputOptions, output: OutputOptions | None = None) -> Source:
-    """List and audit the input (and that `output` is apart from it); reads footers and the id column only.
+    """List and audit the input (and that `output` can be written and is apart); reads footers and the id column only.
 
     Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
     listing = list_input(options.path)
     if output is not None:
         check_apart(listing, output.path)
+        _check_writable(output.path)
     files, passthrough_fields = audit(listing, options)
     return Source(options, listing.root, files, passthrough_fields)
+
+
+def _check_writable(output: str) -> None:
+    try:
+        check_writable(resolve(output))
+    except ValueError as error:
+        raise InputError(f"output.path {output}: {error}; give another folder") from None
 
 
 def decode_text(data: bytes | None) -> str:

@@ -75,15 +75,7 @@ class Prompts:
         Raises DocumentError (`PromptTooLong`, stage `prompt`) under policy `error` and where the template alone
         does not fit. Control tokens written in the document stay text.
         """
-        policy = self.options.length_policy
-        room = self._limit(max_new_tokens) - self.num_template_tokens
-        if room < 1:
-            raise DocumentError(
-                "PromptTooLong",
-                f"the template takes {self.num_template_tokens} of {self._limit(max_new_tokens)} prompt tokens "
-                f"(max_new_tokens {max_new_tokens}), which leaves none for the document",
-                stage="prompt",
-            )
+        policy, room = self.options.length_policy, self.room(max_new_tokens)
         document_ids = self.encode_document(text)
         kept = keep(document_ids, room, policy)
         if policy == "error" and len(kept) < len(document_ids):
@@ -92,6 +84,18 @@ class Prompts:
             raise DocumentError("PromptTooLong", f"the prompt has {size} tokens, the limit is {limit}", stage="prompt")
         token_ids = self._prefix_ids + kept + self._suffix_ids
         return Prompt(token_ids, len(document_ids) - len(kept), policy)
+
+    def room(self, max_new_tokens: int) -> int:
+        """Tokens of a document that a prompt has room for. Raises DocumentError (`PromptTooLong`) for none."""
+        limit = self._limit(max_new_tokens)
+        if limit <= self.num_template_tokens:
+            raise DocumentError(
+                "PromptTooLong",
+                f"the template takes {self.num_template_tokens} tokens of the {max(0, limit)} that max_new_tokens "
+                f"{max_new_tokens} leaves for the prompt, so there is no room for a document",
+                stage="prompt",
+            )
+        return limit - self.num_template_tokens
 
     def encode_document(self, text: str) -> list[int]:
         """The document's tokens, none of which is a control token, whatever it says."""

@@ -92,6 +92,19 @@ def _file_type(location: Location) -> fs.FileType:
     return location.filesystem.get_file_info(location.path).type
 
 
+def check_writable(folder: Location) -> None:
+    """Raise ValueError, in one line, where a local folder is not there and cannot be made, or takes no files."""
+    if not folder.is_local:
+        return
+    there = folder
+    while not exists(there) and there.path != "/":
+        there = there.parent
+    if not is_folder(there):
+        raise ValueError(f"{there.path} is not a folder")
+    if not os.access(there.path, os.W_OK | os.X_OK):
+        raise ValueError(f"{there.path} cannot be written to")
+
+
 def read_bytes(location: Location) -> bytes | None:
     """The content of a file, or None where there is none."""
     try:

@@ -125,7 +125,7 @@ def test_the_smaller_of_both_limits_holds(plain_tokenizer: Any) -> None:
 @pytest.mark.parametrize("policy", ["head", "tail", "middle", "error"])
 def test_a_template_that_leaves_no_room_is_a_row_error(plain_tokenizer: Any, policy: Any) -> None:
     """It depends on the row where rows set max_new_tokens."""
-    with pytest.raises(DocumentError, match="leaves none for the document"):
+    with pytest.raises(DocumentError, match="no room for a document"):
         render(plain_tokenizer, "x", limit=20, max_new_tokens=18, length_policy=policy)
 
 

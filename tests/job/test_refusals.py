@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -52,6 +53,9 @@ def refused(ended: Ended, said: str, output: Path) -> None:
         (["prompt.instruction='{document} and {document}'"], "prompt.instruction"),
         (["target.model=/nowhere/at/all"], "/nowhere/at/all does not exist"),
         (["draft.model=/nowhere/at/all"], "/nowhere/at/all"),
+        (["decoding.max_new_tokens=100000"], "decoding.max_new_tokens or prompt.max_prompt_tokens: the template takes"),
+        (["prompt.max_prompt_tokens=3"], "tokens of the 3 that max_new_tokens 24 leaves for the prompt"),
+        (["target.device=cuda"], "needs job.gpus_per_worker above 0"),
         (["nonsense"], "--set takes key.path=value"),
     ],
 )
@@ -97,6 +101,43 @@ def test_a_file_that_breaks_off_is_refused_before_anything_is_decoded(call, tmp_
     [line] = ended.stderr.strip().splitlines()
     assert line.startswith("error: a.parquet cannot be read as Parquet (")
     assert not (tmp_path / "out" / "_run" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("output", ["in/a.parquet/out", "in/a.parquet"])
+def test_an_output_that_cannot_be_written_is_refused(call, corpus: Path, tmp_path: Path, output: str):
+    """Found before anything is loaded, also by a dry run."""
+    for arguments in ([], ["--dry-run"]):
+        where = ["--input", str(corpus), "--output", str(tmp_path / output), "--set", "input.id_column=doc"]
+        ended = call("--config", str(CONFIG), *where, *arguments)
+        assert ended.code == 2, ended.stderr
+        [line] = ended.stderr.strip().splitlines()
+        assert line.startswith(f"error: output.path {tmp_path / output}")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_a_backend_that_is_not_installed_is_refused(call, corpus: Path, tmp_path: Path):
+    """Each worker would find out for itself, five times."""
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "attention.backend=flash"]
+    refused(call("--config", str(CONFIG), *arguments, "--set", "input.id_column=doc"), "flash", tmp_path / "out")
+
+
+def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus: Path, tmp_path: Path):
+    """No writer of ours leaves such: somebody must look, and needs no traceback for it."""
+    arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
+    arguments += ["--set", "input.id_column=doc"]
+    assert call(*arguments, "--dry-run", "--json", str(tmp_path / "plan.json")).code == 0
+    manifest = tmp_path / "out" / "_run" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{")
+    ended = call(*arguments)
+    assert (ended.code, ended.stderr.count("\n")) == (5, 1)
+    assert "is not a manifest of ours" in ended.stderr
+    manifest.unlink()
+    (tmp_path / "out" / "_run" / "parts").mkdir()
+    (tmp_path / "out" / "_run" / "parts" / "part-00000001-000000.parquet").write_bytes(b"PAR1")
+    ended = call(*arguments)
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert "part-00000001-000000.parquet is damaged" in ended.stderr
 
 
 def test_an_output_inside_the_input_is_refused(call, corpus: Path):
