@@ -95,6 +95,16 @@ class RunConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _shows_the_root(self) -> Self:
+        least = self.tree.depth + 2
+        if self.cache.policy == "retrieval" and self.cache.recent < least:
+            raise ValueError(
+                f"cache.recent must be at least tree.depth + 2 = {least}, so that the draft always sees what it "
+                f"continues; got {self.cache.recent}"
+            )
+        return self
+
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = (), *, allow_relative: bool = True) -> RunConfig:
         """Read a YAML file, lay `key.path=value` overrides over it, check everything, make local paths absolute.
