@@ -18,11 +18,11 @@ from specextend.data.storage import resolve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, or 2 with one line for bad input."""
+    """Run the command; returns its exit code: 0, or 2 with one line for input or output that cannot be."""
     options = _parser().parse_args(arguments)
     try:
         count = write_documents(_documents(options), resolve(options.output), options.limit)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{count} documents in {options.output}")

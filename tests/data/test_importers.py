@@ -81,6 +81,14 @@ def test_a_bad_line_is_named_and_nothing_is_written(
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+def test_an_output_that_cannot_be_written_is_exit_2_in_one_line(tmp_path: Path) -> None:
+    """A file where a folder should be, say."""
+    (tmp_path / "in.jsonl").write_text('{"text": "fine"}\n')
+    done = prepare(tmp_path, "jsonl", "in.jsonl", "--output", "in.jsonl/out.parquet")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: ")
+
+
 def test_missing_and_empty_input_is_exit_2_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     for arguments in (("jsonl", "missing.jsonl"), ("text", "missing"), ("jsonl", "empty.jsonl")):
