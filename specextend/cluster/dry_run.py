@@ -30,6 +30,8 @@ def dry_run(prepared: Prepared, *, retry_errors: bool = False) -> dict[str, Any]
         "rows": source.num_rows,
         "rows_to_do": len(keys),
         "rows_rejected": dict(plan.rejected),
+        "rows_over_length": plan.num_over_length,
+        "length_policy": config.prompt.length_policy,
         "prompt_tokens": plan.num_prompt_tokens(),
         "output_tokens_at_most": sum(estimate.max_new_tokens for estimate in plan.estimates.values()),
         "tokens_per_byte": plan.tokens_per_byte,
@@ -45,6 +47,8 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
     lines = [
         f"{plan['rows_to_do']} of {plan['rows']} rows to do, {sum(plan['rows_rejected'].values())} of them rejected",
         *(f"  {count} x {name}" for name, count in plan["rows_rejected"].items()),
+        f"about {plan['rows_over_length']} rows over the prompt limit, which length policy {plan['length_policy']} "
+        + ("makes error rows" if plan["length_policy"] == "error" else "cuts"),
         f"about {plan['prompt_tokens']:,} prompt tokens, {plan['output_tokens_at_most']:,} output tokens at most",
         "prompt tokens: " + ", ".join(f"{name}: {count}" for name, count in plan["prompt_lengths"].items()),
     ]

@@ -36,6 +36,8 @@ class Plan:
     """None where `num_tokens_column` says it all."""
     rejected: Counter[str]
     """Rows that are known to become error rows, by error class."""
+    num_over_length: int
+    """Documents that by their estimate exceed the prompt limit, and meet the length policy."""
 
     def work(self) -> list[tuple[DocumentKey, int]]:
         """Keys with their tokens, prompt and output."""
@@ -85,8 +87,11 @@ def make_plan(
         lengths[row.key] = _Length(row.num_bytes or 0, row.num_tokens, own, row.error_class is not None)
     candidates = [key for key, length in lengths.items() if length.num_tokens is None and not length.is_rejected]
     per_byte = tokens_per_byte(source, prompts, candidates, seed, checkpoint) if candidates else None
-    estimates = {key: _estimate(length, prompts, per_byte or 0.0) for key, length in lengths.items()}
-    return Plan(estimates, per_byte, rejected)
+    estimates = {key: _estimate(length, prompts, per_byte) for key, length in lengths.items()}
+    over_length = (
+        key for key, length in lengths.items() if _uncut(length, prompts, per_byte) > _limit(length, prompts)
+    )
+    return Plan(estimates, per_byte, rejected, sum(1 for _ in over_length))
 
 
 def tokens_per_byte(
@@ -106,15 +111,27 @@ def tokens_per_byte(
     return num_tokens / num_bytes if num_bytes else DEFAULT_TOKENS_PER_BYTE
 
 
-def _estimate(length: _Length, prompts: Prompts, per_byte: float) -> TokenEstimate:
+def _estimate(length: _Length, prompts: Prompts, per_byte: float | None) -> TokenEstimate:
     """Template and document, cut where the length policy would cut; nothing for a row that will be refused."""
     if length.is_rejected:
         return TokenEstimate(0, 0)
-    document = round(length.num_bytes * per_byte) if length.num_tokens is None else length.num_tokens
+    num_tokens = min(_limit(length, prompts), _uncut(length, prompts, per_byte))
+    return TokenEstimate(max(0, num_tokens), length.max_new_tokens)
+
+
+def _uncut(length: _Length, prompts: Prompts, per_byte: float | None) -> int:
+    """Tokens of template and whole document; 0 for a row that will be refused."""
+    if length.is_rejected:
+        return 0
+    document = round(length.num_bytes * (per_byte or 0.0)) if length.num_tokens is None else length.num_tokens
+    return prompts.num_template_tokens + document
+
+
+def _limit(length: _Length, prompts: Prompts) -> int:
+    """Tokens of the prompt at most."""
     limit = prompts.limit - length.max_new_tokens
-    if prompts.options.max_prompt_tokens is not None:
-        limit = min(limit, prompts.options.max_prompt_tokens)
-    return TokenEstimate(max(0, min(limit, prompts.num_template_tokens + document)), length.max_new_tokens)
+    longest = prompts.options.max_prompt_tokens
+    return limit if longest is None else min(limit, longest)
 
 
 def _bucket(num_tokens: int) -> str:

@@ -31,7 +31,7 @@ from specextend.data.parts import PartWriter, Progress, pending, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.regroup import regroup
 from specextend.data.storage import Location, delete, resolve
-from specextend.loading import load_engine
+from specextend.loading import GIB, load_engine, rows_per_sequence
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes
 
@@ -62,6 +62,7 @@ def prepare(config: RunConfig) -> Prepared:
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
         prompts = Prompts(tokenizer, config.prompt, facts.context_length - config.tree.depth - 1)
         _check_run(config, prompts)
+        _check_cache(config, facts)
         manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft))
     except (ValueError, OSError) as error:
         raise RefusedError(first_line(error)) from error
@@ -77,6 +78,19 @@ def _check_run(config: RunConfig, prompts: Prompts) -> None:
             prompts.room(config.decoding.max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"decoding.max_new_tokens or prompt.max_prompt_tokens: {error.message}") from error
+
+
+def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
+    """Raise ValueError where the cache cannot hold one full prompt and its output."""
+    longest = facts.context_length - config.tree.depth - 1
+    if config.prompt.max_prompt_tokens is not None:
+        longest = min(longest, config.prompt.max_prompt_tokens + config.decoding.max_new_tokens)
+    needed = rows_per_sequence(config, longest) * facts.kv_bytes_per_token(config.target.dtype) / GIB
+    if config.decoding.cache_gib < needed:
+        raise ValueError(
+            f"decoding.cache_gib is {config.decoding.cache_gib:g}, but a prompt and its output may take {longest:,} "
+            f"tokens = {needed:.3f} GiB: raise it, or lower prompt.max_prompt_tokens"
+        )
 
 
 def check_same_run(prepared: Prepared) -> bool:

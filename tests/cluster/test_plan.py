@@ -80,6 +80,13 @@ def test_rows_that_will_be_refused_are_counted_and_take_no_time(tmp_path: Path, 
     assert len(plan.work()) == 3
 
 
+def test_documents_over_the_prompt_limit_are_counted(tmp_path: Path, tokenizer: Any):
+    """Under the policy `error` they are the rows that will fail, under the others those that are cut."""
+    columns = {"text": ["a", "b"], "tokens": [10, 5000]}
+    corpus = source(tmp_path, columns, num_tokens_column="tokens")
+    assert planned(corpus, tokenizer).num_over_length == 1
+
+
 def test_the_sample_is_seeded_and_small(tmp_path: Path, tokenizer: Any, monkeypatch):
     """Two starts of a run order its documents alike; a million documents are not tokenized twice."""
     monkeypatch.setattr(plan_module, "SAMPLE_SIZE", 3)
@@ -91,6 +98,6 @@ def test_documents_are_counted_by_length():
     """What a dry run shows of a corpus."""
     sizes = [1, 512, 513, 40_000]
     estimates = {DocumentKey(0, row): TokenEstimate(size, 10) for row, size in enumerate(sizes)}
-    plan = Plan(estimates, None, plan_module.Counter())
+    plan = Plan(estimates, None, plan_module.Counter(), 0)
     assert plan.buckets() == {"up to 512": 2, "513 to 1024": 1, "over 32768": 1}
     assert plan.num_prompt_tokens() == sum(sizes)

@@ -189,6 +189,15 @@ def test_more_than_the_machine_has_is_refused(call, corpus: Path, tmp_path: Path
     refused(ended, f"job.{key} is 4096 but this machine has", tmp_path / "out")
 
 
+def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus: Path, tmp_path: Path):
+    """The longest documents would be error rows in the morning; with a lower limit they are cut as configured."""
+    arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
+    arguments += ["--set", "input.id_column=doc", "--set", "decoding.cache_gib=0.002"]
+    refused(call(*arguments), "decoding.cache_gib is 0.002, but a prompt and its output may take", tmp_path / "out")
+    ended = call(*arguments, "--set", "prompt.max_prompt_tokens=500", "--dry-run")
+    assert ended.code == 0
+
+
 def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_path: Path):
     """Exit 4, and who holds it."""
     lock = tmp_path / "out" / "_run" / "lock"
@@ -213,6 +222,7 @@ def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: P
     assert (plan["rows"], plan["rows_to_do"], plan["rows_rejected"]) == (4, 4, {"NullText": 1})
     assert sum(plan["prompt_lengths"].values()) == 4
     assert plan["output_tokens_at_most"] == 3 * 24
+    assert (plan["rows_over_length"], plan["length_policy"]) == (0, "middle")
     cache = plan["cache"]
     assert cache["longest_sequences_that_fit"] == int(cache["cache_gib"] / cache["longest_sequence_gib"]) > 0
     assert plan["time"] == "not measured"
