@@ -64,6 +64,7 @@ def test_one_bad_machine_does_not_end_a_run_that_others_carry():
     for _ in range(3 * MAX_FAILED_STARTS):
         now += roster.failed(bad, "broken GPU", now)
         [bad] = roster.due(now, 9)
+    assert roster.num_ready == 1
 
 
 def test_a_start_that_works_clears_the_count():
@@ -77,6 +78,7 @@ def test_a_start_that_works_clears_the_count():
         roster.ready(worker)
         roster.document_done()
         roster.died(worker, "gone")
+    assert len(roster.due(now, 9)) == 1, "the next one may start"
 
 
 def test_workers_that_die_one_after_the_other_over_nothing_end_the_run():

@@ -25,7 +25,9 @@ def node_types(cluster: dict[str, Any]) -> dict[str, Any]:
 
 def test_ray_accepts_the_file(cluster: dict[str, Any]):
     """A key that Ray does not know would stop `ray up`, or be ignored."""
-    validate_config(prepare_config(cluster))
+    prepared = prepare_config(cluster)
+    validate_config(prepared)
+    assert set(prepared["available_node_types"]) == set(cluster["available_node_types"])
 
 
 def test_the_image_has_the_ray_and_the_python_that_we_pin(cluster: dict[str, Any]):

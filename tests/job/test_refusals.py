@@ -29,7 +29,7 @@ def corpus(tmp_path: Path) -> Path:
     )
 
 
-def refused(ended: Ended, said: str, output: Path) -> None:
+def assert_refused(ended: Ended, said: str, output: Path) -> None:
     assert ended.code == 2, ended.stderr
     [line] = ended.stderr.strip().splitlines()
     assert line.startswith("error: ")
@@ -63,7 +63,7 @@ def test_a_wrong_value_is_named(call, corpus: Path, tmp_path: Path, settings: li
     """Ten thousand documents later is too late to find a typing error."""
     arguments = [part for setting in ["input.id_column=doc", *settings] for part in ("--set", setting)]
     ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), *arguments)
-    refused(ended, said, tmp_path / "out")
+    assert_refused(ended, said, tmp_path / "out")
 
 
 @pytest.mark.parametrize("path", ["nowhere.parquet", "empty", "*.nothing"])
@@ -71,7 +71,7 @@ def test_an_input_without_files_is_named(call, tmp_path: Path, path: str):
     """A mistyped path must not become a run over nothing that succeeds."""
     (tmp_path / "empty").mkdir()
     ended = call("--config", str(CONFIG), "--input", str(tmp_path / path), "--output", str(tmp_path / "out"))
-    refused(ended, str(tmp_path / path), tmp_path / "out")
+    assert_refused(ended, str(tmp_path / path), tmp_path / "out")
 
 
 def test_a_file_that_is_no_parquet_is_named(call, tmp_path: Path):
@@ -80,7 +80,7 @@ def test_a_file_that_is_no_parquet_is_named(call, tmp_path: Path):
     ended = call(
         "--config", str(CONFIG), "--input", str(tmp_path / "broken.parquet"), "--output", str(tmp_path / "out")
     )
-    refused(ended, "broken.parquet", tmp_path / "out")
+    assert_refused(ended, "broken.parquet", tmp_path / "out")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
@@ -118,7 +118,7 @@ def test_an_output_that_cannot_be_written_is_refused(call, corpus: Path, tmp_pat
 def test_a_backend_that_is_not_installed_is_refused(call, corpus: Path, tmp_path: Path):
     """Each worker would find out for itself, five times."""
     arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "attention.backend=flash"]
-    refused(call("--config", str(CONFIG), *arguments, "--set", "input.id_column=doc"), "flash", tmp_path / "out")
+    assert_refused(call("--config", str(CONFIG), *arguments, "--set", "input.id_column=doc"), "flash", tmp_path / "out")
 
 
 def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus: Path, tmp_path: Path):
@@ -144,7 +144,7 @@ def test_an_output_inside_the_input_is_refused(call, corpus: Path):
     """The next run would summarise summaries."""
     output = corpus.parent / "out"
     ended = call("--config", str(CONFIG), "--input", str(corpus.parent), "--output", str(output))
-    refused(ended, "out", output)
+    assert_refused(ended, "out", output)
 
 
 def test_a_draft_that_does_not_fit_its_target_is_refused(call, corpus: Path, tmp_path: Path):
@@ -156,15 +156,15 @@ def test_a_draft_that_does_not_fit_its_target_is_refused(call, corpus: Path, tmp
     (head / "model.safetensors").write_bytes((ROOT / "models/smollm2-135m-eagle/model.safetensors").read_bytes())
     arguments = ["--set", "draft.kind=eagle", "--set", f"draft.model={head}", "--set", "input.id_column=doc"]
     ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), *arguments)
-    refused(ended, "head", tmp_path / "out")
+    assert_refused(ended, "head", tmp_path / "out")
     arguments[3] = f"draft.model={ROOT}/models/smollm2-135m-eagle"
     ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), *arguments)
-    refused(ended, "does not fit target", tmp_path / "out")
+    assert_refused(ended, "does not fit target", tmp_path / "out")
 
 
 def test_a_configuration_that_is_not_there_is_named(call, tmp_path: Path):
     """The first thing anyone gets wrong."""
-    refused(call("--config", "nowhere.yaml"), "nowhere.yaml", tmp_path / "out")
+    assert_refused(call("--config", "nowhere.yaml"), "nowhere.yaml", tmp_path / "out")
 
 
 def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus: Path, tmp_path: Path, monkeypatch):
@@ -172,7 +172,7 @@ def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus: Path, t
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     monkeypatch.chdir(tmp_path)
     ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", "out")
-    refused(ended, "output.path must be an absolute path or a URI inside a submitted job", tmp_path / "out")
+    assert_refused(ended, "output.path must be an absolute path or a URI inside a submitted job", tmp_path / "out")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config", "a.yaml", "--status", "out"], ["--config"], ["--json", "x"]])
@@ -186,14 +186,16 @@ def test_more_than_the_machine_has_is_refused(call, corpus: Path, tmp_path: Path
     """Ray would wait for it for ever."""
     arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
     ended = call("--config", str(CONFIG), *arguments, "--set", f"job.{key}=4096")
-    refused(ended, f"job.{key} is 4096 but this machine has", tmp_path / "out")
+    assert_refused(ended, f"job.{key} is 4096 but this machine has", tmp_path / "out")
 
 
 def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus: Path, tmp_path: Path):
     """The longest documents would be error rows in the morning; with a lower limit they are cut as configured."""
     arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
     arguments += ["--set", "input.id_column=doc", "--set", "decoding.cache_gib=0.002"]
-    refused(call(*arguments), "decoding.cache_gib is 0.002, but a prompt and its output may take", tmp_path / "out")
+    assert_refused(
+        call(*arguments), "decoding.cache_gib is 0.002, but a prompt and its output may take", tmp_path / "out"
+    )
     ended = call(*arguments, "--set", "prompt.max_prompt_tokens=500", "--dry-run")
     assert ended.code == 0
 
