@@ -48,7 +48,8 @@ class Cluster:
 
     def ray(self, *arguments: str) -> None:
         its_own = environment() | {"RAY_ADDRESS": self.dashboard}
-        subprocess.run([*RAY, "job", *arguments], env=its_own, cwd=ROOT, check=True, capture_output=True)
+        ended = subprocess.run([*RAY, "job", *arguments], env=its_own, cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
 
     def submit(self, name: str, *arguments: str) -> None:
         entry = f"{sys.executable} jobs/summarize.py --config configs/tiny-random.yaml"
@@ -65,9 +66,11 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    port, dashboard = free_port(), free_port()
+    """Ports of its own: the agents of a killed node hold Ray's usual ones for a minute."""
+    port, dashboard, agent = free_port(), free_port(), free_port()
     folder = tempfile.mkdtemp(prefix="sx", dir="/tmp")  # socket paths must stay short
     options = [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"]
+    options += [f"--dashboard-agent-listen-port={agent}"]
     command = [*RAY, "start", "--head", "--block", "--num-cpus=2", f"--object-store-memory={80 << 20}", *options]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
