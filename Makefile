@@ -44,4 +44,4 @@ lint: setup
 	$(PY) -m mypy
 
 bench: setup models
-	$(PY) jobs/bench.py --config configs/smollm2.yaml --input examples/govreport.parquet
+	$(PY) jobs/bench.py --config configs/smollm2.yaml --input examples/govreport.parquet --per-bucket 5
