@@ -55,6 +55,6 @@ def _rendered(source: Source, prompts: Prompts, max_new_tokens: int) -> Iterable
         try:
             prompt = prompts.render(document.text, max_new_tokens)
         except DocumentError:
-            continue  # too long under `prompt.length_policy: error`
+            continue  # too long under `length_policy: error`: an error row of a run, nothing to measure here
         if prompt.num_dropped_tokens == 0:
             yield BenchDocument(document.doc_id, bucket_of(len(prompt.token_ids)), prompt.token_ids)
