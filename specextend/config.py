@@ -95,13 +95,25 @@ class RunConfig(BaseModel):
             )
         return self
 
+    @property
+    def num_tree_levels(self) -> int:
+        """Levels of the deepest tree that the draft may propose."""
+        return self.tree.depth
+
+    def max_tokens(self, context_length: int) -> int:
+        """Prompt and output tokens of one request, at most: the deepest tree behind them must fit the context.
+
+        The same in every mode, so that all see the same prompt.
+        """
+        return context_length - self.num_tree_levels - 1
+
     @model_validator(mode="after")
     def _shows_the_root(self) -> Self:
-        least = self.tree.depth + 2
+        least = self.num_tree_levels + 2
         if self.cache.policy == "retrieval" and self.cache.recent < least:
             raise ValueError(
-                f"cache.recent must be at least tree.depth + 2 = {least}, so that the draft always sees what it "
-                f"continues; got {self.cache.recent}"
+                f"cache.recent must be at least {least}, the levels of the deepest tree + 2, so that the draft always "
+                f"sees what it continues; got {self.cache.recent}"
             )
         return self
 
@@ -199,7 +211,8 @@ def _is_relative(section: str, options: Any, value: str) -> bool:
 
 def _sentence(detail: ErrorDetails) -> str:
     """One of pydantic's errors as one line that names the key and what is allowed."""
-    key = ".".join(str(part) for part in detail["loc"])
+    # Behind section and key: the entry of a list, or which of several types was tried.
+    key = ".".join(str(part) for at, part in enumerate(detail["loc"]) if at < 2 or isinstance(part, int))
     kind, message = detail["type"], " ".join(detail["msg"].split())
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(key)

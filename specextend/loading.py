@@ -49,7 +49,7 @@ def load_engine(config: RunConfig) -> Engine:
         target,
         drafter,
         eos_token_ids=frozenset(facts.eos_token_ids),
-        context_length=facts.context_length,
+        max_tokens=config.max_tokens(facts.context_length),
         max_batch_size=config.decoding.max_batch_size,
         tree=config.tree,
         tree_attention="dense" if config.decoding.mode == "tree" else config.attention.tree,
@@ -59,7 +59,7 @@ def load_engine(config: RunConfig) -> Engine:
 
 def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:
     """Cache rows of a sequence of `num_tokens` tokens: its own, a tree behind them, aligned."""
-    return aligned(num_tokens + config.tree.nodes + config.tree.depth + 2)
+    return aligned(num_tokens + config.tree.most_nodes + config.num_tree_levels + 2)
 
 
 def target_rows(config: RunConfig, facts: ModelFacts) -> int:
@@ -73,7 +73,7 @@ def _load_drafter(
 ) -> Drafter:
     """The drafter that `draft.kind` names, with caches that hold what the target's holds."""
     assert config.draft is not None, "the configuration asks for a draft in every mode but autoregressive"
-    scratch = aligned(config.tree.nodes * config.tree.depth + cache.draft_prefill_window + PREFILL_CHUNK)
+    scratch = aligned(config.tree.most_nodes * config.num_tree_levels + cache.draft_prefill_window + PREFILL_CHUNK)
     num_working_rows = num_rows + config.decoding.max_batch_size * scratch
     network: DraftNetwork
     if config.draft.kind == "eagle":

@@ -61,7 +61,7 @@ def bench_documents(config: RunConfig, options: BenchOptions) -> list[BenchDocum
     facts = read_facts(config.target.model, config.target.revision)
     return choose_documents(
         open_source(config.input),
-        Prompts(tokenizer, config.prompt, facts.context_length - config.tree.depth - 1),
+        Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length)),
         buckets=options.buckets,
         per_bucket=options.per_bucket,
         max_new_tokens=options.max_new_tokens,

@@ -60,7 +60,7 @@ def prepare(config: RunConfig) -> Prepared:
         draft = config.draft if config.decoding.mode != "autoregressive" else None
         facts = check_pair(config.target, draft)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
-        prompts = Prompts(tokenizer, config.prompt, facts.context_length - config.tree.depth - 1)
+        prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length))
         _check_run(config, prompts)
         _check_cache(config, facts)
         manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft))
@@ -82,7 +82,7 @@ def _check_run(config: RunConfig, prompts: Prompts) -> None:
 
 def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
     """Raise ValueError where the cache cannot hold one full prompt and its output."""
-    longest = facts.context_length - config.tree.depth - 1
+    longest = config.max_tokens(facts.context_length)
     if config.prompt.max_prompt_tokens is not None:
         longest = min(longest, config.prompt.max_prompt_tokens + config.decoding.max_new_tokens)
     needed = rows_per_sequence(config, longest) * facts.kv_bytes_per_token(config.target.dtype) / GIB

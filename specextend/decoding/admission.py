@@ -5,19 +5,19 @@ from __future__ import annotations
 from specextend.core import Request
 from specextend.decoding.cache import KVCache, Region, aligned
 from specextend.decoding.drafter import Drafter
-from specextend.decoding.options import TreeOptions
 
 
 class Admission:
     """Places in the batch and rows of the caches."""
 
     def __init__(
-        self, cache: KVCache, drafter: Drafter | None, tree: TreeOptions, context_length: int, max_batch_size: int
+        self, cache: KVCache, drafter: Drafter | None, num_nodes: int, max_tokens: int, max_batch_size: int
     ) -> None:
+        """`num_nodes` of a tree at most, the root not counted."""
         self._cache, self._drafter = cache, drafter
-        self._scratch = tree.nodes + tree.depth + 2 if drafter else 1
-        self.max_tokens = context_length - tree.depth - 1
-        """Prompt and output tokens of one request, at most; the same in every mode, so that all see the same prompt."""
+        self._scratch = num_nodes + drafter.num_levels + 2 if drafter else 1
+        self.max_tokens = max_tokens
+        """Prompt and output tokens of one request, at most."""
         self._num_rows = cache.rows.num_free
         self._places = list(reversed(range(max_batch_size)))
 

@@ -23,7 +23,7 @@ from specextend.decoding.retrieval import CachePolicy, chunk_mass
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
 from specextend.decoding.stopping import StopChecker
-from specextend.decoding.tree import root_only, tree_mask
+from specextend.decoding.tree import root_only, stack_trees, tree_mask
 from specextend.decoding.verifier import Verdict, verify
 
 PREFILL_CHUNK = 512
@@ -93,22 +93,22 @@ class Engine:
         drafter: Drafter | None,
         *,
         eos_token_ids: frozenset[int],
-        context_length: int,
+        max_tokens: int,
         max_batch_size: int,
         tree: TreeOptions,
         tree_attention: TreeAttention,
         cache: CacheOptions,
     ) -> None:
-        """`drafter` None decodes plainly."""
+        """`drafter` None decodes plainly; `max_tokens` are those of a prompt and its output, at most."""
         self.tokenizer = tokenizer
         self.num_steps = 0
         """Prefill chunks and decoding steps so far; a stall guard watches it."""
         self._target, self._drafter = target, drafter
         self._eos_token_ids, self._tree_attention, self._cache_options = eos_token_ids, tree_attention, cache
-        self._admission = Admission(target.cache, drafter, tree, context_length, max_batch_size)
+        self._admission = Admission(target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size)
         scored = drafter is not None and cache.policy == "retrieval"
         self._scored_layer = target.config.num_hidden_layers - 1 if scored else None
-        self._tree_depth = tree.depth
+        self._num_levels = drafter.num_levels if drafter else 0
         self._lock = threading.Lock()
         self._active: dict[str, Sequence] = {}
         self._cancelled: set[str] = set()
@@ -265,12 +265,11 @@ class Engine:
         self._watch.charge("other_s", running)
         step = self._verify(running)
         new_token_ids = []
-        num_levels = self._drafter.num_levels if self._drafter else 0
         for sequence, (token_ids, _), verdict in zip(running, step.trees, step.verdicts, strict=True):
             new = [*(token_ids[node] for node in verdict.path[1:]), verdict.bonus_token_id]
             new_token_ids.append(new)
             sequence.length += len(verdict.path)
-            sequence.count_step(len(token_ids) - 1, len(verdict.path) - 1, num_levels)
+            sequence.count_step(len(token_ids) - 1, len(verdict.path) - 1, self._num_levels)
         now = self._watch.charge("verify_s", running)
         for sequence, new in zip(running, new_token_ids, strict=True):
             sequence.push(new, now)
@@ -285,17 +284,16 @@ class Engine:
         else:
             trees = self._drafter.propose([sequence.row for sequence in sequences])
             self._watch.charge("draft_s", sequences)
-        token_ids, parents, depths = (
-            torch.stack([getattr(tree, name) for tree in trees]) for name in ("token_ids", "parents", "depths")
-        )
-        num_nodes = token_ids.shape[1]
-        mask = tree_mask(parents, self._tree_depth) if num_nodes > 1 else None
+        batch = stack_trees(trees)
+        num_nodes = batch.token_ids.shape[1]
+        mask = tree_mask(batch.parents, self._num_levels) if num_nodes > 1 else None
         plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask)
-        lengths = torch.tensor([sequence.length for sequence in sequences], device=depths.device)
-        positions = lengths[:, None] + depths
-        hidden = self._target.forward(token_ids, positions, plan)
+        lengths = torch.tensor([sequence.length for sequence in sequences], device=batch.depths.device)
+        positions = lengths[:, None] + batch.depths
+        hidden = self._target.forward(batch.token_ids, positions, plan)
         chosen = self._choose(sequences, self._target.logits(hidden), positions + 1)
-        rows = torch.stack([token_ids, parents, chosen], 1).tolist()
+        rows = torch.stack([batch.token_ids, batch.parents, chosen], 1).tolist()
+        rows = [[part[: len(tree.token_ids)] for part in row] for row, tree in zip(rows, trees, strict=True)]
         verdicts = [verify(*row) for row in rows]
         self._target.cache.commit(
             [sequence.first_new_row for sequence in sequences], [verdict.path for verdict in verdicts]

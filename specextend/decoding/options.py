@@ -73,17 +73,28 @@ class AttentionOptions:
 class TreeOptions:
     """`tree.*` (METHOD: OPT-Tree)"""
 
-    nodes: int = 16
-    """Draft tokens verified in one step, the root not counted."""
+    nodes: int | Literal["auto"] = 16
+    """Draft tokens verified in one step, the root not counted. `auto`: as many as pay, from measured step times, and
+    none where a plain step is faster; in mode `tree` always `max_nodes`."""
+    max_nodes: int = 15
+    """Draft tokens at most where `nodes` is `auto`; with the root they are the rows of a forward."""
     depth: int = 6
     """Levels at most."""
     threshold: float = 0.05
     """Stop drafting when a level adds less than this many expected accepted tokens."""
 
     def __post_init__(self) -> None:
-        at_least("tree.nodes", self.nodes, 1)
+        if isinstance(self.nodes, str):
+            one_of("tree.nodes", self.nodes, ("auto",))
+        at_least("tree.nodes", self.most_nodes, 1)
+        at_least("tree.max_nodes", self.max_nodes, 1)
         at_least("tree.depth", self.depth, 1)
         at_least("tree.threshold", self.threshold, 0)
+
+    @property
+    def most_nodes(self) -> int:
+        """Draft tokens of one step at most, whatever `nodes` is."""
+        return self.max_nodes if isinstance(self.nodes, str) else self.nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

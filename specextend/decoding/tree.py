@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specextend.decoding.options import TreeOptions
 
@@ -44,6 +46,19 @@ def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
         mask.scatter_(2, ancestors.unsqueeze(2), True)
         ancestors = parents.gather(1, ancestors).clamp(min=0)
     return mask
+
+
+def stack_trees(trees: list[DraftTree]) -> DraftTree:
+    """A batch of trees of 1 to N nodes as one of [B, N] tensors.
+
+    Padding hangs below nothing (parent -1) at depth 0; `verify` must not be shown it.
+    """
+    return DraftTree(
+        pad_sequence([tree.token_ids for tree in trees], batch_first=True),
+        pad_sequence([tree.parents for tree in trees], batch_first=True, padding_value=-1),
+        pad_sequence([tree.depths for tree in trees], batch_first=True),
+        pad_sequence([tree.log_probs for tree in trees], batch_first=True, padding_value=-inf),
+    )
 
 
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -101,7 +116,7 @@ def grow_trees(
     adaptive: bool,
     vocabulary: Tensor | None = None,
 ) -> list[DraftTree]:
-    """The `options.nodes` likeliest nodes that `options.depth` levels of drafting find, per sequence.
+    """The `options.most_nodes` likeliest nodes that `options.depth` levels of drafting find, per sequence.
 
     root_token_ids [B], root_logits [B, V]. Weights only shrink along a path, so the ancestors of a chosen node are
     chosen too, and a node outside the best so far can have no descendant among the best at the end: it is not
@@ -109,28 +124,28 @@ def grow_trees(
     at the price of a host sync a level; without it every level runs at full width (fixed shapes). `vocabulary` [V]
     are the token ids of a reduced draft's logits.
     """
-    entries, _, log_probs = _children(root_logits.unsqueeze(1), root_logits.new_zeros(1, 1), options.nodes)
+    entries, _, log_probs = _children(root_logits.unsqueeze(1), root_logits.new_zeros(1, 1), options.most_nodes)
     token_ids = entries if vocabulary is None else vocabulary[entries]
     pool = _Pool(token_ids, torch.full_like(token_ids, -1), log_probs, torch.ones_like(token_ids[0]))
     frontier, mask = pool.parents[:, :0], torch.zeros(len(token_ids), 0, 0, dtype=torch.bool, device=token_ids.device)
     stopped = torch.zeros_like(token_ids[:, :1], dtype=torch.bool)
     for depth in range(1, options.depth):
-        previous, frontier = frontier, _next_frontier(pool, options.nodes, adaptive=adaptive)
+        previous, frontier = frontier, _next_frontier(pool, options.most_nodes, adaptive=adaptive)
         if frontier.shape[1] == 0:
             break
         slots = _parent_slots(pool, previous, frontier)
         mask = _frontier_mask(mask, slots)
         logits = expand(pool.token_ids.gather(1, frontier), slots, mask, depth)
-        before = pool.expected_accepted(options.nodes)
+        before = pool.expected_accepted(options.most_nodes)
         weights = pool.log_probs.gather(1, frontier).masked_fill(stopped, float("-inf"))
-        entries, parents, log_probs = _children(logits, weights, options.nodes)
+        entries, parents, log_probs = _children(logits, weights, options.most_nodes)
         token_ids = entries if vocabulary is None else vocabulary[entries]
         pool.append(token_ids, frontier.gather(1, parents), log_probs, depth + 1)
         if adaptive:
-            stopped |= (pool.expected_accepted(options.nodes) - before).unsqueeze(1) < options.threshold
+            stopped |= (pool.expected_accepted(options.most_nodes) - before).unsqueeze(1) < options.threshold
             if bool(stopped.all()):
                 break
-    return _finish(root_token_ids, pool, options.nodes)
+    return _finish(root_token_ids, pool, options.most_nodes)
 
 
 def _next_frontier(pool: _Pool, num_nodes: int, *, adaptive: bool) -> Tensor:

@@ -1,0 +1,91 @@
+"""A draft may propose trees of different sizes, and none at all: the engine pads a batch, and counts no padding."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from specextend.decoding.tree import DraftTree, root_only, stack_trees, tree_mask
+from specextend.stats import DecodingStats
+from tests.reference_outputs import Ties, generate
+from tests.tiny_models import FAMILIES, load_reference, random_prompt, request, tiny_engine, write_pair
+
+LENGTHS = (300, 37, 129)
+NEW = 40
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+
+
+@pytest.fixture(scope="module")
+def references(pair):
+    model = load_reference(pair)
+    return {length: generate(model, random_prompt(length), NEW) for length in LENGTHS}
+
+
+def cut(tree: DraftTree, size: int) -> DraftTree:
+    """The first `size` nodes; parents come first, so it is a tree."""
+    return DraftTree(tree.token_ids[:size], tree.parents[:size], tree.depths[:size], tree.log_probs[:size])
+
+
+def engine_with_trees_cut(pair, draft: str, batch: int, sizes: list[int]):
+    """An engine whose draft shows trees of random `sizes`, root included; and the draft tokens it showed."""
+    engine = tiny_engine(pair, draft, decoding__max_batch_size=batch)
+    propose, random, shown = engine._drafter.propose, Random(0), []
+
+    def proposing(rows):
+        trees = [cut(tree, random.choice(sizes)) for tree in propose(rows)]
+        shown.extend(len(tree.token_ids) - 1 for tree in trees)
+        return trees
+
+    engine._drafter.propose = proposing
+    return engine, shown
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("draft", ["same", "bad", "eagle"])
+def test_output_does_not_depend_on_the_sizes_of_trees(draft, batch, pair, references):
+    """Padding that could be accepted would show here: token 0, below the root, is a token like any other."""
+    engine, shown = engine_with_trees_cut(pair, draft, batch, [1, 2, 5, 9])
+    total, ties = DecodingStats(), Ties()
+    for completion in engine.generate([request(str(length), random_prompt(length), NEW) for length in LENGTHS]):
+        ties.assert_equal(completion.token_ids, references[int(completion.request_id)], completion.request_id)
+        total.add(completion.stats)
+    assert not ties.found
+    assert total.num_draft_tokens == sum(shown), "padding is no draft token"
+    assert total.num_plain_steps == shown.count(0) > 0
+    assert total.num_spec_steps == len(shown) - shown.count(0) > 0
+
+
+def test_a_batch_of_roots_is_a_plain_step(pair, references):
+    """Nothing proposed: one row a sequence, no mask, no histogram."""
+    engine, _ = engine_with_trees_cut(pair, "good", 3, [1])
+    widths, forward = set(), engine._target.forward
+
+    def recording(token_ids, positions, plan):
+        widths.add((token_ids.shape[1], plan.mask is None))
+        return forward(token_ids, positions, plan)
+
+    engine._target.forward = recording
+    for completion in engine.generate([request(str(length), random_prompt(length), NEW) for length in LENGTHS]):
+        assert completion.token_ids == references[int(completion.request_id)].token_ids
+        assert completion.stats.num_plain_steps == completion.stats.num_output_tokens - 1
+        assert completion.stats.acceptance_histogram == []
+    assert widths == {(300, True), (37, True), (129, True), (1, True)}, "prefill and plain steps, nothing else"
+
+
+def test_padding_attends_to_something_and_nobody_attends_to_it():
+    """A row of a mask without a visible key gives NaN, and a visible padding row gives wrong logits."""
+    pair_of_nodes = DraftTree(
+        torch.tensor([7, 8, 9]), torch.tensor([-1, 0, 1]), torch.tensor([0, 1, 2]), torch.tensor([0.0, -0.1, -0.2])
+    )
+    batch = stack_trees([pair_of_nodes, root_only(5, torch.device("cpu"))])
+    assert batch.token_ids.tolist() == [[7, 8, 9], [5, 0, 0]]
+    assert batch.depths.tolist() == [[0, 1, 2], [0, 0, 0]]
+    mask = tree_mask(batch.parents, 2)
+    assert mask[0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert mask[1].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
