@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,14 @@ from typing import Any
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 _VERSION_KEYS = ("transformers_version", "_name_or_path")
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_NOT_WEIGHTS = ("training_args.", "optimizer.", "scheduler.", "rng_state")
+_PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
+_CONVERT = (
+    "import sys, torch; from safetensors.torch import save_file; to, *files = sys.argv[1:]; "
+    "save_file({n: t.contiguous().clone() for f in files "
+    "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, to, {'format': 'pt'})"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +35,15 @@ class TensorInfo:
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     """Names, types and shapes of the tensors of a safetensors file, and a check that the file is whole.
 
-    Raises ValueError in one line for a file that is no safetensors file or was cut short.
+    Raises ValueError in one line for a file that is a pickle, is no safetensors file or was cut short.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        start = file.read(_LENGTH_BYTES)
+        length = int.from_bytes(start, "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            if start.startswith(_PICKLE_STARTS):
+                raise ValueError(f"{path} is a pickle, {convert_pickles([path], path)}")
             raise ValueError(f"{path} is not a safetensors file, or is cut short ({size} bytes)")
         header = _parse_header(path, file.read(length))
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
@@ -51,6 +63,18 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     except (ValueError, AttributeError, KeyError, IndexError, TypeError):
         raise ValueError(f"{path} is not a safetensors file: its header cannot be read") from None
     return header
+
+
+def pickled_files(folder: Path) -> list[Path]:
+    """Files of a folder that are pickled weights by their names, in order; never opened."""
+    found = sorted(path for pattern in _PICKLED for path in folder.glob(pattern))
+    return [path for path in found if not path.name.startswith(_NOT_WEIGHTS)]
+
+
+def convert_pickles(files: Iterable[Path], to: Path) -> str:
+    """Why pickled weights are refused, and the command that writes them `to` a safetensors file."""
+    names = " ".join(shlex.quote(str(path)) for path in (to, *files))
+    return f'which can run code and is refused; convert it with: python -c "{_CONVERT}" {names}'
 
 
 def hash_files(paths: Iterable[Path]) -> str:

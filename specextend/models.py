@@ -19,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from specextend.checkpoint import hash_files, read_json, read_safetensors_header
+from specextend.checkpoint import convert_pickles, hash_files, pickled_files, read_json, read_safetensors_header
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -307,8 +307,9 @@ def check_weights(location: Location, model: str) -> None:
 def _check_safetensors(folder: Path, model: str) -> None:
     files = sorted(folder.glob(_WEIGHTS))
     if not files:
-        pickled = sorted(path.name for end in ("*.bin", "*.pt", "*.pth") for path in folder.glob(end))
-        found = f"only pickled ones ({pickled[0]}), which can run code and are refused" if pickled else "none"
+        found = "none (to convert a Hub repository's pickles, fetch it with: hf download ID --local-dir DIR)"
+        if pickled := pickled_files(folder):
+            found = f"only a pickle ({pickled[0].name}), {convert_pickles(pickled, folder / 'model.safetensors')}"
         raise ModelError(f"{model} must have weights as safetensors; it has {found}")
     for file in files:
         try:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specextend.models import (
     ARCHITECTURES,
@@ -34,10 +39,10 @@ def load(folder, dtype="float32"):
     return load_target(TargetOptions(model=str(folder), dtype=dtype, device="cpu"), "sdpa")
 
 
-def refusal(folder) -> str:
+def refusal(folder, read=read_facts) -> str:
     """What a user reads; it must be one line."""
     with pytest.raises(ModelError) as refused:
-        read_facts(str(folder))
+        read(str(folder))
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -182,8 +187,43 @@ def test_pickled_weights_are_refused_unopened(write_model):
     with (folder / "pytorch_model.bin").open("wb") as file:
         pickle.dump({}, file)
     for refuse in (lambda: check_model(str(folder)), lambda: load(folder)):
-        with pytest.raises(ModelError, match=r"only pickled ones \(pytorch_model.bin\), which can run code"):
+        with pytest.raises(ModelError, match=r"only a pickle \(pytorch_model.bin\), which can run code"):
             refuse()
+
+
+@pytest.mark.parametrize("names", [["pytorch_model.bin"], ["pytorch_model-1.bin", "pytorch_model-2.bin"], ["a b.ckpt"]])
+def test_the_conversion_that_a_refusal_gives_works(write_model, names):
+    """Run as it stands there; the converted model is served, with the tensors that were pickled."""
+    folder = write_model(tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "training_args.bin")
+    for number, name in enumerate(names):
+        torch.save(dict(list(weights.items())[number :: len(names)]), folder / name)
+    command = refusal(folder, check_model).partition("convert it with: ")[2]
+    python = str(Path(sys.executable).parent)
+    subprocess.run(command, shell=True, check=True, env=os.environ | {"PATH": f"{python}:{os.environ['PATH']}"})
+    assert check_model(str(folder)).num_layers == 2
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(tensor, weights[name])
+    assert load(folder).lm_head.weight.equal(weights["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda weights, file: file.write_bytes(pickle.dumps(weights))])
+def test_a_pickle_under_the_name_of_safetensors_is_refused_as_one(write_model, save):
+    """Some tools save what they have under the name they were given."""
+    file = write_model() / "model.safetensors"
+    save({"weight": torch.zeros(8)}, file)
+    assert "model.safetensors is a pickle, which can run code and is refused" in refusal(file.parent, check_model)
+
+
+def test_a_folder_without_weights_says_how_to_go_on(write_model):
+    """Of a Hub repository that has pickles alone nothing is fetched; the conversion begins with that."""
+    folder = write_model()
+    (folder / "model.safetensors").unlink()
+    assert "it has none (to convert a Hub repository's pickles, fetch it with: hf download" in refusal(
+        folder, check_model
+    )
 
 
 def test_a_weight_file_cut_short_is_refused_before_loading(write_model):
