@@ -123,7 +123,7 @@ def write_model(model: Any, folder: Path) -> str:
     return str(folder)
 
 
-def write_eagle(folder: Path, model: Any, draft_vocab_size: int | None = None) -> str:
+def write_eagle(folder: Path, model: Any, draft_vocab_size: int | None = None, copy_heads: int | None = None) -> str:
     """An untrained head for `model`, which proposes every token or some that are scattered over the vocabulary."""
     torch.manual_seed(0)
     config = EagleConfig(
@@ -139,6 +139,7 @@ def write_eagle(folder: Path, model: Any, draft_vocab_size: int | None = None) -
         head_norm_eps=1e-6,
         dtype="float32",
         draft_vocab_size=draft_vocab_size,
+        copy_heads=copy_heads,
     )
     weights = {name: torch.randn(info.shape) * 0.2 for name, info in config.tensors().items()}
     weights |= {name: torch.ones_like(weight) for name, weight in weights.items() if weight.dim() == 1}
@@ -157,7 +158,7 @@ class Pair:
     target: str
     drafts: dict[str, str]
     """`good` (the target a little perturbed), `same` (the target), `bad` (unrelated), `eagle`, `reduced` (an EAGLE head
-    for a third of the vocabulary) -> folder"""
+    for a third of the vocabulary), `copy` (one with copy heads) -> folder"""
 
 
 def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02, vocab_size: int = VOCABULARY) -> Pair:
@@ -169,6 +170,7 @@ def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02,
         "bad": write_model(tiny_model(family, seed + 2, vocab_size), folder / "bad"),
         "eagle": write_eagle(folder / "eagle", model),
         "reduced": write_eagle(folder / "reduced", model, vocab_size // 3),
+        "copy": write_eagle(folder / "copy", model, vocab_size // 2, copy_heads=2),
     }
     return Pair(target, drafts | {"same": target})
 
@@ -201,7 +203,10 @@ def tiny_engine(pair: Pair, draft: str = "good", **changes: Any) -> Engine:
     """An engine on a pair in fp32. A change is `section__key=value`."""
     sections = {name: dict(values) for name, values in SECTIONS.items()}
     sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
-    sections["draft"] = {"kind": "eagle" if draft in ("eagle", "reduced") else "model", "model": pair.drafts[draft]}
+    sections["draft"] = {
+        "kind": "eagle" if draft in ("eagle", "reduced", "copy") else "model",
+        "model": pair.drafts[draft],
+    }
     for name, value in changes.items():
         section, _, key = name.partition("__")
         sections[section][key] = value

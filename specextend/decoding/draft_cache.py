@@ -19,9 +19,12 @@ from specextend.decoding.cache import KVCache, Region, RowAllocator
 
 
 def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Turn keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back); fp32 inside, keys' dtype out."""
-    angles = positions.unsqueeze(-1).float() * inv_freq
-    cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
+    """Turn keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back); fp32 inside, keys' dtype out.
+
+    inv_freq [D / 2], or [K, D / 2] where heads differ; a row of zeros leaves its head as it is.
+    """
+    angles = positions[..., None, None].float() * inv_freq
+    cos, sin = angles.cos(), angles.sin()
     first, second = keys.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
 
@@ -40,6 +43,7 @@ class DraftCache:
     """Full and working cache of one draft, for many sequences."""
 
     def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor) -> None:
+        """`inv_freq` [D / 2] or [K, D / 2], as `rotate` takes it."""
         num_layers, _, num_heads, head_dim = working.keys.shape
         self.working = working
         self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, working.keys.dtype, working.keys.device)

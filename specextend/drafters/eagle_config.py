@@ -42,10 +42,12 @@ class EagleConfig:
     """Of the tensors in the file: bfloat16, float16 or float32."""
     draft_vocab_size: int | None = None
     """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the whole vocabulary."""
+    copy_heads: int | None = None
+    """KV heads besides `num_kv_heads` that match the tokens around a slot, each with its group of query heads."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type).removesuffix(" | None"))
+            _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
         if self.num_heads % self.num_kv_heads:
@@ -57,6 +59,8 @@ class EagleConfig:
         """Every tensor of the file, by name."""
         hidden, mlp = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        copied = (self.copy_heads or 0) * self.head_dim
+        group = self.num_heads // self.num_kv_heads
         shapes = {
             **dict.fromkeys(("en.weight", "hn.weight", "norm.weight"), (hidden,)),
             "fc.weight": (hidden, 2 * hidden),
@@ -65,11 +69,15 @@ class EagleConfig:
             "layer.self_attn.q_proj.weight": (queries, hidden),
             "layer.self_attn.k_proj.weight": (keys, hidden),
             "layer.self_attn.v_proj.weight": (keys, hidden),
-            "layer.self_attn.o_proj.weight": (hidden, queries),
+            "layer.self_attn.o_proj.weight": (hidden, queries + copied * group),
             "layer.mlp.gate_proj.weight": (mlp, hidden),
             "layer.mlp.up_proj.weight": (mlp, hidden),
             "layer.mlp.down_proj.weight": (hidden, mlp),
         }
+        if copied:
+            shapes["copy.q_proj.weight"] = (copied * group, 3 * hidden)
+            shapes["copy.k_proj.weight"] = (copied, 3 * hidden)
+            shapes["copy.v_proj.weight"] = (copied, hidden)
         tensors = {name: TensorInfo(_DTYPES[self.dtype], shape) for name, shape in shapes.items()}
         if self.draft_vocab_size is not None:
             tensors[VOCABULARY] = TensorInfo("I64", (self.draft_vocab_size,))
@@ -105,16 +113,19 @@ def _parse(raw: dict[str, Any]) -> EagleConfig:
         if raw.get(key) != expected:
             raise ValueError(f"{key} must be {expected!r}, got {raw.get(key)!r}")
     values = {key: value for key, value in raw.items() if key not in _HEADER}
-    known = {field.name for field in dataclasses.fields(EagleConfig)}
+    fields = dataclasses.fields(EagleConfig)
+    known = {field.name for field in fields}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    if missing := sorted(known - set(values) - {"draft_vocab_size"}):
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+    if missing := sorted(needed - set(values)):
         raise ValueError(f"missing key {', '.join(missing)}")
     return EagleConfig(**values)
 
 
 def _check_type(name: str, value: object, expected: str) -> None:
-    if value is None and name == "draft_vocab_size":
+    expected, _, optional = expected.partition(" | ")
+    if value is None and optional:
         return
     if expected == "str":
         valid = isinstance(value, str)

@@ -19,6 +19,7 @@ class ModelNetwork:
     def __init__(self, model: CachedModel, num_full_rows: int, prefill_window: int, max_chunk: int) -> None:
         self._model, self._window, self._max_chunk = model, prefill_window, max_chunk
         self.vocabulary: Tensor | None = None
+        self.reads_history = False
         self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
 
     def num_staging_rows(self) -> int:
@@ -40,7 +41,9 @@ class ModelNetwork:
     def release(self, row: int) -> None:
         """All that belongs to a row is in the cache."""
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
+    ) -> Tensor:
         """Hidden [B, T, C] of token_ids [B, T] at slot positions [B, T]."""
         return self._model.forward(token_ids, positions, plan)
 
