@@ -16,9 +16,11 @@ from specextend.decoding.options import CacheOptions
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle import EagleNetwork
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
+from specextend.drafters.formats import is_ours, read_head
 from specextend.drafters.model import ModelNetwork
 from specextend.drafters.network import DraftNetwork
-from specextend.models import ModelFacts, load_causal_lm, load_target, load_tokenizer
+from specextend.drafters.published import PublishedNetwork
+from specextend.models import ModelFacts, load_causal_lm, load_target, load_tokenizer, rope_frequencies
 from specextend.pairing import check_pair
 
 GIB = 1024**3
@@ -77,7 +79,8 @@ def _load_drafter(
     num_working_rows = num_rows + config.decoding.max_batch_size * scratch
     network: DraftNetwork
     if config.draft.kind == "eagle":
-        network = _load_eagle(config.draft.model, target, lm_head, num_working_rows)
+        load = _load_eagle if is_ours(config.draft.model) else _load_published
+        network = load(config.draft.model, target, lm_head, num_working_rows)
     else:
         device = str(target.device)
         model = load_causal_lm(config.draft.model, config.draft.revision, config.target.dtype, device, IMPLEMENTATION)
@@ -93,3 +96,10 @@ def _load_eagle(folder: str, target: CachedModel, lm_head: Tensor, num_rows: int
     weights = load_file(f"{folder}/{WEIGHTS_FILE}", device=str(target.device))
     cast = {name: weight.to(target.dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
     return EagleNetwork(eagle_config, cast, target, lm_head, num_rows)
+
+
+def _load_published(folder: str, target: CachedModel, lm_head: Tensor, num_rows: int) -> PublishedNetwork:
+    head = read_head(folder)
+    rope = rope_frequencies(head.rope, head.head_dim, folder)
+    hidden_layers = head.hidden_layers(target.config.num_hidden_layers)
+    return PublishedNetwork(head, target, lm_head, num_rows, rope, hidden_layers)

@@ -14,9 +14,10 @@ import transformers
 from gguf import GGUFReader
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from specextend.checkpoint import convert_pickles, hash_files, pickled_files, read_json, read_safetensors_header
@@ -189,6 +190,23 @@ def context_length(config: PreTrainedConfig) -> int:
         return longest
     before = rope.get("original_max_position_embeddings") or longest
     return max(longest, int(before * (rope.get("factor") or 1.0)))
+
+
+def rope_frequencies(values: dict[str, Any], head_dim: int, model: str) -> tuple[torch.Tensor, float]:
+    """inv_freq [head_dim / 2] of a Llama config's RoPE keys, and the factor on its sines and cosines.
+
+    Raises ModelError for a RoPE that is not served.
+    """
+    try:
+        with _quiet():
+            config = LlamaConfig(head_dim=head_dim, **values)
+            check_supported(config, model)
+            rotary = LlamaRotaryEmbedding(config)
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001  on a broken config third parties raise anything
+        raise ModelError(f"{model} has a RoPE that transformers cannot read: {_first_line(error)}") from None
+    return rotary.inv_freq, rotary.attention_scaling
 
 
 def weight_hashes(model: str, revision: str | None = None) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from specextend.checkpoint import hash_files
-from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
+from specextend.drafters.eagle_config import load_eagle_config
+from specextend.drafters.formats import is_ours, read_head, read_vocabulary, weight_files
 from specextend.drafters.options import DraftOptions
 from specextend.models import (
     ModelError,
@@ -13,6 +14,7 @@ from specextend.models import (
     TargetOptions,
     check_model,
     load_tokenizer,
+    rope_frequencies,
     weight_hashes,
 )
 
@@ -42,17 +44,33 @@ def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, 
         return named
     if draft.kind == "eagle":
         folder = Path(draft.model)
-        return named | {"draft": hash_files([folder / "config.json", folder / WEIGHTS_FILE])}
+        return named | {"draft": hash_files([folder / "config.json", *weight_files(folder)])}
     return named | {"draft": weight_hashes(draft.model, draft.revision)["weights"]}
 
 
 def _check_eagle(target: ModelFacts, folder: str) -> None:
     try:
-        config = load_eagle_config(folder)
+        if is_ours(folder):
+            config = load_eagle_config(folder)
+            hidden_size, vocab_size = config.hidden_size, config.vocab_size
+        else:
+            hidden_size, vocab_size = _check_published(target, folder)
     except ValueError as error:
         raise ModelError(str(error)) from None
-    for name in ("hidden_size", "vocab_size"):
-        _check_equal(name, folder, getattr(config, name), target.name, getattr(target, name))
+    _check_equal("hidden_size", folder, hidden_size, target.name, target.hidden_size)
+    _check_equal("vocab_size", folder, vocab_size, target.name, target.vocab_size)
+
+
+def _check_published(target: ModelFacts, folder: str) -> tuple[int, int]:
+    """The target's hidden size and vocabulary that a published head was made for, its own parts checked."""
+    head = read_head(folder)
+    rope_frequencies(head.rope, head.head_dim, folder)
+    read_vocabulary(head)
+    try:
+        head.hidden_layers(target.num_layers)
+    except ValueError as error:
+        raise ModelError(f"draft {folder} does not fit target {target.name}: {error}") from None
+    return head.target_hidden_size, head.vocab_size
 
 
 def _check_model(target: ModelFacts, target_options: TargetOptions, draft: DraftOptions) -> None:

@@ -18,6 +18,13 @@ class Drafter(Protocol):
     """
 
     @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Target layers, ascending, counted from 0, whose outputs side by side are the features [.., F] of a position.
+
+        Empty: the features are the last hidden state, after the final norm.
+        """
+
+    @property
     def num_levels(self) -> int:
         """Tree levels at most: entries of the acceptance histogram less one."""
 
@@ -25,13 +32,13 @@ class Drafter(Protocol):
         """Make room for a sequence; False where there is none now."""
 
     def prefill(self, row: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """The next chunk of the prompt: token_ids [T] and the target's hidden states [T, C] at them."""
+        """The next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
 
     def select(self, row: int, positions: Tensor) -> None:
         """Let the draft see these committed positions [S], ascending, and what `absorb` adds later."""
 
     def absorb(self, rows: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
-        """Newly decided tokens of each row, the new root last; the target's hidden states [n, C], one before each."""
+        """Newly decided tokens of each row, the new root last; the target's features [n, F], one before each."""
 
     def propose(self, rows: Sequence[int]) -> list[DraftTree]:
         """A tree behind each row's root."""

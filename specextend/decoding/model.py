@@ -50,6 +50,25 @@ class CachedModel:
         )
         return output.last_hidden_state
 
+    def forward_with_features(
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, and the outputs of `layers` (ascending, counted from 0) side by side: features [B, T, F].
+
+        Without layers the features are the hidden states themselves. Nothing is kept.
+        """
+        outputs: list[Tensor] = []
+        hooks = [
+            self.model.model.layers[layer].register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
+            for layer in layers
+        ]
+        try:
+            hidden = self.forward(token_ids, positions, plan)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return hidden, torch.cat(outputs, -1) if layers else hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] of hidden [..., C]."""
         return self.model.lm_head(hidden)

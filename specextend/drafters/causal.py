@@ -58,6 +58,11 @@ class CausalDrafter:
         self._texts: dict[int, Tensor] = {}  # the last three decided tokens, where the network reads them
 
     @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs the network takes; empty: the last hidden state."""
+        return self._network.hidden_layers
+
+    @property
     def num_levels(self) -> int:
         """Tree levels at most."""
         return self._options.depth

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from specextend.attention.hybrid import attend_plan
@@ -33,6 +33,7 @@ from specextend.decoding.draft_cache import DraftCache, rotate
 from specextend.decoding.model import CachedModel
 from specextend.decoding.packed import pack_linears, packs
 from specextend.drafters.eagle_config import VOCABULARY, EagleConfig
+from specextend.drafters.linears import linear, linears
 from specextend.drafters.network import HISTORY, histories, last_tokens
 
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
@@ -64,11 +65,9 @@ class EagleNetwork:
         self.vocabulary = weights.get(VOCABULARY)
         tensors = {name: weight for name, weight in weights.items() if name != VOCABULARY}
         self._norms = {name: weight for name, weight in tensors.items() if weight.dim() == 1}
-        self._linears = nn.ModuleDict(
-            {_module_name(name): _linear(weight) for name, weight in tensors.items() if weight.dim() == 2}
-        )
+        self._linears = linears({name: weight for name, weight in tensors.items() if weight.dim() == 2})
         if self.vocabulary is not None:
-            self._linears["lm_head"] = _linear(lm_head[self.vocabulary])
+            self._linears["lm_head"] = linear(lm_head[self.vocabulary])
         device, dtype = target.device, target.dtype
         if packs(device, dtype):
             pack_linears(self._linears)
@@ -76,6 +75,7 @@ class EagleNetwork:
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
         self._inv_freq = config.rope_theta**-exponents
         copy_heads = config.copy_heads or 0
+        self.hidden_layers: tuple[int, ...] = ()
         self.reads_history = copy_heads > 0
         working = KVCache(1, num_full_rows, config.num_kv_heads + copy_heads, config.head_dim, dtype, device)
         inv_freq = torch.stack([self._inv_freq] * config.num_kv_heads + [self._inv_freq * 0] * copy_heads)
@@ -163,15 +163,3 @@ class EagleNetwork:
         eps = self._config.layer_norm_eps if name.startswith("layer.") else self._config.head_norm_eps
         weight = self._norms[f"{name}.weight"]
         return rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight
-
-
-def _module_name(tensor_name: str) -> str:
-    """`layer.mlp.up_proj.weight` as a name that nn.ModuleDict takes."""
-    return tensor_name.removesuffix(".weight").replace(".", "/")
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    """A bias-free layer around an existing weight [out, in]."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return layer

@@ -19,6 +19,7 @@ class ModelNetwork:
     def __init__(self, model: CachedModel, num_full_rows: int, prefill_window: int, max_chunk: int) -> None:
         self._model, self._window, self._max_chunk = model, prefill_window, max_chunk
         self.vocabulary: Tensor | None = None
+        self.hidden_layers: tuple[int, ...] = ()
         self.reads_history = False
         self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
 

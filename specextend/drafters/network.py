@@ -33,11 +33,13 @@ class DraftNetwork(Protocol):
     cache: DraftCache
     vocabulary: Tensor | None
     """[V] int64 token ids of the logits; None: all of the target's, in order."""
+    hidden_layers: tuple[int, ...]
+    """Target layers, ascending, whose outputs side by side are the features [.., F]; empty: the last hidden state."""
     reads_history: bool
     """Whether `forward` needs the tokens before each token."""
 
     def prefill(self, row: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Put the next chunk of a prompt into the full cache: token_ids [T], hidden [T, C] of the target."""
+        """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the target."""
 
     def num_staging_rows(self) -> int:
         """Working rows that prefill needs for itself."""
@@ -50,9 +52,9 @@ class DraftNetwork(Protocol):
     ) -> Tensor:
         """Hidden [B, T, C] of token_ids [B, T] at slot `positions` [B, T].
 
-        `hidden` [B, T, C] is what goes with each token: the target's hidden state one position before it, or the
-        network's own output for its parent. Working rows are written as the plan says. `history` [B, T, 3] are the
-        three tokens before each token, nearest first; None where the network does not read them.
+        `hidden` is what goes with each token: the target's features [B, T, F] one position before it, or the
+        network's own output [B, T, C] for its parent. Working rows are written as the plan says. `history` [B, T, 3]
+        are the three tokens before each token, nearest first; None where the network does not read them.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
