@@ -35,6 +35,10 @@ class DecodingStats:
     """Sum over retrievals of the score share on visible rows."""
     retrieval_churn_sum: float = 0.0
     """Sum, from the second retrieval, of 1 - |A and B| / |A or B| of the chunks chosen by score."""
+    num_fallbacks: int = 0
+    """Times that speculation was given up for plain steps."""
+    num_hybrid_steps: int = 0
+    """Speculative steps whose tree attention was hybrid; that of the others was dense."""
     ttft_s: float = 0.0
     decode_s: float = 0.0
     prefill_s: float = 0.0

@@ -1,6 +1,7 @@
 """The engine: SpecExtend, tree speculation or plain decoding of a stream of requests, a batch at a time.
 
-Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill chunk, `C` hidden size, `V` vocabulary.
+Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill chunk, `C` hidden size,
+`F` features of a position (`Drafter.hidden_layers`), `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -8,22 +9,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.core import Completion, Request
+from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.admission import Admission
+from specextend.decoding.chunks import Cutter
 from specextend.decoding.drafter import Drafter
 from specextend.decoding.model import CachedModel
 from specextend.decoding.options import CacheOptions, TreeOptions
-from specextend.decoding.retrieval import CachePolicy, chunk_mass
+from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
+from specextend.decoding.step_costs import StepCosts
 from specextend.decoding.stopping import StopChecker
-from specextend.decoding.tree import root_only, stack_trees, tree_mask
+from specextend.decoding.tree import DraftTree, root_only, stack_trees, tree_mask
 from specextend.decoding.verifier import Verdict, verify
 
 PREFILL_CHUNK = 512
@@ -45,9 +49,9 @@ class BatchError(RuntimeError):
 class _Step:
     """What one verification gave: a verdict a sequence, and the forward that it came from."""
 
-    trees: list[list[list[int]]]  # [B][token_ids, parents]
+    rows: list[list[list[int]]]  # [B][token_ids, parents], without padding
     verdicts: list[Verdict]
-    hidden: Tensor  # [B, N, C]
+    features: Tensor  # [B, N, F]
     plan: AttentionPlan
 
 
@@ -96,19 +100,28 @@ class Engine:
         max_tokens: int,
         max_batch_size: int,
         tree: TreeOptions,
-        tree_attention: TreeAttention,
+        tree_attention: TreeAttention | Literal["auto"],
         cache: CacheOptions,
+        costs: StepCosts | None = None,
     ) -> None:
-        """`drafter` None decodes plainly; `max_tokens` are those of a prompt and its output, at most."""
+        """`drafter` None decodes plainly; `max_tokens` are those of a prompt and its output, at most.
+
+        `costs` of steps decide where `tree.nodes` or `tree_attention` is `auto`; without them every tree is whole.
+        """
         self.tokenizer = tokenizer
         self.num_steps = 0
         """Prefill chunks and decoding steps so far; a stall guard watches it."""
         self._target, self._drafter = target, drafter
-        self._eos_token_ids, self._tree_attention, self._cache_options = eos_token_ids, tree_attention, cache
+        self._eos_token_ids, self._cache_options = eos_token_ids, cache
+        assert costs is not None or tree_attention != "auto", "without costs there is nothing to choose by"
+        self._tree_attention, self._costs = tree_attention, costs
+        adapts = drafter is not None and tree.nodes == "auto"
+        self._adaptive = Adaptive(costs, tree.most_nodes) if costs is not None and adapts else None
         self._admission = Admission(target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size)
-        scored = drafter is not None and cache.policy == "retrieval"
-        self._scored_layer = target.config.num_hidden_layers - 1 if scored else None
+        self._scored_layers = scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
+        self._cutter = Cutter(cache, tokenizer, target.config.vocab_size)
         self._num_levels = drafter.num_levels if drafter else 0
+        self._hidden_layers = drafter.hidden_layers if drafter else ()
         self._lock = threading.Lock()
         self._active: dict[str, Sequence] = {}
         self._cancelled: set[str] = set()
@@ -233,10 +246,10 @@ class Engine:
         prompt = torch.tensor(sequence.request.prompt_token_ids, device=self._target.device)
         sequence.stats.num_prompt_tokens = len(prompt)
         for chunk in prompt.split(PREFILL_CHUNK):
-            plan, hidden = self._prefill_chunk(sequence, chunk)
+            plan, hidden, features = self._prefill_chunk(sequence, chunk)
             self._watch.charge("prefill_s", sequences)
             if self._drafter is not None:
-                self._drafter.prefill(sequence.row, chunk, hidden[0])
+                self._drafter.prefill(sequence.row, chunk, features[0])
                 self._watch.charge("draft_prefill_s", sequences)
             if sequence.request.request_id in self._cancelled:
                 return
@@ -245,17 +258,20 @@ class Engine:
         token_id = int(choose_tokens(logits, positions, sequence.request.sampling))
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if self._drafter is not None and not sequence.finish_reason:
+            sequence.policy.chunks = self._cutter.cut(sequence.request.prompt_token_ids)
             self._retrieve(sequence, plan, 0, -1)
-            self._absorb(sequences, [[token_id]], [hidden[0, -1:]])
+            sequence.undrafted.append(([token_id], features[0, -1:]))
+            self._absorb(sequences)
 
-    def _prefill_chunk(self, sequence: Sequence, chunk: Tensor) -> tuple[AttentionPlan, Tensor]:
-        """The plan and hidden [1, T, C] of the next `chunk` [T] of the prompt."""
+    def _prefill_chunk(self, sequence: Sequence, chunk: Tensor) -> tuple[AttentionPlan, Tensor, Tensor]:
+        """The plan, hidden [1, T, C] and features [1, T, F] of the next `chunk` [T] of the prompt."""
         first = sequence.length
         sequence.length += len(chunk)
         plan = self._plan([sequence], [sequence.length], len(chunk), None)
         positions = torch.arange(first, sequence.length, device=chunk.device)
         self.num_steps += 1
-        return plan, self._target.forward(chunk.unsqueeze(0), positions.unsqueeze(0), plan)
+        token_ids, positions = chunk.unsqueeze(0), positions.unsqueeze(0)
+        return plan, *self._target.forward_with_features(token_ids, positions, plan, self._hidden_layers)
 
     def _step(self, sequences: list[Sequence]) -> None:
         """Draft, verify, commit, retrieve, absorb: for every running sequence at once."""
@@ -263,34 +279,55 @@ class Engine:
         if not running:
             return
         self._watch.charge("other_s", running)
-        step = self._verify(running)
+        trees = self._propose(running)
+        lengths, begin = [sequence.length for sequence in running], self._watch.mark
+        step = self._verify(running, trees)
         new_token_ids = []
-        for sequence, (token_ids, _), verdict in zip(running, step.trees, step.verdicts, strict=True):
+        for sequence, (token_ids, _), verdict in zip(running, step.rows, step.verdicts, strict=True):
             new = [*(token_ids[node] for node in verdict.path[1:]), verdict.bonus_token_id]
             new_token_ids.append(new)
             sequence.length += len(verdict.path)
-            sequence.count_step(len(token_ids) - 1, len(verdict.path) - 1, self._num_levels)
+            hybrid = step.plan.tree == "hybrid"
+            sequence.count_step(len(token_ids) - 1, len(verdict.path) - 1, self._num_levels, hybrid=hybrid)
         now = self._watch.charge("verify_s", running)
+        if self._adaptive is not None:
+            accepted = [len(verdict.path) - 1 for verdict in step.verdicts]
+            self._adaptive.observe(running, lengths, trees, accepted, now - begin)
         for sequence, new in zip(running, new_token_ids, strict=True):
             sequence.push(new, now)
         self.num_steps += 1
         if self._drafter is not None:
             self._look_again(running, step, new_token_ids)
 
-    def _verify(self, sequences: list[Sequence]) -> _Step:
+    def _propose(self, sequences: list[Sequence]) -> list[DraftTree]:
+        """A tree for each sequence; of a root alone where steps are plain."""
+        drafting = [sequence for sequence in sequences if self._drafter is not None and sequence.speculation.active]
+        proposed: dict[int, DraftTree] = {}
+        if self._drafter is not None and drafting:
+            begin = self._watch.mark
+            trees = self._drafter.propose([sequence.row for sequence in drafting])
+            if self._adaptive is not None:
+                trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
+            now = self._watch.charge("draft_s", drafting)
+            if self._adaptive is not None:
+                self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
+            proposed = {sequence.row: tree for sequence, tree in zip(drafting, trees, strict=True)}
+        return [
+            proposed[sequence.row]
+            if sequence.row in proposed
+            else root_only(sequence.root_token_id, self._target.device)
+            for sequence in sequences
+        ]
+
+    def _verify(self, sequences: list[Sequence], trees: list[DraftTree]) -> _Step:
         """One target forward over every sequence's tree; accepted paths are committed to the cache."""
-        if self._drafter is None:
-            trees = [root_only(sequence.root_token_id, self._target.device) for sequence in sequences]
-        else:
-            trees = self._drafter.propose([sequence.row for sequence in sequences])
-            self._watch.charge("draft_s", sequences)
         batch = stack_trees(trees)
         num_nodes = batch.token_ids.shape[1]
         mask = tree_mask(batch.parents, self._num_levels) if num_nodes > 1 else None
         plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask)
         lengths = torch.tensor([sequence.length for sequence in sequences], device=batch.depths.device)
         positions = lengths[:, None] + batch.depths
-        hidden = self._target.forward(batch.token_ids, positions, plan)
+        hidden, features = self._target.forward_with_features(batch.token_ids, positions, plan, self._hidden_layers)
         chosen = self._choose(sequences, self._target.logits(hidden), positions + 1)
         rows = torch.stack([batch.token_ids, batch.parents, chosen], 1).tolist()
         rows = [[part[: len(tree.token_ids)] for part in row] for row, tree in zip(rows, trees, strict=True)]
@@ -298,7 +335,7 @@ class Engine:
         self._target.cache.commit(
             [sequence.first_new_row for sequence in sequences], [verdict.path for verdict in verdicts]
         )
-        return _Step([row[:2] for row in rows], verdicts, hidden, plan)
+        return _Step([row[:2] for row in rows], verdicts, features, plan)
 
     def _choose(self, sequences: list[Sequence], logits: Tensor, positions: Tensor) -> Tensor:
         """The target's tokens [B, N] for logits [B, N, V]; `positions` [B, N] are those of the tokens chosen."""
@@ -308,36 +345,50 @@ class Engine:
         return torch.stack(chosen)
 
     def _look_again(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:
-        """Retrieve where it is due, then run the draft over what was committed."""
-        assert self._drafter is not None
-        hidden = []
-        for b, (sequence, verdict) in enumerate(zip(sequences, step.verdicts, strict=True)):
-            hidden.append(step.hidden[b, verdict.path])
-            if not sequence.finish_reason and sequence.policy.is_due(sequence.length):
-                self._retrieve(sequence, step.plan, b, verdict.path[-1])
+        """Retrieve where it is due, then run the draft over what was committed; not before plain steps."""
         going = [b for b, sequence in enumerate(sequences) if not sequence.finish_reason]
-        if going:
-            self._absorb([sequences[b] for b in going], [new_token_ids[b] for b in going], [hidden[b] for b in going])
+        if self._adaptive is not None and going:
+            self._adaptive.decide([sequences[b] for b in going])
+        drafting = []
+        for b in going:
+            sequence, path = sequences[b], step.verdicts[b].path
+            sequence.undrafted.append((new_token_ids[b], step.features[b, path]))
+            if not sequence.speculation.active:
+                continue
+            drafting.append(sequence)
+            if sequence.policy.is_due(sequence.length):
+                self._retrieve(sequence, step.plan, b, path[-1])
+        self._absorb(drafting)
 
     def _retrieve(self, sequence: Sequence, plan: AttentionPlan, b: int, node: int) -> None:
         """Choose what the draft sees, by the query of `node`, the last one committed, in sequence b of the forward."""
         assert self._drafter is not None
         self._watch.charge("other_s", [sequence])
         mass = None
-        if self._scored_layer is not None:
-            query = plan.queries[self._scored_layer][b, node]
+        if self._scored_layers:
+            queries = [plan.queries[layer][b, node] for layer in self._scored_layers]
             rows = slice(sequence.region.start, sequence.first_new_row)
-            keys = self._target.cache.keys[self._scored_layer, rows]
-            mass = chunk_mass(query, keys, self._cache_options.chunk_size, self._target.scale)
+            keys = [self._target.cache.keys[layer, rows] for layer in self._scored_layers]
+            heads = self._cache_options.score_heads
+            mass = mean_mass(queries, keys, sequence.policy.chunks, self._target.scale, heads)
         positions = sequence.policy.select(sequence.length, mass, sequence.stats)
         self._drafter.select(sequence.row, positions.to(self._target.device))
         self._watch.charge("retrieval_s", [sequence])
 
-    def _absorb(self, sequences: list[Sequence], token_ids: list[list[int]], hidden: list[Tensor]) -> None:
+    def _absorb(self, sequences: list[Sequence]) -> None:
+        """Run the draft over what it has not seen: a batch after a step, alone after many, as a batch is padded."""
         assert self._drafter is not None
-        self._watch.charge("other_s", sequences)
-        self._drafter.absorb([sequence.row for sequence in sequences], token_ids, hidden)
-        self._watch.charge("draft_s", sequences)
+        late = [sequence for sequence in sequences if len(sequence.undrafted) > 1]
+        together = [sequence for sequence in sequences if len(sequence.undrafted) == 1]
+        for group in [*([sequence] for sequence in late), together]:
+            if not group:
+                continue
+            begin = self._watch.charge("other_s", group)
+            token_ids, features = zip(*(sequence.catch_up() for sequence in group), strict=True)
+            self._drafter.absorb([sequence.row for sequence in group], token_ids, features)
+            now = self._watch.charge("draft_s", group)
+            if self._adaptive is not None and group is together:
+                self._adaptive.costs.observe_draft("absorb", len(group), now - begin)
 
     def _plan(self, sequences: list[Sequence], lengths: list[int], num_new: int, mask: Tensor | None) -> AttentionPlan:
         return AttentionPlan(
@@ -345,6 +396,13 @@ class Engine:
             lengths=lengths,
             num_new=num_new,
             mask=mask,
-            tree=self._tree_attention,
-            keep_layers=frozenset() if self._scored_layer is None else frozenset({self._scored_layer}),
+            tree="hybrid" if mask is None else self._kind(lengths, num_new),
+            keep_layers=frozenset(self._scored_layers),
         )
+
+    def _kind(self, lengths: list[int], num_new: int) -> TreeAttention:
+        """How the tree attention of a forward is computed, by what is faster at these lengths."""
+        if self._tree_attention != "auto":
+            return self._tree_attention
+        assert self._costs is not None
+        return self._costs.table.tree_attention(num_new, lengths)

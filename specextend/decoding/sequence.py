@@ -7,9 +7,13 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from specextend.core import Completion, FinishReason, Request
 from specextend.decoding.cache import Region
 from specextend.decoding.retrieval import CachePolicy
+from specextend.decoding.speculation import Speculation
 from specextend.decoding.stopping import StopChecker
 from specextend.stats import DecodingStats
 
@@ -35,6 +39,9 @@ class Sequence:
     root_token_id: int = -1
     """The last token the target chose; it stands at position `length`."""
     finish_reason: FinishReason | None = None
+    speculation: Speculation = field(default_factory=Speculation)
+    undrafted: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    """Steps that the draft has not absorbed yet: newly decided tokens, and the features [n, F] before each."""
     stats: DecodingStats = field(default_factory=DecodingStats)
 
     @property
@@ -52,7 +59,14 @@ class Sequence:
         self.stats.num_output_tokens = len(self.stopper.token_ids)
         self.stats.decode_s = now - self.first_token_at
 
-    def count_step(self, num_draft_tokens: int, num_accepted: int, num_levels: int) -> None:
+    def catch_up(self) -> tuple[list[int], Tensor]:
+        """All that the draft has not absorbed, as one piece; it has after this."""
+        token_ids = [token_id for new, _ in self.undrafted for token_id in new]
+        features = torch.cat([features for _, features in self.undrafted])
+        self.undrafted.clear()
+        return token_ids, features
+
+    def count_step(self, num_draft_tokens: int, num_accepted: int, num_levels: int, *, hybrid: bool) -> None:
         """Count a verification: of a tree, or a plain step where `num_draft_tokens` is 0."""
         stats = self.stats
         if num_draft_tokens == 0:
@@ -61,6 +75,7 @@ class Sequence:
         if not stats.acceptance_histogram:
             stats.acceptance_histogram = [0] * (num_levels + 1)
         stats.num_spec_steps += 1
+        stats.num_hybrid_steps += hybrid
         stats.num_draft_tokens += num_draft_tokens
         stats.num_accepted_tokens += num_accepted
         stats.acceptance_histogram[num_accepted] += 1

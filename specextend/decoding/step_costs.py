@@ -1,0 +1,116 @@
+"""What a step costs in seconds: measured at start-up (`tuning.py`), corrected by every step that is taken.
+
+A forward of n rows behind a prefix of L tokens takes `a_n + b_n * L`: its linear layers, and attention over the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from specextend.attention.plan import TreeAttention
+
+Line = tuple[float, float]
+"""(a, b) of `a + b * length`, seconds and seconds per token."""
+DraftPhase = Literal["propose", "absorb"]
+
+_WARM_UP = 4
+"""First measurements of a phase of drafting, of which the least counts."""
+_WEIGHT = 0.1
+_OUTLIER = 2.0
+"""A measurement counts as at most this many times what was expected: one held-up step must not stop speculation."""
+
+
+def fit_line(lengths: Sequence[float], seconds: Sequence[float]) -> Line:
+    """The least-squares line through two points or more; never falling, as noise may have it."""
+    mean_length, mean_s = sum(lengths) / len(lengths), sum(seconds) / len(seconds)
+    spread = sum((length - mean_length) ** 2 for length in lengths)
+    together = sum((length - mean_length) * (s - mean_s) for length, s in zip(lengths, seconds, strict=True))
+    slope = max(0.0, together / spread) if spread else 0.0
+    return max(0.0, mean_s - slope * mean_length), slope
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Lines of one pair on one device."""
+
+    lines: Mapping[TreeAttention, Mapping[int, Line]]
+    """Tree attention -> rows of a forward, ascending -> line. One row is a plain step, the same in both."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of rows that were measured, ascending."""
+        return list(next(iter(self.lines.values())))
+
+    def size_for(self, num_rows: int) -> int:
+        """The least measured size that holds `num_rows`; the largest where none does."""
+        return next((size for size in self.sizes if size >= num_rows), self.sizes[-1])
+
+    def seconds(self, tree: TreeAttention, num_rows: int, lengths: Sequence[int]) -> float:
+        """Of a forward of `num_rows` rows of each sequence behind its prefix, in one kind of tree attention.
+
+        Linear layers see all sequences' rows at once; attention is done for one after the other.
+        """
+        lines, total = self.lines[tree], len(lengths) * num_rows
+        beyond = max(1.0, total / self.sizes[-1])
+        return lines[self.size_for(total)][0] * beyond + lines[self.size_for(num_rows)][1] * sum(lengths)
+
+    def tree_attention(self, num_rows: int, lengths: Sequence[int]) -> TreeAttention:
+        """The faster kind: dense saves a kernel call and a merge, hybrid saves by the token of prefix."""
+        return min(self.lines, key=lambda tree: self.seconds(tree, num_rows, lengths))
+
+
+class StepCosts:
+    """A table, and what this engine's own steps say of it."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self._corrections: dict[tuple[int, int], float] = {}  # (sequences, size) -> measured over expected
+        self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}
+
+    def verify_s(self, num_rows: int, lengths: Sequence[int]) -> float:
+        """Seconds of a verification of `num_rows` rows (1: a plain step) of each sequence."""
+        correction = self._corrections.get((len(lengths), self.table.size_for(num_rows)), 1.0)
+        return correction * self._expected_s(num_rows, lengths)
+
+    def draft_s(self, num_sequences: int) -> float:
+        """Seconds of drafting for so many sequences, by those last seen nearest to it; 0 where none was."""
+        return sum(_nearest(seen, num_sequences) for seen in self._drafting.values())
+
+    def observe_verify(self, num_rows: int, lengths: Sequence[int], seconds: float) -> None:
+        """Take note of a verification."""
+        key = len(lengths), self.table.size_for(num_rows)
+        before = self._corrections.get(key, 1.0)
+        self._corrections[key] = _moved(before, seconds / self._expected_s(num_rows, lengths))
+
+    def observe_draft(self, phase: DraftPhase, num_sequences: int, seconds: float) -> None:
+        """Take note of drafting for `num_sequences` at once."""
+        self._drafting[phase].setdefault(num_sequences, _Average()).add(seconds)
+
+    def _expected_s(self, num_rows: int, lengths: Sequence[int]) -> float:
+        return self.table.seconds(self.table.tree_attention(num_rows, lengths), num_rows, lengths)
+
+
+@dataclass(slots=True)
+class _Average:
+    """A running average that begins with the least of the first values, as first calls build kernels."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        if self.count <= _WARM_UP:
+            self.value = min(self.value, value) if self.count > 1 else value
+        else:
+            self.value = _moved(self.value, value)
+
+
+def _moved(average: float, value: float) -> float:
+    return average + _WEIGHT * (min(max(value, average / _OUTLIER), average * _OUTLIER) - average)
+
+
+def _nearest(seen: Mapping[int, _Average], num_sequences: int) -> float:
+    distance: Callable[[int], tuple[int, int]] = lambda number: (abs(number - num_sequences), number)  # noqa: E731
+    return seen[min(seen, key=distance)].value if seen else 0.0
