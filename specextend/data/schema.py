@@ -46,6 +46,8 @@ SUMMARY_SCHEMA = pa.schema(
         ("quality_flags", pa.list_(pa.string())),
         ("worker", pa.string()),
         ("attempts", pa.int32()),
+        ("num_fallbacks", pa.int32()),
+        ("num_hybrid_steps", pa.int32()),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""

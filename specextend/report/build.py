@@ -19,6 +19,14 @@ from specextend.report.spread import spread
 from specextend.report.tally import COLUMNS, Tally
 
 _PER_DOCUMENT = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
+_STEP_COUNTS = (
+    "num_spec_steps",
+    "num_plain_steps",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_fallbacks",
+    "num_hybrid_steps",
+)
 _DONE_COLUMNS = [*dict.fromkeys([*COLUMNS, *_PER_DOCUMENT, "finish_reason", "quality_flags", "worker"])]
 _ERROR_COLUMNS = ["doc_id", "error_class", "message", "stage", "retryable"]
 
@@ -139,8 +147,8 @@ def _acceptance(tally: Tally) -> dict[str, Any]:
         "mean_acceptance_length": tally.mean_acceptance_length,
         "draft_acceptance_rate": tally.draft_acceptance_rate,
         "histogram": tally.acceptance_histogram,
-        **{name: tally.sums[name] for name in ("num_spec_steps", "num_plain_steps", "num_draft_tokens")},
-        "num_accepted_tokens": tally.sums["num_accepted_tokens"],
+        "mean_tree_size": tally.mean_tree_size,
+        **{name: tally.sums[name] for name in _STEP_COUNTS},
     }
 
 

@@ -37,7 +37,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
 
 
 def _summary(report: dict[str, Any]) -> Section:
-    rows, tokens, speed = report["rows"], report["tokens"], report["speed"]
+    rows, tokens, speed, acceptance = report["rows"], report["tokens"], report["speed"], report["acceptance"]
     named = {
         "rows in": number(rows["input"]),
         "rows done": number(rows["done"]),
@@ -46,7 +46,10 @@ def _summary(report: dict[str, Any]) -> Section:
         "prompt tokens": number(tokens["prompt"]),
         "output tokens": number(tokens["output"]),
         "dropped tokens": number(tokens["dropped"]),
-        "mean acceptance length": number(report["acceptance"]["mean_acceptance_length"]),
+        "mean acceptance length": number(acceptance["mean_acceptance_length"]),
+        "draft tokens per speculative step": number(acceptance["mean_tree_size"], 1),
+        "speculative steps": number(acceptance["num_spec_steps"]),
+        "plain steps": number(acceptance["num_plain_steps"]),
         "decode tokens/s": number(speed["decode_tokens_per_s"], 1),
         "end-to-end tokens/s": number(speed["end_to_end_tokens_per_s"], 1),
         "output tokens per second of a worker": number(speed["tokens_per_busy_s"], 1),

@@ -20,6 +20,8 @@ SUMS = (
     "num_draft_tokens",
     "num_accepted_tokens",
     "num_retrievals",
+    "num_fallbacks",
+    "num_hybrid_steps",
     "decode_s",
     "total_s",
     *PHASES,
@@ -70,6 +72,11 @@ class Tally:
     def draft_acceptance_rate(self) -> float | None:
         """Accepted nodes per verified node."""
         return ratio(self.sums["num_accepted_tokens"], self.sums["num_draft_tokens"])
+
+    @property
+    def mean_tree_size(self) -> float | None:
+        """Verified draft tokens of a speculative step."""
+        return ratio(self.sums["num_draft_tokens"], self.sums["num_spec_steps"])
 
     @property
     def decode_tokens_per_s(self) -> float | None:

@@ -18,7 +18,7 @@ COLUMNS = """doc_id, summary, finish_reason, num_prompt_tokens, num_output_token
 chunk_summaries, num_spec_steps, num_plain_steps, num_draft_tokens, num_accepted_tokens, mean_acceptance_length,
 draft_acceptance_rate, acceptance_histogram, num_retrievals, retrieval_coverage, retrieval_churn, queue_s, ttft_s,
 decode_s, total_s, prefill_s, draft_prefill_s, draft_s, verify_s, retrieval_s, other_s, output_tokens_per_s,
-quality_flags, worker, attempts"""
+quality_flags, worker, attempts, num_fallbacks, num_hybrid_steps"""
 
 STATS = DecodingStats(
     num_prompt_tokens=100,
@@ -46,7 +46,7 @@ def row(stats: DecodingStats) -> dict[str, Any]:
 def test_the_columns_are_those_promised_in_their_order() -> None:
     assert SUMMARY_SCHEMA.names == COLUMNS.replace("\n", " ").split(", ")
     assert ERROR_SCHEMA.names == ["key", "doc_id", "error_class", "message", "stage", "retryable", "attempts"]
-    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["attempts", "topic"]
+    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["num_hybrid_steps", "topic"]
 
 
 def test_no_column_is_typed_null() -> None:

@@ -47,6 +47,8 @@ LONG = DecodingStats(
     num_retrievals=3,
     retrieval_coverage_sum=1.5,
     retrieval_churn_sum=0.5,
+    num_fallbacks=1,
+    num_hybrid_steps=3,
     ttft_s=5.0,
     decode_s=2.0,
     prefill_s=4.5,
@@ -96,6 +98,12 @@ def test_totals_are_sums_and_ratios_are_divisions_of_sums(run):
     assert report["acceptance"]["mean_acceptance_length"] == pytest.approx(1 + 19 / 15)
     assert report["acceptance"]["draft_acceptance_rate"] == pytest.approx(19 / 240)
     assert report["acceptance"]["histogram"] == [4, 5, 4, 2]
+    assert report["acceptance"]["mean_tree_size"] == pytest.approx(240 / 15)
+    assert {name: report["acceptance"][f"num_{name}"] for name in ("plain_steps", "fallbacks", "hybrid_steps")} == {
+        "plain_steps": 2,
+        "fallbacks": 1,
+        "hybrid_steps": 3,
+    }
     assert report["speed"]["decode_tokens_per_s"] == pytest.approx(30 / 4)
     assert report["speed"]["end_to_end_tokens_per_s"] == pytest.approx(32 / 10)
     assert report["speed"]["tokens_per_busy_s"] == pytest.approx(32 / 10)
