@@ -13,6 +13,7 @@ from specextend.decoding.drafter import Drafter
 from specextend.decoding.engine import PREFILL_CHUNK, Engine
 from specextend.decoding.model import CachedModel
 from specextend.decoding.options import CacheOptions
+from specextend.decoding.retrieval import scored_layers
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle import EagleNetwork
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
@@ -36,6 +37,7 @@ def load_engine(config: RunConfig) -> Engine:
         ValueError: a model that cannot be found or served, or a draft that does not fit its target.
     """
     facts = check_pair(config.target, None if config.decoding.mode == "autoregressive" else config.draft)
+    scored_layers(config.cache, facts.num_layers)
     model = load_target(config.target, IMPLEMENTATION)
     attend = load_backend(config.attention.backend, model.device)
     num_rows = target_rows(config, facts)

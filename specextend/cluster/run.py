@@ -31,6 +31,7 @@ from specextend.data.parts import PartWriter, Progress, pending, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.regroup import regroup
 from specextend.data.storage import Location, delete, resolve
+from specextend.decoding.retrieval import scored_layers
 from specextend.loading import GIB, load_engine, rows_per_sequence
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes
@@ -59,6 +60,7 @@ def prepare(config: RunConfig) -> Prepared:
         source = open_source(config.input, config.output)
         draft = config.draft if config.decoding.mode != "autoregressive" else None
         facts = check_pair(config.target, draft)
+        scored_layers(config.cache, facts.num_layers)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
         prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length))
         _check_run(config, prompts)

@@ -8,6 +8,8 @@ from typing import Literal
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
 Refresh = Literal["every", "acceptance", "once"]
+ScoreHeads = Literal["mean", "max"]
+ChunkBoundaries = Literal["fixed", "sentence"]
 
 
 def at_least(name: str, value: float, least: float) -> None:
@@ -118,6 +120,14 @@ class CacheOptions:
     """Verification steps between two retrievals."""
     draft_prefill_window: int = 512
     """Tokens a draft attends back to in prefill."""
+    score_layers: tuple[int, ...] = (-1,)
+    """The target's layers whose attention `retrieval` trusts, from 0 or, negative, from the last one back; of several
+    the mean."""
+    score_heads: ScoreHeads = "mean"
+    """What a chunk's score is over the heads of a layer: the `mean`, or the `max`, so that one head is enough."""
+    chunk_boundaries: ChunkBoundaries = "fixed"
+    """Of `retrieval`: `fixed` cuts every `chunk_size` tokens, `sentence` at ends of sentences, as many whole ones to a
+    chunk as `chunk_size` tokens hold; output is cut every `chunk_size` tokens."""
 
     def __post_init__(self) -> None:
         one_of("cache.policy", self.policy, ("full", "streaming", "retrieval"))
@@ -126,8 +136,13 @@ class CacheOptions:
             at_least(f"cache.{name}", getattr(self, name), least)
         at_least("cache.refresh_every", self.refresh_every, 1)
         at_least("cache.draft_prefill_window", self.draft_prefill_window, 1)
-        # However the end of the text is aligned: two tokens can touch two chunks.
+        one_of("cache.score_heads", self.score_heads, ("mean", "max"))
+        one_of("cache.chunk_boundaries", self.chunk_boundaries, ("fixed", "sentence"))
+        if not self.score_layers:
+            raise ValueError("cache.score_layers must name a layer at least; -1 is the last one")
+        # However the end of the text is aligned: two tokens can touch two chunks. Nor do sentences end with the sinks.
         forced = -(-self.sinks // self.chunk_size) + -(-(self.recent - 1) // self.chunk_size) + 1
+        forced += int(self.chunk_boundaries == "sentence" and self.sinks > 0)
         if self.policy == "retrieval" and self.top_k_chunks < forced:
             raise ValueError(
                 f"cache.top_k_chunks is {self.top_k_chunks} but cache.sinks and cache.recent alone can take {forced}"

@@ -5,31 +5,53 @@ Shapes: `H` query heads, `K` key heads, `G` = H / K, `D` head size, `S` committe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specextend.decoding.options import CacheOptions
+from specextend.decoding.chunks import Chunks
+from specextend.decoding.options import CacheOptions, ScoreHeads
 from specextend.stats import DecodingStats
 
 
-def num_chunks(num_tokens: int, chunk_size: int) -> int:
-    """Chunks that hold `num_tokens` tokens, the last one perhaps partly."""
-    return -(-num_tokens // chunk_size)
+def scored_layers(options: CacheOptions, num_layers: int) -> tuple[int, ...]:
+    """The target's layers that retrieval scores by, from 0, ascending; none where the policy is another.
 
-
-def chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> Tensor:
-    """[C] fp32: the share of one query's attention on each chunk, mean over heads. Sums to 1.
-
-    query [H, D] of the last accepted node, keys [S, K, D] of all committed tokens; scores in fp32.
+    Raises ValueError for one that a target of `num_layers` layers does not have, whatever the policy.
     """
-    num_keys, num_key_heads, head_dim = keys.shape
+    for layer in options.score_layers:
+        if not -num_layers <= layer < num_layers:
+            raise ValueError(
+                f"cache.score_layers names layer {layer}, but the target has {num_layers} (0 to {num_layers - 1}, or "
+                f"-{num_layers} to -1 from the last)"
+            )
+    layers = {layer % num_layers for layer in options.score_layers}
+    return tuple(sorted(layers)) if options.policy == "retrieval" else ()
+
+
+def chunk_mass(query: Tensor, keys: Tensor, chunks: Chunks, scale: float, heads: ScoreHeads = "mean") -> Tensor:
+    """[C] fp32: the share of one query's attention on each chunk. Sums to 1.
+
+    query [H, D] of the last accepted node, keys [S, K, D] of all committed tokens; scores in fp32. Over heads the
+    mean, or each chunk's largest share, then scaled to the sum of 1.
+    """
+    num_key_heads, head_dim = keys.shape[1:]
     grouped = query.float().view(num_key_heads, -1, head_dim)  # [K, G, D]
-    scores = torch.matmul(grouped, keys.float().permute(1, 2, 0)) * scale
-    mass = scores.softmax(-1).mean((0, 1))
-    padding = num_chunks(num_keys, chunk_size) * chunk_size - num_keys
-    return torch.nn.functional.pad(mass, (0, padding)).view(-1, chunk_size).sum(1)
+    weights = (torch.matmul(grouped, keys.float().permute(1, 2, 0)) * scale).softmax(-1)
+    if heads == "mean":
+        return chunks.sums(weights.mean((0, 1)))
+    largest = chunks.sums(weights).amax((0, 1))
+    return largest / largest.sum()
+
+
+def mean_mass(
+    queries: Sequence[Tensor], keys: Sequence[Tensor], chunks: Chunks, scale: float, heads: ScoreHeads
+) -> Tensor:
+    """[C] fp32: the mean of `chunk_mass` over layers, one query and one set of keys for each."""
+    masses = [chunk_mass(*layer, chunks, scale, heads) for layer in zip(queries, keys, strict=True)]
+    return masses[0] if len(masses) == 1 else torch.stack(masses).mean(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +63,37 @@ class Selection:
     forced: Tensor
     """[C] bool: visible whatever their score (sinks and the recent window)"""
 
-    def positions(self, num_tokens: int, chunk_size: int) -> Tensor:
-        """[S] int64 positions of the visible tokens, ascending."""
-        positions = (self.chunks[:, None] * chunk_size + torch.arange(chunk_size)).flatten()
-        return positions[positions < num_tokens]
+    def positions(self, edges: Tensor) -> Tensor:
+        """[S] int64 positions of the visible tokens, ascending; `edges` [C + 1] of all chunks."""
+        visible = torch.zeros_like(self.forced)
+        visible[self.chunks] = True
+        return visible.repeat_interleave(edges.diff()).nonzero().flatten()
 
     def by_score(self) -> set[int]:
         """The chunks that are there for their score."""
         return set(self.chunks[~self.forced[self.chunks]].tolist())
 
 
-def forced_chunks(num_tokens: int, options: CacheOptions) -> Tensor:
-    """[C] bool: the chunks of the first `sinks` and of the last `recent` tokens."""
-    forced = torch.zeros(num_chunks(num_tokens, options.chunk_size), dtype=torch.bool)
-    forced[: num_chunks(options.sinks, options.chunk_size)] = True
-    forced[max(0, num_tokens - options.recent) // options.chunk_size :] = True
-    return forced
+def forced_chunks(edges: Tensor, options: CacheOptions) -> Tensor:
+    """[C] bool: the chunks that hold some of the first `sinks` and of the last `recent` tokens."""
+    return (edges[:-1] < options.sinks) | (edges[1:] > int(edges[-1]) - options.recent)
 
 
-def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Selection:
-    """The forced chunks and the best others by mean score, `top_k_chunks` in all; a tie goes to the earlier chunk.
+def select_by_score(mass: Tensor, edges: Tensor, options: CacheOptions) -> Selection:
+    """The forced chunks and the best others by mean score a token; a tie goes to the earlier chunk.
 
-    The partial last chunk's mean is over its true length.
+    `top_k_chunks` chunks in all or, where chunks are shorter than `chunk_size`, the tokens of as many full ones.
     """
-    forced = forced_chunks(num_tokens, options)
-    sizes = torch.full_like(mass, options.chunk_size)
-    sizes[-1] = num_tokens - (len(mass) - 1) * options.chunk_size
+    forced, sizes = forced_chunks(edges, options), edges.diff()
     ranked = (mass / sizes).masked_fill(forced, float("inf")).sort(descending=True, stable=True).indices
-    return Selection(ranked[: max(options.top_k_chunks, int(forced.sum()))].sort().values, forced)
+    fits = sizes[ranked].cumsum(0) <= options.top_k_chunks * options.chunk_size
+    return Selection(ranked[fits | forced[ranked]].sort().values, forced)
 
 
-def select_recent(num_tokens: int, options: CacheOptions) -> Selection:
+def select_recent(edges: Tensor, options: CacheOptions) -> Selection:
     """The sink chunks and the most recent ones, `top_k_chunks` in all (StreamingLLM, with the same budget)."""
-    total = num_chunks(num_tokens, options.chunk_size)
-    sinks = min(num_chunks(options.sinks, options.chunk_size), options.top_k_chunks - 1, total)
+    total = len(edges) - 1
+    sinks = min(int((edges[:-1] < options.sinks).sum()), options.top_k_chunks - 1)
     first_recent = max(sinks, total - (options.top_k_chunks - sinks))
     visible = torch.ones(total, dtype=torch.bool)
     visible[sinks:first_recent] = False
@@ -86,6 +105,8 @@ class CachePolicy:
 
     def __init__(self, options: CacheOptions) -> None:
         self._options = options
+        self.chunks = Chunks(options.chunk_size)
+        """Where the request's text is cut; a `Cutter` knows better once the prompt is there."""
         self._chosen: set[int] | None = None
         self._steps = 0
         self._selected_at = 0
@@ -119,13 +140,14 @@ class CachePolicy:
         self._selected_at = num_tokens
         if self._options.policy == "full":
             return torch.arange(num_tokens)
+        edges = self.chunks.edges(num_tokens)
         if mass is None:
-            return select_recent(num_tokens, self._options).positions(num_tokens, self._options.chunk_size)
+            return select_recent(edges, self._options).positions(edges)
         mass = mass.cpu()
-        selection = select_by_score(mass, num_tokens, self._options)
+        selection = select_by_score(mass, edges, self._options)
         self._count(selection, mass, stats)
         self._recent_accepted, self._steps = None, 0
-        return selection.positions(num_tokens, self._options.chunk_size)
+        return selection.positions(edges)
 
     def _acceptance_fell(self) -> bool:
         """Eight steps or more since the last selection, and recent acceptance under 3/4 of the mean since then."""

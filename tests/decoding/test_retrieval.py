@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,23 +12,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specextend.decoding.chunks import Chunks, pack
 from specextend.decoding.options import CacheOptions
-from specextend.decoding.retrieval import CachePolicy, chunk_mass, num_chunks, select_by_score, select_recent
+from specextend.decoding.retrieval import (
+    CachePolicy,
+    chunk_mass,
+    mean_mass,
+    scored_layers,
+    select_by_score,
+    select_recent,
+)
 from specextend.stats import DecodingStats
 
 SMALL = CacheOptions(chunk_size=4, top_k_chunks=4, sinks=4, recent=4, refresh_every=3)
 
 
-def slow_chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> list[float]:
-    """The definition: softmax a head, mean over heads, sum over each chunk, in fp64."""
-    num_keys, num_groups, _ = keys.shape
-    group = query.shape[0] // num_groups
-    mass = [0.0] * num_chunks(num_keys, chunk_size)
+def slow_chunk_mass(query: Tensor, keys: Tensor, edges: list[int], scale: float, heads: str = "mean") -> list[float]:
+    """The definition, in fp64: softmax a head, sum over each chunk; then mean or largest over heads, to a sum of 1."""
+    group = query.shape[0] // keys.shape[1]
+    shares = []
     for head in range(query.shape[0]):
-        weights = (keys[:, head // group].double() @ query[head].double() * scale).softmax(0)
-        for position, weight in enumerate(weights.tolist()):
-            mass[position // chunk_size] += weight / query.shape[0]
-    return mass
+        weights = (keys[:, head // group].double() @ query[head].double() * scale).softmax(0).tolist()
+        shares.append([sum(weights[start:end]) for start, end in itertools.pairwise(edges)])
+    columns = list(zip(*shares, strict=True))
+    mass = [sum(column) / len(column) if heads == "mean" else max(column) for column in columns]
+    return [share / sum(mass) for share in mass]
+
+
+def edges_of(num_tokens: int, chunk_size: int = 4) -> Tensor:
+    return Chunks(chunk_size).edges(num_tokens)
 
 
 def mass_of(*chunks: float) -> Tensor:
@@ -50,14 +63,17 @@ def tight_options(draw) -> CacheOptions:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_keys", [1, 31, 32, 33, 100])
 @pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1)])
-def test_scores_are_the_targets_attention(heads, num_keys, dtype):
-    """Per head a softmax over all committed rows, then the mean over heads, then a sum a chunk; GQA included."""
+@pytest.mark.parametrize("how", ["mean", "max"])
+def test_scores_are_the_targets_attention(how, heads, num_keys, dtype):
+    """Per head a softmax over all committed rows, a sum a chunk, then mean or largest over heads; GQA included."""
     generator = torch.Generator().manual_seed(num_keys)
     query = (torch.randn(heads[0], 16, generator=generator) * 3).to(dtype)
     keys = torch.randn(num_keys, heads[1], 16, generator=generator).to(dtype)
-    mass = chunk_mass(query, keys, 32, 0.25)
-    assert mass.tolist() == pytest.approx(slow_chunk_mass(query, keys, 32, 0.25), abs=1e-6)
-    assert float(mass.sum()) == pytest.approx(1.0, abs=1e-5)
+    for chunks in (Chunks(32), Chunks(32, torch.tensor([0, min(num_keys, 7), num_keys]).unique())):
+        mass = chunk_mass(query, keys, chunks, 0.25, how)
+        expected = slow_chunk_mass(query, keys, chunks.edges(num_keys).tolist(), 0.25, how)
+        assert mass.tolist() == pytest.approx(expected, abs=1e-6)
+        assert float(mass.sum()) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_heavy_sink_does_not_blur_the_rest():
@@ -65,36 +81,38 @@ def test_a_heavy_sink_does_not_blur_the_rest():
     generator = torch.Generator().manual_seed(0)
     query, keys = torch.randn(2, 32, generator=generator), torch.randn(16_384, 1, 32, generator=generator)
     keys[0] = query[0] * 3
-    mass = chunk_mass(query, keys.bfloat16(), 32, 32**-0.5)
-    exact = torch.tensor(slow_chunk_mass(query, keys.bfloat16(), 32, 32**-0.5), dtype=torch.float64)
+    mass = chunk_mass(query, keys.bfloat16(), Chunks(32), 32**-0.5)
+    slow = slow_chunk_mass(query, keys.bfloat16(), edges_of(len(keys), 32).tolist(), 32**-0.5)
+    exact = torch.tensor(slow, dtype=torch.float64)
     assert float(exact[0]) > 0.3
     assert set(mass.topk(32).indices.tolist()) == set(exact.topk(32).indices.tolist())
 
 
 def test_the_best_chunks_stay_beside_the_forced_ones_in_document_order():
     """Sink chunk 0 and last chunk 6 are forced though worthless; two more places go to the best others."""
-    selection = select_by_score(mass_of(0, 5, 1, 7, 2, 6, 0), 28, SMALL)
+    selection = select_by_score(mass_of(0, 5, 1, 7, 2, 6, 0), edges_of(28), SMALL)
     assert selection.chunks.tolist() == [0, 3, 5, 6]
     assert selection.by_score() == {3, 5}
-    assert selection.positions(28, 4).tolist() == [0, 1, 2, 3, *range(12, 16), *range(20, 28)]
+    assert selection.positions(edges_of(28)).tolist() == [0, 1, 2, 3, *range(12, 16), *range(20, 28)]
 
 
 def test_the_newest_tokens_are_visible_though_nobody_attends_to_them():
     """The public code drops the open chunk when it scores low, and the draft no longer sees what it just said."""
-    selection = select_by_score(mass_of(1, 5, 5, 5, 5, 0, 0), 26, SMALL)
+    selection = select_by_score(mass_of(1, 5, 5, 5, 5, 0, 0), edges_of(26), SMALL)
     assert selection.chunks.tolist() == [0, 1, 5, 6], "the last 4 tokens reach into chunk 5"
-    assert selection.positions(26, 4).tolist()[-6:] == [20, 21, 22, 23, 24, 25]
+    assert selection.positions(edges_of(26)).tolist()[-6:] == [20, 21, 22, 23, 24, 25]
 
 
 def test_a_tie_goes_to_the_earlier_chunk():
-    assert select_by_score(mass_of(1, 1, 1, 1, 1, 1, 1), 28, SMALL).chunks.tolist() == [0, 1, 2, 6]
+    assert select_by_score(mass_of(1, 1, 1, 1, 1, 1, 1), edges_of(28), SMALL).chunks.tolist() == [0, 1, 2, 6]
 
 
 def test_where_all_fits_all_is_visible():
     """Scores decide nothing then, so `retrieval` is `full`."""
     for num_tokens in range(1, 17):
-        mass = torch.ones(num_chunks(num_tokens, 4)) / num_chunks(num_tokens, 4)
-        assert select_by_score(mass, num_tokens, SMALL).positions(num_tokens, 4).tolist() == list(range(num_tokens))
+        edges = edges_of(num_tokens)
+        mass = mass_of(*[1] * (len(edges) - 1))
+        assert select_by_score(mass, edges, SMALL).positions(edges).tolist() == list(range(num_tokens))
 
 
 @settings(deadline=None, max_examples=200)
@@ -104,13 +122,31 @@ def test_the_budget_holds_for_every_length(options, num_tokens, seed):
 
     The recent window is rarely aligned to chunks: with 5 tokens in chunks of 4 it can touch three of them.
     """
-    total = num_chunks(num_tokens, options.chunk_size)
+    edges = edges_of(num_tokens, options.chunk_size)
+    total = len(edges) - 1
     mass = torch.rand(total, generator=torch.Generator().manual_seed(seed))
-    selection = select_by_score(mass / mass.sum(), num_tokens, options)
+    selection = select_by_score(mass / mass.sum(), edges, options)
     assert len(selection.chunks) == min(total, options.top_k_chunks)
-    visible = selection.positions(num_tokens, options.chunk_size).tolist()
+    visible = selection.positions(edges).tolist()
     assert visible == sorted(set(visible))
     wanted = {*range(min(options.sinks, num_tokens)), *range(max(0, num_tokens - options.recent), num_tokens)}
+    assert wanted <= set(visible)
+
+
+@settings(deadline=None, max_examples=100)
+@given(options=tight_options(), num_prompt=st.integers(1, 400), num_new=st.integers(0, 90), data=st.data())
+def test_the_budget_holds_for_sentences_too(options, num_prompt, num_new, data):
+    """The draft's rows are counted in tokens: shorter chunks are more chunks, never more tokens than planned for."""
+    ends = sorted(data.draw(st.sets(st.integers(1, num_prompt), max_size=40)))
+    chunks = Chunks(options.chunk_size, torch.tensor(pack(ends, num_prompt, options.chunk_size)))
+    tight = replace(options, chunk_boundaries="sentence", top_k_chunks=options.top_k_chunks + (options.sinks > 0))
+    edges = chunks.edges(num_prompt + num_new)
+    mass = torch.rand(len(edges) - 1, generator=torch.Generator().manual_seed(num_prompt))
+    visible = select_by_score(mass / mass.sum(), edges, tight).positions(edges).tolist()
+    budget = tight.top_k_chunks * tight.chunk_size
+    assert len(visible) <= budget
+    assert len(visible) == num_prompt + num_new or len(visible) > budget - tight.chunk_size
+    wanted = {*range(min(options.sinks, num_prompt)), *range(edges[-1])[-options.recent :]}
     assert wanted <= set(visible)
 
 
@@ -124,9 +160,9 @@ def test_the_budget_holds_for_every_length(options, num_tokens, seed):
 def test_streaming_keeps_sinks_and_the_newest_within_the_same_budget(num_tokens, chunk_size, top_k, sinks):
     """Whole chunks, the newest always among them, the sinks as far as the budget allows."""
     options = CacheOptions(policy="streaming", chunk_size=chunk_size, top_k_chunks=top_k, sinks=sinks)
-    chunks = select_recent(num_tokens, options).chunks.tolist()
-    total = num_chunks(num_tokens, chunk_size)
-    num_sinks = min(num_chunks(sinks, chunk_size), top_k - 1, total)
+    chunks = select_recent(edges_of(num_tokens, chunk_size), options).chunks.tolist()
+    total = -(-num_tokens // chunk_size)
+    num_sinks = min(-(-sinks // chunk_size), top_k - 1, total)
     assert len(chunks) == min(total, top_k)
     assert chunks[:num_sinks] == list(range(num_sinks))
     assert chunks[num_sinks:] == list(range(total - (len(chunks) - num_sinks), total))
@@ -225,3 +261,43 @@ def test_a_budget_that_forced_chunks_alone_can_exceed_is_refused(chunk_size, sin
     if least > 1:
         with pytest.raises(ValueError, match=r"cache\.top_k_chunks is \d+ but cache\.sinks and cache\.recent alone"):
             CacheOptions(top_k_chunks=least - 1, **values)
+
+
+@pytest.mark.parametrize(
+    ("named", "layers"), [((-1,), (29,)), ((0, 15, -1), (0, 15, 29)), ((29, -1), (29,)), ((-30,), (0,))]
+)
+def test_layers_are_counted_from_either_end(named, layers):
+    """A layer that is named twice has one voice; without retrieval none is kept."""
+    assert scored_layers(CacheOptions(score_layers=named), 30) == layers
+    assert scored_layers(CacheOptions(score_layers=named, policy="streaming"), 30) == ()
+
+
+@pytest.mark.parametrize("layer", [30, -31])
+def test_a_layer_that_the_target_lacks_is_refused(layer):
+    """Python would count a list's end for it, or fail in the middle of the first document."""
+    with pytest.raises(ValueError, match=rf"cache\.score_layers names layer {layer}, but the target has 30"):
+        scored_layers(CacheOptions(score_layers=(-1, layer)), 30)
+
+
+def test_several_layers_are_trusted_alike():
+    """The mean of their shares: a layer with sharper logits does not outvote the others."""
+    generator = torch.Generator().manual_seed(0)
+    queries = [torch.randn(4, 8, generator=generator) * scale for scale in (1, 9)]
+    keys = [torch.randn(50, 2, 8, generator=generator) for _ in queries]
+    for how in ("mean", "max"):
+        each = [slow_chunk_mass(*layer, edges_of(50).tolist(), 0.5, how) for layer in zip(queries, keys, strict=True)]
+        expected = [sum(shares) / 2 for shares in zip(*each, strict=True)]
+        assert mean_mass(queries, keys, Chunks(4), 0.5, how).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"score_heads": "median"}, r"cache\.score_heads must be one of mean, max"),
+        ({"chunk_boundaries": "line"}, r"cache\.chunk_boundaries must be one of fixed, sentence"),
+        ({"score_layers": ()}, r"cache\.score_layers must name a layer"),
+    ],
+)
+def test_a_mistyped_choice_is_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        CacheOptions(**option)
