@@ -14,6 +14,7 @@ from specextend.decoding.engine import PREFILL_CHUNK, Engine
 from specextend.decoding.model import CachedModel
 from specextend.decoding.options import CacheOptions
 from specextend.decoding.retrieval import scored_layers
+from specextend.decoding.tuning_file import load_step_costs
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle import EagleNetwork
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
@@ -38,16 +39,17 @@ def load_engine(config: RunConfig) -> Engine:
     """
     facts = check_pair(config.target, None if config.decoding.mode == "autoregressive" else config.draft)
     scored_layers(config.cache, facts.num_layers)
-    model = load_target(config.target, IMPLEMENTATION)
-    attend = load_backend(config.attention.backend, model.device)
     num_rows = target_rows(config, facts)
-    lm_head = model.get_output_embeddings().weight  # packing replaces the layer
-    target = CachedModel(model, attend, num_rows)
+    target, lm_head = load_cached_target(config, num_rows)
     cache, drafter = config.cache, None
     if config.decoding.mode == "tree":
         cache = CacheOptions(policy="full", draft_prefill_window=config.cache.draft_prefill_window)
     if config.decoding.mode != "autoregressive":
-        drafter = _load_drafter(config, cache, target, lm_head, num_rows)
+        drafter = load_drafter(config, cache, target, lm_head, num_rows)
+    costs = None
+    if config.decoding.mode == "specextend":
+        costs = load_step_costs(target, config.tree, config.attention, config.decoding.max_batch_size)
+    tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
     return Engine(
         load_tokenizer(config.target.model, config.target.revision),
         target,
@@ -56,8 +58,9 @@ def load_engine(config: RunConfig) -> Engine:
         max_tokens=config.max_tokens(facts.context_length),
         max_batch_size=config.decoding.max_batch_size,
         tree=config.tree,
-        tree_attention="dense" if config.decoding.mode == "tree" else config.attention.tree,
+        tree_attention=tree_attention if tree_attention != "auto" or costs else "hybrid",
         cache=cache,
+        costs=costs,
     )
 
 
@@ -72,7 +75,14 @@ def target_rows(config: RunConfig, facts: ModelFacts) -> int:
     return min(affordable, config.decoding.max_batch_size * rows_per_sequence(config, facts.context_length))
 
 
-def _load_drafter(
+def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, Tensor]:
+    """The target with `num_rows` rows of cache, and the weight [V, C] of its LM head, which packing hides in it."""
+    model = load_target(config.target, IMPLEMENTATION)
+    lm_head = model.get_output_embeddings().weight
+    return CachedModel(model, load_backend(config.attention.backend, model.device), num_rows), lm_head
+
+
+def load_drafter(
     config: RunConfig, cache: CacheOptions, target: CachedModel, lm_head: Tensor, num_rows: int
 ) -> Drafter:
     """The drafter that `draft.kind` names, with caches that hold what the target's holds."""
@@ -90,6 +100,8 @@ def _load_drafter(
         network = ModelNetwork(draft, num_working_rows, cache.draft_prefill_window, PREFILL_CHUNK)
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
+    if tree_attention == "auto":  # what a draft sees is short, but for `full`
+        tree_attention = "hybrid" if visible is None else "dense"
     return CausalDrafter(network, config.tree, tree_attention, visible)
 
 

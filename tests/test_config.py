@@ -27,7 +27,8 @@ KEYS = {
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop max_batch_size cache_gib",
     "attention": "backend tree",
     "tree": "nodes max_nodes depth threshold",
-    "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window",
+    "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers "
+    "score_heads chunk_boundaries",
     "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction commit_every_rows commit_every_s "
     "deadline_base_s deadline_s_per_token stall_s deadline_s grace_s",
 }
