@@ -6,12 +6,12 @@ import os
 import platform
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from specextend.config import RunConfig
+from specextend.decoding.device import device_name
 from specextend.models import resolve_device
 
 _PACKAGES = ("specextend", "torch", "transformers")
@@ -28,7 +28,7 @@ def environment(config: RunConfig) -> dict[str, Any]:
     device = resolve_device(config.target.device)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": device_name(device),
         "device_type": device.type,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -37,14 +37,6 @@ def environment(config: RunConfig) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
     }
-
-
-def cpu_name() -> str:
-    """The processor's name as the kernel has it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

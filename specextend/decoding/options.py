@@ -63,12 +63,13 @@ class AttentionOptions:
 
     backend: Literal["auto", "reference", "sdpa", "flash"] = "auto"
     """`auto` takes the fastest that is proven on the device."""
-    tree: Literal["dense", "hybrid"] = "hybrid"
-    """`hybrid`: flash over the prefix, masked over the tree, merged by LSE. `dense`: one masked call."""
+    tree: Literal["auto", "dense", "hybrid"] = "auto"
+    """`hybrid`: flash over the prefix, masked over the tree, merged by LSE. `dense`: one masked call. `auto`: whichever
+    start-up measured to be faster at the sequences' current lengths."""
 
     def __post_init__(self) -> None:
         one_of("attention.backend", self.backend, ("auto", "reference", "sdpa", "flash"))
-        one_of("attention.tree", self.tree, ("dense", "hybrid"))
+        one_of("attention.tree", self.tree, ("auto", "dense", "hybrid"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
