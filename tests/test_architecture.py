@@ -47,6 +47,7 @@ OWNERS = {
     "flash_attn": ("specextend/attention/flash.py",),
     "triton": ("specextend/attention/",),
     "datasets": ("specextend/data/importers.py",),
+    "matplotlib": ("specextend/bench/plot.py",),
     "pydantic": ("specextend/config.py",),
     "yaml": ("specextend/config.py",),
 }
