@@ -3,9 +3,12 @@
     python jobs/bench.py --config configs/smollm2.yaml --documents examples/govreport.parquet --json compare.json
     python jobs/bench.py sweep --nodes 8,16,24 --depths 4,6 --thresholds 0.05,0.1
     python jobs/bench.py memory --tokens 8000
+    python jobs/bench.py plot --json compare.json --output benchmarks/results
+    python jobs/bench.py table --json compare.json
 
-compare: autoregressive, tree, specextend and transformers' generate, document by document. sweep: tree sizes against
-plain decoding. memory: what a prefill takes beside weights and cache. Decoding is greedy, one document at a time.
+compare: our modes, our drafts and transformers' generate, document by document. sweep: tree sizes against plain
+decoding. memory: what a prefill takes beside weights and cache. Decoding is greedy, one document at a time. plot and
+table: written figures as SVG and as Markdown; they measure nothing.
 Exit code 2 for a configuration, input or model that cannot be.
 """
 
@@ -15,34 +18,87 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from specextend.bench.compare import SIDES, BenchOptions, compare
+from specextend.bench.compare import BenchOptions, compare
+from specextend.bench.markdown import to_markdown
 from specextend.bench.memory import measure_memory
 from specextend.bench.render import render_compare, render_memory, render_sweep
+from specextend.bench.saved import read_figures
+from specextend.bench.sides import SIDES
 from specextend.bench.sweep import Grid, sweep
 from specextend.config import RunConfig
 from specextend.data.storage import resolve, write_bytes
 
-SWEEP_JSON = "benchmarks/results/tree-sweep.json"
+RESULTS = "benchmarks/results"
+SWEEP_JSON = f"{RESULTS}/tree-sweep.json"
+SHOWN = ("plot", "table")
+"""Sections that read figures instead of measuring."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        result, table = _measure(options)
+        if options.section in SHOWN:
+            _show(options)
+        else:
+            _measure_and_write(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    path = options.json or (SWEEP_JSON if options.section == "sweep" else None)
+    return 0
+
+
+def _measure_and_write(options: argparse.Namespace) -> None:
+    """Raises ValueError and OSError."""
+    if len(options.json) > 1:
+        raise ValueError(f"--json takes one path here, got {len(options.json)}")
+    result, table = _measure(options)
+    path = options.json[0] if options.json else SWEEP_JSON if options.section == "sweep" else None
     if path:
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         write_bytes(resolve(path), text.encode())
     print(table, end="")
     if path:
         print(f"figures: {path}")
-    return 0
+
+
+def _show(options: argparse.Namespace) -> None:
+    """Draw or print what was measured. Raises ValueError and OSError."""
+    if not options.json:
+        raise ValueError(f"{options.section} needs --json with the figures to show")
+    results = {path: read_figures(path) for path in options.json}
+    if options.section == "table":
+        print("\n".join(_shown(to_markdown, path, result) for path, result in results.items()), end="")
+        return
+    drawings = {Path(path).stem: _shown(_drawer(), path, result) for path, result in results.items()}
+    if len(drawings) < len(results):
+        raise ValueError("two of the files have the same name, so their drawings would too")
+    for name, svg in drawings.items():
+        path = f"{options.output}/{name}.svg"
+        write_bytes(resolve(path), svg)
+        print(f"drawing: {path}")
+
+
+def _shown(show: Callable[[dict[str, Any]], Any], path: str, result: dict[str, Any]) -> Any:
+    """Raises ValueError, which names the file, for figures that `show` cannot show."""
+    try:
+        return show(result)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}: this version writes other figures, so measure again") from None
+
+
+def _drawer() -> Callable[[dict[str, Any]], bytes]:
+    """Raises ValueError where matplotlib is not installed."""
+    try:
+        from specextend.bench.plot import plot
+    except ModuleNotFoundError as error:
+        raise ValueError(f"plot needs {error.name}, of the extra `bench`: pip install 'specextend[bench]'") from None
+    return plot
 
 
 def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -69,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     default = BenchOptions()
-    parser.add_argument("section", nargs="?", choices=("compare", "sweep", "memory"), default="compare")
+    parser.add_argument("section", nargs="?", choices=("compare", "sweep", "memory", *SHOWN), default="compare")
     parser.add_argument("--config", default="configs/smollm2.yaml")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="lay over the configuration"
@@ -78,8 +134,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--buckets", type=_numbers(int), default=default.buckets, help="prompt tokens, upper bounds")
     parser.add_argument("--per-bucket", type=int, default=default.per_bucket, help="documents of each bucket")
     parser.add_argument("--max-new-tokens", type=int, default=default.max_new_tokens)
-    parser.add_argument("--json", metavar="PATH", help=f"write the figures there (sweep: {SWEEP_JSON})")
-    parser.add_argument("--sides", type=_sides, default=SIDES, help=f"compare: of {','.join(SIDES)}")
+    parser.add_argument(
+        "--json",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help=f"write the figures there (sweep: {SWEEP_JSON}); plot, table: read them there",
+    )
+    parser.add_argument(
+        "--sides", type=_sides, help=f"compare: of {','.join(SIDES)}; default: all that the configuration can run"
+    )
+    parser.add_argument("--output", metavar="FOLDER", default=RESULTS, help="plot: of the drawings")
     grid = Grid()
     parser.add_argument("--nodes", type=_numbers(int), default=grid.nodes, help="sweep: tree.nodes")
     parser.add_argument("--depths", type=_numbers(int), default=grid.depths, help="sweep: tree.depth")

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
+from specextend.bench.measurement import Measurement
 from specextend.bench.rounds import Record
-from specextend.bench.sides import Measurement
 from specextend.report.buckets import bucket_name
 from specextend.report.spread import Spread, spread
 from specextend.report.tally import PHASES
 from specextend.stats import DecodingStats, ratio
 
 SPEEDS = ("decode_tokens_per_s", "end_to_end_tokens_per_s")
-PAIRS = (
-    ("specextend", "autoregressive"),
-    ("specextend", "transformers"),
-    ("specextend", "tree"),
-    ("tree", "autoregressive"),
-    ("autoregressive", "transformers"),
-)
-"""Ratios reported: the first over the second."""
+BASES = ("autoregressive", "transformers", "transformers-lookup")
+"""Every other side is reported over each of these."""
+ALSO = (("specextend", "tree"),)
+"""And the first over the second."""
 
 
 def figures(records: Sequence[Record]) -> dict[str, Any]:
     """Of all documents together and of each length bucket; and whether greedy tokens agree."""
     buckets = sorted({record.document.bucket for record in records})
     groups = {bucket_name(bucket): [r for r in records if r.document.bucket == bucket] for bucket in buckets}
+    by_bucket = {name: _group(group) for name, group in groups.items()}
     return {
         "all": _group(records),
-        "buckets": {name: _group(group) for name, group in groups.items()},
-        "agreement": {f"{a}/{b}": agreement(records, a, b) for a, b in _pairs(records)},
+        "buckets": by_bucket,
+        "lowest_bucket": {
+            pair: lowest_bucket(by_bucket, pair) for pair in by_bucket[bucket_name(buckets[0])]["ratios"]
+        },
+        "agreement": {f"{a}/{b}": agreement(records, a, b) for a, b in _compared(records)},
         "documents": [_document(record) for record in records],
     }
 
@@ -44,6 +44,17 @@ def speed_ratios(records: Iterable[Record], a: str, b: str, speed: str) -> Sprea
         for record in records
         for x, y in [(getattr(record.measurements[a], speed), getattr(record.measurements[b], speed))]
     )
+
+
+def lowest_bucket(by_bucket: Mapping[str, Any], pair: str) -> dict[str, Any]:
+    """For each speed the bucket whose median ratio is the lowest, with that median; None where no bucket has one."""
+    lowest: dict[str, Any] = {}
+    for speed in SPEEDS:
+        ratios = {name: group["ratios"][pair][speed] for name, group in by_bucket.items()}
+        medians = {name: measured["median"] for name, measured in ratios.items() if measured is not None}
+        name = min(medians, key=medians.__getitem__, default=None)
+        lowest[speed] = None if name is None else {"bucket": name, "median": medians[name]}
+    return lowest
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -100,6 +111,9 @@ def _side(records: Sequence[Record], name: str) -> dict[str, Any]:
         "output_tokens": sum(len(each.token_ids) for each in measured),
         **{speed: _json(spread(getattr(each, speed) for each in measured)) for speed in SPEEDS},
         "total_s": _json(spread(each.total_s for each in measured)),
+        "tokens_per_step": ratio(
+            sum(each.num_decoded_tokens for each in measured), sum(each.num_steps for each in measured)
+        ),
     }
     stats = total_stats(records, name)
     if stats is not None:
@@ -128,6 +142,8 @@ def _measured(measured: Measurement) -> dict[str, Any]:
     stats = measured.stats
     return {
         "num_output_tokens": len(measured.token_ids),
+        "num_first_tokens": measured.num_first_tokens,
+        "num_steps": measured.num_steps,
         "decode_s": measured.decode_s,
         "total_s": measured.total_s,
         **{speed: getattr(measured, speed) for speed in SPEEDS},
@@ -137,7 +153,14 @@ def _measured(measured: Measurement) -> dict[str, Any]:
 
 def _pairs(records: Sequence[Record]) -> list[tuple[str, str]]:
     names = records[0].measurements.keys()
-    return [(a, b) for a, b in PAIRS if a in names and b in names]
+    over_bases = [(a, b) for b in BASES if b in names for a in names if a != b]
+    return over_bases + [(a, b) for a, b in ALSO if a in names and b in names]
+
+
+def _compared(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Whose tokens are compared: every side's with those of the first base there is."""
+    pairs = _pairs(records)
+    return [pair for pair in pairs if pair[1] == pairs[0][1] or pair in ALSO]
 
 
 def _json(measured: Spread | None) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from specextend.bench.documents import BenchDocument
-from specextend.bench.sides import Measurement, Side
+from specextend.bench.measurement import Measurement, Side
 
 WARM_UP_TOKENS = 16
 

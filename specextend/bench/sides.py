@@ -1,54 +1,26 @@
-"""What is compared: our engine in each of its modes, and transformers' own `generate`."""
+"""What is compared: our engine in each of its modes and with each of its drafts, and transformers' own `generate`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol, get_args
 
-import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
-
+from specextend.bench.generate import LOOKUP, TransformersSide
+from specextend.bench.measurement import Measurement, Side
 from specextend.config import RunConfig
 from specextend.core import Completion, Request
 from specextend.decoding.options import Mode
+from specextend.drafters.options import DraftOptions
 from specextend.loading import load_engine
 from specextend.models import load_causal_lm, read_facts
-from specextend.stats import DecodingStats, ratio
 
-SideName = Literal["autoregressive", "tree", "specextend", "transformers"]
-MODES: tuple[Mode, ...] = ("autoregressive", "tree", "specextend")
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One document, decoded greedily."""
-
-    token_ids: list[int]
-    decode_s: float
-    """First to last token."""
-    total_s: float
-    """Start to last token."""
-    stats: DecodingStats | None = None
-    """Of our engine."""
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Tokens after the first; None for a single token."""
-        return ratio(len(self.token_ids) - 1, self.decode_s)
-
-    @property
-    def end_to_end_tokens_per_s(self) -> float | None:
-        """All tokens, prefill included."""
-        return ratio(len(self.token_ids), self.total_s)
-
-
-class Side(Protocol):
-    """One way to decode a document greedily."""
-
-    def run(self, prompt_token_ids: list[int], max_new_tokens: int) -> Measurement:
-        """Decode and measure."""
+DraftName = Literal["draft", "ngram", "merged"]
+"""A draft of mode `specextend`: the configuration's model alone, n-grams alone, both in one tree."""
+SideName = Literal[Mode, DraftName, "transformers", "transformers-lookup"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+DRAFTS: tuple[DraftName, ...] = get_args(DraftName)
+SIDES: tuple[SideName, ...] = (*MODES, *DRAFTS, "transformers", "transformers-lookup")
 
 
 class EngineLike(Protocol):
@@ -69,56 +41,26 @@ class EngineSide:
         request = Request(request_id="bench", prompt_token_ids=prompt_token_ids, max_new_tokens=max_new_tokens)
         [completion] = self._engine.generate([request])
         stats = completion.stats
-        return Measurement(completion.token_ids, stats.decode_s, stats.total_s, stats)
+        num_steps = stats.num_spec_steps + stats.num_plain_steps
+        return Measurement(completion.token_ids, stats.decode_s, stats.total_s, num_steps, stats=stats)
 
 
-class TransformersSide:
-    """`generate(do_sample=False)` of a stock model: its own sdpa attention, its own dynamic cache."""
-
-    def __init__(self, model: Any, eos_token_ids: Iterable[int]) -> None:
-        self._model = model
-        self._eos_token_ids = [*eos_token_ids]
-
-    def run(self, prompt_token_ids: list[int], max_new_tokens: int) -> Measurement:
-        """Decode and measure."""
-        prompt = torch.tensor([prompt_token_ids], device=self._model.device)
-        clock = TokenClock(prompt.device)
-        config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=self._eos_token_ids or None,
-            pad_token_id=self._eos_token_ids[0] if self._eos_token_ids else 0,
-        )
-        begin = clock.now()
-        output = self._model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            generation_config=config,
-            stopping_criteria=StoppingCriteriaList([clock]),
-        )
-        end = clock.now()
-        assert clock.first_token_at is not None, "generate makes one token at least"
-        return Measurement(output[0, len(prompt_token_ids) :].tolist(), end - clock.first_token_at, end - begin)
+def draft_name(draft: DraftOptions) -> DraftName:
+    """What a configured draft is called among the sides."""
+    if draft.kind == "ngram":
+        return "ngram"
+    return "merged" if draft.ngram else "draft"
 
 
-class TokenClock(StoppingCriteria):
-    """Never stops anything; notes when the first token was there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.first_token_at: float | None = None
-
-    def now(self) -> float:
-        """Seconds, once the device has done what it was told."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Called after each token."""
-        if self.first_token_at is None:
-            self.first_token_at = self.now()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+def default_sides(config: RunConfig) -> tuple[SideName, ...]:
+    """Every side that the configuration can run, without the one that is `specextend` under another name."""
+    if config.draft is None:
+        left_out: set[str] = {"tree", "specextend", "draft", "merged"}
+    elif config.draft.kind == "ngram":
+        left_out = set(DRAFTS)
+    else:
+        left_out = {draft_name(config.draft)}
+    return tuple(name for name in SIDES if name not in left_out)
 
 
 def in_mode(config: RunConfig, mode: Mode) -> RunConfig:
@@ -128,10 +70,48 @@ def in_mode(config: RunConfig, mode: Mode) -> RunConfig:
     return config.model_copy(update={"decoding": replace(config.decoding, mode=mode, max_batch_size=1)})
 
 
+def with_draft(config: RunConfig, name: DraftName) -> RunConfig:
+    """The same configuration with another draft, in mode `specextend`. Raises ValueError where it has no such draft."""
+    if name == "ngram":
+        draft = DraftOptions(kind="ngram")
+    elif config.draft is None or config.draft.kind == "ngram":
+        raise ValueError(f"the configuration names no model to draft with, which {name} needs; set draft.model")
+    else:
+        draft = replace(config.draft, ngram=name == "merged")
+    values = in_mode(config.model_copy(update={"draft": draft}), "specextend").model_dump(mode="json")
+    return RunConfig.from_values(values)  # which checks that the tree and the cache fit this draft too
+
+
+def side_config(config: RunConfig, name: SideName) -> RunConfig | None:
+    """The configuration of a side of our engine; None for transformers. Raises ValueError where it cannot be."""
+    if name in MODES:
+        return in_mode(config, name)
+    return with_draft(config, name) if name in DRAFTS else None
+
+
+def describe_sides(config: RunConfig, names: Sequence[SideName]) -> dict[str, dict[str, Any]]:
+    """What each side runs, as JSON values: the engine's mode and draft, or `generate`'s options. Loads nothing."""
+    return {name: _describe(config, name) for name in names}
+
+
+def _describe(config: RunConfig, name: SideName) -> dict[str, Any]:
+    own = side_config(config, name)
+    if own is None:
+        return {"generate": {**_generate_options(name)}}
+    draft = None if own.decoding.mode == "autoregressive" or own.draft is None else draft_name(own.draft)
+    return {"mode": own.decoding.mode, "draft": draft}
+
+
 def load_side(name: SideName, config: RunConfig) -> Side:
     """Load one side. Raises ValueError for a model that cannot be served."""
-    if name != "transformers":
-        return EngineSide(load_engine(in_mode(config, name)))
+    own = side_config(config, name)
+    if own is not None:
+        return EngineSide(load_engine(own))
     target = config.target
     model = load_causal_lm(target.model, target.revision, target.dtype, target.device, "sdpa")
-    return TransformersSide(model, read_facts(target.model, target.revision).eos_token_ids)
+    eos_token_ids = read_facts(target.model, target.revision).eos_token_ids
+    return TransformersSide(model, eos_token_ids, _generate_options(name))
+
+
+def _generate_options(name: SideName) -> dict[str, int]:
+    return {**LOOKUP} if name == "transformers-lookup" else {}

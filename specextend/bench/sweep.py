@@ -11,8 +11,9 @@ from specextend.bench.compare import BenchOptions, bench_documents, describe
 from specextend.bench.documents import BenchDocument
 from specextend.bench.environment import use_configured_threads
 from specextend.bench.figures import SPEEDS, agreement, speed_ratios, step_ms, total_stats
+from specextend.bench.measurement import Side
 from specextend.bench.rounds import Record, Say, run_rounds
-from specextend.bench.sides import Side, load_side
+from specextend.bench.sides import load_side
 from specextend.config import RunConfig
 from specextend.decoding.options import TreeOptions
 from specextend.report.spread import spread

@@ -13,7 +13,7 @@ from specextend import RunConfig
 from specextend.bench.compare import BenchOptions, bench_documents
 from specextend.bench.documents import choose_documents
 from specextend.bench.memory import weight_bytes
-from specextend.bench.sides import in_mode, load_side
+from specextend.bench.sides import load_side
 from specextend.data.documents import open_source
 from specextend.data.prompts import Prompts
 from specextend.models import TargetOptions, load_causal_lm, load_tokenizer
@@ -43,21 +43,28 @@ def test_all_sides_run_and_agree_in_fp32(tmp_path, capsys):
     path = tmp_path / "compare.json"
     assert main([*SMALL, "--max-new-tokens", "8", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert [*result["all"]["sides"]] == ["autoregressive", "tree", "specextend", "transformers"]
+    assert (
+        [*result["all"]["sides"]]
+        == [*result["sides"]]
+        == [*("autoregressive", "tree", "specextend", "ngram", "merged", "transformers", "transformers-lookup")]
+    )
+    assert result["configured_draft"] == result["sides"]["specextend"]["draft"] == "draft"
     for pair, found in result["agreement"].items():
         assert (found["documents"], found["equal"]) == (2, 2), pair
     ratios = result["buckets"]["1K"]["ratios"]
     assert ratios["specextend/transformers"]["decode_tokens_per_s"]["n"] == 2
     assert ratios["specextend/autoregressive"]["end_to_end_tokens_per_s"]["n"] == 2
     assert result["all"]["sides"]["specextend"]["mean_acceptance_length"] > 1
+    assert result["all"]["sides"]["transformers"]["tokens_per_step"] == 1
+    assert all(512 < each["num_prompt_tokens"] <= 1024 for each in result["documents"])
     assert result["environment"]["threads"] == result["config"]["job"]["cpus_per_worker"]
     printed = capsys.readouterr().out
-    assert "specextend/transformers" in printed
+    assert "Decoding over transformers-lookup" in printed
     assert result["environment"]["versions"]["torch"] in printed
 
 
 def test_sides_can_be_chosen(tmp_path):
-    """A model too large to load four times is compared two sides at a time."""
+    """A model too large to load many times is compared two sides at a time."""
     path = tmp_path / "compare.json"
     chosen = ["--sides", "autoregressive,specextend", "--max-new-tokens", "4", "--json", str(path)]
     assert main([*SMALL, *chosen]) == 0
@@ -127,14 +134,6 @@ def test_a_document_that_must_be_shortened_is_not_taken(config):
     assert 0 < len(fitting) < len(all_documents)
 
 
-def test_a_mode_that_needs_a_draft_says_so(config):
-    """A configuration for plain decoding can be loaded; its speculative side cannot."""
-    without = config.model_copy(update={"draft": None})
-    with pytest.raises(ValueError, match=r"draft\.kind"):
-        in_mode(without, "tree")
-    assert in_mode(without, "autoregressive").decoding.max_batch_size == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -145,6 +144,7 @@ def test_a_mode_that_needs_a_draft_says_so(config):
         (["--set", "tree.noses=3"], "tree.noses"),
         (["memory", "--tokens", "100000"], "100000"),
         (["sweep", "--nodes", "0"], "tree.nodes"),
+        (["--json", "a.json", "b.json"], "one path"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, message, capsys):

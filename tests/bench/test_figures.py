@@ -9,8 +9,9 @@ import pytest
 
 from specextend.bench.documents import BenchDocument
 from specextend.bench.figures import agreement, figures, first_difference, speed_ratios, step_ms
+from specextend.bench.measurement import Measurement
 from specextend.bench.rounds import Record, run_rounds
-from specextend.bench.sides import EngineSide, Measurement
+from specextend.bench.sides import EngineSide
 from specextend.bench.sweep import Grid
 from specextend.core import Completion, Request
 from specextend.stats import DecodingStats
@@ -21,7 +22,7 @@ def document(doc_id: str, num_tokens: int = 600) -> BenchDocument:
 
 
 def measured(num_tokens: int, decode_s: float, total_s: float, stats: DecodingStats | None = None) -> Measurement:
-    return Measurement([*range(num_tokens)], decode_s, total_s, stats)
+    return Measurement([*range(num_tokens)], decode_s, total_s, num_tokens - 1, stats=stats)
 
 
 class ScriptedSide:
@@ -86,9 +87,34 @@ def test_decode_speed_leaves_the_first_token_out_and_end_to_end_does_not():
     assert RECORDS[0].measurements["specextend"].end_to_end_tokens_per_s == 5.5
 
 
+def test_tokens_that_came_with_prefill_are_no_decoding():
+    """Prompt lookup verifies its first guess in the pass over the prompt; its tokens are not decoding's merit."""
+    lookup = Measurement([*range(12)], decode_s=2.0, total_s=3.0, num_steps=4, num_first_tokens=4)
+    assert lookup.decode_tokens_per_s == 4.0
+    assert lookup.tokens_per_step == 2.0
+    assert lookup.end_to_end_tokens_per_s == 4.0
+
+
+def test_the_bucket_with_the_lowest_ratio_is_named():
+    """A median over all documents hides the length at which speculation loses."""
+    found = figures(RECORDS)
+    lowest = found["lowest_bucket"]["specextend/autoregressive"]
+    assert lowest["decode_tokens_per_s"] == {"bucket": "1K", "median": 2.0}
+    assert found["buckets"]["512"]["ratios"]["specextend/autoregressive"]["decode_tokens_per_s"]["median"] == 4.0
+
+
+def test_every_side_is_put_over_every_base():
+    """Ratios to our own plain decoding, to transformers and to its prompt lookup, from one run."""
+    names = ["autoregressive", "specextend", "merged", "transformers", "transformers-lookup"]
+    found = figures([Record(document("a"), {name: measured(11, 1.0, 2.0) for name in names})])
+    for base in ("autoregressive", "transformers", "transformers-lookup"):
+        assert all(f"{name}/{base}" in found["all"]["ratios"] for name in names if name != base)
+    assert [*found["agreement"]] == [f"{name}/autoregressive" for name in names if name != "autoregressive"]
+
+
 def test_an_output_of_one_token_has_no_decode_speed():
-    """It is left out of n; it is not infinitely fast, nor slow."""
-    records = [*RECORDS, Record(document("c"), {name: measured(1, 0.0, 1.0) for name in RECORDS[0].measurements})]
+    """It is left out of n; it is not infinitely fast, nor slow, though the clock goes on a little after it."""
+    records = [*RECORDS, Record(document("c"), {name: measured(1, 1e-6, 1.0) for name in RECORDS[0].measurements})]
     found = figures(records)["all"]
     assert found["documents"] == 3
     assert found["ratios"]["specextend/autoregressive"]["decode_tokens_per_s"]["n"] == 2
@@ -116,7 +142,7 @@ def test_first_difference(a, b, index):
 
 def test_agreement_counts_first_differences():
     """One different token changes all that follow: only the first tells something."""
-    other = Measurement([0, 1, 2, 99, 98], 1.0, 2.0)
+    other = Measurement([0, 1, 2, 99, 98], 1.0, 2.0, 4)
     records = [RECORDS[0], Record(document("c"), {"specextend": measured(5, 1, 2), "autoregressive": other})]
     assert agreement(records, "specextend", "autoregressive") == {
         "documents": 2,
@@ -150,7 +176,7 @@ def test_the_engine_is_measured_by_its_own_clock():
     """First to last token, as its rows report it."""
     measurement = EngineSide(FakeEngine()).run([1, 2], 3)
     assert (measurement.token_ids, measurement.decode_s, measurement.total_s) == ([5, 6, 7], 0.5, 1.5)
-    assert measurement.decode_tokens_per_s == 4.0
+    assert (measurement.decode_tokens_per_s, measurement.num_steps) == (4.0, 2)
 
 
 def test_a_grid_holds_every_combination():

@@ -1,0 +1,143 @@
+"""Benchmark figures as SVG: text stays text, and the same JSON gives the same bytes."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from itertools import product
+from operator import itemgetter
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from specextend.bench.compare_tables import DECODE, side_label
+from specextend.bench.retrieval_tables import Cell, cache_label, distinct, length_name
+
+# Okabe and Ito's colours, told apart with any colour vision, without the yellow that is faint on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "specextend",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Arial", "Helvetica"],
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+}
+
+
+def plot(result: dict[str, Any]) -> bytes:
+    """The SVG of one section's figures. Raises ValueError for a section that has no drawing."""
+    draw = _DRAWINGS.get(result.get("kind", ""))
+    if draw is None:
+        raise ValueError(f"drawn are the sections {', '.join(_DRAWINGS)}, not {result.get('kind')!r}")
+    with rc_context(STYLE):
+        figure = draw(result)
+        svg = io.BytesIO()
+        figure.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    return svg.getvalue()
+
+
+def draw_compare(result: dict[str, Any]) -> Figure:
+    """Decoding speed over autoregressive by length: median of documents and range. Raises ValueError without it."""
+    base = "autoregressive"
+    sides = [name for name in result["sides"] if name != base]
+    if base not in result["sides"] or not sides:
+        raise ValueError(f"a drawing of compare needs the side {base} and another")
+    figure = Figure(figsize=(8.0, 4.0))
+    axes = figure.add_subplot()
+    for number, name in enumerate(sides):
+        offset = 0.8 * ((number + 0.5) / len(sides) - 0.5)
+        ratios = [group["ratios"][f"{name}/{base}"][DECODE] for group in result["buckets"].values()]
+        _points(axes, ratios, offset, number, side_label(result, name))
+    axes.axhline(1.0, color="#444444", linewidth=1.0, linestyle="--", label=base)
+    axes.margins(y=0.1)
+    names = [f"{name}\nn = {group['documents']}" for name, group in result["buckets"].items()]
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.5, len(names) - 0.5)
+    axes.set_xlabel("prompt, tokens up to")
+    axes.set_ylabel("decoding speed over autoregressive")
+    axes.set_title(f"Median of documents, and range\n{_machine(result)}", fontsize=9, loc="left")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def draw_retrieval(result: dict[str, Any]) -> Figure:
+    """Acceptance length by prompt length: a column for each kind of document, a row for each draft, a line a cache."""
+    cells: list[Cell] = [cell for cell in result["cells"] if cell["acceptance_length"] is not None]
+    if not cells:
+        raise ValueError("no cell has an acceptance length to draw")
+    kinds, drafts, caches = (distinct(map(of, cells)) for of in (itemgetter("kind"), itemgetter("draft"), cache_label))
+    figure = Figure(figsize=(2.0 * len(kinds) + 1.2, 1.7 * len(drafts) + 0.8), layout="constrained")
+    panels = figure.subplots(len(drafts), len(kinds), squeeze=False, sharex=True, sharey="col")
+    for (row, draft), (column, kind) in product(enumerate(drafts), enumerate(kinds)):
+        axes = panels[row][column]
+        own = [cell for cell in cells if (cell["draft"], cell["kind"]) == (draft, kind)]
+        for number, cache in enumerate(caches):
+            _line(axes, [cell for cell in own if cache_label(cell) == cache], number, len(caches))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(result["lengths"], [length_name(length) for length in result["lengths"]])
+        axes.minorticks_off()
+        if row == 0:
+            axes.set_title(kind, fontsize=9)
+        if column == 0:
+            axes.set_ylabel(draft, fontsize=8)
+    figure.supxlabel("prompt, tokens up to", fontsize=9)
+    figure.supylabel("acceptance length: mean of documents, sd", fontsize=9)
+    figure.suptitle(_machine(result), fontsize=9)
+    lines = [Line2D([], [], label=cache, **_look(number)) for number, cache in enumerate(caches)]
+    figure.legend(handles=lines, loc="outside right upper", title="the draft sees")
+    return figure
+
+
+def _line(axes: Axes, cells: list[Cell], number: int, num_lines: int) -> None:
+    """One cache: mean and standard deviation at each length, moved aside so that error bars can be told apart."""
+    aside = 1 + 0.05 * (number - (num_lines - 1) / 2)
+    measured = [(cell["length"] * aside, cell["acceptance_length"]) for cell in sorted(cells, key=itemgetter("length"))]
+    places, means = [place for place, _ in measured], [each["mean"] for _, each in measured]
+    axes.plot(places, means, **_look(number))
+    sds = [each["sd"] or 0.0 for _, each in measured]
+    _bars(axes, places, [(mean - sd, mean + sd) for mean, sd in zip(means, sds, strict=True)], number)
+
+
+def _points(axes: Axes, ratios: list[dict[str, Any] | None], offset: float, number: int, label: str) -> None:
+    """One side: a marker and a range for each bucket that has a ratio."""
+    found = [(place + offset, each) for place, each in enumerate(ratios) if each is not None]
+    places = [place for place, _ in found]
+    axes.plot(places, [each["median"] for _, each in found], label=label, **_look(number) | {"linestyle": "none"})
+    _bars(axes, places, [(each["min"], each["max"]) for _, each in found], number)
+
+
+def _bars(axes: Axes, places: list[float], spans: list[tuple[float, float]], number: int) -> None:
+    """Vertical bars as one path, which keeps the file small."""
+    xs = [x for place in places for x in (place, place, math.nan)]
+    ys = [y for low, high in spans for y in (low, high, math.nan)]
+    axes.plot(xs, ys, **_look(number) | {"marker": "none"})
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Colour and marker of the line `number`."""
+    return {
+        "color": COLORS[number % len(COLORS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "markersize": 4.5,
+        "linewidth": 1.2,
+    }
+
+
+def _machine(result: dict[str, Any]) -> str:
+    environment, target = result["environment"], result["config"]["target"]
+    return f"{target['model'].rpartition('/')[2]}, {target['dtype']}, {environment['device']}"
+
+
+_DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {"compare": draw_compare, "retrieval": draw_retrieval}
