@@ -1,0 +1,101 @@
+"""Distil a draft for a target from Parquet text.
+
+    python jobs/train_draft.py --config configs/smollm2.yaml --text books.parquet --output models/mine --kind eagle
+    python jobs/train_draft.py --config configs/smollm2.yaml --text books.parquet --output models/small --kind model
+
+The target of the configuration is run over pieces of the documents and its own summaries of them; the draft learns its
+choices. `eagle` is a head over the target's hidden states with copy heads, `model` a small standalone LM. Interrupted,
+run it again with the same arguments: it goes on. OUTPUT/work can be deleted afterwards. What the draft is worth on
+documents that it has not seen: `jobs/bench.py retrieval --held-out`.
+Exit code 2 for a configuration, text or output that cannot be, 75 when interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from specextend.config import RunConfig
+from specextend.data.documents import open_source
+from specextend.training.distil import distil
+from specextend.training.fit import FitOptions
+from specextend.training.language_model import LanguageModelOptions
+from specextend.training.options import TrainOptions
+from specextend.training.recording import SummaryOptions
+from specextend.training.samples import SampleOptions
+
+INTERRUPTED = 75
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and write the draft with `training.json`; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    try:
+        config = RunConfig.load(given.config, [*given.set, f"input.path={json.dumps(given.text)}"])
+        text = replace(config.input, text_column=given.text_column, id_column=None, passthrough=())
+        figures = distil(config, open_source(text), _options(given), given.output, _say)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
+    written = json.dumps(figures, indent=1, sort_keys=True)
+    (given.output / "training.json").write_text(written + "\n")
+    print(written)
+    print(f"draft: {given.output}")
+    return 0
+
+
+def _options(given: argparse.Namespace) -> TrainOptions:
+    return TrainOptions(
+        kind=given.kind,
+        start_from=given.start_from,
+        num_samples=given.samples,
+        vocabulary=given.vocabulary,
+        copy_heads=given.copy_heads,
+        text_passes=given.text_passes,
+        sample=SampleOptions(min_tokens=given.min_tokens, max_tokens=given.max_tokens, seed=given.seed),
+        summary=SummaryOptions(max_new_tokens=given.summary_tokens),
+        fit=FitOptions(passes=given.passes, learning_rate=given.learning_rate, seed=given.seed),
+        language_model=LanguageModelOptions(hidden_size=given.hidden_size, num_layers=given.layers),
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    train, sample, model = TrainOptions(), SampleOptions(), LanguageModelOptions()
+    parser.add_argument("--config", default="configs/smollm2.yaml", help="names the target and the prompt")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE")
+    parser.add_argument("--text", required=True, metavar="PATH", help="Parquet with the documents to learn from")
+    parser.add_argument("--text-column", default="text")
+    parser.add_argument("--output", required=True, type=Path, help="folder of the draft")
+    parser.add_argument("--kind", choices=("eagle", "model"), default=train.kind)
+    parser.add_argument("--start-from", metavar="FOLDER", help="eagle: a head in our format to go on from")
+    parser.add_argument("--samples", type=int, default=train.num_samples, help="pieces that the target reads")
+    parser.add_argument("--min-tokens", type=int, default=sample.min_tokens, help="shortest piece")
+    parser.add_argument("--max-tokens", type=int, default=sample.max_tokens, help="longest piece")
+    parser.add_argument("--summary-tokens", type=int, default=train.summary.max_new_tokens)
+    parser.add_argument("--vocabulary", type=int, default=train.vocabulary, help="tokens that the draft can propose")
+    parser.add_argument("--copy-heads", type=int, default=train.copy_heads, help="eagle: KV heads that copy")
+    parser.add_argument("--text-passes", type=int, default=train.text_passes, help="model: passes over the text alone")
+    parser.add_argument("--hidden-size", type=int, default=model.hidden_size, help="model: its width")
+    parser.add_argument("--layers", type=int, default=model.num_layers, help="model: its depth")
+    parser.add_argument("--passes", type=int, default=train.fit.passes, help="passes over the recordings")
+    parser.add_argument("--learning-rate", type=float, default=train.fit.learning_rate)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Distilling drafts: what they learn from, how they learn it, how well they guess afterwards."""

@@ -1,0 +1,127 @@
+"""The training loop: AdamW under a cosine, one lesson a step, and a checkpoint to go on from."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+Say = Callable[[str], None]
+"""Takes one line of progress."""
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitOptions:
+    """How long and how fast to learn."""
+
+    passes: int = 8
+    """Times every lesson is learned."""
+    learning_rate: float = 4e-4
+    """At the top of the cosine, which ends at a twentieth of it."""
+    warm_up: float = 0.03
+    """Share of the steps in which the rate rises."""
+    checkpoint_every_s: float = 120.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.passes < 1 or self.learning_rate <= 0 or not 0 <= self.warm_up < 1:
+            raise ValueError("passes must be 1 or more, learning_rate above 0, warm_up from 0 to below 1")
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """Learning rate of a step, as a factor of `learning_rate`."""
+        warm = max(1, round(self.warm_up * num_steps))
+        if step < warm:
+            return (step + 1) / warm
+        done = (step - warm) / max(1, num_steps - warm)
+        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class Fit:
+    """Training of one module, which can be left and taken up again from its folder."""
+
+    def __init__(
+        self, module: nn.Module, loss: Callable[[Any], Tensor], options: FitOptions, folder: Path, kind: str
+    ) -> None:
+        """`loss` gives a lesson's loss. `kind`: what is trained, kept in the checkpoint, so that it is not mixed up."""
+        self._loss, self._options, self._folder = loss, options, folder
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
+        self._header = {"kind": kind, "options": json.dumps(asdict(options), sort_keys=True)}
+        self._step = 0
+
+    def run(self, lessons: Sequence[Any], say: Say, only: Iterable[int] | None = None) -> None:
+        """Learn every lesson `passes` times, from where the checkpoint stands. `only`: steps to run, for tests."""
+        num_steps = self._options.passes * len(lessons)
+        self._resume(num_steps, say)
+        order = self._order(len(lessons))
+        begun, saved_at, losses = time.monotonic(), time.monotonic(), []
+        while self._step < num_steps:
+            if only is not None and self._step not in only:
+                return
+            losses.append(self._learn(lessons[order[self._step]], num_steps))
+            self._step += 1
+            if len(losses) == max(1, len(lessons) // 4):
+                mean, seconds = sum(losses) / len(losses), time.monotonic() - begun
+                say(f"step {self._step}/{num_steps}: loss {mean:.4f}, {seconds:.0f} s")
+                losses = []
+            if time.monotonic() - saved_at > self._options.checkpoint_every_s:
+                self._save(num_steps)
+                saved_at = time.monotonic()
+        self._save(num_steps)
+
+    def _order(self, count: int) -> list[int]:
+        """Numbers of the lessons, pass after pass, each in an order of its own."""
+        random = Random(self._options.seed)
+        return [number for _ in range(self._options.passes) for number in random.sample(range(count), count)]
+
+    def _learn(self, lesson: Any, num_steps: int) -> float:
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._options.learning_rate * self._options.rate(self._step, num_steps)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._loss(lesson)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(self._parameters.values()), 1.0)
+        self._optimizer.step()
+        return float(loss.detach())
+
+    def _save(self, num_steps: int) -> None:
+        """Weights and the optimizer's moments, in one file that is there whole or not at all."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            state = self._optimizer.state[parameter]
+            tensors |= {f"weight.{name}": parameter.detach()}
+            tensors |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq", "step")}
+        temporary = self._folder / (CHECKPOINT + ".tmp")
+        save_file(tensors, temporary, {**self._header, "step": str(self._step), "num_steps": str(num_steps)})
+        temporary.replace(self._folder / CHECKPOINT)
+
+    def _resume(self, num_steps: int, say: Say) -> None:
+        """Take up the checkpoint. Raises ValueError for one of another training."""
+        path = self._folder / CHECKPOINT
+        if not path.exists():
+            return
+        with safe_open(path, "pt") as file:
+            found = file.metadata()
+            expected = {**self._header, "num_steps": str(num_steps)}
+            if {key: found.get(key) for key in expected} != expected:
+                raise ValueError(
+                    f"{path} is of another training; name another output folder, or delete it to begin anew"
+                )
+            for name, parameter in self._parameters.items():
+                parameter.data.copy_(file.get_tensor(f"weight.{name}"))
+                moments = ("exp_avg", "exp_avg_sq", "step")
+                self._optimizer.state[parameter] = {m: file.get_tensor(f"{m}.{name}") for m in moments}
+        self._step = int(found["step"])
+        say(f"going on at step {self._step}/{num_steps}")

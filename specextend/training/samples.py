@@ -1,0 +1,111 @@
+"""What a draft learns from: prompts around pieces of documents, with answers that copy from far above.
+
+A summary repeats its document, so a draft must learn to look a token up where it stood before. Beside the target's own
+summaries (`recording.py` adds them) a sample has answers that quote spans of its document word for word, and answers
+that repeat facts which were hidden in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from specextend.data.prompts import Prompts
+
+LEADS = (
+    'The report states: "',
+    'According to the document, "',
+    'In its own words: "',
+    'One passage reads as follows: "',
+    'As the text puts it, "',
+)
+FACTS = (
+    "The reference number of {name} is {code}.",
+    "{name} is registered under {code}.",
+    "The file of {name} carries the number {code}.",
+)
+_SYLLABLES = ("bar", "del", "fen", "gor", "hal", "jin", "kes", "lom", "mar", "nis", "pol", "ras", "sun", "tor", "vek")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOptions:
+    """What samples are like. Lengths are in tokens."""
+
+    min_tokens: int = 1024
+    """Shortest piece of a document."""
+    max_tokens: int = 5120
+    """Longest piece of a document."""
+    num_quotes: int = 4
+    """Answers that quote."""
+    min_quote: int = 32
+    max_quote: int = 96
+    num_facts: int = 3
+    """Facts hidden in a piece, all repeated in one answer; 0 for none."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 2 * self.max_quote <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"pieces of {self.min_tokens} to {self.max_tokens} tokens do not go with quotes of {self.max_quote}"
+            )
+        if not 1 <= self.min_quote <= self.max_quote:
+            raise ValueError(f"quotes of {self.min_quote} to {self.max_quote} tokens cannot be")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt and the texts that are read after it, one at a time."""
+
+    prompt_token_ids: list[int]
+    answers: list[list[int]]
+
+
+class SampleMaker:
+    """Makes samples of documents, the same ones for the same seed."""
+
+    def __init__(self, tokenizer: Any, prompts: Prompts, options: SampleOptions) -> None:
+        self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
+
+    def make(self, text: str, number: int) -> Sample | None:
+        """The sample of one document, from a random piece of it; None where it has too little text."""
+        random = Random(f"{self._options.seed}/{number}")
+        token_ids = self._prompts.encode_document(text)
+        if len(token_ids) < self._options.min_tokens:
+            return None
+        most = min(self._options.max_tokens, len(token_ids))
+        # Short pieces are as frequent as long ones on a logarithmic scale.
+        size = min(most, round(self._options.min_tokens * (most / self._options.min_tokens) ** random.random()))
+        first = random.randrange(len(token_ids) - size + 1)
+        piece = token_ids[first : first + size]
+        names, sentences = self._facts(random)
+        hidden = self._hide(piece, sentences, random)
+        prompt = self._prompts.render(self._tokenizer.decode(hidden), 1)
+        return Sample(prompt.token_ids, [*self._quotes(piece, random), *([self._encode(names)] if names else [])])
+
+    def _facts(self, random: Random) -> tuple[str, list[str]]:
+        """The answer that repeats all facts, and the sentences to hide."""
+        sentences = []
+        for _ in range(self._options.num_facts):
+            name = "".join(random.choices(_SYLLABLES, k=3)).capitalize()
+            sentences.append(random.choice(FACTS).format(name=name, code=random.randrange(10_000, 1_000_000)))
+        return " ".join(sentences), random.sample(sentences, len(sentences))
+
+    def _hide(self, piece: list[int], sentences: Sequence[str], random: Random) -> list[int]:
+        """The piece with the sentences at random places."""
+        hidden = list(piece)
+        for sentence in sentences:
+            at = random.randrange(len(hidden))
+            hidden[at:at] = self._encode(f" {sentence} ")
+        return hidden
+
+    def _quotes(self, piece: list[int], random: Random) -> Iterator[list[int]]:
+        for _ in range(self._options.num_quotes):
+            size = random.randint(self._options.min_quote, self._options.max_quote)
+            first = random.randrange(len(piece) - size + 1)
+            quote = self._tokenizer.decode(piece[first : first + size]).strip()
+            yield self._encode(f'{random.choice(LEADS)}{quote}"')
+
+    def _encode(self, text: str) -> list[int]:
+        return self._prompts.encode_document(text)
