@@ -10,7 +10,7 @@ import pytest
 
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Reference, Ties, generate
-from tests.tiny_models import FAMILIES, Pair, load_reference, random_prompt, request, tiny_engine, write_pair
+from tests.tiny_models import FAMILIES, PUBLISHED, Pair, load_reference, random_prompt, request, tiny_engine, write_pair
 
 PROMPT_LENGTHS = (300, 37, 129)
 MAX_NEW_TOKENS = 40
@@ -20,7 +20,7 @@ AXES = {
     "backend": ("reference", "sdpa"),
     "tree": ("dense", "hybrid"),
     "batch": (1, 3),
-    "draft": ("good", "bad", "eagle", "reduced", "copy"),
+    "draft": ("good", "bad", "eagle", "reduced", "copy", "small", *PUBLISHED),
 }
 PRODUCT = list(itertools.product(*AXES.values()))
 
@@ -146,7 +146,7 @@ def test_good_drafts_are_accepted_and_bad_ones_are_not(family, pairs):
     assert bad.mean_acceptance_length < 1.4
 
 
-@pytest.mark.parametrize("draft", ["good", "eagle", "copy"])
+@pytest.mark.parametrize("draft", ["good", "eagle", "copy", "eagle3"])
 @pytest.mark.parametrize("policy", ["full", "streaming", "retrieval"])
 def test_a_prompt_of_several_prefill_chunks(policy, draft, pairs, references, ties):
     """1,100 tokens take three forwards; the draft's window slides over their borders."""
@@ -157,7 +157,7 @@ def test_a_prompt_of_several_prefill_chunks(policy, draft, pairs, references, ti
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 9])
-@pytest.mark.parametrize("draft", ["good", "eagle", "copy"])
+@pytest.mark.parametrize("draft", ["good", "eagle", "copy", "eagle3"])
 @pytest.mark.parametrize("policy", ["full", "streaming", "retrieval"])
 def test_the_shortest_prompts(policy, draft, length, pairs, references, ties):
     """One token gives a head no key at all, and a chunk is longer than the text."""

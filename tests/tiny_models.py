@@ -28,11 +28,14 @@ from specextend.core import Request, SamplingParams
 from specextend.decoding.engine import Engine
 from specextend.drafters.eagle_config import VOCABULARY as VOCABULARY_TENSOR
 from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig
+from specextend.drafters.reduced import FILE as DRAFT_VOCABULARY_FILE
 from specextend.loading import load_engine
+from tests.published_heads import WRITERS
 
 VOCABULARY = 120
 EOS_TOKEN_ID = 2
 CONTEXT_LENGTH = 2048
+PUBLISHED = ("eagle1", "eagle3", "speculators-eagle3")
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -151,6 +154,30 @@ def write_eagle(folder: Path, model: Any, draft_vocab_size: int | None = None, c
     return str(folder)
 
 
+def write_small(folder: Path, vocab_size: int) -> str:
+    """An unrelated Llama that knows half of the target's tokens, and one row for all others; it has no tokenizer."""
+    torch.manual_seed(3)
+    token_ids = torch.randperm(vocab_size)[: vocab_size // 2].sort().values
+    config = LlamaConfig(
+        vocab_size=len(token_ids) + 1,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    config.update({"target_vocab_size": vocab_size})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_file({VOCABULARY_TENSOR: token_ids}, folder / DRAFT_VOCABULARY_FILE)
+    return str(folder)
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A target and its drafts, on disk."""
@@ -158,7 +185,8 @@ class Pair:
     target: str
     drafts: dict[str, str]
     """`good` (the target a little perturbed), `same` (the target), `bad` (unrelated), `eagle`, `reduced` (an EAGLE head
-    for a third of the vocabulary), `copy` (one with copy heads) -> folder"""
+    for a third of the vocabulary), `copy` (one with copy heads), `eagle1`, `eagle3` and `speculators-eagle3` (published
+    formats) -> folder"""
 
 
 def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02, vocab_size: int = VOCABULARY) -> Pair:
@@ -171,6 +199,8 @@ def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02,
         "eagle": write_eagle(folder / "eagle", model),
         "reduced": write_eagle(folder / "reduced", model, vocab_size // 3),
         "copy": write_eagle(folder / "copy", model, vocab_size // 2, copy_heads=2),
+        "small": write_small(folder / "small", vocab_size),
+        **{name: WRITERS[name](folder / name, model) for name in PUBLISHED},
     }
     return Pair(target, drafts | {"same": target})
 
@@ -204,7 +234,7 @@ def tiny_engine(pair: Pair, draft: str = "good", **changes: Any) -> Engine:
     sections = {name: dict(values) for name, values in SECTIONS.items()}
     sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
     sections["draft"] = {
-        "kind": "eagle" if draft in ("eagle", "reduced", "copy") else "model",
+        "kind": "eagle" if draft in ("eagle", "reduced", "copy", *PUBLISHED) else "model",
         "model": pair.drafts[draft],
     }
     for name, value in changes.items():

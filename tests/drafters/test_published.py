@@ -1,0 +1,327 @@
+"""Published EAGLE heads against a slow twin that reads the files by the format's own names, over whole sequences."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specextend.attention import reference
+from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.plan import AttentionPlan
+from specextend.decoding.model import CachedModel
+from specextend.decoding.options import TreeOptions
+from specextend.drafters.causal import CausalDrafter
+from specextend.drafters.formats import read_head
+from specextend.drafters.published import PublishedNetwork
+from specextend.models import load_causal_lm, rope_frequencies
+from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS, write_eagle3
+from tests.tiny_models import (
+    FAMILIES,
+    load_reference,
+    random_prompt,
+    request,
+    tiny_engine,
+    tiny_model,
+    write_model,
+    write_pair,
+)
+
+OPTIONS = TreeOptions(nodes=6, depth=3, threshold=0)
+PREFIXES = {
+    "eagle1": "layers.0.",
+    "eagle1-biased": "layers.0.",
+    "eagle3": "midlayer.",
+    "eagle3-narrow": "model.layers.0.",
+    "speculators-eagle": "transformer.",
+    "speculators-eagle3": "layers.0.",
+}
+
+
+class SlowHead:
+    """The formulas of the papers and of the formats' own models; each slot is computed again from the start."""
+
+    def __init__(self, variant: str, folder: str, target: LlamaForCausalLM) -> None:
+        self.variant, self.prefix = variant, PREFIXES[variant]
+        self.w = load_file(f"{folder}/model.safetensors")
+        config = json.loads(Path(f"{folder}/config.json").read_text())
+        layer = config.get("transformer_layer_config", config)
+        keys = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+        self.rope = LlamaRotaryEmbedding(
+            LlamaConfig(head_dim=HEAD_DIM, **{key: layer[key] for key in keys if layer.get(key)})
+        )
+        own = next((name for name in ("embed_tokens.weight", "model.embed_tokens.weight") if name in self.w), None)
+        self.embedding = self.w[own] if own else target.model.embed_tokens.weight
+        self.lm_head = self.w.get("lm_head.weight", target.lm_head.weight)
+
+    def features(self, taken: Tensor) -> Tensor:
+        """What takes the place of a previous output [n, C], from the target's features [n, F]."""
+        if "input_norm.weight" in self.w:
+            taken = self.norm("input_norm", taken)
+        return linear(taken, self.fc) if "3" in self.variant else taken
+
+    @property
+    def fc(self) -> Tensor:
+        return next(tensor for name, tensor in self.w.items() if name.endswith("fc.weight"))
+
+    def __call__(self, token_ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Output [n, C] at slots with next tokens [n] and what `features` or this gave [n, C], causal."""
+        embedded = self.embedding[token_ids]
+        if "3" in self.variant:
+            normed = self.norm(f"{self.prefix}hidden_norm", hidden)
+            inputs = torch.cat([self.norm(f"{self.prefix}input_layernorm", embedded), normed], -1)
+            x = normed if self.variant == "speculators-eagle3" else hidden
+        elif self.variant == "speculators-eagle":
+            both = torch.cat([self.norm("embedding_layernorm", embedded), hidden], -1)
+            x = linear(both, self.fc, self.w["fusion_fc.bias"])
+            inputs = self.norm(f"{self.prefix}input_layernorm", x)
+        else:
+            x = inputs = linear(torch.cat([embedded, hidden], -1), self.fc, self.w.get("fc.bias"))
+        x = x + self.attention(inputs, positions)
+        normed = self.norm(f"{self.prefix}post_attention_layernorm", x)
+        gate, up, down = (self.w[f"{self.prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return x + linear(silu(linear(normed, gate)) * linear(normed, up), down)
+
+    def attention(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        q, k, v = (self.heads(name, inputs) for name in "qkv")
+        cos, sin = (table[0] for table in self.rope(q, positions[None]))
+        q, k = (x * cos + torch.cat([-x[..., HEAD_DIM // 2 :], x[..., : HEAD_DIM // 2]], -1) * sin for x in (q, k))
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) / HEAD_DIM**0.5
+        mixed = (scores + torch.full_like(scores[0], -torch.inf).triu(1)).softmax(-1) @ v
+        return linear(mixed.transpose(0, 1).flatten(1), self.w[f"{self.prefix}self_attn.o_proj.weight"])
+
+    def heads(self, name: str, inputs: Tensor) -> Tensor:
+        projection = f"{self.prefix}self_attn.{name}_proj"
+        heads = linear(inputs, self.w[f"{projection}.weight"], self.w.get(f"{projection}.bias"))
+        heads = heads.view(len(inputs), -1, HEAD_DIM).transpose(0, 1)
+        own = f"{self.prefix}self_attn.{name}_norm"
+        return self.norm(own, heads) if f"{own}.weight" in self.w else heads
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        name = name if f"{name}.weight" in self.w else f"model.{name}"
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[f"{name}.weight"]
+
+    def log_probs(self, output: Tensor) -> Tensor:
+        """[V] of the target's ids; -inf for those that the head has not."""
+        last = {"speculators-eagle": "pre_lm_head_layernorm", "eagle1": None, "eagle1-biased": None}
+        name = last.get(self.variant, "norm")
+        own = (linear(self.norm(name, output) if name else output, self.lm_head)).log_softmax(-1)
+        if "d2t" not in self.w:
+            return own
+        everything = torch.full_like(self.w["t2d"], -torch.inf, dtype=torch.float32)
+        everything[self.w["t2d"]] = own  # in the order of the ids, which d2t keeps
+        return everything
+
+
+class Case:
+    """A drafter and its twin, on one random text."""
+
+    def __init__(self, pair: SimpleNamespace, variant: str) -> None:
+        model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
+        model.lm_head.weight.mul_(4)  # sure of itself, so that trees are deep
+        self.target = CachedModel(model, reference.attend, 256)
+        head = read_head(pair.drafts[variant])
+        layers = head.hidden_layers(3)
+        rope = rope_frequencies(head.rope, head.head_dim, "tiny")
+        self.network = PublishedNetwork(head, self.target, model.lm_head.weight, 4096, rope, layers)
+        self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None)
+        self.twin = SlowHead(variant, pair.drafts[variant], model)
+        self.token_ids = torch.tensor(random_prompt(80))
+        generator = torch.Generator().manual_seed(7)
+        self.features = torch.randn(80, 48 * (len(layers) or 1), generator=generator)
+
+    def prefill(self, row: int, length: int, chunk: int) -> None:
+        assert self.drafter.admit(row, length, 64)
+        for tokens, hidden in zip(
+            self.token_ids[:length].split(chunk), self.features[:length].split(chunk), strict=True
+        ):
+            self.drafter.prefill(row, tokens, hidden)
+
+    def absorb(self, rows: list[int], first: list[int], last: list[int]) -> None:
+        """Tokens [first, last) of the text, each with the features before it."""
+        spans = list(zip(first, last, strict=True))
+        token_ids = [self.token_ids[a:b].tolist() for a, b in spans]
+        self.drafter.absorb(rows, token_ids, [self.features[a - 1 : b - 1] for a, b in spans])
+
+    def slow_output(self, visible: list[int], path: tuple[int, ...] = ()) -> Tensor:
+        """[V] log probs after the visible slots (slot i: token i + 1 and features i) and a path behind them."""
+        positions = torch.arange(len(visible) + len(path))
+        token_ids = self.token_ids[torch.tensor(visible) + 1]
+        hidden = self.twin.features(self.features[visible])
+        output = self.twin(token_ids, hidden, positions[: len(visible)])
+        for depth, token_id in enumerate(path):
+            token_ids = torch.cat([token_ids, torch.tensor([token_id])])
+            hidden = torch.cat([hidden, output[-1:]])
+            output = self.twin(token_ids, hidden, positions[: len(visible) + depth + 1])
+        return self.twin.log_probs(output[-1])
+
+    def assert_tree_is_the_twins(self, row: int, visible: list[int]) -> None:
+        """Every node's weight is the twin's, and the first level has the twin's best."""
+        [tree] = self.drafter.propose([row])
+        weights, paths = [0.0], [()]
+        for node in range(1, len(tree.parents)):
+            parent, token_id = int(tree.parents[node]), int(tree.token_ids[node])
+            weights.append(weights[parent] + float(self.slow_output(visible, paths[parent])[token_id]))
+            paths.append((*paths[parent], token_id))
+        assert tree.log_probs.tolist() == pytest.approx(weights, abs=5e-4)
+        assert (int(self.slow_output(visible).argmax()),) in paths
+        assert max(map(len, paths)) >= 2, "outputs of the head's own were used"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A target, and a head in every format and variant."""
+    folder = tmp_path_factory.mktemp("published")
+    model = tiny_model(FAMILIES["llama"], 0)
+    drafts = {name: write(folder / name, model) for name, write in WRITERS.items()}
+    return SimpleNamespace(target=write_model(model, folder / "target"), drafts=drafts)
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize("length", [1, 2, 40])
+@pytest.mark.parametrize("variant", WRITERS)
+@torch.inference_mode()
+def test_a_head_equals_its_twin(variant, length, chunk, pair):
+    """Order of the concatenation, place of each norm, residual, what is fed back, ids: any slip changes a weight."""
+    case = Case(pair, variant)
+    case.prefill(0, length, chunk)
+    case.drafter.select(0, torch.arange(length))
+    case.absorb([0], [length], [length + 1])
+    case.assert_tree_is_the_twins(0, list(range(length)))
+
+
+@pytest.mark.parametrize("variant", WRITERS)
+@torch.inference_mode()
+def test_rounds_and_selections_equal_a_fresh_run(variant, pair):
+    """Keys are kept before RoPE and turned to their slots, by each head's own frequencies."""
+    case = Case(pair, variant)
+    case.prefill(0, 40, 16)
+    chosen = [*range(8), *range(24, 40)]
+    case.drafter.select(0, torch.tensor(chosen))
+    for first, last in itertools.pairwise([40, 41, 45, 46]):
+        case.absorb([0], [first], [last])
+        case.assert_tree_is_the_twins(0, [*(slot for slot in chosen if slot < 39), *range(39, last - 1)])
+
+
+@pytest.mark.parametrize("variant", ["eagle1", "eagle3"])
+@torch.inference_mode()
+def test_a_batch_of_unequal_rows_is_each_row_alone(variant, pair):
+    """Rows absorb one and four tokens at once."""
+    case = Case(pair, variant)
+    for row, length in enumerate((5, 40)):
+        case.prefill(row, length, 16)
+        case.drafter.select(row, torch.arange(length))
+    case.absorb([0, 1], [5, 40], [6, 44])
+    case.assert_tree_is_the_twins(0, list(range(5)))
+    case.assert_tree_is_the_twins(1, list(range(43)))
+    case.drafter.release(0)
+    case.drafter.release(1)
+    assert case.network._pending == {}
+
+
+@torch.inference_mode()
+def test_copies_of_the_targets_matrices_take_no_memory(pair):
+    """EAGLE-1 heads come with the target's embedding: a gigabyte for a Llama 3."""
+    copy, own = Case(pair, "eagle1"), Case(pair, "eagle1-biased")
+    assert copy.network._embedding is copy.target.model.model.embed_tokens.weight
+    assert own.network._embedding is not own.target.model.model.embed_tokens.weight
+    assert "lm_head" in own.network._linears
+    assert "lm_head" not in copy.network._linears
+
+
+def deep_target(num_layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=120, hidden_size=48, intermediate_size=64, num_hidden_layers=num_layers, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.inference_mode()
+def test_the_usual_layers_are_those_that_the_formats_authors_take(tmp_path):
+    """What enters layers 2, n / 2 and n - 3, as transformers counts hidden states: one off, and nothing is guessed."""
+    model = deep_target(9)
+    head = read_head(write_eagle3_without_layers(tmp_path, model))
+    expected = model(torch.arange(20)[None], output_hidden_states=True).hidden_states
+    model.config._attn_implementation = IMPLEMENTATION
+    target = CachedModel(model, reference.attend, 256)
+    plan = AttentionPlan([0], [20], 20)
+    layers = head.hidden_layers(9)
+    hooks = [len(layer._forward_hooks) for layer in model.model.layers]  # transformers leaves some
+    hidden, features = target.forward_with_features(torch.arange(20)[None], torch.arange(20)[None], plan, layers)
+    torch.testing.assert_close(features, torch.cat([expected[2], expected[4], expected[6]], -1))
+    torch.testing.assert_close(hidden, expected[-1])
+    assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks, "nothing outlives a forward"
+
+
+def write_eagle3_without_layers(folder: Path, model: LlamaForCausalLM) -> str:
+    """As most published heads are: the layers are not named."""
+    write_eagle3(folder, model)
+    config = json.loads((folder / "config.json").read_text())
+    del config["eagle_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+class Recorder:
+    """Passes everything on to a drafter, and notes what it is told of each row."""
+
+    def __init__(self, drafter: CausalDrafter) -> None:
+        self.drafter, self.features = drafter, []
+
+    def __getattr__(self, name: str):
+        return getattr(self.drafter, name)
+
+    def prefill(self, row, token_ids, hidden):
+        self.features.append(hidden)
+        self.drafter.prefill(row, token_ids, hidden)
+
+    def absorb(self, rows, token_ids, hidden):
+        assert [len(new) for new in token_ids] == [len(each) for each in hidden]
+        self.features.append(hidden[0])
+        self.drafter.absorb(rows, token_ids, hidden)
+
+
+@pytest.mark.parametrize("draft", ["eagle1", "eagle3"])
+def test_the_engine_hands_over_the_features_before_each_token(draft, tmp_path):
+    """Of prompts of several chunks and of accepted paths; wrong ones would cost acceptance and show nowhere else."""
+    pair = write_pair(tmp_path, FAMILIES["llama"])
+    engine = tiny_engine(pair, draft)
+    engine._drafter = recorder = Recorder(engine._drafter)
+    prompt = random_prompt(600)
+    [completion] = engine.generate([request("a", prompt, 24)])
+    text = prompt + completion.token_ids
+    with torch.inference_mode():
+        states = load_reference(pair)(torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states
+    expected = states[-1][0] if draft == "eagle1" else torch.cat(states[1:3], -1)[0]
+    prefilled = torch.cat(recorder.features[:2])
+    absorbed = torch.cat(recorder.features[2:])
+    width = expected.shape[-1]  # transformers' last entry is normed, so of three layers two can be told
+    torch.testing.assert_close(prefilled[:, :width], expected[:600], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(absorbed[:, :width], expected[599 : 599 + len(absorbed)], atol=2e-4, rtol=1e-4)
+    assert len(absorbed) >= 20
+
+
+def test_a_head_in_shards_is_read_by_its_index(pair, tmp_path):
+    """`save_pretrained` splits what is over its limit."""
+    weights = load_file(f"{pair.drafts['eagle3']}/model.safetensors")
+    names = sorted(weights)
+    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: weights[name] for name in part}, tmp_path / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(Path(f"{pair.drafts['eagle3']}/config.json").read_text())
+    split, whole = read_head(tmp_path), read_head(pair.drafts["eagle3"])
+    assert set(split.sources) == set(whole.sources)
+    assert {file.name for file, _ in split.sources.values()} == set(parts)

@@ -1,0 +1,214 @@
+"""Small untrained EAGLE heads, written as the published ones are: file names, keys and tensor names of each format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+HEADS, KV_HEADS, HEAD_DIM, MLP = 4, 2, 12, 64
+LAYER_IDS = [0, 1, 2]  # outputs, counted from 0: the tiny targets have three layers
+Tensors = dict[str, Tensor]
+
+
+def matrix(*shape: int) -> Tensor:
+    return torch.randn(*shape) * 0.2
+
+
+def norm(size: int) -> Tensor:
+    return 1 + torch.randn(size) * 0.2
+
+
+def layer(prefix: str, hidden: int, width: int, *, qkv_bias: bool = False) -> Tensors:
+    """A Llama layer without its input norm, whose q, k and v read `width` numbers."""
+    sizes = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+    tensors = {f"self_attn.{name}_proj.weight": matrix(size, width) for name, size in sizes.items()}
+    if qkv_bias:
+        tensors |= {f"self_attn.{name}_proj.bias": matrix(size) for name, size in sizes.items()}
+    tensors |= {
+        "self_attn.o_proj.weight": matrix(hidden, HEADS * HEAD_DIM),
+        "mlp.gate_proj.weight": matrix(MLP, hidden),
+        "mlp.up_proj.weight": matrix(MLP, hidden),
+        "mlp.down_proj.weight": matrix(hidden, MLP),
+        "post_attention_layernorm.weight": norm(hidden),
+    }
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def llama_config(vocab_size: int, hidden: int, **values: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": MLP,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "float16",
+    } | values
+
+
+def vocabulary_maps(vocab_size: int, draft_vocab_size: int) -> Tensors:
+    """`d2t`: target id minus draft id of each draft id. `t2d`: whether the draft has a target id."""
+    kept = torch.randperm(vocab_size)[:draft_vocab_size].sort().values
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[kept] = True
+    return {"d2t": kept - torch.arange(draft_vocab_size), "t2d": mask}
+
+
+def eagle3_tensors(prefix: str, hidden: int, target_hidden: int, draft_vocab_size: int) -> Tensors:
+    return {
+        "fc.weight": matrix(hidden, 3 * target_hidden),
+        **layer(prefix, hidden, 2 * hidden),
+        f"{prefix}input_layernorm.weight": norm(hidden),
+        f"{prefix}hidden_norm.weight": norm(hidden),
+        "norm.weight": norm(hidden),
+        "lm_head.weight": matrix(draft_vocab_size, hidden) * 4,  # sure of itself, so that trees are deep
+    }
+
+
+def save(folder: Path, config: dict[str, Any], tensors: Tensors) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def write_eagle1(folder: Path, model: Any) -> str:
+    """SafeAILab's EAGLE-1 and EAGLE-2: a copy of the target's embedding, `fc` with a bias, no input or last norm."""
+    torch.manual_seed(0)
+    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    tensors = {
+        "embed_tokens.weight": model.get_input_embeddings().weight.detach().clone(),
+        "fc.weight": matrix(hidden, 2 * hidden),
+        "fc.bias": matrix(hidden),
+        **layer("layers.0.", hidden, hidden),
+        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(HEAD_DIM // 2),
+    }
+    return save(folder, llama_config(vocab_size, hidden, bias=True, rope_scaling=None), tensors)
+
+
+def write_eagle1_biased(folder: Path, model: Any) -> str:
+    """One for a Qwen2 target: biases of q, k and v, stretched RoPE; its own LM head and embedding."""
+    torch.manual_seed(1)
+    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    tensors = {
+        "embed_tokens.weight": matrix(vocab_size, hidden),
+        "lm_head.weight": matrix(vocab_size, hidden),
+        "fc.weight": matrix(hidden, 2 * hidden),
+        **layer("layers.0.", hidden, hidden, qkv_bias=True),
+    }
+    rope = {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    return save(folder, llama_config(vocab_size, hidden, model_type="qwen2", bias=False, **rope), tensors)
+
+
+def write_eagle3(folder: Path, model: Any) -> str:
+    """SafeAILab's EAGLE-3 as SGLang reads it: `midlayer`, an LM head for a part of the vocabulary, no embedding."""
+    torch.manual_seed(2)
+    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    tensors = eagle3_tensors("midlayer.", hidden, hidden, vocab_size // 2)
+    rope = {
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+    }
+    config = llama_config(vocab_size, hidden, **rope) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": vocab_size // 2,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": LAYER_IDS, "use_aux_hidden_state": True},
+    }
+    return save(folder, config, tensors | vocabulary_maps(vocab_size, vocab_size // 2))
+
+
+def write_eagle3_narrow(folder: Path, model: Any) -> str:
+    """A head narrower than its target, with an embedding of its own and the whole vocabulary; norms of q and k."""
+    torch.manual_seed(3)
+    hidden, vocab_size = 32, model.config.vocab_size
+    tensors = {
+        **eagle3_tensors("layers.0.", hidden, model.config.hidden_size, vocab_size),
+        "embed_tokens.weight": matrix(vocab_size, hidden),
+        "layers.0.self_attn.q_norm.weight": norm(HEAD_DIM),
+        "layers.0.self_attn.k_norm.weight": norm(HEAD_DIM),
+    }
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+    config = llama_config(vocab_size, hidden, rope_parameters=rope, model_type="qwen3") | {
+        "target_hidden_size": model.config.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],
+    }
+    lm_head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+    return save(folder, config, {f"model.{name}": tensor for name, tensor in tensors.items()} | lm_head)
+
+
+def write_speculators_eagle3(folder: Path, model: Any) -> str:
+    """`speculators`' eagle3: the layer's config apart, layers counted by what enters them, the residual normed."""
+    torch.manual_seed(4)
+    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    tensors = {
+        **eagle3_tensors("layers.0.", hidden, hidden, vocab_size // 3),
+        **vocabulary_maps(vocab_size, vocab_size // 3),
+        "input_norm.weight": norm(3 * hidden),
+        "embed_tokens.weight": model.get_input_embeddings().weight.detach().clone(),
+    }
+    layer_config = llama_config(vocab_size, hidden)
+    del layer_config["max_position_embeddings"], layer_config["hidden_act"]  # transformers leaves out its defaults
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "tiny"}},
+        "transformer_layer_config": layer_config,
+        "draft_vocab_size": vocab_size // 3,
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],
+    }
+    return save(folder, config, tensors)
+
+
+def write_speculators_eagle(folder: Path, model: Any) -> str:
+    """`speculators`' eagle with all its options: norms of embedding, layer and output, and a bias of the fusion."""
+    torch.manual_seed(5)
+    hidden, vocab_size = model.config.hidden_size, model.config.vocab_size
+    tensors = {
+        "embedding_layernorm.weight": norm(hidden),
+        "fusion_fc.weight": matrix(hidden, 2 * hidden),
+        "fusion_fc.bias": matrix(hidden),
+        **layer("transformer.", hidden, hidden),
+        "transformer.input_layernorm.weight": norm(hidden),
+        "pre_lm_head_layernorm.weight": norm(hidden),
+    }
+    config = {
+        "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
+        "speculators_model_type": "eagle",
+        "transformer_layer_architecture": "LlamaDecoderLayer",
+        "transformer_layer_config": llama_config(vocab_size, hidden, rope_theta=20000.0),
+        "layernorms": True,
+        "fusion_bias": True,
+    }
+    return save(folder, config, tensors)
+
+
+WRITERS = {
+    "eagle1": write_eagle1,
+    "eagle1-biased": write_eagle1_biased,
+    "eagle3": write_eagle3,
+    "eagle3-narrow": write_eagle3_narrow,
+    "speculators-eagle": write_speculators_eagle,
+    "speculators-eagle3": write_speculators_eagle3,
+}
+"""Format or variant -> what writes it for a target model into a folder."""
