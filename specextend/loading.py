@@ -23,7 +23,7 @@ from specextend.drafters.model import ModelNetwork
 from specextend.drafters.network import DraftNetwork
 from specextend.drafters.published import PublishedNetwork
 from specextend.models import ModelFacts, load_causal_lm, load_target, load_tokenizer, rope_frequencies
-from specextend.pairing import check_pair
+from specextend.pairing import check_pair, reduced_vocabulary
 
 GIB = 1024**3
 
@@ -97,7 +97,8 @@ def load_drafter(
         device = str(target.device)
         model = load_causal_lm(config.draft.model, config.draft.revision, config.target.dtype, device, IMPLEMENTATION)
         draft = CachedModel(model, target.attend, num_working_rows)
-        network = ModelNetwork(draft, num_working_rows, cache.draft_prefill_window, PREFILL_CHUNK)
+        reduced = reduced_vocabulary(config.draft)
+        network = ModelNetwork(draft, num_working_rows, cache.draft_prefill_window, PREFILL_CHUNK, reduced)
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
     if tree_attention == "auto":  # what a draft sees is short, but for `full`

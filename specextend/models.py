@@ -20,7 +20,14 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from specextend.checkpoint import convert_pickles, hash_files, pickled_files, read_json, read_safetensors_header
+from specextend.checkpoint import (
+    TensorInfo,
+    convert_pickles,
+    hash_files,
+    pickled_files,
+    read_json,
+    read_safetensors_header,
+)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -106,7 +113,14 @@ def check_model(model: str, revision: str | None = None) -> ModelFacts:
     read_facts(model, revision)  # a model that cannot be served is refused before its weights are fetched
     location = _locate(model, revision, weights=True)
     check_weights(location, model)
+    _check_shapes(location, model)
     return _facts(location, model)
+
+
+def model_folder(model: str, revision: str | None = None) -> Path | None:
+    """Where a model's files lie, weights included; None for a GGUF file, which is all there is of its model."""
+    location = _locate(model, revision, weights=True)
+    return None if location.gguf_file else location.folder
 
 
 def _facts(location: Location, model: str) -> ModelFacts:
@@ -334,6 +348,24 @@ def _check_safetensors(folder: Path, model: str) -> None:
             read_safetensors_header(file)
         except ValueError as error:
             raise ModelError(f"{model}: {error}") from None
+
+
+def _check_shapes(location: Location, model: str) -> None:
+    """Raise ModelError where a tensor of the architecture is not in the files, or of another shape there."""
+    if location.gguf_file:
+        return
+    config = _read_config(location, model)
+    found: dict[str, TensorInfo] = {}
+    for file in sorted(location.folder.glob(_WEIGHTS)):
+        found |= read_safetensors_header(file)
+    with torch.device("meta"), _quiet():
+        expected: dict[str, torch.Tensor] = AutoModelForCausalLM.from_config(config).state_dict()
+    for name, tensor in expected.items():
+        info = found.get(name) or found.get(name.removeprefix("model."))  # a bare decoder's names have no prefix
+        if info is None and not (name == "lm_head.weight" and config.tie_word_embeddings):
+            raise ModelError(f"{model} lacks the tensor {name}")
+        if info is not None and info.shape != tuple(tensor.shape):
+            raise ModelError(f"{model}: {name} is {list(info.shape)}, config.json says {list(tensor.shape)}")
 
 
 def _check_gguf(file: Path) -> None:

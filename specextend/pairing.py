@@ -8,12 +8,14 @@ from specextend.checkpoint import hash_files
 from specextend.drafters.eagle_config import load_eagle_config
 from specextend.drafters.formats import is_ours, read_head, read_vocabulary, weight_files
 from specextend.drafters.options import DraftOptions
+from specextend.drafters.reduced import ReducedVocabulary, read_reduced
 from specextend.models import (
     ModelError,
     ModelFacts,
     TargetOptions,
     check_model,
     load_tokenizer,
+    model_folder,
     rope_frequencies,
     weight_hashes,
 )
@@ -48,6 +50,15 @@ def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, 
     return named | {"draft": weight_hashes(draft.model, draft.revision)["weights"]}
 
 
+def reduced_vocabulary(draft: DraftOptions) -> ReducedVocabulary | None:
+    """The reduced vocabulary of a draft of kind `model`; None where it has none. Raises ModelError in one line."""
+    folder = model_folder(draft.model, draft.revision)
+    try:
+        return None if folder is None else read_reduced(folder)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+
+
 def _check_eagle(target: ModelFacts, folder: str) -> None:
     try:
         if is_ours(folder):
@@ -75,6 +86,9 @@ def _check_published(target: ModelFacts, folder: str) -> tuple[int, int]:
 
 def _check_model(target: ModelFacts, target_options: TargetOptions, draft: DraftOptions) -> None:
     facts = check_model(draft.model, draft.revision)
+    if (reduced := reduced_vocabulary(draft)) is not None:  # such a draft has no tokenizer of its own
+        _check_equal("target_vocab_size", draft.model, reduced.target_vocab_size, target.name, target.vocab_size)
+        return
     _check_equal("vocab_size", draft.model, facts.vocab_size, target.name, target.vocab_size)
     ours = load_tokenizer(target_options.model, target_options.revision)
     theirs = load_tokenizer(draft.model, draft.revision)
