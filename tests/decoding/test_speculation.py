@@ -1,0 +1,212 @@
+"""When to speculate and how much, in plain numbers: no model, no clock."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specextend.decoding.speculation import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    PROBATION_STEPS,
+    TRIAL_STEPS,
+    Speculation,
+    best_size,
+    who_speculates,
+)
+
+DRAFT = 0.1
+LOAD = 1.3
+COST = LOAD + DRAFT - 1
+EXPECTED = 0.9
+
+
+def step(state: Speculation, accepted: int, draft: float = DRAFT) -> None:
+    """One step of a sequence alone: decide, then speculate or not."""
+    chosen = bool(who_speculates([state], lambda _: draft))
+    if state.active and not chosen:
+        state.pause()
+    elif chosen and not state.active:
+        state.resume(draft)
+    if state.active:
+        state.observe(EXPECTED, accepted, LOAD, LOAD + draft - 1)
+    else:
+        state.observe_plain()
+
+
+def run(state: Speculation, accepted: list[int], draft: float = DRAFT) -> list[bool]:
+    """Whether each step speculated, `accepted` being what it brings if it does."""
+    active = []
+    for number in accepted:
+        step(state, number, draft)
+        active.append(state.active)
+    return active
+
+
+def test_a_draft_that_pays_is_used_throughout():
+    """Breaks even at 0.4 accepted tokens a step; here it is 1."""
+    assert all(run(Speculation(), [0, 1, 2, 1] * 30))
+
+
+def test_a_draft_that_never_pays_is_given_up_within_a_few_steps():
+    """Each costs 0.4 of a plain step: the promise is at most 3% of them all."""
+    active = run(Speculation(), [0] * 128)
+    first = active.index(False)
+    assert TRIAL_STEPS <= first <= 5
+    assert sum(active) * COST <= 0.03 * 128
+
+
+def test_it_is_tried_again_after_a_pause_that_grows():
+    """Without a loss that has to be made good first, only the pauses set the pace."""
+    state = Speculation(balance=1e9)
+    active = run(state, [0] * 600)
+    pauses, length = [], 0
+    for now in active:
+        if not now:
+            length += 1
+        elif length:
+            pauses.append(length)
+            length = 0
+    assert pauses[:4] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, 8 * FIRST_PAUSE]
+    assert max(pauses) <= LONGEST_PAUSE
+
+
+@pytest.mark.parametrize("length", [64, 128, 256, 1024])
+@pytest.mark.parametrize("accepted", [[0], [1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0, 0]])
+def test_what_speculation_loses_stays_under_three_percent(accepted, length):
+    """Tries are paid from a purse: one that would cost more than 2% of the decoding so far has to wait."""
+    state, steps = Speculation(), 0
+    while state.num_tokens < length:
+        step(state, accepted[steps % len(accepted)])
+        steps += 1
+    assert -state.balance <= 0.03 * state.num_tokens
+
+
+def test_it_comes_back_when_acceptance_does():
+    """Text that jumps and later copies: the first good try ends the plain steps, and the next pause is short again."""
+    state = Speculation()
+    run(state, [1] * 64)
+    assert not all(run(state, [0] * 100))
+    active = run(state, [2] * 200)
+    back = active.index(True)
+    assert back <= 150
+    assert all(active[back:])
+    assert not all(run(state, [0] * 40))
+    assert state.balance > 0
+
+
+def test_a_falling_draft_is_given_up_though_it_was_good():
+    """Evidence fades: 50 good steps do not outweigh the last 20."""
+    state = Speculation()
+    assert all(run(state, [1] * 50))
+    active = run(state, [0] * 30)
+    assert not active[-1]
+
+
+def test_cheaper_steps_end_a_pause_at_once():
+    """A batch that grew, or drafting that became cheap: what is known of the draft is weighed against the new costs."""
+    state = Speculation()
+    run(state, [1, 0] * 40)
+    assert state.active
+    run(state, [1, 0], draft=2.0)
+    assert not state.active
+    step(state, 1, draft=0.0)
+    assert state.active
+
+
+def test_a_free_draft_that_proposes_nothing_is_kept():
+    """An n-gram draft without a match costs nothing to ask; a pause would make it miss the next one."""
+    state = Speculation()
+    for _ in range(100):
+        assert who_speculates([state], lambda _: 0.01) == {0}
+        state.observe(0.0, 0, 1.0, 0.01)
+
+
+def known(gain: float, load: float = LOAD, active: bool = True) -> Speculation:
+    """A sequence long past its first tries, whose steps accepted `gain` tokens as its draft expected."""
+    state = Speculation()
+    for _ in range(PROBATION_STEPS):
+        state.observe(gain, 0, load, 0.0)
+    state._accepted = state._expected
+    if not active:
+        state.pause()
+        state._wait = 1000
+    return state
+
+
+def test_a_batch_speculates_where_its_sum_pays():
+    """1.3, 1.3 and 2.0 tokens a step at 1.4 times the time: each of two would lose alone, all three together win."""
+    states = [known(0.3), known(0.3), known(1.0)]
+    assert who_speculates(states, lambda _: DRAFT) == {0, 1, 2}
+    assert who_speculates(states[:1], lambda _: DRAFT) == set()
+    assert who_speculates([known(0.3), known(0.3), known(0.3)], lambda _: DRAFT) == set()
+
+
+def test_a_hopeless_sequence_of_a_batch_is_not_drafted_for():
+    """The others speculate without it: a draft for two costs less than one for three."""
+    states = [known(1.5), known(0.0), known(1.0)]
+    assert who_speculates(states, lambda count: 0.05 * count) == {0, 2}
+
+
+def test_a_new_sequence_is_tried_beside_paused_ones():
+    """It has shown nothing yet; the others stay where they are."""
+    states = [known(0.1, active=False), Speculation(), known(0.1, active=False)]
+    assert who_speculates(states, lambda _: DRAFT) == {1}
+
+
+@given(
+    st.lists(st.floats(0, 3), min_size=1, max_size=6),
+    st.lists(st.floats(0.01, 2), min_size=6, max_size=6),
+)
+def test_no_other_choice_of_a_batch_is_better(gains, draft_loads):
+    """Against every number of speculating sequences, the likeliest first."""
+    states = [known(gain) for gain in gains]
+    draft_loads = sorted(draft_loads)
+    chosen = who_speculates(states, lambda count: draft_loads[count - 1])
+
+    def rate(size: int) -> float:
+        best = sorted((state.gain for state in states), reverse=True)[:size]
+        return (len(states) + sum(best)) / (LOAD + draft_loads[size - 1])
+
+    rates = [len(states) * 0.98, *(rate(size) for size in range(1, len(states) + 1))]
+    assert rates[len(chosen)] == pytest.approx(max(rates))
+
+
+def test_the_calibration_follows_what_was_accepted():
+    """A draft too sure of itself is believed less, one too modest more; without evidence as it says."""
+    state = Speculation()
+    assert state.calibration == 1.0
+    for _ in range(30):
+        state.observe(2.0, 1, LOAD, COST)
+    assert state.calibration == pytest.approx(0.5, abs=0.05)
+    for _ in range(60):
+        state.observe(1.0, 2, LOAD, COST)
+    assert state.calibration > 1.5
+
+
+FLAT = {1: 1.0, 2: 1.3, 4: 1.3, 8: 1.3, 16: 1.3}
+STEEP = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "seconds", "expected"),
+    [
+        ([0.6, 0.4, 0.2] + [0.01] * 12, FLAT, 16),  # more rows for nothing
+        ([0.6, 0.2, 0.1] + [0.01] * 12, STEEP, 2),
+        ([0.9, 0.85, 0.8] + [0.01] * 12, STEEP, 4),
+        ([0.1, 0.05], FLAT, 1),  # no tree pays
+        ([0.6, 0.4, 0.2], FLAT, 4),  # a size that holds the tree, and none beyond
+        ([], FLAT, 1),
+    ],
+)
+def test_a_tree_has_the_size_that_brings_most_tokens_per_second(probabilities, seconds, expected):
+    """Probabilities of paths, falling, root left out."""
+    assert best_size([probabilities], [*seconds], seconds.__getitem__) == expected
+
+
+def test_one_size_serves_a_batch():
+    """All are padded to the largest, so rows are chosen for the sum."""
+    sure, unsure = [0.9, 0.85, 0.8], [0.05, 0.04, 0.03]
+    assert best_size([unsure], [*STEEP], STEEP.__getitem__) == 1
+    assert best_size([sure, unsure], [*STEEP], STEEP.__getitem__) == 4

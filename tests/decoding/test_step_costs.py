@@ -1,0 +1,79 @@
+"""Costs of steps: lines through measurements, and their correction by the steps that are taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from specextend.decoding.step_costs import CostTable, StepCosts, fit_line
+
+TABLE = CostTable(
+    {
+        "dense": {1: (0.040, 10e-6), 4: (0.042, 12e-6), 16: (0.043, 14e-6)},
+        "hybrid": {1: (0.040, 10e-6), 4: (0.045, 11e-6), 16: (0.046, 12e-6)},
+    }
+)
+
+
+def test_a_line_goes_through_its_points():
+    constant, slope = fit_line([512, 6000, 2048], [0.04 + 1e-5 * length for length in (512, 6000, 2048)])
+    assert (constant, slope) == (pytest.approx(0.04), pytest.approx(1e-5))
+
+
+@pytest.mark.parametrize(("lengths", "seconds"), [([512], [0.04]), ([512, 2048], [0.05, 0.03])])
+def test_a_line_never_falls(lengths, seconds):
+    """One short cache gives a single point, and a busy moment a line that would make long prompts free."""
+    assert fit_line(lengths, seconds) == (pytest.approx(0.04), 0.0)
+
+
+def test_rows_between_two_sizes_cost_as_the_larger():
+    """Tiles are filled whole, and a captured graph has one size."""
+    assert TABLE.seconds("dense", 5, [1000]) == TABLE.seconds("dense", 16, [1000]) == pytest.approx(0.057)
+
+
+def test_a_batch_costs_its_rows_once_and_its_prefixes_each():
+    """Four sequences of 4 rows: linear layers of 16 rows, attention four times."""
+    assert TABLE.seconds("dense", 4, [1000] * 4) == pytest.approx(0.043 + 4 * 0.012)
+    assert TABLE.seconds("dense", 16, [0] * 3) == pytest.approx(3 * 0.043), "beyond what was measured: by the row"
+
+
+def test_the_faster_tree_attention_depends_on_the_length():
+    """Dense saves 3 ms, hybrid 2 us a token: they meet at 1,500."""
+    assert TABLE.tree_attention(16, [1400]) == "dense"
+    assert TABLE.tree_attention(16, [1600]) == "hybrid"
+    assert TABLE.tree_attention(16, [400, 1200]) == TABLE.tree_attention(16, [700, 700])
+
+
+def test_steps_correct_the_table():
+    """The machine is slower today, at this size: the others keep what was measured."""
+    costs = StepCosts(TABLE)
+    before = costs.verify_s(16, [1000])
+    for _ in range(60):
+        costs.observe_verify(16, [1000], 1.5 * before)
+    assert costs.verify_s(16, [1000]) == pytest.approx(1.5 * before, rel=0.01)
+    assert costs.verify_s(1, [1000]) == pytest.approx(TABLE.seconds("dense", 1, [1000]))
+    other_batch = [500, 500]
+    assert costs.verify_s(16, other_batch) == pytest.approx(TABLE.seconds("dense", 16, other_batch))
+
+
+def test_one_held_up_step_moves_little():
+    """A neighbour's burst makes a step forty times slower; that is no reason to stop speculating."""
+    costs = StepCosts(TABLE)
+    before = costs.verify_s(16, [1000])
+    costs.observe_verify(16, [1000], 40 * before)
+    assert costs.verify_s(16, [1000]) <= 1.1 * before * (1 + 1e-9)
+
+
+def test_drafting_costs_what_it_was_seen_to():
+    """First calls build kernels: the least of the first few counts, then a running average."""
+    costs = StepCosts(TABLE)
+    assert costs.draft_s(1) == 0
+    for seconds in (0.5, 0.010, 0.012):
+        costs.observe_draft("propose", 1, seconds)
+    costs.observe_draft("absorb", 1, 0.002)
+    assert costs.draft_s(1) == pytest.approx(0.012)
+    assert costs.draft_s(3) == costs.draft_s(1), "the nearest seen, until three were"
+    costs.observe_draft("propose", 3, 0.020)
+    assert costs.draft_s(3) == pytest.approx(0.022)
+    for _ in range(80):
+        costs.observe_draft("propose", 1, 0.015)
+    assert costs.draft_s(1) == pytest.approx(0.017, rel=0.01)
