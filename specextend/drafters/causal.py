@@ -126,6 +126,10 @@ class CausalDrafter:
             vocabulary=self._network.vocabulary,
         )
 
+    def first_level(self, row: int) -> tuple[Tensor | None, Tensor]:
+        """The root's children: token ids [V] (None: all of the target's, in order) and their logits [V]."""
+        return self._network.vocabulary, self._network.logits(self._roots[row].hidden)
+
     def release(self, row: int) -> None:
         """Forget the row."""
         self._cache.release(row)
