@@ -91,29 +91,31 @@ class RunConfig(BaseModel):
         if self.draft is None and self.decoding.mode != "autoregressive":
             raise ValueError(
                 f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} needs a draft "
-                "(autoregressive needs none)"
+                "(autoregressive needs none, draft.kind ngram no model)"
             )
         return self
 
     @property
     def num_tree_levels(self) -> int:
         """Levels of the deepest tree that the draft may propose."""
-        return self.tree.depth
+        copies = self.draft is not None and self.draft.copies
+        return max(self.tree.depth, self.tree.ngram_depth) if copies else self.tree.depth
 
     def max_tokens(self, context_length: int) -> int:
         """Prompt and output tokens of one request, at most: the deepest tree behind them must fit the context.
 
-        The same in every mode, so that all see the same prompt.
+        The same in every mode and with every draft, so that all see the same prompt: copied text, which may be deeper,
+        never reaches past the last token that a request asks for.
         """
-        return context_length - self.num_tree_levels - 1
+        return context_length - self.tree.depth - 1
 
     @model_validator(mode="after")
     def _shows_the_root(self) -> Self:
-        least = self.num_tree_levels + 2
+        least = self.tree.depth + 2
         if self.cache.policy == "retrieval" and self.cache.recent < least:
             raise ValueError(
-                f"cache.recent must be at least {least}, the levels of the deepest tree + 2, so that the draft always "
-                f"sees what it continues; got {self.cache.recent}"
+                f"cache.recent must be at least {least}, tree.depth + 2, so that the draft always sees what it "
+                f"continues; got {self.cache.recent}"
             )
         return self
 
@@ -202,7 +204,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _is_relative(section: str, options: Any, value: str) -> bool:
     """Whether a value is a local path that depends on the current directory."""
-    if "://" in value or os.path.isabs(value):
+    if not value or "://" in value or os.path.isabs(value):
         return False
     if section in ("input", "output") or value.endswith(".gguf"):
         return True

@@ -19,8 +19,11 @@ from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle import EagleNetwork
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.formats import is_ours, read_head
+from specextend.drafters.merged import MergedDrafter
 from specextend.drafters.model import ModelNetwork
 from specextend.drafters.network import DraftNetwork
+from specextend.drafters.ngram import NgramDrafter
+from specextend.drafters.options import DraftOptions
 from specextend.drafters.published import PublishedNetwork
 from specextend.models import ModelFacts, load_causal_lm, load_target, load_tokenizer, rope_frequencies
 from specextend.pairing import check_pair, reduced_vocabulary
@@ -42,7 +45,7 @@ def load_engine(config: RunConfig) -> Engine:
     num_rows = target_rows(config, facts)
     target, lm_head = load_cached_target(config, num_rows)
     cache, drafter = config.cache, None
-    if config.decoding.mode == "tree":
+    if config.decoding.mode == "tree" or (config.draft is not None and config.draft.kind == "ngram"):
         cache = CacheOptions(policy="full", draft_prefill_window=config.cache.draft_prefill_window)
     if config.decoding.mode != "autoregressive":
         drafter = load_drafter(config, cache, target, lm_head, num_rows)
@@ -85,20 +88,30 @@ def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, T
 def load_drafter(
     config: RunConfig, cache: CacheOptions, target: CachedModel, lm_head: Tensor, num_rows: int
 ) -> Drafter:
-    """The drafter that `draft.kind` names, with caches that hold what the target's holds."""
+    """The drafter that `draft.kind` and `draft.ngram` name, with caches that hold what the target's holds."""
     assert config.draft is not None, "the configuration asks for a draft in every mode but autoregressive"
+    if config.draft.kind == "ngram":
+        return NgramDrafter(config.tree, target.device)
+    drafter = _load_causal(config, config.draft, cache, target, lm_head, num_rows)
+    return MergedDrafter(drafter, config.tree, target.device) if config.draft.ngram else drafter
+
+
+def _load_causal(
+    config: RunConfig, draft: DraftOptions, cache: CacheOptions, target: CachedModel, lm_head: Tensor, num_rows: int
+) -> CausalDrafter:
+    """The drafter around a draft network."""
     scratch = aligned(config.tree.most_nodes * config.num_tree_levels + cache.draft_prefill_window + PREFILL_CHUNK)
     num_working_rows = num_rows + config.decoding.max_batch_size * scratch
     network: DraftNetwork
-    if config.draft.kind == "eagle":
-        load = _load_eagle if is_ours(config.draft.model) else _load_published
-        network = load(config.draft.model, target, lm_head, num_working_rows)
+    if draft.kind == "eagle":
+        load = _load_eagle if is_ours(draft.model) else _load_published
+        network = load(draft.model, target, lm_head, num_working_rows)
     else:
         device = str(target.device)
-        model = load_causal_lm(config.draft.model, config.draft.revision, config.target.dtype, device, IMPLEMENTATION)
-        draft = CachedModel(model, target.attend, num_working_rows)
-        reduced = reduced_vocabulary(config.draft)
-        network = ModelNetwork(draft, num_working_rows, cache.draft_prefill_window, PREFILL_CHUNK, reduced)
+        model = load_causal_lm(draft.model, draft.revision, config.target.dtype, device, IMPLEMENTATION)
+        cached = CachedModel(model, target.attend, num_working_rows)
+        reduced = reduced_vocabulary(draft)
+        network = ModelNetwork(cached, num_working_rows, cache.draft_prefill_window, PREFILL_CHUNK, reduced)
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
     if tree_attention == "auto":  # what a draft sees is short, but for `full`

@@ -29,7 +29,7 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
     """
     facts = check_model(target.model, target.revision)
-    if draft is None:
+    if draft is None or draft.kind == "ngram":
         return facts
     if draft.kind == "eagle":
         _check_eagle(facts, draft.model)
@@ -42,7 +42,7 @@ def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, 
     """SHA-256 of `target`, `tokenizer` and `draft`: what the files hold, not where they lie."""
     hashes = weight_hashes(target.model, target.revision)
     named = {"target": hashes["weights"], "tokenizer": hashes["tokenizer"]}
-    if draft is None:
+    if draft is None or draft.kind == "ngram":
         return named
     if draft.kind == "eagle":
         folder = Path(draft.model)

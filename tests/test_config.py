@@ -109,7 +109,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("target.dtype=int8", "target.dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"),
         ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
         ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
-        ("cache.recent=7", "cache.recent must be at least 8, the levels of the deepest tree + 2"),
+        ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
         ("job.workers=0", "job.workers must be at least 1, got 0"),
         ("job.stall_s=0", "job.stall_s must be above 0, got 0.0"),
         ("tree.nodes", "--set takes key.path=value, got 'tree.nodes'"),

@@ -88,7 +88,7 @@ def _models(config: RunConfig) -> dict[str, dict[str, str | None]]:
     return {
         name: {"model": options.model, "revision": options.revision}
         for name, options in named.items()
-        if options is not None
+        if options is not None and options.model
     }
 
 

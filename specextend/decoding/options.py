@@ -82,7 +82,9 @@ class TreeOptions:
     max_nodes: int = 15
     """Draft tokens at most where `nodes` is `auto`; with the root they are the rows of a forward."""
     depth: int = 6
-    """Levels at most."""
+    """Levels of drafting at most."""
+    ngram_depth: int = 16
+    """Levels of copied text at most, with `draft.kind` ngram or `draft.ngram`."""
     threshold: float = 0.05
     """Stop drafting when a level adds less than this many expected accepted tokens."""
 
@@ -92,6 +94,7 @@ class TreeOptions:
         at_least("tree.nodes", self.most_nodes, 1)
         at_least("tree.max_nodes", self.max_nodes, 1)
         at_least("tree.depth", self.depth, 1)
+        at_least("tree.ngram_depth", self.ngram_depth, 1)
         at_least("tree.threshold", self.threshold, 0)
 
     @property

@@ -77,6 +77,8 @@ def test_a_missing_file_is_named(folder, name):
         ({"dtype": "int8"}, "dtype must be one of bfloat16, float16, float32, got 'int8'"),
         ({"num_kv_heads": 3}, "num_heads (4) must be a multiple of num_kv_heads (3)"),
         ({"head_dim": 7}, "head_dim must be even, got 7"),
+        ({"copy_heads": 0}, "copy_heads must be a positive int, got 0"),
+        ({"copy_heads": "1"}, "copy_heads must be a positive int, got '1'"),
     ],
 )
 def test_a_wrong_config_says_which_key_and_what_is_allowed(folder, values, message):
@@ -126,6 +128,39 @@ def test_weights_that_the_config_does_not_describe_are_refused(folder, change, m
     assert message in refusal(folder)
 
 
+@pytest.mark.parametrize("copy_heads", [1, 3])
+def test_copy_heads_read_back_with_their_tensors(tmp_path, copy_heads):
+    """Each brings a group of query heads, which read three tokens, and widens the output projection."""
+    config = dataclasses.replace(TINY, copy_heads=copy_heads)
+    config.save(tmp_path)
+    tensors = {name: torch.zeros(info.shape, dtype=torch.bfloat16) for name, info in config.tensors().items()}
+    assert tensors["copy.q_proj.weight"].shape == (copy_heads * 16, 96)
+    assert tensors["copy.k_proj.weight"].shape == (copy_heads * 8, 96)
+    assert tensors["copy.v_proj.weight"].shape == (copy_heads * 8, 32)
+    assert tensors["layer.self_attn.o_proj.weight"].shape == (32, 32 + copy_heads * 16)
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
+    assert load_eagle_config(tmp_path) == config
+    dataclasses.replace(config, copy_heads=2).save(tmp_path)
+    assert f"copy.k_proj.weight is BF16 [{copy_heads * 8}, 96], config.json says BF16 [16, 96]" in refusal(tmp_path)
+
+
+def test_copy_heads_without_their_tensors_are_refused(folder):
+    """`config.json` of one head, weights of another."""
+    dataclasses.replace(TINY, copy_heads=1).save(folder)
+    assert "lacks copy.k_proj.weight" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "token_ids", [[3, 2, 1], [1, 1, 2], [-1, 0, 1], [1, 2, 64]], ids=["order", "twice", "negative", "too high"]
+)
+def test_a_reduced_vocabulary_of_other_tokens_is_refused(folder, token_ids):
+    """They would be found out at the first proposal, or never."""
+    dataclasses.replace(TINY, draft_vocab_size=3).save(folder)
+    tensors = load_file(folder / WEIGHTS_FILE) | {"draft_token_ids": torch.tensor(token_ids)}
+    save_file(tensors, folder / WEIGHTS_FILE)
+    assert "draft_token_ids must be ascending ids from 0 to 63" in refusal(folder)
+
+
 def test_a_config_of_another_size_is_refused_by_its_weights(folder):
     """`config.json` edited by hand."""
     dataclasses.replace(TINY, intermediate_size=64).save(folder)
@@ -135,7 +170,7 @@ def test_a_config_of_another_size_is_refused_by_its_weights(folder):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "medusa", "model": "a"}, "draft.kind must be one of eagle, model, got 'medusa'"),
+        ({"kind": "medusa", "model": "a"}, "draft.kind must be one of eagle, model, ngram, got 'medusa'"),
         ({"kind": "eagle", "model": ""}, "draft.model must not be empty"),
         ({"kind": "eagle", "model": "a", "revision": "main"}, "draft.revision must not be set"),
     ],
