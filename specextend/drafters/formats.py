@@ -352,7 +352,7 @@ def _check_tensors(head: PublishedHead, found: dict[str, TensorInfo]) -> None:
         raise ValueError(f"{where} lacks {missing[0].replace('layer.', _layer_prefix(spelled), 1)}")
     if unknown := sorted(set(found) - set(shapes)):
         raise ValueError(f"{where} has the unknown tensor {spelled[unknown[0]]}")
-    for name, info in found.items():
+    for name, info in sorted(found.items()):
         if info.shape != shapes[name]:
             raise ValueError(f"{where}: {spelled[name]} is {list(info.shape)}, config.json says {list(shapes[name])}")
         served = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}.get(name, _FLOATS)

@@ -1,0 +1,233 @@
+"""What the folder of a published head is told, before a tensor is loaded or a document touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specextend.drafters.formats import is_ours, read_head
+from specextend.drafters.options import DraftOptions
+from specextend.models import ModelError, TargetOptions
+from specextend.pairing import check_pair, pair_hashes
+from tests.published_heads import WRITERS
+from tests.tiny_models import FAMILIES, tiny_model, write_model
+
+NAMES = {
+    "eagle1": "EAGLE-1/2",
+    "eagle1-biased": "EAGLE-1/2",
+    "eagle3": "EAGLE-3",
+    "eagle3-narrow": "EAGLE-3",
+    "speculators-eagle": "speculators eagle",
+    "speculators-eagle3": "speculators eagle3",
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """Three layers, 48 wide, 120 tokens."""
+    return write_model(tiny_model(FAMILIES["llama"], 0), tmp_path_factory.mktemp("formats") / "target")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A head's folder; keywords go into its config, None removes a key."""
+
+    def write(variant: str, **values) -> Path:
+        WRITERS[variant](tmp_path / "head", tiny_model(FAMILIES["llama"], 0))
+        edit_config(tmp_path / "head", **values)
+        return tmp_path / "head"
+
+    return write
+
+
+def edit_config(folder: Path, **values) -> None:
+    raw = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def edit_tensors(folder: Path, **change) -> None:
+    """Replace tensors; a dot of a name is written `__`; None removes one."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name.replace("__", "."): tensor for name, tensor in change.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+
+
+def refusal(target: str, folder: Path) -> str:
+    """What a user reads; it must be one line."""
+    with pytest.raises(ModelError) as refused:
+        check_pair(TargetOptions(model=target), DraftOptions(kind="eagle", model=str(folder)))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("variant", WRITERS)
+def test_each_format_is_known_by_its_files(variant, write, target):
+    """No option says which it is; the user has a folder from the Hub."""
+    folder = write(variant)
+    head = read_head(folder)
+    assert head.format == NAMES[variant]
+    assert not is_ours(folder)
+    assert head.hidden_layers(3) == ((0, 1, 2) if head.fused else ())
+    assert check_pair(TargetOptions(model=target), DraftOptions(kind="eagle", model=str(folder))).num_layers == 3
+    assert "draft" in pair_hashes(TargetOptions(model=target), DraftOptions(kind="eagle", model=str(folder)))
+
+
+def test_the_two_keys_of_layers_count_as_their_readers_do(write):
+    """At the top level (vLLM) the number is of the layer entered, inside `eagle_config` (SGLang) of the one left."""
+    folder = write("eagle3", eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 15, 28]})
+    assert read_head(folder).hidden_layers(32) == (2, 15, 28)
+    edit_config(folder, eagle_config=None, eagle_aux_hidden_state_layer_ids=[2, 16, 29])
+    assert read_head(folder).hidden_layers(32) == (1, 15, 28)
+    edit_config(folder, eagle_aux_hidden_state_layer_ids=None)
+    assert read_head(folder).hidden_layers(32) == (1, 15, 28)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"eagle_config": None}, "takes the outputs of layers 1, 0, -1, counted from 0; the target has 3 layers"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
+            "outputs of layers 0, 1, 3, counted from 0; the target has 3",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "outputs of layers -1, 0, 1, counted from 0"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}, "outputs of layers 1, 0, 2, counted from 0"),
+        ({"eagle_aux_hidden_state_layer_ids": "1"}, "eagle_aux_hidden_state_layer_ids must be a list of layer numbers"),
+        ({"eagle_config": [1]}, "eagle_config must be an object, got [1]"),
+        ({"hidden_size": 64}, "fc.weight is [48, 144], config.json says [64, 192]"),
+        ({"hidden_size": "48"}, "hidden_size must be a positive int, got '48'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a positive int, got 0"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2; served is 1"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; served is 'silu'"),
+        ({"model_type": "gemma3"}, "the layer is of type 'gemma3'; served are llama, mistral, qwen2, qwen3"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive float, got -1"),
+        ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false, got 'yes'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "has RoPE type 'dynamic'; served are default, linear"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "long_factor": [2] * 6, "short_factor": [1] * 6}},
+            "has RoPE type 'longrope'; served are default, linear",
+        ),
+        ({"rope_theta": "x"}, "has a RoPE that transformers cannot read"),
+        ({"speculators_model_type": "mlp"}, "speculators_model_type is 'mlp'; known formats are specextend-eagle (our"),
+        ({"vocab_size": 121}, "t2d is [120], config.json says [121]"),
+        ({"target_hidden_size": 32}, "(EAGLE-3) lacks embed_tokens.weight"),
+    ],
+)
+def test_a_config_that_is_not_served_says_why(values, message, write, target):
+    """Each would run, or fail deep inside the first document."""
+    assert message in refusal(target, write("eagle3", **values))
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("eagle3", {"fc__weight": torch.zeros(48, 96)}, "(EAGLE-3): fc.weight is [48, 96], config.json says [48, 144]"),
+        ("eagle3", {"norm__weight": None}, "(EAGLE-3) lacks norm.weight"),
+        ("eagle3", {"midlayer__mlp__up_proj__weight": None}, "(EAGLE-3) lacks midlayer.mlp.up_proj.weight"),
+        ("eagle3", {"d2t": None}, "(EAGLE-3) lacks d2t"),
+        ("eagle3", {"d2t": torch.zeros(60)}, "d2t is F32; served are I64, I32"),
+        ("eagle3", {"d2t": torch.full((60,), 61)}, "60 different token ids below 120; it leads to 60, from 61 to 120"),
+        ("eagle3", {"d2t": -torch.arange(60)}, "60 different token ids below 120; it leads to 1, from 0 to 0"),
+        (
+            "eagle3",
+            {"fc__weight": torch.zeros(48, 144).to(torch.float8_e4m3fn)},
+            "fc.weight is F8_E4M3; served are BF16",
+        ),
+        ("eagle3", {"medusa__weight": torch.zeros(2)}, "(EAGLE-3) has the unknown tensor medusa.weight"),
+        ("eagle3", {"model__fc__weight": torch.zeros(48, 144)}, "twice, also as"),
+        ("eagle3-narrow", {"model__embed_tokens__weight": None}, "(EAGLE-3) lacks embed_tokens.weight"),
+        ("eagle1", {"layers__0__input_layernorm__weight": torch.zeros(48)}, "unknown tensor layers.0.input_layernorm"),
+        (
+            "eagle1",
+            {"fc__weight": torch.zeros(48, 48)},
+            "(EAGLE-1/2): fc.weight is [48, 48], config.json says [48, 96]",
+        ),
+        ("eagle1", {"fc__weight": None}, "in no known format; known are specextend-eagle (our own), EAGLE-1/2 and"),
+        ("speculators-eagle", {"fusion_fc__bias": None}, "(speculators eagle) lacks fc.bias"),
+        ("speculators-eagle3", {"input_norm__weight": None}, "(speculators eagle3) lacks input_norm.weight"),
+    ],
+)
+def test_tensors_that_the_format_does_not_have_are_refused(variant, change, message, write, target):
+    """A tensor more or less is another network than the one we compute."""
+    folder = write(variant)
+    edit_tensors(folder, **change)
+    assert message in refusal(target, folder)
+
+
+def test_left_over_buffers_are_no_reason_to_refuse(write, target):
+    """Training code saves what it has: rotary frequencies, masks, the verifier's own head."""
+    folder = write("eagle3")
+    left = {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(6), "mask": torch.ones(2)}
+    save_file(load_file(folder / "model.safetensors") | left, folder / "model.safetensors")
+    assert check_pair(TargetOptions(model=target), DraftOptions(kind="eagle", model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "family", "message"),
+    [("eagle1", {"vocab_size": 130}, "vocab_size is 120 and 130"), ("eagle3", {"vocab_size": 130}, "120 and 130")],
+)
+def test_a_head_of_another_target_is_refused(variant, family, message, write, tmp_path):
+    """Its ids would be other tokens."""
+    other = write_model(tiny_model(FAMILIES["llama"], 0, **family), tmp_path / "other")
+    assert message in refusal(other, write(variant))
+
+
+def test_a_head_for_a_target_of_another_width_is_refused(write, target):
+    """A head for the next size up, which has the same tokenizer."""
+    folder = write("eagle3-narrow", target_hidden_size=64)
+    edit_tensors(folder, model__fc__weight=torch.zeros(32, 192))
+    assert "hidden_size is 64 and 48" in refusal(target, folder)
+
+
+def test_a_whole_model_is_told_from_a_head(target):
+    """The commonest slip: the right folder, the wrong kind."""
+    message = refusal(target, Path(target))
+    assert "in no known format; known are specextend-eagle (our own), EAGLE-1/2 and EAGLE-3 (SafeAILab)" in message
+    assert message.endswith("this looks like a whole model: draft.kind model")
+
+
+def test_weights_cut_short_are_refused(write, target):
+    """An interrupted copy."""
+    file = write("eagle3") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    assert "is cut short" in refusal(target, file.parent)
+
+
+def test_missing_files_are_named(write, target, tmp_path):
+    """A folder copied in part."""
+    folder = write("eagle3")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    assert read_head(folder).format == "EAGLE-3", "one file may have any name"
+    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+    assert "has several weight files and no model.safetensors.index.json" in refusal(target, folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "a.safetensors", "norm.weight": "c.safetensors"}}))
+    assert "has no c.safetensors" in refusal(target, folder)
+    index.write_text("{}")
+    assert "has no weight_map" in refusal(target, folder)
+    for file in folder.glob("*safetensors*"):
+        file.unlink()
+    assert "has no model.safetensors" in refusal(target, folder)
+    (folder / "config.json").unlink()
+    assert "has no config.json" in refusal(target, folder)
+
+
+def test_a_pickled_head_is_refused_with_the_conversion_that_works(write, target):
+    """Most of SafeAILab's heads are published as pytorch_model.bin alone."""
+    folder = write("eagle3")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    message = refusal(target, folder)
+    assert "has only a pickle (pytorch_model.bin), which can run code and is refused; convert it with: " in message
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(message.partition("convert it with: ")[2], shell=True, check=True, env=os.environ | {"PATH": path})
+    assert set(load_file(folder / "model.safetensors")) == set(weights)
+    assert read_head(folder).format == "EAGLE-3"
