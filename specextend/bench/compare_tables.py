@@ -7,6 +7,7 @@ from typing import Any
 
 from specextend.bench.figures import BASES
 from specextend.report.tables import Section, number, percent
+from specextend.stats import ratio
 
 DECODE, WHOLE = "decode_tokens_per_s", "end_to_end_tokens_per_s"
 
@@ -87,6 +88,7 @@ def _steps(result: dict[str, Any]) -> Section:
     rows = [
         (
             side_label(result, side),
+            percent(_plain_share(measured)),
             *(number(measured["step_ms"][phase], 2) for phase in phases),
             percent(measured["time_shares"]["prefill"]),
             percent(measured["time_shares"]["draft_prefill"]),
@@ -94,8 +96,13 @@ def _steps(result: dict[str, Any]) -> Section:
         for side, measured in result["all"]["sides"].items()
         if "step_ms" in measured
     ]
-    header = ("side", *(f"{phase} ms" for phase in phases), "prefill", "draft prefill")
+    header = ("side", "plain", *(f"{phase} ms" for phase in phases), "prefill", "draft prefill")
     return Section("A decoding step, and the shares of prefill in the whole", header, rows)
+
+
+def _plain_share(measured: dict[str, Any]) -> float | None:
+    """Share of steps without a tree."""
+    return ratio(measured["num_plain_steps"], measured["num_plain_steps"] + measured["num_spec_steps"])
 
 
 def _agreement(result: dict[str, Any]) -> Section:

@@ -119,6 +119,9 @@ def _side(records: Sequence[Record], name: str) -> dict[str, Any]:
     if stats is not None:
         busy = sum(getattr(stats, phase) for phase in PHASES)
         side |= {
+            "num_spec_steps": stats.num_spec_steps,
+            "num_plain_steps": stats.num_plain_steps,
+            "num_fallbacks": stats.num_fallbacks,
             "mean_acceptance_length": stats.mean_acceptance_length,
             "acceptance_histogram": stats.acceptance_histogram,
             "retrieval_coverage": stats.retrieval_coverage,

@@ -36,7 +36,9 @@ def compare_result() -> dict[str, Any]:
 
 def measured(decode_s: float) -> Measurement:
     """Of 33 tokens in 16 steps."""
-    stats = DecodingStats(num_spec_steps=16, num_accepted_tokens=16, decode_s=decode_s, verify_s=decode_s)
+    stats = DecodingStats(
+        num_spec_steps=12, num_plain_steps=4, num_accepted_tokens=16, decode_s=decode_s, verify_s=decode_s
+    )
     return Measurement([*range(33)], decode_s, decode_s + 1.0, 16, stats=stats)
 
 

@@ -154,7 +154,9 @@ def test_agreement_counts_first_differences():
 def test_acceptance_of_many_documents_is_that_of_all_their_steps():
     """Sums first, division last; a side without statistics says nothing of acceptance."""
     short = DecodingStats(num_spec_steps=1, num_accepted_tokens=3, acceptance_histogram=[0, 0, 0, 1], verify_s=0.1)
-    long = DecodingStats(num_spec_steps=9, num_accepted_tokens=2, acceptance_histogram=[7, 2], verify_s=0.9)
+    long = DecodingStats(
+        num_plain_steps=4, num_spec_steps=9, num_accepted_tokens=2, acceptance_histogram=[7, 2], verify_s=0.9
+    )
     records = [
         Record(document("a"), {"specextend": measured(5, 1, 2, short), "transformers": measured(5, 1, 2)}),
         Record(document("b"), {"specextend": measured(5, 1, 2, long), "transformers": measured(5, 1, 2)}),
@@ -162,7 +164,8 @@ def test_acceptance_of_many_documents_is_that_of_all_their_steps():
     sides = figures(records)["all"]["sides"]
     assert sides["specextend"]["mean_acceptance_length"] == 1.5
     assert sides["specextend"]["acceptance_histogram"] == [7, 2, 0, 1]
-    assert sides["specextend"]["step_ms"]["verify"] == pytest.approx(100.0)
+    assert (sides["specextend"]["num_spec_steps"], sides["specextend"]["num_plain_steps"]) == (10, 4)
+    assert sides["specextend"]["step_ms"]["verify"] == pytest.approx(1000 / 14)
     assert sides["specextend"]["time_shares"]["verify"] == 1.0
     assert "mean_acceptance_length" not in sides["transformers"]
 

@@ -74,6 +74,7 @@ def test_tables_hold_median_range_and_deviation_by_length():
     assert (
         "| merged | 5.25 (5.00-5.50, sd 0.35) | 4.75 (4.50-5.00, sd 0.35) | 5.00 (4.50-5.50, sd 0.41) | 2K |" in table
     )
+    assert "| merged | 25.0% |" in table
     assert "1K 900 to 1,000; 2K 1,900 to 2,000" in table
     assert "A made-up processor, 2 threads" in table
 
