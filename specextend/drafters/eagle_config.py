@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from torch import Tensor
+
 from specextend.checkpoint import TensorInfo, read_json, read_safetensors_header
 
 FORMAT = "specextend-eagle"
@@ -91,10 +94,10 @@ class EagleConfig:
 
 
 def load_eagle_config(folder: str | Path) -> EagleConfig:
-    """The config of a head's folder, after checking the weights' file against it; loads no tensor.
+    """The config of a head's folder, after checking the weights' file against it; loads no weight.
 
     Raises ValueError in one line for a missing file, an unknown or missing key, a weights file that is cut short or
-    holds other tensors than the config says.
+    holds other tensors than the config says, and a reduced vocabulary of tokens that the target has not.
     """
     folder = Path(folder)
     for name in ("config.json", WEIGHTS_FILE):
@@ -105,7 +108,23 @@ def load_eagle_config(folder: str | Path) -> EagleConfig:
     except ValueError as error:
         raise ValueError(f"EAGLE draft {folder}, config.json: {error}") from None
     _check_tensors(folder / WEIGHTS_FILE, config)
+    if config.draft_vocab_size is not None:
+        read_token_ids(folder / WEIGHTS_FILE, config.vocab_size)
     return config
+
+
+def read_token_ids(file: Path, vocab_size: int) -> Tensor:
+    """The tensor `draft_token_ids` [R] of a file. Raises ValueError unless it is ascending ids of `vocab_size`."""
+    with safe_open(file, framework="pt") as opened:
+        token_ids: Tensor = opened.get_tensor(VOCABULARY)
+    if (
+        not len(token_ids)
+        or int(token_ids[0]) < 0
+        or int(token_ids[-1]) >= vocab_size
+        or bool((token_ids.diff() < 1).any())
+    ):
+        raise ValueError(f"{file}: {VOCABULARY} must be ascending ids from 0 to {vocab_size - 1}")
+    return token_ids
 
 
 def _parse(raw: dict[str, Any]) -> EagleConfig:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from specextend.checkpoint import read_json, read_safetensors_header
-from specextend.drafters.eagle_config import VOCABULARY
+from specextend.drafters.eagle_config import VOCABULARY, read_token_ids
 
 FILE = "draft_vocabulary.safetensors"
 
@@ -57,12 +56,4 @@ def read_reduced(folder: Path) -> ReducedVocabulary | None:
             f"{folder / 'config.json'}: vocab_size is {config.get('vocab_size')!r}; {FILE} lists {size} tokens, "
             "and one more row stands for all others"
         )
-    token_ids = load_file(file)[VOCABULARY]
-    if (
-        size == 0
-        or int(token_ids[0]) < 0
-        or int(token_ids[-1]) >= target_vocab_size
-        or bool((token_ids.diff() <= 0).any())
-    ):
-        raise ValueError(f"{file}: {VOCABULARY} must be ascending ids from 0 to {target_vocab_size - 1}")
-    return ReducedVocabulary(token_ids, target_vocab_size)
+    return ReducedVocabulary(read_token_ids(file, target_vocab_size), target_vocab_size)

@@ -141,7 +141,7 @@ def test_copy_heads_read_back_with_their_tensors(tmp_path, copy_heads):
     save_file(tensors, tmp_path / WEIGHTS_FILE)
     assert load_eagle_config(tmp_path) == config
     dataclasses.replace(config, copy_heads=2).save(tmp_path)
-    assert f"copy.k_proj.weight is BF16 [{copy_heads * 8}, 96], config.json says BF16 [16, 96]" in refusal(tmp_path)
+    assert f"o_proj.weight is BF16 [32, {32 + copy_heads * 16}], config.json says BF16 [32, 64]" in refusal(tmp_path)
 
 
 def test_copy_heads_without_their_tensors_are_refused(folder):
