@@ -191,7 +191,7 @@ def test_pickled_weights_are_refused_unopened(write_model):
             refuse()
 
 
-@pytest.mark.parametrize("names", [["pytorch_model.bin"], ["pytorch_model-1.bin", "pytorch_model-2.bin"], ["a b.ckpt"]])
+@pytest.mark.parametrize("names", [["pytorch_model.bin"], ["a model-1.ckpt", "a model-2.ckpt"]])
 def test_the_conversion_that_a_refusal_gives_works(write_model, names):
     """Run as it stands there; the converted model is served, with the tensors that were pickled."""
     folder = write_model(tie_word_embeddings=True)
