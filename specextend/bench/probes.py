@@ -1,0 +1,202 @@
+"""Probe documents: real text with something in it that must be said again, word for word, far behind it.
+
+`passkey`: one number; `needles`: four to eight codes, all asked for; `quote`: a passage of the text itself. The answer
+is known, so a draft can be held to it token by token; which of its tokens can only come from the far place, the
+needle, is known as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+from typing import Any, Literal, get_args
+
+from specextend.data.prompts import PromptOptions, Prompts
+
+ProbeKind = Literal["passkey", "needles", "quote"]
+PROBE_KINDS: tuple[ProbeKind, ...] = get_args(ProbeKind)
+
+_INTRODUCTION = "Read the text. A question follows it."
+_NAMES = (
+    *("Alma", "Boris", "Clara", "Dorian", "Edith", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karla", "Leon"),
+    *("Mabel", "Nathan", "Olga", "Pierre", "Rosa", "Simon", "Thelma", "Victor", "Wanda", "Xavier", "Yvonne", "Zeno"),
+)
+_WORDS = (
+    *("amber", "basket", "candle", "dolphin", "engine", "feather", "garden", "hammer", "island", "jacket", "kettle"),
+    *("ladder", "marble", "needle", "orange", "pepper", "quartz", "ribbon", "saddle", "tunnel", "umbrella", "velvet"),
+    *("walnut", "yellow", "zebra", "anchor", "bridge", "copper", "diamond", "eagle"),
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_QUOTE_TOKENS = (48, 128)
+_FAR = 0.5  # a quote ends in this part of the text
+_MAX_WORDS = 80  # what is longer is no sentence but a table
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A prompt whose answer is known."""
+
+    doc_id: str
+    kind: ProbeKind
+    length: int
+    """Prompt tokens at most."""
+    prompt_token_ids: list[int]
+    answer_token_ids: list[int]
+    sources: list[int | None]
+    """Of each answer token, the prompt position of the needle token that it repeats; None where it is of the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """The pieces of a probe before it is tokens."""
+
+    sentences: list[str]
+    question: str
+    answer: list[tuple[str, bool]]
+    """Pieces of text, and whether each is needle."""
+    kept: frozenset[str]
+    """Sentences that must stay when the prompt turns out too long."""
+
+
+def sentences_of(text: str) -> list[str]:
+    """A text's sentences, white space evened out; without what is too long to be one."""
+    pieces = _SENTENCE_END.split(" ".join(text.split()))
+    return [piece for piece in pieces if piece and len(piece.split()) <= _MAX_WORDS]
+
+
+class ProbeMaker:
+    """Makes probes of any length from the sentences of real texts."""
+
+    def __init__(self, tokenizer: Any, system: str, texts: Sequence[str], seed: int) -> None:
+        """`texts`: each is taken whole, in seeded order, until a probe is long enough. `system`: as `prompt.system`."""
+        self._tokenizer, self._seed = tokenizer, seed
+        self._prompts = Prompts(tokenizer, PromptOptions(instruction="{document}", system=system), 1 << 30)
+        self._texts = [sentences_of(text) for text in texts]
+        self._sizes = [[self._count(sentence) for sentence in sentences] for sentences in self._texts]
+
+    def make(self, kind: ProbeKind, length: int, number: int) -> Probe:
+        """Probe `number` of a kind, whose prompt has at most `length` tokens and a sentence less at the least.
+
+        Raises ValueError where the texts are too short for it.
+        """
+        random = Random(f"{self._seed}-{kind}-{length}-{number}")
+        build: dict[ProbeKind, Callable[[Random, int], _Draft]] = {
+            "passkey": self._passkey,
+            "needles": self._needles,
+            "quote": self._quote,
+        }
+        draft = build[kind](random, length)
+        prompt = self._render(draft)
+        while len(prompt) > length:
+            free = [index for index, sentence in enumerate(draft.sentences) if sentence not in draft.kept]
+            if not free:
+                raise ValueError(f"a {kind} probe does not fit {length} tokens")
+            del draft.sentences[free[-1]]
+            prompt = self._render(draft)
+        answer, needle = self._encode(draft.answer)
+        sources = _sources(prompt, answer, needle)
+        return Probe(f"{kind}-{length}-{number:02d}", kind, length, prompt, answer, sources)
+
+    def _passkey(self, random: Random, length: int) -> _Draft:
+        key = str(random.randrange(10_000, 100_000))
+        filler = self._filler(random, length - 32)
+        needle = f"The pass key is {key}."
+        filler.insert(random.randrange(len(filler) + 1), needle)
+        answer = [("The pass key is ", False), (key, True), (".", False)]
+        return _Draft(filler, "What is the pass key?", answer, frozenset([needle]))
+
+    def _needles(self, random: Random, length: int) -> _Draft:
+        names = random.sample(_NAMES, random.randint(4, 8))
+        words = random.sample(_WORDS, len(names))
+        codes = [word if random.random() < 0.5 else str(random.randrange(1000, 10_000)) for word in words]
+        filler = self._filler(random, length - 40 - 16 * len(names))
+        needles = [f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
+        places = sorted(random.sample(range(len(filler) + 1), len(names)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            filler.insert(place, needle)
+        order = random.sample(range(len(names)), len(names))
+        asked = f"{', '.join(names[i] for i in order[:-1])} and {names[order[-1]]}"
+        answer = [
+            piece for i in order for piece in ((f"The code of {names[i]} is ", False), (codes[i], True), (". ", False))
+        ]
+        question = f"What are the codes of {asked}? Answer in this order."
+        return _Draft(filler, question, [*answer[:-1], (".", False)], frozenset(needles))
+
+    def _quote(self, random: Random, length: int) -> _Draft:
+        filler = self._filler(random, length - 40)
+        passages = self._passages(filler)
+        if not passages:
+            raise ValueError(f"no passage of {_QUOTE_TOKENS[0]} to {_QUOTE_TOKENS[1]} tokens in a text of {length}")
+        chosen = random.choice(passages)
+        passage = " ".join(filler[chosen.start : chosen.stop])
+        begin = " ".join(passage.split()[:6])
+        question = f'Repeat the passage that begins with "{begin}", word for word.'
+        return _Draft(
+            filler,
+            question,
+            [(begin, False), (passage[len(begin) :], True)],
+            frozenset(filler[chosen.start : chosen.stop]),
+        )
+
+    def _passages(self, filler: list[str]) -> list[range]:
+        """Runs of sentences that can be asked for: of the right length, far enough back, known by their beginning."""
+        ends = [0, *accumulate(self._count(sentence) for sentence in filler)]
+        text = " ".join(filler)
+        found = []
+        for start, sentence in enumerate(filler):
+            stop = next((i for i in range(start + 1, len(ends)) if ends[i] - ends[start] >= _QUOTE_TOKENS[0]), None)
+            if stop is None or ends[stop] > _FAR * ends[-1]:
+                break
+            begin = " ".join(sentence.split()[:6])
+            if ends[stop] - ends[start] <= _QUOTE_TOKENS[1] and '"' not in begin and text.count(begin) == 1:
+                found.append(range(start, stop))
+        return [passage for passage in found if len(filler[passage.start].split()) >= 6]
+
+    def _filler(self, random: Random, length: int) -> list[str]:
+        """Sentences of about `length` tokens, prompt template and question counted in."""
+        room = length - self._prompts.num_template_tokens - self._count(_INTRODUCTION)
+        filler: list[str] = []
+        for index in random.sample(range(len(self._texts)), len(self._texts)):
+            for sentence, size in zip(self._texts[index], self._sizes[index], strict=True):
+                if room < size:
+                    return filler
+                filler.append(sentence)
+                room -= size
+        raise ValueError(f"the texts for probes are too short for {length} tokens")
+
+    def _render(self, draft: _Draft) -> list[int]:
+        text = f"{_INTRODUCTION}\n\n{' '.join(draft.sentences)}\n\n{draft.question}"
+        return self._prompts.render(text, 0).token_ids
+
+    def _encode(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
+        """The answer's tokens, and which hold some of a needle piece."""
+        text = "".join(piece for piece, _ in pieces)
+        is_needle = [flag for piece, flag in pieces for _ in piece]
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoding["input_ids"], [any(is_needle[start:end]) for start, end in encoding["offset_mapping"]]
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer(" " + text, add_special_tokens=False)["input_ids"])
+
+
+def _sources(prompt: list[int], answer: list[int], needle: list[bool]) -> list[int | None]:
+    """Where each run of needle tokens stands in the prompt; None for other tokens and runs that are not found.
+
+    A run is looked for with the token before it, which tells two equal codes apart.
+    """
+    sources: list[int | None] = [None] * len(answer)
+    for first in (i for i, flag in enumerate(needle) if flag and (i == 0 or not needle[i - 1])):
+        stop = next((i for i in range(first, len(needle)) if not needle[i]), len(needle))
+        before = max(0, first - 3)
+        at = _find(prompt, answer[before:stop])
+        if at is not None:
+            sources[first:stop] = range(at + first - before, at + stop - before)
+    return sources
+
+
+def _find(tokens: list[int], run: list[int]) -> int | None:
+    width = len(run)
+    return next((i for i in range(len(tokens) - width + 1) if tokens[i : i + width] == run), None)

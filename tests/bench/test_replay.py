@@ -1,0 +1,238 @@
+"""A replay is what the engine does: the draft is asked the same things in the same order, and is accepted as often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from specextend.bench.recording import Recorder, Recording
+from specextend.bench.replay import Divergence, FirstLevel, Replay, Replayer, diverge
+from specextend.decoding.chunks import Cutter
+from specextend.decoding.engine import Engine
+from specextend.decoding.options import CacheOptions
+from specextend.decoding.tree import root_only
+from specextend.stats import DecodingStats
+from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, SECTIONS, Pair, random_prompt, request, tiny_engine, write_pair
+
+CACHE = CacheOptions(**SECTIONS["cache"])
+NUM_LAYERS = 3
+CHOICES: list[dict[str, Any]] = [
+    {"policy": "full"},
+    {"policy": "streaming"},
+    {"policy": "retrieval"},
+    {"policy": "retrieval", "refresh": "acceptance"},
+    {"policy": "retrieval", "score_layers": (0, -1), "score_heads": "max", "chunk_boundaries": "sentence"},
+]
+
+
+@dataclass(slots=True)
+class Listening:
+    """A drafter that notes what it is asked."""
+
+    drafter: Any
+    calls: list[tuple] = field(default_factory=list)
+
+    @property
+    def hidden_layers(self):
+        return self.drafter.hidden_layers
+
+    @property
+    def num_levels(self):
+        return self.drafter.num_levels
+
+    def admit(self, row, num_prompt_tokens, max_new_tokens):
+        return self.drafter.admit(row, num_prompt_tokens, max_new_tokens)
+
+    def prefill(self, row, token_ids, hidden):
+        self.calls.append(("prefill", token_ids.tolist(), hidden.clone()))
+        self.drafter.prefill(row, token_ids, hidden)
+
+    def select(self, row, positions):
+        self.calls.append(("select", positions.tolist(), torch.zeros(1)))
+        self.drafter.select(row, positions)
+
+    def absorb(self, rows, token_ids, hidden):
+        self.calls.append(("absorb", *token_ids, hidden[0].clone()))
+        self.drafter.absorb(rows, token_ids, hidden)
+
+    def propose(self, rows):
+        trees = self.drafter.propose(rows)
+        self.calls.append(("propose", trees[0].token_ids.tolist(), trees[0].log_probs))
+        return trees
+
+    def release(self, row):
+        self.drafter.release(row)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Pair:
+    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+
+
+def options_of(choice: dict[str, Any]) -> CacheOptions:
+    return CacheOptions(**SECTIONS["cache"] | choice)
+
+
+def engine_of(pair: Pair, draft: str, choice: dict[str, Any]) -> tuple[Engine, Listening]:
+    engine = tiny_engine(pair, draft, **{f"cache__{key}": value for key, value in choice.items()})
+    listening = Listening(engine._drafter)
+    engine._drafter = listening
+    return engine, listening
+
+
+def recorder_of(engine: Engine, listening: Listening) -> Recorder:
+    return Recorder(
+        engine._target,
+        [EOS_TOKEN_ID],
+        hidden_layers=listening.hidden_layers,
+        scored_layers=range(NUM_LAYERS),
+        margin=listening.num_levels,
+    )
+
+
+def replay_of(engine: Engine, drafter: Any, recording: Recording, options: CacheOptions) -> Replay:
+    chunks = Cutter(options, engine.tokenizer, 120).cut(recording.prompt_token_ids)
+    return Replayer(recording, drafter, options, chunks, NUM_LAYERS).run(engine._target.scale)
+
+
+def histogram(replay: Replay, num_levels: int) -> list[int]:
+    counts = [step.num_accepted for step in replay.steps]
+    return [counts.count(number) for number in range(num_levels + 1)]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
+@pytest.mark.parametrize(("draft", "length"), [("good", 300), ("eagle", 300), ("reduced", 37)])
+def test_a_replay_is_what_the_engine_does(draft, length, choice, pair):
+    """Every call with the same tokens and features, every tree the same, every step accepted as far."""
+    engine, listening = engine_of(pair, draft, choice)
+    [completion] = engine.generate([request("a", random_prompt(length), 40)])
+    ours, listening.calls = listening.calls, []
+    recording = recorder_of(engine, listening).record(random_prompt(length), None, 40)
+    replay = replay_of(engine, listening, recording, options_of(choice))
+    assert recording.known_token_ids[: recording.num_counted] == completion.token_ids
+    assert [call[:2] for call in listening.calls] == [call[:2] for call in ours]
+    for theirs, own in zip(listening.calls, ours, strict=True):
+        torch.testing.assert_close(theirs[2], own[2], rtol=1e-3, atol=1e-4)
+    stats = completion.stats
+    assert histogram(replay, listening.num_levels) == stats.acceptance_histogram
+    assert sum(step.num_nodes for step in replay.steps) == stats.num_draft_tokens
+    for name in ("num_retrievals", "retrieval_coverage_sum", "retrieval_churn_sum"):
+        assert getattr(replay.stats, name) == pytest.approx(getattr(stats, name), abs=1e-4)
+
+
+def test_an_output_that_ends_early_is_replayed_to_its_end(pair):
+    """EOS stops the engine inside a step; the margin behind it is seen by trees and counts for nothing."""
+    engine, listening = engine_of(pair, "good", {"policy": "full"})
+    whole = recorder_of(engine, listening).record(random_prompt(50), None, 20)
+    recorder = Recorder(
+        engine._target, [whole.known_token_ids[9]], hidden_layers=(), scored_layers=(), margin=listening.num_levels
+    )
+    recording = recorder.record(random_prompt(50), None, 20)
+    first = whole.known_token_ids.index(whole.known_token_ids[9])
+    assert recording.num_counted == first + 1
+    assert len(recording.known_token_ids) == recording.num_counted + listening.num_levels
+    replay = replay_of(engine, listening.drafter, recording, options_of({"policy": "full"}))
+    assert replay.steps[-1].first < recording.num_counted
+
+
+def test_a_forced_answer_goes_on_where_the_target_would_not(pair):
+    """The path ends where the target's own choice is another token than the text's, even if the tree holds the text."""
+    engine, listening = engine_of(pair, "same", {"policy": "full"})
+    recorder = recorder_of(engine, listening)
+    own = recorder.record(random_prompt(30), None, 24)
+    answer = own.known_token_ids[:24]
+    answer[10] = (answer[10] + 1) % 100 + 3
+    forced = recorder.record(random_prompt(30), answer, 0)
+    assert forced.known_token_ids[:24] == answer
+    assert forced.num_counted == 24
+    assert forced.choice_token_ids[:11] == own.choice_token_ids[:11]
+    replay = replay_of(engine, listening.drafter, forced, options_of({"policy": "full"}))
+    decided = {step.first + step.num_accepted for step in replay.steps}
+    assert 10 in decided, "the token that differs can only be a bonus"
+    assert [step.first for step in replay.steps[1:]] == [
+        step.first + step.num_accepted + 1 for step in replay.steps[:-1]
+    ]
+    assert all(step.agrees for step in replay.steps), "the draft is the target"
+
+
+def test_a_forced_greedy_output_is_replayed_as_the_greedy_one(pair):
+    """One forward of many tokens records what as many single steps do."""
+    engine, listening = engine_of(pair, "good", {"policy": "retrieval"})
+    recorder = recorder_of(engine, listening)
+    greedy = recorder.record(random_prompt(200), None, 30)
+    forced = recorder.record(random_prompt(200), greedy.known_token_ids[: greedy.num_counted], 0)
+    assert forced.choice_token_ids == greedy.choice_token_ids == forced.known_token_ids
+    torch.testing.assert_close(forced.hidden, greedy.hidden, rtol=1e-3, atol=1e-4)
+    replays = [replay_of(engine, listening.drafter, each, CACHE) for each in (greedy, forced)]
+    assert [step.num_accepted for step in replays[0].steps] == [step.num_accepted for step in replays[1].steps]
+
+
+def test_a_draft_that_is_the_target_diverges_by_nothing(pair):
+    """And another one by something; over a reduced vocabulary both are shares of it."""
+    for draft, low, high in (("same", 0.0, 1e-3), ("bad", 0.3, 1.0), ("reduced", 0.3, 1.0)):
+        engine, listening = engine_of(pair, draft, {"policy": "full"})
+        recording = recorder_of(engine, listening).record(random_prompt(30), None, 10)
+        replay = replay_of(engine, listening.drafter, recording, options_of({"policy": "full"}))
+        found = [step.divergence for step in replay.steps]
+        assert all(each is not None and low <= each.total_variation <= high for each in found), draft
+
+
+def test_divergence_by_hand():
+    """Of (3/4, 1/4) from (1/4, 3/4)."""
+    found = diverge(torch.tensor([3.0, 1.0]).log(), torch.tensor([1.0, 3.0]).log())
+    assert found.total_variation == pytest.approx(0.5)
+    assert found.kl == pytest.approx(0.5 * torch.tensor(3.0).log().item())
+    assert diverge(torch.zeros(5), torch.zeros(5)) == Divergence(0, 0)
+
+
+class Silent:
+    """A drafter that proposes nothing, as a copying one does where nothing repeats."""
+
+    hidden_layers, num_levels = (), 4
+
+    def __init__(self) -> None:
+        self.root = -1
+        self.rows: set[int] = set()
+
+    def admit(self, row, num_prompt_tokens, max_new_tokens):
+        self.rows.add(row)
+        return True
+
+    def prefill(self, row, token_ids, hidden): ...
+
+    def select(self, row, positions): ...
+
+    def absorb(self, rows, token_ids, hidden):
+        self.root = token_ids[0][-1]
+
+    def propose(self, rows):
+        return [root_only(self.root, torch.device("cpu"))]
+
+    def release(self, row):
+        self.rows.remove(row)
+
+
+def test_any_drafter_can_be_replayed(pair):
+    """Nothing but the protocol is used: one without levels, caches or a distribution takes a token a step."""
+    engine, listening = engine_of(pair, "good", {"policy": "full"})
+    recording = recorder_of(engine, listening).record(random_prompt(40), None, 10)
+    drafter = Silent()
+    assert not isinstance(drafter, FirstLevel)
+    replay = replay_of(engine, drafter, recording, options_of({"policy": "streaming"}))
+    assert len(replay.steps) == recording.num_counted - 1
+    assert not any(step.agrees or step.num_accepted or step.num_nodes or step.divergence for step in replay.steps)
+    assert replay.stats == DecodingStats()
+    assert not drafter.rows, "the row is given back"
+
+
+def test_a_document_too_long_for_the_cache_is_an_error(pair):
+    """One line, and the rows are free for the next one."""
+    engine, listening = engine_of(pair, "good", {"policy": "full"})
+    recorder = recorder_of(engine, listening)
+    free = engine._target.cache.rows.num_free
+    with pytest.raises(ValueError, match="does not fit the cache"):
+        recorder.record([5] * (free + 1), None, 4)
+    assert engine._target.cache.rows.num_free == free
