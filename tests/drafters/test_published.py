@@ -20,6 +20,7 @@ from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
 from specextend.decoding.options import TreeOptions
+from specextend.decoding.tree import DraftTree
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.formats import read_head
 from specextend.drafters.published import PublishedNetwork
@@ -273,43 +274,54 @@ def write_eagle3_without_layers(folder: Path, model: LlamaForCausalLM) -> str:
     return str(folder)
 
 
-class Recorder:
-    """Passes everything on to a drafter, and notes what it is told of each row."""
+class Clairvoyant:
+    """Proposes two right tokens and a wrong one, and notes the features that the drafter behind it is given."""
 
-    def __init__(self, drafter: CausalDrafter) -> None:
-        self.drafter, self.features = drafter, []
+    def __init__(self, drafter: CausalDrafter, token_ids: list[int]) -> None:
+        self.drafter, self.token_ids = drafter, token_ids
+        self.prefilled: list[Tensor] = []
+        self.absorbed: list[Tensor] = []
 
     def __getattr__(self, name: str):
         return getattr(self.drafter, name)
 
     def prefill(self, row, token_ids, hidden):
-        self.features.append(hidden)
+        self.prefilled.append(hidden)
         self.drafter.prefill(row, token_ids, hidden)
 
     def absorb(self, rows, token_ids, hidden):
         assert [len(new) for new in token_ids] == [len(each) for each in hidden]
-        self.features.append(hidden[0])
+        self.absorbed.append(hidden[0])
         self.drafter.absorb(rows, token_ids, hidden)
+
+    def propose(self, rows):
+        assert self.drafter.propose(rows)
+        done = sum(map(len, self.absorbed))
+        root, *following = [*self.token_ids, 0, 0][done - 1 : done + 2]
+        chain = torch.tensor([root, *following, 0])
+        depths = torch.arange(4)
+        return [DraftTree(chain, depths - 1, depths, -depths.float())]
 
 
 @pytest.mark.parametrize("draft", ["eagle1", "eagle3"])
 def test_the_engine_hands_over_the_features_before_each_token(draft, tmp_path):
     """Of prompts of several chunks and of accepted paths; wrong ones would cost acceptance and show nowhere else."""
     pair = write_pair(tmp_path, FAMILIES["llama"])
-    engine = tiny_engine(pair, draft)
-    engine._drafter = recorder = Recorder(engine._drafter)
     prompt = random_prompt(600)
+    [plain] = tiny_engine(pair, decoding__mode="autoregressive").generate([request("a", prompt, 24)])
+    engine = tiny_engine(pair, draft)
+    engine._drafter = seen = Clairvoyant(engine._drafter, plain.token_ids)
     [completion] = engine.generate([request("a", prompt, 24)])
-    text = prompt + completion.token_ids
+    assert completion.token_ids == plain.token_ids
+    assert completion.stats.num_accepted_tokens >= 12
     with torch.inference_mode():
-        states = load_reference(pair)(torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states
+        text = torch.tensor([prompt + completion.token_ids])
+        states = load_reference(pair)(text, output_hidden_states=True, use_cache=False).hidden_states
+    # transformers' last entry is normed, so of the three layers' outputs two can be compared
     expected = states[-1][0] if draft == "eagle1" else torch.cat(states[1:3], -1)[0]
-    prefilled = torch.cat(recorder.features[:2])
-    absorbed = torch.cat(recorder.features[2:])
-    width = expected.shape[-1]  # transformers' last entry is normed, so of three layers two can be told
-    torch.testing.assert_close(prefilled[:, :width], expected[:600], atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(absorbed[:, :width], expected[599 : 599 + len(absorbed)], atol=2e-4, rtol=1e-4)
-    assert len(absorbed) >= 20
+    prefilled, absorbed = (torch.cat(part)[:, : expected.shape[-1]] for part in (seen.prefilled, seen.absorbed))
+    torch.testing.assert_close(prefilled, expected[:600], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(absorbed, expected[599 : 599 + len(absorbed)], atol=2e-4, rtol=1e-4)
 
 
 def test_a_head_in_shards_is_read_by_its_index(pair, tmp_path):
