@@ -15,10 +15,12 @@ import pytest
 from specextend.core import Completion
 from specextend.decoding.cache import Region, RowAllocator
 from specextend.decoding.engine import BatchError, Engine
+from specextend.drafters.causal import CausalDrafter
+from specextend.drafters.ngram import NgramDrafter
 from specextend.stats import DecodingStats
 from tests.tiny_models import CONTEXT_LENGTH, FAMILIES, Pair, random_prompt, request, tiny_engine, write_pair
 
-DRAFTS = ("good", "eagle")
+DRAFTS = ("good", "eagle", "ngram", "merged-eagle")
 POLICIES = ("full", "streaming", "retrieval")
 NEW = 24
 
@@ -59,9 +61,16 @@ def assert_nothing_is_left(engine: Engine, num_rows: int) -> None:
     assert not engine._cancelled
     assert engine._target.cache.rows.num_free == num_rows
     assert sorted(engine._admission._places) == list(range(len(engine._admission._places)))
-    drafter = engine._drafter
-    cache = drafter._cache
     assert is_whole(engine._target.cache.rows)
+    drafter = engine._drafter
+    assert getattr(drafter, "_rows", {}) == {}
+    drafter = getattr(drafter, "_draft", drafter)
+    if not isinstance(drafter, NgramDrafter):
+        assert_no_draft_is_left(drafter)
+
+
+def assert_no_draft_is_left(drafter: CausalDrafter) -> None:
+    cache = drafter._cache
     assert is_whole(cache.working.rows)
     assert is_whole(cache._full.rows)
     assert cache._sequences == {}

@@ -14,13 +14,14 @@ from tests.tiny_models import FAMILIES, PUBLISHED, Pair, load_reference, random_
 
 PROMPT_LENGTHS = (300, 37, 129)
 MAX_NEW_TOKENS = 40
+COPIES = ("ngram", "merged-good", "merged-eagle")
 AXES = {
     "family": tuple(FAMILIES),
     "mode": ("autoregressive", "tree", "full", "streaming", "retrieval"),
     "backend": ("reference", "sdpa"),
     "tree": ("dense", "hybrid"),
     "batch": (1, 3),
-    "draft": ("good", "bad", "eagle", "reduced", "copy", "small", *PUBLISHED),
+    "draft": ("good", "bad", "eagle", "reduced", "copy", "small", *PUBLISHED, *COPIES),
 }
 PRODUCT = list(itertools.product(*AXES.values()))
 

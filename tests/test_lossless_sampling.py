@@ -63,6 +63,10 @@ def autoregressive(pair):
         ("retrieval", "good"),
         ("retrieval", "bad"),
         ("retrieval", "eagle"),
+        ("tree", "ngram"),
+        ("retrieval", "ngram"),
+        ("streaming", "merged-good"),
+        ("retrieval", "merged-eagle"),
     ],
 )
 def test_a_seed_gives_the_same_text_in_every_mode_and_batch(mode, draft, batch, pair, autoregressive):
@@ -126,7 +130,10 @@ def chi_square_p(counts: Counter, joint: dict[tuple[int, ...], float]) -> float:
     return float(torch.special.gammaincc(halves[0], halves[1]))
 
 
-@pytest.mark.parametrize(("policy", "draft"), [("retrieval", "good"), ("full", "bad"), ("streaming", "eagle")])
+@pytest.mark.parametrize(
+    ("policy", "draft"),
+    [("retrieval", "good"), ("full", "bad"), ("streaming", "eagle"), ("full", "ngram"), ("retrieval", "merged-good")],
+)
 @torch.no_grad()
 def test_samples_follow_the_targets_joint_distribution(policy, draft, small):
     """Whatever the draft proposes: top-k children are no samples, and rejection by p/q would be biased here."""

@@ -229,14 +229,20 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def draft_section(pair: Pair, draft: str) -> dict[str, Any]:
+    """The `draft` section of one of the pair's drafts, of `ngram`, or of `merged-` and a draft's name."""
+    if draft == "ngram":
+        return {"kind": "ngram"}
+    name = draft.removeprefix("merged-")
+    kind = "eagle" if name in ("eagle", "reduced", "copy", *PUBLISHED) else "model"
+    return {"kind": kind, "model": pair.drafts[name], "ngram": name != draft}
+
+
 def tiny_engine(pair: Pair, draft: str = "good", **changes: Any) -> Engine:
-    """An engine on a pair in fp32. A change is `section__key=value`."""
+    """An engine on a pair in fp32; `draft` as in `draft_section`. A change is `section__key=value`."""
     sections = {name: dict(values) for name, values in SECTIONS.items()}
     sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
-    sections["draft"] = {
-        "kind": "eagle" if draft in ("eagle", "reduced", "copy", *PUBLISHED) else "model",
-        "model": pair.drafts[draft],
-    }
+    sections["draft"] = draft_section(pair, draft)
     for name, value in changes.items():
         section, _, key = name.partition("__")
         sections[section][key] = value
