@@ -1,0 +1,246 @@
+"""Adaptive speculation in the engine: whatever it decides, the output is the target's own and the counts add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from specextend.decoding.engine import Engine
+from specextend.decoding.speculation import FIRST_PAUSE
+from specextend.decoding.step_costs import CostTable, StepCosts
+from specextend.stats import DecodingStats
+from tests.reference_outputs import Ties, generate
+from tests.tiny_models import FAMILIES, load_reference, random_prompt, request, tiny_engine, write_pair
+
+LENGTHS = (300, 41, 150)
+NEW = 50
+SAMPLING = {"temperature": 0.8, "top_p": 0.9}
+SIZES = (1, 2, 4, 9)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+
+
+@pytest.fixture(scope="module")
+def references(pair):
+    model = load_reference(pair)
+    return {length: generate(model, random_prompt(length), NEW) for length in LENGTHS}
+
+
+@pytest.fixture(scope="module")
+def sampled(pair):
+    """Autoregressive sampling of the same requests."""
+    return {
+        each.request_id: each.token_ids for each in run(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLING)
+    }
+
+
+class ScriptedCosts(StepCosts):
+    """Costs that no clock has a say in. Seconds of a verification by its rows, and of drafting at any time."""
+
+    def __init__(self, verify: Callable[[int], float], draft: Callable[[], float]) -> None:
+        super().__init__(CostTable({"dense": dict.fromkeys(SIZES, (1.0, 0.0))}))
+        self._verify, self._draft = verify, draft
+
+    def verify_s(self, num_rows, lengths) -> float:
+        return self._verify(num_rows)
+
+    def draft_s(self, num_sequences: int) -> float:
+        return self._draft()
+
+    def observe_verify(self, num_rows, lengths, seconds) -> None:
+        assert seconds > 0
+
+    def observe_draft(self, phase, num_sequences, seconds) -> None:
+        assert seconds > 0
+
+
+def adaptive_engine(
+    pair, draft: str, verify: Callable[[int], float], drafting: Callable[[], float], batch: int = 1, **changes
+) -> Engine:
+    """An engine with `tree.nodes: auto` and scripted costs."""
+    settings = {"tree__nodes": "auto", "tree__max_nodes": 8, "attention__tree": "dense"}
+    engine = tiny_engine(pair, draft, decoding__max_batch_size=batch, **settings, **changes)
+    engine._adaptive.costs = ScriptedCosts(verify, drafting)
+    return engine
+
+
+def run(engine: Engine, new: int = NEW, lengths=LENGTHS, **sampling):
+    requests = [request(str(n), random_prompt(n), new, seed=n, **sampling) for n in lengths]
+    return list(engine.generate(requests))
+
+
+def pause_at_random(engine: Engine, seed: int) -> None:
+    """Take the decisions out of the costs' hands: any sequence may stop or go on speculating after any step."""
+    random = Random(seed)
+
+    def decide(sequences) -> None:
+        for sequence in sequences:
+            if random.random() < 0.4:
+                if sequence.speculation.active:
+                    sequence.speculation.pause()
+                else:
+                    sequence.speculation.resume(0.0)
+
+    engine._adaptive.decide = decide
+
+
+def check_counts(stats: DecodingStats, depth: int = 4) -> None:
+    """The identities of the data contract."""
+    assert sum(stats.acceptance_histogram) == stats.num_spec_steps
+    assert sum(n * steps for n, steps in enumerate(stats.acceptance_histogram)) == stats.num_accepted_tokens
+    assert stats.num_spec_steps <= stats.num_draft_tokens <= 8 * stats.num_spec_steps
+    decided = 1 + stats.num_plain_steps + stats.num_spec_steps + stats.num_accepted_tokens
+    assert 0 <= decided - stats.num_output_tokens < depth + 1
+    assert stats.num_hybrid_steps <= stats.num_spec_steps
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("draft", "policy"),
+    [("same", "full"), ("bad", "streaming"), ("eagle", "retrieval"), ("eagle3", "retrieval")],
+)
+def test_output_does_not_depend_on_when_speculation_pauses(draft, policy, batch, pair, references, sampled):
+    """A draft that comes back late has many tokens to catch up with: each step of a mixed batch is tried here."""
+    engine = adaptive_engine(pair, draft, lambda rows: 1 + rows / 10, lambda: 0.1, batch, cache__policy=policy)
+    pause_at_random(engine, seed=0)
+    ties, total = Ties(), DecodingStats()
+    for completion in run(engine):
+        ties.assert_equal(completion.token_ids, references[int(completion.request_id)], completion.request_id)
+        check_counts(completion.stats)
+        total.add(completion.stats)
+    assert not ties.found
+    assert min(total.num_plain_steps, total.num_spec_steps) > 10
+    for completion in run(engine, **SAMPLING):
+        assert completion.token_ids == sampled[completion.request_id]
+
+
+def test_trees_that_always_lose_are_given_up(pair, references):
+    """Drafting costs five plain steps: two tries at the start, then plain decoding to the end."""
+    for batch in (1, 3):
+        engine = adaptive_engine(pair, "good", lambda rows: 1.0, lambda: 5.0, batch)
+        for completion in run(engine):
+            assert completion.token_ids == references[int(completion.request_id)].token_ids
+            check_counts(completion.stats)
+            assert (completion.stats.num_spec_steps, completion.stats.num_fallbacks) == (2, 1)
+
+
+def test_plain_steps_ask_nothing_of_the_draft(pair):
+    """They must cost what autoregressive decoding costs: one row, no mask, no forward of the draft."""
+    engine = adaptive_engine(pair, "good", lambda rows: 1.0, lambda: 5.0)
+    calls, widths = [], []
+    for name in ("propose", "absorb", "select"):
+        setattr(engine._drafter, name, recording(getattr(engine._drafter, name), calls, name))
+    engine._target.forward_with_features = recording(engine._target.forward_with_features, widths)
+    [completion] = run(engine, lengths=(300,))
+    assert completion.stats.num_plain_steps > 40
+    assert calls == ["select", "absorb", "propose", "absorb", "propose"]
+    assert [width for width in widths if width != 300][2:] == [1] * completion.stats.num_plain_steps
+    assert completion.stats.draft_s < completion.stats.verify_s
+
+
+def recording(function, calls: list, name: str | None = None):
+    """`function`, which notes its name or, without one, the rows of its first argument."""
+
+    def called(*arguments):
+        calls.append(arguments[0].shape[1] if name is None else name)
+        return function(*arguments)
+
+    return called
+
+
+def test_speculation_comes_back_when_drafting_gets_cheap(pair, references):
+    """Reversible: dear for 30 steps, free from then on. What the draft missed it absorbs in one call."""
+    steps = []
+
+    def drafting() -> float:
+        steps.append(None)
+        return 5.0 if len(steps) < 60 else 0.0
+
+    engine = adaptive_engine(pair, "same", lambda rows: 1.0, drafting, cache__policy="full")
+    absorb, sizes = engine._drafter.absorb, []
+
+    def absorbing(rows, token_ids, features):
+        sizes.append(len(token_ids[0]))
+        assert [len(each) for each in token_ids] == [len(each) for each in features]
+        return absorb(rows, token_ids, features)
+
+    engine._drafter.absorb = absorbing
+    [completion] = run(engine, lengths=(300,))
+    assert completion.token_ids == references[300].token_ids
+    stats = completion.stats
+    assert stats.num_fallbacks == 1
+    assert stats.num_spec_steps > 5
+    assert max(sizes) > FIRST_PAUSE
+
+
+@pytest.mark.parametrize("draft", ["same", "eagle", "copy"])
+def test_a_draft_that_catches_up_proposes_what_it_would_have(draft, pair):
+    """Under `full` a tree depends on the text before it alone: late or not, the draft has read the same."""
+
+    def trees_of(pauses: bool) -> dict[int, list]:
+        engine = adaptive_engine(pair, draft, lambda rows: 1.0, lambda: 0.0, cache__policy="full")
+        if pauses:
+            pause_at_random(engine, seed=1)
+        else:
+            engine._adaptive.decide = lambda sequences: None
+        trees, propose = {}, engine._drafter.propose
+
+        def proposing(rows):
+            [sequence] = engine._active.values()
+            [tree] = propose(rows)
+            trees[sequence.length] = [tree.token_ids.tolist(), tree.parents.tolist()]
+            return [tree]
+
+        engine._drafter.propose = proposing
+        run(engine, lengths=(300,))
+        return trees
+
+    steady, pausing = trees_of(False), trees_of(True)
+    common = [length for length in steady if length in pausing]
+    assert len(common) >= 5
+    assert [steady[length] for length in common] == [pausing[length] for length in common]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_dear_rows_make_small_trees(batch, pair, references):
+    """The same draft, rows for nothing or dear: the row says how many nodes were verified."""
+    sizes = {}
+    for name, verify in (("free", lambda rows: 1.0), ("dear", lambda rows: 1 + (rows - 1) / 4)):
+        engine = adaptive_engine(pair, "same", verify, lambda: 0.0, batch, cache__policy="full")
+        total = DecodingStats()
+        for completion in run(engine):
+            assert completion.token_ids == references[int(completion.request_id)].token_ids
+            check_counts(completion.stats)
+            total.add(completion.stats)
+        sizes[name] = total.num_draft_tokens / max(1, total.num_spec_steps)
+    assert sizes["free"] > 6
+    assert sizes["dear"] < 4
+
+
+def test_mode_tree_adapts_nothing(pair):
+    """`auto` means the largest tree there: the mode is the yardstick for what adapting brings."""
+    engine = tiny_engine(
+        pair, "bad", decoding__mode="tree", tree__nodes="auto", tree__max_nodes=7, attention__tree="auto"
+    )
+    for completion in run(engine, new=20):
+        assert completion.stats.num_plain_steps == completion.stats.num_hybrid_steps == 0
+        assert completion.stats.num_draft_tokens == 7 * completion.stats.num_spec_steps
+
+
+def test_auto_attention_follows_the_length(pair, references):
+    """Crossover at 100 tokens: the short prompt's first steps are dense, the long prompt's all hybrid."""
+    engine = tiny_engine(pair, "good", attention__tree="auto")
+    dense, hybrid = {1: (1.0, 0.0), 9: (1.0, 0.01)}, {1: (1.0, 0.0), 9: (2.0, 0.0)}
+    engine._costs = StepCosts(CostTable({"dense": dense, "hybrid": hybrid}))
+    for completion in run(engine):
+        stats = completion.stats
+        assert completion.token_ids == references[int(completion.request_id)].token_ids
+        if completion.request_id == "41":
+            assert stats.num_hybrid_steps < stats.num_spec_steps
+        else:
+            assert stats.num_hybrid_steps == stats.num_spec_steps
