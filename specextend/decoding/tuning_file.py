@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ def write_table(key: Mapping[str, Any], grid: Grid, table: CostTable) -> bool:
         temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
         os.replace(temporary, path)
     except OSError:
+        with suppress(OSError):
+            temporary.unlink()
         return False
     return True
 
