@@ -23,10 +23,10 @@ KEYS = {
     "output": "path",
     "prompt": "instruction system length_policy max_prompt_tokens",
     "target": "model revision dtype device",
-    "draft": "kind model revision",
+    "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop max_batch_size cache_gib",
     "attention": "backend tree",
-    "tree": "nodes max_nodes depth threshold",
+    "tree": "nodes max_nodes depth ngram_depth threshold",
     "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers "
     "score_heads chunk_boundaries",
     "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction commit_every_rows commit_every_s "
@@ -93,7 +93,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
     ("override", "message"),
     [
         ("decoding.modus=tree", "unknown key decoding.modus; did you mean mode?"),
-        ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes, max_nodes, depth, threshold"),
+        ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes, max_nodes, depth, ngram_depth, threshold"),
         ("dekoding.mode=tree", "unknown section dekoding; did you mean decoding?"),
         ("decoding.mode=fast", "decoding.mode must be 'autoregressive', 'tree' or 'specextend', got 'fast'"),
         ("decoding.max_new_tokens='12'", "decoding.max_new_tokens must be an integer, got '12'"),
@@ -106,8 +106,13 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("tree.threshold=.nan", "tree.threshold must be a finite number, got nan"),
         ("input.passthrough=title", "input.passthrough must be a list, got 'title'"),
         ("input.path=null", "input.path must be a string, got None"),
-        ("tree=16", "tree must be a section (nodes, max_nodes, depth, threshold), got 16"),
+        ("tree=16", "tree must be a section (nodes, max_nodes, depth, ngram_depth, threshold), got 16"),
         ("target.dtype=int8", "target.dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"),
+        ("tree.ngram_depth=0", "tree.ngram_depth must be at least 1, got 0"),
+        ("draft={kind: model}", "draft.model must not be empty with draft.kind model"),
+        ("draft.kind=ngram", "draft.model must not be set with draft.kind ngram, which has no model"),
+        ("draft={kind: ngram, revision: main}", "draft.revision must not be set with draft.kind ngram"),
+        ("draft={kind: ngram, ngram: true}", "draft.ngram must not be set with draft.kind ngram"),
         ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
         ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
         ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
@@ -154,6 +159,20 @@ def test_a_file_that_is_no_configuration_is_said_in_one_line(config_file, text, 
     """YAML itself would keep the last of two equal sections without a word."""
     config_file.unlink() if text is None else config_file.write_text(text)
     assert message in refusal(config_file)
+
+
+def test_a_draft_without_a_model_is_a_whole_section(config_file):
+    """No path to make absolute, and levels of its own."""
+    config = RunConfig.load(config_file, ["draft={kind: ngram}", "tree.depth=3", "tree.ngram_depth=9"])
+    assert (config.draft.kind, config.draft.model, config.num_tree_levels) == ("ngram", "", 9)
+
+
+@pytest.mark.parametrize(("merged", "levels"), [("false", 3), ("true", 9)])
+def test_copies_may_be_deeper_than_a_drafts_own_tree(config_file, merged, levels):
+    """Prompts are nevertheless the same: a copy is cut to what a request may still say."""
+    config = RunConfig.load(config_file, [f"draft.ngram={merged}", "tree.depth=3", "tree.ngram_depth=9"])
+    assert config.num_tree_levels == levels
+    assert config.max_tokens(2048) == 2044
 
 
 def test_autoregressive_needs_no_draft(config_file):

@@ -1,0 +1,77 @@
+"""Matches of a text's end, kept up to date token by token, are those that a search finds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specextend.drafters.suffix_index import LONGEST, MOST, Match, SuffixIndex
+
+TOKENS = st.integers(0, 3)
+TEXTS = st.lists(TOKENS, max_size=60)
+
+
+def searched(text: list[int]) -> list[Match]:
+    """By definition: for every earlier place, the tokens before it that are also the last ones of the text."""
+    found = []
+    for position in range(1, len(text)):
+        pairs = zip(reversed(text[:position]), reversed(text), strict=False)
+        length = next((n for n, (ours, theirs) in enumerate(pairs) if ours != theirs), position)
+        if length:
+            found.append(Match(min(length, LONGEST), position))
+    return sorted(found, reverse=True)[:MOST]
+
+
+@given(TEXTS)
+def test_matches_are_those_that_a_search_finds(text):
+    """After every token, not only at the end."""
+    index = SuffixIndex()
+    for size, token_id in enumerate(text, start=1):
+        index.push(token_id)
+        assert index.matches() == searched(text[:size])
+
+
+@given(st.lists(st.lists(TOKENS, max_size=3 * LONGEST), max_size=4), TEXTS)
+def test_a_prompt_in_chunks_is_a_text_like_any_other(chunks, output):
+    """Only the last tokens of a chunk are matched; a match across the border of two must not be cut."""
+    index, text = SuffixIndex(), []
+    for chunk in chunks:
+        index.extend(chunk)
+        text += chunk
+        assert index.matches() == searched(text)
+    for token_id in output:
+        index.push(token_id)
+        text.append(token_id)
+    assert index.matches() == searched(text)
+    assert index.token_ids == text
+
+
+@given(TEXTS.filter(bool))
+def test_going_on_like_a_match_keeps_it(text):
+    """What a tree assumes of its nodes comes true if the target says the same."""
+    index = SuffixIndex()
+    index.extend(text)
+    for match in index.matches():
+        later = index.continued([match])
+        assert bool(later) == (match.position + 1 < len(text))
+        grown = SuffixIndex()
+        grown.extend([*text, text[match.position]])
+        assert set(later) <= {Match(*each) for each in all_matches(grown)}
+
+
+def all_matches(index: SuffixIndex) -> list[tuple[int, int]]:
+    return [(length, position) for position, length in index._lengths.items()]
+
+
+def test_longer_matches_come_first_and_then_later_ones():
+    """The order in which copies are trusted."""
+    index = SuffixIndex()
+    index.extend([1, 2, 7, 2, 8, 1, 2, 9, 1, 2])
+    assert index.matches() == [Match(2, 7), Match(2, 2), Match(1, 4)]
+
+
+def test_a_text_of_one_token_has_no_match():
+    index = SuffixIndex()
+    assert index.matches() == []
+    index.push(5)
+    assert index.matches() == []
