@@ -20,7 +20,7 @@ from specextend.drafters.ngram import NgramDrafter
 from specextend.stats import DecodingStats
 from tests.tiny_models import CONTEXT_LENGTH, FAMILIES, Pair, random_prompt, request, tiny_engine, write_pair
 
-DRAFTS = ("good", "eagle", "ngram", "merged-eagle")
+DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle")
 POLICIES = ("full", "streaming", "retrieval")
 NEW = 24
 

@@ -63,6 +63,7 @@ def autoregressive(pair):
         ("retrieval", "good"),
         ("retrieval", "bad"),
         ("retrieval", "eagle"),
+        ("retrieval", "eagle3"),
         ("tree", "ngram"),
         ("retrieval", "ngram"),
         ("streaming", "merged-good"),
