@@ -29,6 +29,8 @@ class Recording:
     """The answer or the greedy output, then greedy tokens as a margin for trees that reach over its end."""
     num_counted: int
     """Known tokens without the margin."""
+    max_new_tokens: int
+    """Tokens that a request for this text would allow."""
     choice_token_ids: list[int]
     """[n] the target's own token in the place of each known one, given the known ones before it."""
     logits: Tensor
@@ -95,7 +97,7 @@ class Recorder:
         try:
             with torch.inference_mode():
                 known, num_counted = self._read(run, prompt, answer, max_new_tokens)
-                return self._finish(run, prompt, known, num_counted)
+                return self._finish(run, prompt, known, num_counted, num_new)
         finally:
             self._target.cache.rows.give_back(region)
 
@@ -148,13 +150,16 @@ class Recorder:
         run.logits.append(logits)
         run.choices += choose_tokens(logits, positions, SamplingParams()).tolist()
 
-    def _finish(self, run: _Run, prompt: list[int], known: list[int], num_counted: int) -> Recording:
+    def _finish(
+        self, run: _Run, prompt: list[int], known: list[int], num_counted: int, max_new_tokens: int
+    ) -> Recording:
         rows = slice(run.region.start, run.region.start + run.length)
         outputs = torch.cat(run.outputs).chunk(max(1, len(self._hidden_layers)), -1)
         return Recording(
             prompt_token_ids=prompt,
             known_token_ids=known,
             num_counted=num_counted,
+            max_new_tokens=max_new_tokens,
             choice_token_ids=run.choices,
             logits=torch.cat(run.logits),
             hidden=torch.cat(run.hidden),

@@ -90,9 +90,9 @@ class Replayer:
         Raises ValueError where the draft's caches are too small.
         """
         recording = self._recording
-        num_new = len(recording.known_token_ids)
-        if not self._drafter.admit(_ROW, recording.num_prompt_tokens, num_new):
-            raise ValueError(f"the draft has no room for {recording.num_prompt_tokens} + {num_new} tokens")
+        num_prompt, num_new = recording.num_prompt_tokens, recording.max_new_tokens
+        if not self._drafter.admit(_ROW, num_prompt, num_new):
+            raise ValueError(f"the draft has no room for {num_prompt} + {num_new} tokens; choose smaller lengths")
         try:
             with torch.inference_mode():
                 self._run(scale)
@@ -116,7 +116,8 @@ class Replayer:
             before, decided = decided, decided + step.num_accepted + 1
             if decided >= recording.num_counted:
                 return
-            self._policy.observe(step.num_accepted)
+            if step.num_nodes:  # to the engine, one without a tree is no verification
+                self._policy.observe(step.num_accepted)
             if self._policy.is_due(num_prompt_tokens + decided - 1):
                 self._select(decided - 1, scale)
             self._absorb(before, decided)

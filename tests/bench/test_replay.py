@@ -99,12 +99,22 @@ def replay_of(engine: Engine, drafter: Any, recording: Recording, options: Cache
 
 
 def histogram(replay: Replay, num_levels: int) -> list[int]:
-    counts = [step.num_accepted for step in replay.steps]
+    counts = [step.num_accepted for step in replay.steps if step.num_nodes]
     return [counts.count(number) for number in range(num_levels + 1)]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
-@pytest.mark.parametrize(("draft", "length"), [("good", 300), ("eagle", 300), ("reduced", 37)])
+DRAFTS = [("good", 300), ("eagle", 300), ("reduced", 37), ("merged-good", 150)]
+
+
+def name_of(case: Any) -> str:
+    return "-".join(map(str, case.values())) if isinstance(case, dict) else str(case)
+
+
+@pytest.mark.parametrize(
+    ("draft", "length", "choice"),
+    [*((*draft, choice) for draft in DRAFTS for choice in CHOICES), ("ngram", 150, CHOICES[0])],
+    ids=name_of,
+)
 def test_a_replay_is_what_the_engine_does(draft, length, choice, pair):
     """Every call with the same tokens and features, every tree the same, every step accepted as far."""
     engine, listening = engine_of(pair, draft, choice)
@@ -118,6 +128,7 @@ def test_a_replay_is_what_the_engine_does(draft, length, choice, pair):
         torch.testing.assert_close(theirs[2], own[2], rtol=1e-3, atol=1e-4)
     stats = completion.stats
     assert histogram(replay, listening.num_levels) == stats.acceptance_histogram
+    assert sum(not step.num_nodes for step in replay.steps) == stats.num_plain_steps
     assert sum(step.num_nodes for step in replay.steps) == stats.num_draft_tokens
     for name in ("num_retrievals", "retrieval_coverage_sum", "retrieval_churn_sum"):
         assert getattr(replay.stats, name) == pytest.approx(getattr(stats, name), abs=1e-4)
