@@ -49,10 +49,14 @@ class Calibration:
         self._hits: dict[Source, float] = dict.fromkeys(_PRIOR_FACTORS, 0.0)
         self._claimed: dict[Source, float] = dict.fromkeys(_PRIOR_FACTORS, 0.0)
 
+    def factor(self, source: Source) -> float:
+        """What comes of what the source claims; above 1 if it claims too little."""
+        hits = self._hits[source] + _PRIOR_WEIGHT * _PRIOR_FACTORS[source]
+        return hits / (self._claimed[source] + _PRIOR_WEIGHT)
+
     def corrected(self, source: Source, claim: float) -> float:
         """A claim as a probability."""
-        hits = self._hits[source] + _PRIOR_WEIGHT * _PRIOR_FACTORS[source]
-        return min(_CERTAIN, claim * hits / (self._claimed[source] + _PRIOR_WEIGHT))
+        return min(_CERTAIN, claim * self.factor(source))
 
     def observe(self, node: Node, *, hit: bool) -> None:
         """The parent of the node was accepted, and the node too if `hit`."""

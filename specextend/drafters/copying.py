@@ -22,6 +22,11 @@ class Copying:
         """Levels of a tree that can all be wanted: after them and the bonus token the output has its full length."""
         return max(0, self._num_left - 1)
 
+    @property
+    def draft_factor(self) -> float:
+        """What came of what the draft claimed in the trees so far; 1 at first."""
+        return self._calibration.factor("draft")
+
     def read(self, token_ids: Sequence[int]) -> None:
         """The next tokens of the prompt."""
         self._index.extend(token_ids)

@@ -24,8 +24,13 @@ _MEMORY = 0.9
 @dataclass(slots=True)
 class _Row:
     copying: Copying
-    draft_gain: float = _PRIOR_GAIN
+    promised: float = _PRIOR_GAIN
     """Accepted tokens that the draft's own tree promises, a running mean."""
+
+    @property
+    def draft_gain(self) -> float:
+        """Accepted tokens to expect of the draft's own tree."""
+        return self.promised * self.copying.draft_factor
 
 
 class MergedDrafter:
@@ -98,7 +103,7 @@ class MergedDrafter:
 
     def _merge(self, row: _Row, tree: DraftTree) -> list[Node]:
         promised = float(tree.log_probs[1:].exp().sum())
-        row.draft_gain = _MEMORY * row.draft_gain + (1 - _MEMORY) * promised
+        row.promised = _MEMORY * row.promised + (1 - _MEMORY) * promised
         return row.copying.propose(*self._limits, children_of(tree))
 
 

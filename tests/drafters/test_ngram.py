@@ -1,0 +1,149 @@
+"""N-gram drafts in the engine, alone and merged: text that repeats itself, cost, and what they need of the target."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specextend.decoding.options import TreeOptions
+from specextend.drafters.copy_tree import Node
+from specextend.drafters.merged import MergedDrafter, draft_pays
+from specextend.drafters.ngram import NgramDrafter
+from specextend.stats import DecodingStats
+from tests.reference_outputs import Ties, generate
+from tests.tiny_models import FAMILIES, Pair, random_prompt, request, tiny_engine, tiny_model, write_eagle, write_model
+
+LENGTHS = (300, 37, 129)
+NEW = 60
+
+
+@pytest.fixture(scope="module")
+def looping(tmp_path_factory):
+    """A target whose layers say less than its embedding: it falls into loops of 1 to 15 tokens, and out of some."""
+    folder = tmp_path_factory.mktemp("looping")
+    model = tiny_model(FAMILIES["llama"], 3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name:
+                weight.mul_(0.3)
+    drafts = {"eagle": write_eagle(folder / "eagle", model)}
+    return Pair(write_model(model, folder / "target"), drafts), model
+
+
+@pytest.fixture(scope="module")
+def references(looping):
+    return {length: generate(looping[1], random_prompt(length), NEW) for length in LENGTHS}
+
+
+def run(engine) -> tuple[dict[int, list[int]], DecodingStats]:
+    total, outputs = DecodingStats(), {}
+    for completion in engine.generate([request(str(length), random_prompt(length), NEW) for length in LENGTHS]):
+        outputs[int(completion.request_id)] = completion.token_ids
+        total.add(completion.stats)
+    return outputs, total
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("draft", ["ngram", "merged-eagle"])
+def test_text_that_repeats_itself_is_copied_deep_and_stays_the_targets_own(draft, batch, looping, references):
+    """Paths deeper than a model's tree are packed, and a batch absorbs runs of very different lengths."""
+    engine = tiny_engine(looping[0], draft, decoding__max_batch_size=batch, tree__nodes=14, tree__depth=2)
+    outputs, stats = run(engine)
+    ties = Ties()
+    for length, token_ids in outputs.items():
+        ties.assert_equal(token_ids, references[length], str(length))
+    assert not ties.found
+    assert stats.num_output_tokens > 2 * (stats.num_spec_steps + stats.num_plain_steps)
+    assert len(stats.acceptance_histogram) == 17
+    assert sum(stats.acceptance_histogram[10:]) > 0
+
+
+def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(looping, references):
+    """A draft runs a batch padded to its longest run; a region of its cache must hold that, not its own tree alone."""
+    engine = tiny_engine(
+        looping[0], "merged-eagle", decoding__max_batch_size=3, tree__nodes=14, tree__depth=1, cache__policy="full"
+    )
+    cache, widest = engine._drafter._draft._cache, 0
+    absorb = engine._drafter._draft.absorb
+
+    def checking(rows, token_ids, hidden):
+        nonlocal widest
+        widest = max(widest, *map(len, token_ids))
+        for row in rows:
+            assert cache.visible(row) + max(map(len, token_ids)) <= cache._sequences[row].working.size
+        absorb(rows, token_ids, hidden)
+
+    engine._drafter._draft.absorb = checking
+    outputs, _ = run(engine)
+    assert outputs == {length: reference.token_ids for length, reference in references.items()}
+    assert widest > 8
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming", "retrieval"])
+def test_without_a_model_the_cache_policy_costs_nothing(policy, looping, references):
+    """No layer is scored and nothing is retrieved again: copies see all of the text."""
+    engine = tiny_engine(looping[0], "ngram", cache__policy=policy)
+    outputs, stats = run(engine)
+    assert outputs == {length: reference.token_ids for length, reference in references.items()}
+    assert engine._scored_layers == ()
+    assert stats.num_retrievals <= len(LENGTHS)
+
+
+@pytest.mark.parametrize("length", [1, 2, 13])
+@pytest.mark.parametrize("draft", ["ngram", "merged-eagle"])
+def test_the_shortest_prompts(draft, length, looping):
+    """Nothing has been said before the first token."""
+    reference = generate(looping[1], random_prompt(length), NEW)
+    [completion] = tiny_engine(looping[0], draft).generate([request("a", random_prompt(length), NEW)])
+    assert completion.token_ids == reference.token_ids
+
+
+def test_nothing_is_proposed_past_the_last_token(looping):
+    """A tree that the output cannot take would be verified in vain, and reach past the context."""
+    drafter = NgramDrafter(TreeOptions(nodes=20, depth=2), torch.device("cpu"))
+    text = torch.tensor([*range(5, 40), 3])
+    drafter.admit(0, len(text), 6)
+    drafter.prefill(0, text, torch.zeros(len(text), 1))
+    depths = []
+    for new in ([5, 6, 7], [8], [9]):
+        drafter.absorb([0], [new], [torch.zeros(len(new), 1)])
+        depths.append(int(drafter.propose([0])[0].depths.max()))
+    assert depths == [2, 1, 0]
+
+
+def test_drafting_is_left_out_where_copies_promise_more_per_second(looping, references):
+    """In a loop the head's forward adds nothing; what it missed is run when the tokens are absorbed."""
+    engine = tiny_engine(looping[0], "merged-eagle")
+    assert isinstance(engine._drafter, MergedDrafter)
+    propose, drafted = engine._drafter._draft.propose, []
+
+    def counting(rows):
+        drafted.append(rows)
+        return propose(rows)
+
+    engine._drafter._draft.propose = counting
+    outputs, stats = run(engine)
+    assert outputs == {length: reference.token_ids for length, reference in references.items()}
+    assert 0 < len(drafted) < 0.8 * (stats.num_spec_steps + stats.num_plain_steps)
+
+
+def chain(*probabilities: float) -> list[Node]:
+    nodes = [Node(-1, 0, 0, 1.0, "copy", 1.0)]
+    for depth, probability in enumerate(probabilities, start=1):
+        nodes.append(Node(depth - 1, depth, depth, probability, "copy", probability))
+    return nodes
+
+
+@pytest.mark.parametrize(
+    ("copies", "draft_gain", "pays"),
+    [
+        (chain(), 1.0, True),
+        (chain(), 0.1, False),
+        (chain(0.95, 0.9, 0.85), 1.0, False),
+        (chain(0.3), 1.0, True),
+        (chain(0.3), 0.2, False),
+    ],
+)
+def test_the_draft_pays_by_what_it_adds_where_copies_fail(copies, draft_gain, pays):
+    """A poor draft may be left out even where nothing matches; a sure copy leaves nothing to add."""
+    assert draft_pays(copies, draft_gain) == pays
