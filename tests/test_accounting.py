@@ -179,3 +179,10 @@ def test_retrievals_follow_their_schedule(refresh, expected, pair):
         assert stats.num_retrievals in expected
         if refresh == "every":
             assert stats.num_retrievals == 1 + (stats.num_spec_steps - 1) // 3
+
+
+def test_coverage_retrieves_no_more_than_it_looks(pair):
+    """A look every 3 steps costs the scores alone; the selection stays where it covers as much as at first."""
+    rows = stats_of(tiny_engine(pair, "bad", cache__refresh="coverage"))
+    looks = sum(1 + (stats.num_spec_steps - 1) // 3 for stats in rows)
+    assert len(rows) < sum(stats.num_retrievals for stats in rows) < looks

@@ -116,8 +116,10 @@ class Replayer:
             before, decided = decided, decided + step.num_accepted + 1
             if decided >= recording.num_counted:
                 return
-            if step.num_nodes:  # to the engine, one without a tree is no verification
+            if step.num_nodes:
                 self._policy.observe(step.num_accepted)
+            else:
+                self._policy.observe_plain()
             if self._policy.is_due(num_prompt_tokens + decided - 1):
                 self._select(decided - 1, scale)
             self._absorb(before, decided)

@@ -371,8 +371,9 @@ class Engine:
             keys = [self._target.cache.keys[layer, rows] for layer in self._scored_layers]
             heads = self._cache_options.score_heads
             mass = mean_mass(queries, keys, sequence.policy.chunks, self._target.scale, heads)
-        positions = sequence.policy.select(sequence.length, mass, sequence.stats)
-        self._drafter.select(sequence.row, positions.to(self._target.device))
+        if not sequence.policy.still_covers(mass):
+            positions = sequence.policy.select(sequence.length, mass, sequence.stats)
+            self._drafter.select(sequence.row, positions.to(self._target.device))
         self._watch.charge("retrieval_s", [sequence])
 
     def _absorb(self, sequences: list[Sequence]) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
-Refresh = Literal["every", "acceptance", "once"]
+Refresh = Literal["every", "acceptance", "coverage", "once"]
 ScoreHeads = Literal["mean", "max"]
 ChunkBoundaries = Literal["fixed", "sentence"]
 
@@ -119,9 +119,10 @@ class CacheOptions:
     recent: int = 128
     """Last tokens, always visible; rounded up to chunks."""
     refresh: Refresh = "every"
-    """`every` `refresh_every` steps, on falling `acceptance`, or `once` after prefill."""
+    """`every` `refresh_every` steps, on falling `acceptance`, on falling `coverage` (the share of the target's
+    attention that visible rows have), or `once` after prefill."""
     refresh_every: int = 32
-    """Verification steps between two retrievals."""
+    """Steps between two retrievals; under `coverage`, between two looks at the attention."""
     draft_prefill_window: int = 512
     """Tokens a draft attends back to in prefill."""
     score_layers: tuple[int, ...] = (-1,)
@@ -135,7 +136,7 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         one_of("cache.policy", self.policy, ("full", "streaming", "retrieval"))
-        one_of("cache.refresh", self.refresh, ("every", "acceptance", "once"))
+        one_of("cache.refresh", self.refresh, ("every", "acceptance", "coverage", "once"))
         for name, least in (("chunk_size", 1), ("top_k_chunks", 1), ("sinks", 0), ("recent", 1)):
             at_least(f"cache.{name}", getattr(self, name), least)
         at_least("cache.refresh_every", self.refresh_every, 1)

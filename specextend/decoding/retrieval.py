@@ -100,6 +100,10 @@ def select_recent(edges: Tensor, options: CacheOptions) -> Selection:
     return Selection(visible.nonzero().flatten(), visible)
 
 
+LEAST_COVERAGE = 0.8
+"""Under `refresh: coverage`, the part of a selection's first coverage that must be left."""
+
+
 class CachePolicy:
     """What one sequence's draft may see, and when that is decided anew. Lives as long as its request."""
 
@@ -108,7 +112,10 @@ class CachePolicy:
         self.chunks = Chunks(options.chunk_size)
         """Where the request's text is cut; a `Cutter` knows better once the prompt is there."""
         self._chosen: set[int] | None = None
-        self._steps = 0
+        self._selection: Selection | None = None
+        self._coverage = 0.0  # right after the last selection
+        self._steps = 0  # since the last selection, or look at the attention
+        self._num_observed = 0
         self._selected_at = 0
         self._recent_accepted: float | None = None
         self._mean_accepted = 0.0
@@ -119,21 +126,38 @@ class CachePolicy:
         return self._options.policy == "retrieval"
 
     def observe(self, num_accepted: int) -> None:
-        """Take note of a verification step."""
+        """Take note of a verification of a tree."""
         self._steps += 1
-        self._mean_accepted += (num_accepted - self._mean_accepted) / self._steps
+        self._num_observed += 1
+        self._mean_accepted += (num_accepted - self._mean_accepted) / self._num_observed
         before = self._mean_accepted if self._recent_accepted is None else self._recent_accepted
         self._recent_accepted = 0.75 * before + 0.25 * num_accepted
 
+    def observe_plain(self) -> None:
+        """Take note of a plain step."""
+        self._steps += 1
+
     def is_due(self, num_tokens: int) -> bool:
-        """Whether to select again, `num_tokens` being committed."""
+        """Whether to select again, `num_tokens` being committed; under `coverage`, whether to ask `still_covers`."""
         if self._options.policy == "full":
             return False
         if self._options.policy == "streaming":
             return num_tokens - self._selected_at >= self._options.chunk_size
-        if self._options.refresh == "every":
-            return self._steps % self._options.refresh_every == 0
+        if self._options.refresh in ("every", "coverage"):
+            return self._steps >= self._options.refresh_every
         return self._options.refresh == "acceptance" and self._acceptance_fell()
+
+    def still_covers(self, mass: Tensor | None) -> bool:
+        """Whether the selection holds, by the attention `mass` [C] of now: a cheap look between two retrievals.
+
+        It does under `coverage` while the share on visible rows is `LEAST_COVERAGE` of what the selection began with.
+        What was committed since is visible.
+        """
+        if self._options.refresh != "coverage" or self._selection is None or mass is None:
+            return False
+        self._steps = 0
+        seen = mass[self._selection.chunks.to(mass.device)].sum() + mass[len(self._selection.forced) :].sum()
+        return float(seen) >= LEAST_COVERAGE * self._coverage
 
     def select(self, num_tokens: int, mass: Tensor | None, stats: DecodingStats) -> Tensor:
         """[S] positions to show of `num_tokens` committed ones; `mass` [C] where `needs_scores`."""
@@ -146,14 +170,15 @@ class CachePolicy:
         mass = mass.cpu()
         selection = select_by_score(mass, edges, self._options)
         self._count(selection, mass, stats)
-        self._recent_accepted, self._steps = None, 0
+        self._selection, self._coverage = selection, float(mass[selection.chunks].sum())
+        self._recent_accepted, self._steps, self._num_observed = None, 0, 0
         return selection.positions(edges)
 
     def _acceptance_fell(self) -> bool:
         """Eight steps or more since the last selection, and recent acceptance under 3/4 of the mean since then."""
         return (
             self._recent_accepted is not None
-            and self._steps >= 8
+            and self._num_observed >= 8
             and (self._recent_accepted < 0.75 * self._mean_accepted)
         )
 

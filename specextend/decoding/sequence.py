@@ -71,6 +71,7 @@ class Sequence:
         stats = self.stats
         if num_draft_tokens == 0:
             stats.num_plain_steps += 1
+            self.policy.observe_plain()
             return
         if not stats.acceptance_histogram:
             stats.acceptance_histogram = [0] * (num_levels + 1)

@@ -25,7 +25,7 @@ LENGTHS = (512, 6000, 2048)
 BUDGET_S = 3.0
 """Seconds after which no further prefix is begun."""
 _RUNS = 2
-_BUSY = 1.25
+_BUSY = 1.1
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,6 +221,49 @@ def test_acceptance_asks_when_the_draft_loses_the_thread():
     assert due_steps(options, [4, 0, 0, 0, 0, 0, 0]) == [], "not before eight steps: too few to tell"
 
 
+def test_plain_steps_count_for_the_schedule_and_not_for_acceptance():
+    """After a pause the view is as old as the text since it; what a plain step accepts says nothing."""
+    policy = CachePolicy(SMALL)
+    policy.select(28, mass_of(*[1] * 7), DecodingStats())
+    due = []
+    for _ in range(4):
+        policy.observe_plain()
+        due.append(policy.is_due(28))
+    assert due == [False, False, True, True], "it stays due until somebody can select"
+    policy = CachePolicy(CacheOptions(refresh="acceptance", chunk_size=4, sinks=4, recent=4))
+    policy.select(28, mass_of(*[1] * 7), DecodingStats())
+    policy.observe(4)
+    for _ in range(20):
+        policy.observe_plain()
+    assert not policy.is_due(28)
+
+
+def test_coverage_asks_when_the_target_looks_elsewhere():
+    """Looked at every 3 steps; new text is visible and may take attention, a chunk that was not chosen may not."""
+    policy, stats = CachePolicy(replace(SMALL, refresh="coverage")), DecodingStats()
+    first = mass_of(10, 30, 20, 20, 5, 5, 10)  # 0, 1, 2, 6 are visible: 0.7
+    assert not policy.still_covers(first), "nothing is selected yet"
+    policy.select(28, first, stats)
+    due = []
+    for _ in range(3):
+        policy.observe(0)
+        due.append(policy.is_due(28))
+    assert due == [False, False, True]
+    assert policy.still_covers(mass_of(5, 27, 15, 30, 7, 6, 10)), "0.57 is above four fifths of 0.7"
+    assert not policy.is_due(28), "the next look is three steps away"
+    assert policy.still_covers(mass_of(5, 5, 6, 30, 7, 6, 10, 31)), "the eighth chunk came after the selection"
+    assert not policy.still_covers(mass_of(5, 25, 15, 31, 7, 7, 10))
+
+
+@pytest.mark.parametrize("refresh", ["every", "acceptance", "once"])
+def test_other_schedules_do_not_look_at_coverage(refresh):
+    """What is due there is a new selection."""
+    policy = CachePolicy(replace(SMALL, refresh=refresh))
+    mass = mass_of(*[1] * 7)
+    policy.select(28, mass, DecodingStats())
+    assert not policy.still_covers(mass)
+
+
 def test_coverage_and_churn_by_hand():
     """Coverage counts forced chunks, churn does not; the retrieval of prefill has coverage and no churn."""
     policy, stats = CachePolicy(SMALL), DecodingStats()
