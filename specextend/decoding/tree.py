@@ -78,9 +78,8 @@ class _Pool:
     level: int = 0  # number of the deepest level's first node
 
     def best(self, num_nodes: int) -> Tensor:
-        """[B, n] pool numbers of the likeliest, ascending."""
-        order = self.log_probs.sort(dim=1, descending=True, stable=True).indices
-        return order[:, :num_nodes].sort(dim=1).values
+        """[B, n] pool numbers of the likeliest, these first."""
+        return self.log_probs.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
 
     def expected_accepted(self, num_nodes: int) -> Tensor:
         """[B] accepted tokens to expect of the best nodes: the sum of their path probabilities."""
@@ -101,8 +100,9 @@ def _children(logits: Tensor, log_probs: Tensor, num_nodes: int) -> tuple[Tensor
     logits [B, F, V], log_probs [B, F] of the parents' paths; [B, n] each.
     """
     width = min(num_nodes, logits.shape[-1])
-    top = logits.float().topk(width, dim=-1)
-    weights = top.values - logits.float().logsumexp(-1, keepdim=True) + log_probs.unsqueeze(-1)
+    logits = logits.float()
+    top = logits.topk(width, dim=-1)
+    weights = top.values - logits.logsumexp(-1, keepdim=True) + log_probs.unsqueeze(-1)
     best = weights.flatten(1).topk(min(num_nodes, weights.flatten(1).shape[1]), dim=1)
     return top.indices.flatten(1).gather(1, best.indices), best.indices // width, best.values
 
@@ -129,6 +129,7 @@ def grow_trees(
     pool = _Pool(token_ids, torch.full_like(token_ids, -1), log_probs, torch.ones_like(token_ids[0]))
     frontier, mask = pool.parents[:, :0], torch.zeros(len(token_ids), 0, 0, dtype=torch.bool, device=token_ids.device)
     stopped = torch.zeros_like(token_ids[:, :1], dtype=torch.bool)
+    expected = pool.expected_accepted(options.most_nodes)
     for depth in range(1, options.depth):
         previous, frontier = frontier, _next_frontier(pool, options.most_nodes, adaptive=adaptive)
         if frontier.shape[1] == 0:
@@ -136,13 +137,13 @@ def grow_trees(
         slots = _parent_slots(pool, previous, frontier)
         mask = _frontier_mask(mask, slots)
         logits = expand(pool.token_ids.gather(1, frontier), slots, mask, depth)
-        before = pool.expected_accepted(options.most_nodes)
         weights = pool.log_probs.gather(1, frontier).masked_fill(stopped, float("-inf"))
         entries, parents, log_probs = _children(logits, weights, options.most_nodes)
         token_ids = entries if vocabulary is None else vocabulary[entries]
         pool.append(token_ids, frontier.gather(1, parents), log_probs, depth + 1)
         if adaptive:
-            stopped |= (pool.expected_accepted(options.most_nodes) - before).unsqueeze(1) < options.threshold
+            before, expected = expected, pool.expected_accepted(options.most_nodes)
+            stopped |= (expected - before).unsqueeze(1) < options.threshold
             if bool(stopped.all()):
                 break
     return _finish(root_token_ids, pool, options.most_nodes)
@@ -178,7 +179,7 @@ def _frontier_mask(seen: Tensor, slots: Tensor) -> Tensor:
 
 def _finish(root_token_ids: Tensor, pool: _Pool, num_nodes: int) -> list[DraftTree]:
     """Number the best nodes from 1, behind the root."""
-    best = pool.best(num_nodes)
+    best = pool.best(num_nodes).sort(dim=1).values
     batch = best.shape[0]
     numbers = torch.zeros(batch, pool.parents.shape[1] + 1, dtype=torch.int64, device=best.device)
     numbers.scatter_(1, best + 1, torch.arange(1, best.shape[1] + 1, device=best.device).expand(batch, -1))

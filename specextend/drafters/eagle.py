@@ -162,4 +162,4 @@ class EagleNetwork:
     def _norm(self, name: str, x: Tensor) -> Tensor:
         eps = self._config.layer_norm_eps if name.startswith("layer.") else self._config.head_norm_eps
         weight = self._norms[f"{name}.weight"]
-        return rms_norm(x.float(), (x.shape[-1],), eps=eps).to(x.dtype) * weight
+        return rms_norm(x, (x.shape[-1],), eps=eps) * weight  # fp32 inside
