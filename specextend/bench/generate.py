@@ -11,8 +11,9 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from specextend.bench.measurement import Measurement
 
-LOOKUP: Mapping[str, int] = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}
-"""Prompt lookup as `transformers.generation.candidate_generator.PromptLookupCandidateGenerator` has it by default."""
+LOOKUP: Mapping[str, int] = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
+"""Prompt lookup: as many tokens as transformers' candidate generator looks up by default, after matches of three tokens
+before its default of two, which brought a little more tokens a step on six reports (1.54 against 1.51)."""
 
 
 class TransformersSide:

@@ -19,7 +19,10 @@ from specextend.bench.retrieval_tables import Cell, cache_label, distinct, lengt
 
 # Okabe and Ito's colours, told apart with any colour vision, without the yellow that is faint on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+Look = dict[str, Any]
+"""How a line is drawn, as keywords of matplotlib."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "specextend",
@@ -59,7 +62,7 @@ def draw_compare(result: dict[str, Any]) -> Figure:
     for number, name in enumerate(sides):
         offset = 0.8 * ((number + 0.5) / len(sides) - 0.5)
         ratios = [group["ratios"][f"{name}/{base}"][DECODE] for group in result["buckets"].values()]
-        _points(axes, ratios, offset, number, side_label(result, name))
+        _points(axes, ratios, offset, _look(number), side_label(result, name))
     axes.axhline(1.0, color="#444444", linewidth=1.0, linestyle="--", label=base)
     axes.margins(y=0.1)
     names = [f"{name}\nn = {group['documents']}" for name, group in result["buckets"].items()]
@@ -77,14 +80,15 @@ def draw_retrieval(result: dict[str, Any]) -> Figure:
     cells: list[Cell] = [cell for cell in result["cells"] if cell["acceptance_length"] is not None]
     if not cells:
         raise ValueError("no cell has an acceptance length to draw")
-    kinds, drafts, caches = (distinct(map(of, cells)) for of in (itemgetter("kind"), itemgetter("draft"), cache_label))
+    kinds, drafts = distinct(cell["kind"] for cell in cells), distinct(cell["draft"] for cell in cells)
+    looks = _cache_looks(cells)
     figure = Figure(figsize=(2.0 * len(kinds) + 1.2, 1.7 * len(drafts) + 0.8), layout="constrained")
     panels = figure.subplots(len(drafts), len(kinds), squeeze=False, sharex=True, sharey="col")
     for (row, draft), (column, kind) in product(enumerate(drafts), enumerate(kinds)):
         axes = panels[row][column]
         own = [cell for cell in cells if (cell["draft"], cell["kind"]) == (draft, kind)]
-        for number, cache in enumerate(caches):
-            _line(axes, [cell for cell in own if cache_label(cell) == cache], number, len(caches))
+        for number, (cache, look) in enumerate(looks.items()):
+            _line(axes, [cell for cell in own if cache_label(cell) == cache], look, number - (len(looks) - 1) / 2)
         axes.set_xscale("log", base=2)
         axes.set_xticks(result["lengths"], [length_name(length) for length in result["lengths"]])
         axes.minorticks_off()
@@ -95,42 +99,53 @@ def draw_retrieval(result: dict[str, Any]) -> Figure:
     figure.supxlabel("prompt, tokens up to", fontsize=9)
     figure.supylabel("acceptance length: mean of documents, sd", fontsize=9)
     figure.suptitle(_machine(result), fontsize=9)
-    lines = [Line2D([], [], label=cache, **_look(number)) for number, cache in enumerate(caches)]
+    lines = [Line2D([], [], label=cache, **look) for cache, look in looks.items()]
     figure.legend(handles=lines, loc="outside right upper", title="the draft sees")
     return figure
 
 
-def _line(axes: Axes, cells: list[Cell], number: int, num_lines: int) -> None:
+def _cache_looks(cells: list[Cell]) -> dict[str, Look]:
+    """Of each cache by its label: a policy has a colour, a number of visible tokens a marker and a dash."""
+    policies = distinct(cell["policy"] for cell in cells)
+    budgets = distinct(cell["cache_tokens"] for cell in cells if cell["cache_tokens"] is not None)
+    looks = {}
+    for cell in cells:
+        budget = 0 if cell["cache_tokens"] is None else budgets.index(cell["cache_tokens"])
+        look = _look(policies.index(cell["policy"])) | {"linestyle": DASHES[budget % len(DASHES)]}
+        looks[cache_label(cell)] = look | {"marker": MARKERS[budget % len(MARKERS)]}
+    return looks
+
+
+def _line(axes: Axes, cells: list[Cell], look: Look, aside: float) -> None:
     """One cache: mean and standard deviation at each length, moved aside so that error bars can be told apart."""
-    aside = 1 + 0.05 * (number - (num_lines - 1) / 2)
-    measured = [(cell["length"] * aside, cell["acceptance_length"]) for cell in sorted(cells, key=itemgetter("length"))]
-    places, means = [place for place, _ in measured], [each["mean"] for _, each in measured]
-    axes.plot(places, means, **_look(number))
+    measured = [(cell["length"], cell["acceptance_length"]) for cell in sorted(cells, key=itemgetter("length"))]
+    places, means = [length * (1 + 0.04 * aside) for length, _ in measured], [each["mean"] for _, each in measured]
+    axes.plot(places, means, **look)
     sds = [each["sd"] or 0.0 for _, each in measured]
-    _bars(axes, places, [(mean - sd, mean + sd) for mean, sd in zip(means, sds, strict=True)], number)
+    _bars(axes, places, [(mean - sd, mean + sd) for mean, sd in zip(means, sds, strict=True)], look)
 
 
-def _points(axes: Axes, ratios: list[dict[str, Any] | None], offset: float, number: int, label: str) -> None:
+def _points(axes: Axes, ratios: list[dict[str, Any] | None], offset: float, look: Look, label: str) -> None:
     """One side: a marker and a range for each bucket that has a ratio."""
     found = [(place + offset, each) for place, each in enumerate(ratios) if each is not None]
     places = [place for place, _ in found]
-    axes.plot(places, [each["median"] for _, each in found], label=label, **_look(number) | {"linestyle": "none"})
-    _bars(axes, places, [(each["min"], each["max"]) for _, each in found], number)
+    axes.plot(places, [each["median"] for _, each in found], label=label, **look | {"linestyle": "none"})
+    _bars(axes, places, [(each["min"], each["max"]) for _, each in found], look)
 
 
-def _bars(axes: Axes, places: list[float], spans: list[tuple[float, float]], number: int) -> None:
+def _bars(axes: Axes, places: list[float], spans: list[tuple[float, float]], look: Look) -> None:
     """Vertical bars as one path, which keeps the file small."""
     xs = [x for place in places for x in (place, place, math.nan)]
     ys = [y for low, high in spans for y in (low, high, math.nan)]
-    axes.plot(xs, ys, **_look(number) | {"marker": "none"})
+    axes.plot(xs, ys, **look | {"marker": "none", "linestyle": "-"})
 
 
-def _look(number: int) -> dict[str, Any]:
+def _look(number: int) -> Look:
     """Colour and marker of the line `number`."""
     return {
         "color": COLORS[number % len(COLORS)],
         "marker": MARKERS[number % len(MARKERS)],
-        "markersize": 4.5,
+        "markersize": 4.0,
         "linewidth": 1.2,
     }
 

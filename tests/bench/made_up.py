@@ -59,7 +59,7 @@ def cell(draft: str, policy: str, kind: str, length: int) -> dict[str, Any]:
     found = spread([2.0, 2.5, 3.0] if policy == "retrieval" else [1.0, 1.5, 2.0])
     assert found is not None
     measured = asdict(found)
-    needle = {"tokens": 15, "accepted": measured, "acceptance_length": measured, "agreement": None}
+    category = {"tokens": 15, **dict.fromkeys(("accepted", "acceptance_length", "agreement", "visible"), measured)}
     return {
         "draft": draft,
         "policy": policy,
@@ -68,6 +68,6 @@ def cell(draft: str, policy: str, kind: str, length: int) -> dict[str, Any]:
         "length": length,
         "documents": 3,
         "acceptance_length": measured,
-        "coverage": None,
-        "categories": {"needle": needle} if kind == "needles" else {},
+        **dict.fromkeys(("agreement", "divergence", "kl", "coverage"), measured),
+        "categories": {"needle": category, "rest": category} if kind == "needles" else {},
     }
