@@ -57,6 +57,13 @@ def model_draft(folder) -> DraftOptions:
     return DraftOptions(kind="model", model=str(folder))
 
 
+def test_a_draft_without_a_model_fits_every_target_and_has_no_hash(write_model):
+    """N-grams speak the target's tokens whatever they are, and nothing of them lies in a file."""
+    target, ngram = target_of(write_model("target")), DraftOptions(kind="ngram")
+    assert check_pair(target, ngram) == check_pair(target, None)
+    assert set(pair_hashes(target, ngram)) == {"target", "tokenizer"}
+
+
 def test_pairs_that_fit_give_the_targets_facts(write_model, write_eagle):
     """The plan is made from them, so they come from the same look at the files."""
     target, draft = write_model("target"), write_model("draft", model_type="qwen2", num_hidden_layers=1)
