@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -180,6 +182,12 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"{model} has no fast tokenizer (tokenizer.json), which is needed")
     return tokenizer
+
+
+def tokens_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256 of a tokenizer's vocabulary: which token each id is, however its file spells that."""
+    by_id = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
 
 def resolve_device(device: str) -> torch.device:

@@ -17,6 +17,7 @@ from specextend.models import (
     load_tokenizer,
     model_folder,
     rope_frequencies,
+    tokens_sha256,
     weight_hashes,
 )
 
@@ -32,7 +33,7 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     if draft is None or draft.kind == "ngram":
         return facts
     if draft.kind == "eagle":
-        _check_eagle(facts, draft.model)
+        _check_eagle(facts, target, draft.model)
     else:
         _check_model(facts, target, draft)
     return facts
@@ -59,17 +60,19 @@ def reduced_vocabulary(draft: DraftOptions) -> ReducedVocabulary | None:
         raise ModelError(str(error)) from None
 
 
-def _check_eagle(target: ModelFacts, folder: str) -> None:
+def _check_eagle(target: ModelFacts, target_options: TargetOptions, folder: str) -> None:
+    tokens = None
     try:
         if is_ours(folder):
             config = load_eagle_config(folder)
-            hidden_size, vocab_size = config.hidden_size, config.vocab_size
+            hidden_size, vocab_size, tokens = config.hidden_size, config.vocab_size, config.tokens_sha256
         else:
             hidden_size, vocab_size = _check_published(target, folder)
     except ValueError as error:
         raise ModelError(str(error)) from None
     _check_equal("hidden_size", folder, hidden_size, target.name, target.hidden_size)
     _check_equal("vocab_size", folder, vocab_size, target.name, target.vocab_size)
+    _check_same_tokens(folder, tokens, target, target_options)
 
 
 def _check_published(target: ModelFacts, folder: str) -> tuple[int, int]:
@@ -88,6 +91,7 @@ def _check_model(target: ModelFacts, target_options: TargetOptions, draft: Draft
     facts = check_model(draft.model, draft.revision)
     if (reduced := reduced_vocabulary(draft)) is not None:  # such a draft has no tokenizer of its own
         _check_equal("target_vocab_size", draft.model, reduced.target_vocab_size, target.name, target.vocab_size)
+        _check_same_tokens(draft.model, reduced.tokens_sha256, target, target_options)
         return
     _check_equal("vocab_size", draft.model, facts.vocab_size, target.name, target.vocab_size)
     ours = load_tokenizer(target_options.model, target_options.revision)
@@ -102,6 +106,12 @@ def _check_tokens(draft: str, theirs: dict[str, int], target: ModelFacts, ours: 
     by_id = [{token_id: token for token, token_id in vocabulary.items()} for vocabulary in (theirs, ours)]
     for token_id in range(target.vocab_size):
         _check_equal(f"token {token_id}", draft, by_id[0].get(token_id), target.name, by_id[1].get(token_id))
+
+
+def _check_same_tokens(draft: str, tokens: str | None, target: ModelFacts, options: TargetOptions) -> None:
+    """Where a draft without a tokenizer says whose tokens it speaks, they must be the target's."""
+    if tokens is not None and tokens != tokens_sha256(load_tokenizer(options.model, options.revision)):
+        raise ModelError(f"draft {draft} does not fit target {target.name}: it was trained for another tokenizer")
 
 
 def _check_equal(what: str, draft: str, theirs: object, target: str, ours: object) -> None:

@@ -47,6 +47,8 @@ class EagleConfig:
     """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the whole vocabulary."""
     copy_heads: int | None = None
     """KV heads besides `num_kv_heads` that match the tokens around a slot, each with its group of query heads."""
+    tokens_sha256: str | None = None
+    """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -2,7 +2,7 @@
 
 `draft_vocabulary.safetensors` holds `draft_token_ids` [R], ascending ids of the target. Row r of the model's embedding
 and LM head is the token draft_token_ids[r]; the one row behind them stands for every other token and is never
-proposed. `config.json` says under `target_vocab_size` how many tokens the target has.
+proposed. `config.json` says under `target_vocab_size` how many tokens the target has, and under `tokens_sha256` which.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class ReducedVocabulary:
     """[R] int64, ascending"""
     target_vocab_size: int
     """Rows of the target's embedding."""
+    tokens_sha256: str | None = None
+    """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
 
     def rows(self) -> Tensor:
         """[target_vocab_size] int64: the model's row of each of the target's tokens; R for those it does not know."""
@@ -56,4 +58,4 @@ def read_reduced(folder: Path) -> ReducedVocabulary | None:
             f"{folder / 'config.json'}: vocab_size is {config.get('vocab_size')!r}; {FILE} lists {size} tokens, "
             "and one more row stands for all others"
         )
-    return ReducedVocabulary(read_token_ids(file, target_vocab_size), target_vocab_size)
+    return ReducedVocabulary(read_token_ids(file, target_vocab_size), target_vocab_size, config.get("tokens_sha256"))

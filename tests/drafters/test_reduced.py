@@ -112,6 +112,7 @@ def test_a_folder_without_the_file_is_a_whole_model(target, small):
     ("values", "message"),
     [
         ({"target_vocab_size": 130}, "does not fit target"),
+        ({"tokens_sha256": "0" * 64}, "it was trained for another tokenizer"),
         ({"target_vocab_size": None}, "target_vocab_size must be a positive int, got None"),
         ({"target_vocab_size": "120"}, "target_vocab_size must be a positive int, got '120'"),
         ({"target_vocab_size": 60}, "must be ascending ids from 0 to 59"),

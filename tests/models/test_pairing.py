@@ -10,7 +10,7 @@ from torch import zeros
 
 from specextend.drafters.eagle_config import EagleConfig
 from specextend.drafters.options import DraftOptions
-from specextend.models import ModelError, TargetOptions
+from specextend.models import ModelError, TargetOptions, load_tokenizer, tokens_sha256
 from specextend.pairing import check_pair, pair_hashes
 
 
@@ -34,7 +34,7 @@ def write_eagle(tmp_path):
         }
         config = EagleConfig(**(shape | values))
         folder = tmp_path / "eagle"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         config.save(folder)
         save_file({name: zeros(info.shape) for name, info in config.tensors().items()}, folder / "model.safetensors")
         return DraftOptions(kind="eagle", model=str(folder))
@@ -109,6 +109,14 @@ def test_a_draft_that_cannot_be_served_is_refused_like_a_target(write_model, edi
 def test_a_head_of_another_target_is_refused(write_model, write_eagle, values, message):
     """It shares the target's embedding and hidden states, so their sizes must be its own."""
     assert refusal(write_model(), write_eagle(**values)).endswith(message)
+
+
+def test_a_head_for_another_tokenizer_of_the_same_size_is_refused(write_model, write_eagle):
+    """It has no tokenizer of its own to compare; unnoticed, no guess of it would ever be right."""
+    target = write_model()
+    known = tokens_sha256(load_tokenizer(str(target)))
+    assert check_pair(target_of(target), write_eagle(tokens_sha256=known)).num_layers == 2
+    assert refusal(target, write_eagle(tokens_sha256="0" * 64)).endswith("it was trained for another tokenizer")
 
 
 def test_a_head_that_is_not_there_is_refused(write_model, tmp_path):
