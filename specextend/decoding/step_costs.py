@@ -23,12 +23,13 @@ _OUTLIER = 2.0
 
 
 def fit_line(lengths: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The least-squares line through two points or more; never falling, as noise may have it."""
+    """The least-squares line through the points; flat where noise would have it fall, or begin at nothing."""
     mean_length, mean_s = sum(lengths) / len(lengths), sum(seconds) / len(seconds)
     spread = sum((length - mean_length) ** 2 for length in lengths)
     together = sum((length - mean_length) * (s - mean_s) for length, s in zip(lengths, seconds, strict=True))
     slope = max(0.0, together / spread) if spread else 0.0
-    return max(0.0, mean_s - slope * mean_length), slope
+    first = mean_s - slope * mean_length
+    return (first, slope) if first > 0 else (mean_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,13 @@ def test_a_line_never_falls(lengths, seconds):
     assert fit_line(lengths, seconds) == (pytest.approx(0.04), 0.0)
 
 
+def test_no_line_begins_at_nothing():
+    """A forward is never free; one line's zero once met another's, and a step's cost was divided by it."""
+    constant, slope = fit_line([512, 2048], [0.001, 0.009])
+    assert constant == pytest.approx(0.005)
+    assert slope == 0.0
+
+
 def test_rows_between_two_sizes_cost_as_the_larger():
     """Tiles are filled whole, and a captured graph has one size."""
     assert TABLE.seconds("dense", 5, [1000]) == TABLE.seconds("dense", 16, [1000]) == pytest.approx(0.057)
