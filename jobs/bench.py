@@ -3,12 +3,14 @@
     python jobs/bench.py --config configs/smollm2.yaml --documents examples/govreport.parquet --json compare.json
     python jobs/bench.py sweep --nodes 8,16,24 --depths 4,6 --thresholds 0.05,0.1
     python jobs/bench.py memory --tokens 8000
+    python jobs/bench.py retrieval --drafts eagle:models/smollm2-135m-eagle,ngram --lengths 1024,4096 --json study.json
     python jobs/bench.py plot --json compare.json --output benchmarks/results
     python jobs/bench.py table --json compare.json
 
 compare: our modes, our drafts and transformers' generate, document by document. sweep: tree sizes against plain
-decoding. memory: what a prefill takes beside weights and cache. Decoding is greedy, one document at a time. plot and
-table: written figures as SVG and as Markdown; they measure nothing.
+decoding. memory: what a prefill takes beside weights and cache. retrieval: what a draft's view of the document is
+worth, on reports, books and probes with something to repeat; acceptance is replayed, nothing is timed. Decoding is
+greedy, one document at a time. plot and table: written figures as SVG and as Markdown; they measure nothing.
 Exit code 2 for a configuration, input or model that cannot be.
 """
 
@@ -24,7 +26,8 @@ from typing import Any
 from specextend.bench.compare import BenchOptions, compare
 from specextend.bench.markdown import to_markdown
 from specextend.bench.memory import measure_memory
-from specextend.bench.render import render_compare, render_memory, render_sweep
+from specextend.bench.render import render_compare, render_memory, render_retrieval, render_sweep
+from specextend.bench.retrieval import RetrievalOptions, retrieval
 from specextend.bench.saved import read_figures
 from specextend.bench.sides import SIDES
 from specextend.bench.sweep import Grid, sweep
@@ -104,6 +107,9 @@ def _drawer() -> Callable[[dict[str, Any]], bytes]:
 def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     overrides = [*options.set, *([f"input.path={json.dumps(options.documents)}"] if options.documents else [])]
     config = RunConfig.load(options.config, overrides)
+    if options.section == "retrieval":
+        result = retrieval(config, _retrieval_options(options), _say)
+        return result, render_retrieval(result)
     bench = BenchOptions(buckets=options.buckets, per_bucket=options.per_bucket, max_new_tokens=options.max_new_tokens)
     if options.section == "sweep":
         grid = Grid(nodes=options.nodes, depths=options.depths, thresholds=options.thresholds)
@@ -116,6 +122,13 @@ def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return result, render_compare(result)
 
 
+def _retrieval_options(options: argparse.Namespace) -> RetrievalOptions:
+    """Raises ValueError."""
+    names = ("kinds", "lengths", "per_length", "drafts", "policies", "cache_tokens", "study", "seed", "examples")
+    values = {name: getattr(options, name) for name in names}
+    return RetrievalOptions(max_new_tokens=options.max_new_tokens, **values)
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -125,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     default = BenchOptions()
-    parser.add_argument("section", nargs="?", choices=("compare", "sweep", "memory", *SHOWN), default="compare")
+    parser.add_argument(
+        "section", nargs="?", choices=("compare", "sweep", "memory", "retrieval", *SHOWN), default="compare"
+    )
     parser.add_argument("--config", default="configs/smollm2.yaml")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="lay over the configuration"
@@ -150,7 +165,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--depths", type=_numbers(int), default=grid.depths, help="sweep: tree.depth")
     parser.add_argument("--thresholds", type=_numbers(float), default=grid.thresholds, help="sweep: tree.threshold")
     parser.add_argument("--tokens", type=int, default=8000, help="memory: prompt tokens")
+    _add_retrieval(parser.add_argument_group("retrieval"))
     return parser
+
+
+def _add_retrieval(group: argparse._ArgumentGroup) -> None:
+    default = RetrievalOptions()
+    group.add_argument("--kinds", type=_names, default=default.kinds, help=f"of {','.join(default.kinds)}")
+    group.add_argument("--lengths", type=_numbers(int), default=default.lengths, help="prompt tokens, at most")
+    group.add_argument("--per-length", type=int, default=default.per_length, help="documents of each kind and length")
+    group.add_argument(
+        "--drafts",
+        type=_names,
+        default=default.drafts,
+        help="ngram, eagle:FOLDER, model:NAME, eagle:FOLDER+ngram; default: the configuration's, copies, and both",
+    )
+    group.add_argument("--policies", type=_names, default=default.policies, help=f"of {','.join(default.policies)}")
+    group.add_argument("--cache-tokens", type=_numbers(int), default=default.cache_tokens, help="visible tokens")
+    group.add_argument("--study", metavar="DRAFT", help="draft to study retrieval's choices with; none: no study")
+    group.add_argument("--seed", type=int, default=default.seed, help="of the probes")
+    group.add_argument("--examples", metavar="FOLDER", default=default.examples, help="of the corpora")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _numbers(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

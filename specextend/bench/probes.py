@@ -31,6 +31,8 @@ _WORDS = (
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _QUOTE_TOKENS = (48, 128)
+_QUOTE_QUESTION = "Repeat the passage that begins with"
+_GIVEN_WORDS = 6  # of a quote, told in the question
 _FAR = 0.5  # a quote ends in this part of the text
 _MAX_WORDS = 80  # what is longer is no sentence but a table
 
@@ -102,38 +104,34 @@ class ProbeMaker:
 
     def _passkey(self, random: Random, length: int) -> _Draft:
         key = str(random.randrange(10_000, 100_000))
-        filler = self._filler(random, length - 32)
-        needle = f"The pass key is {key}."
-        filler.insert(random.randrange(len(filler) + 1), needle)
+        needle, question = f"The pass key is {key}.", "What is the pass key?"
+        sentences = self._scatter(random, self._filler(random, length, [needle, question]), [needle])
         answer = [("The pass key is ", False), (key, True), (".", False)]
-        return _Draft(filler, "What is the pass key?", answer, frozenset([needle]))
+        return _Draft(sentences, question, answer, frozenset([needle]))
 
     def _needles(self, random: Random, length: int) -> _Draft:
         names = random.sample(_NAMES, random.randint(4, 8))
         words = random.sample(_WORDS, len(names))
         codes = [word if random.random() < 0.5 else str(random.randrange(1000, 10_000)) for word in words]
-        filler = self._filler(random, length - 40 - 16 * len(names))
         needles = [f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
-        places = sorted(random.sample(range(len(filler) + 1), len(names)), reverse=True)
-        for place, needle in zip(places, needles, strict=True):
-            filler.insert(place, needle)
         order = random.sample(range(len(names)), len(names))
         asked = f"{', '.join(names[i] for i in order[:-1])} and {names[order[-1]]}"
+        question = f"What are the codes of {asked}? Answer in this order."
+        sentences = self._scatter(random, self._filler(random, length, [*needles, question]), needles)
         answer = [
             piece for i in order for piece in ((f"The code of {names[i]} is ", False), (codes[i], True), (". ", False))
         ]
-        question = f"What are the codes of {asked}? Answer in this order."
-        return _Draft(filler, question, [*answer[:-1], (".", False)], frozenset(needles))
+        return _Draft(sentences, question, [*answer[:-1], (".", False)], frozenset(needles))
 
     def _quote(self, random: Random, length: int) -> _Draft:
-        filler = self._filler(random, length - 40)
+        filler = self._filler(random, length, [f"{_QUOTE_QUESTION} {'word ' * _GIVEN_WORDS}"])
         passages = self._passages(filler)
         if not passages:
             raise ValueError(f"no passage of {_QUOTE_TOKENS[0]} to {_QUOTE_TOKENS[1]} tokens in a text of {length}")
         chosen = random.choice(passages)
         passage = " ".join(filler[chosen.start : chosen.stop])
-        begin = " ".join(passage.split()[:6])
-        question = f'Repeat the passage that begins with "{begin}", word for word.'
+        begin = " ".join(passage.split()[:_GIVEN_WORDS])
+        question = f'{_QUOTE_QUESTION} "{begin}", word for word.'
         return _Draft(
             filler,
             question,
@@ -150,14 +148,27 @@ class ProbeMaker:
             stop = next((i for i in range(start + 1, len(ends)) if ends[i] - ends[start] >= _QUOTE_TOKENS[0]), None)
             if stop is None or ends[stop] > _FAR * ends[-1]:
                 break
-            begin = " ".join(sentence.split()[:6])
+            begin = " ".join(sentence.split()[:_GIVEN_WORDS])
             if ends[stop] - ends[start] <= _QUOTE_TOKENS[1] and '"' not in begin and text.count(begin) == 1:
                 found.append(range(start, stop))
-        return [passage for passage in found if len(filler[passage.start].split()) >= 6]
+        return [passage for passage in found if len(filler[passage.start].split()) >= _GIVEN_WORDS]
 
-    def _filler(self, random: Random, length: int) -> list[str]:
-        """Sentences of about `length` tokens, prompt template and question counted in."""
-        room = length - self._prompts.num_template_tokens - self._count(_INTRODUCTION)
+    @staticmethod
+    def _scatter(random: Random, filler: list[str], needles: list[str]) -> list[str]:
+        """Needles between sentences of the filler. Raises ValueError where it has too few."""
+        if len(filler) < len(needles):
+            raise ValueError(
+                f"{len(needles)} needles do not fit between {len(filler)} sentences; choose a larger length"
+            )
+        sentences = list(filler)
+        places = sorted(random.sample(range(len(filler) + 1), len(needles)), reverse=True)
+        for place, needle in zip(places, needles, strict=True):
+            sentences.insert(place, needle)
+        return sentences
+
+    def _filler(self, random: Random, length: int, others: list[str]) -> list[str]:
+        """Sentences for a prompt of `length` tokens that holds `others` as well."""
+        room = length - self._prompts.num_template_tokens - sum(map(self._count, [_INTRODUCTION, *others]))
         filler: list[str] = []
         for index in random.sample(range(len(self._texts)), len(self._texts)):
             for sentence, size in zip(self._texts[index], self._sizes[index], strict=True):

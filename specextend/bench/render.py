@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specextend.bench.compare_tables import DECODE, compare_tables, lengths, where
+from specextend.bench.retrieval_tables import retrieval_tables
 from specextend.report.tables import Section, number, to_text
 
 MIB = 1024**2
@@ -33,6 +34,11 @@ def render_sweep(result: dict[str, Any]) -> str:
         for point in result["points"]
     ]
     return to_text([Section("Trees (speed-up: decoding, over autoregressive)", header, rows)], [where(result)])
+
+
+def render_retrieval(result: dict[str, Any]) -> str:
+    """Acceptance, needles, divergence and the studies of `retrieval`."""
+    return to_text(retrieval_tables(result), [where(result)], WIDTH)
 
 
 def render_memory(result: dict[str, Any]) -> str:

@@ -147,6 +147,8 @@ class Replayer:
             queries = [recording.queries[layer][decided] for layer in self._layers]
             keys = [recording.keys[layer][:num_tokens] for layer in self._layers]
             mass = mean_mass(queries, keys, self._policy.chunks, scale, self._heads)
+        if self._policy.still_covers(mass):
+            return
         positions = self._policy.select(num_tokens, mass, self._replay.stats)
         self._replay.selections.append((decided, positions))
         self._drafter.select(_ROW, positions.to(self._features.device))

@@ -6,20 +6,20 @@ from collections.abc import Iterable
 from typing import Any
 
 from specextend.report.buckets import bucket_name
-from specextend.report.tables import Section, number
+from specextend.report.tables import Section
 
 LENGTHS = "prompt, tokens up to"
 Cell = dict[str, Any]
 
 
 def retrieval_tables(result: dict[str, Any]) -> list[Section]:
-    """Acceptance by length for each kind of document; what is accepted of needles and of the rest; the studies."""
+    """Acceptance by length for each kind of document; needles apart from the rest; divergence; the studies."""
     cells, studies = result["cells"], result["studies"]
     kinds = distinct(cell["kind"] for cell in cells)
-    probes = [cell for cell in cells if cell["categories"]]
     sections = [_acceptance(result, kind, [cell for cell in cells if cell["kind"] == kind]) for kind in kinds]
-    if probes:
-        sections.append(_categories("Draft tokens accepted a step, by what they stand in", probes))
+    if probes := [cell for cell in cells if cell["categories"]]:
+        sections.append(_needles(result, probes))
+    sections.append(_divergence(cells, kinds))
     if studies:
         sections.append(_studies(studies))
     return sections
@@ -60,36 +60,72 @@ def _acceptance(result: dict[str, Any], kind: str, cells: list[Cell]) -> Section
     return Section(f"Acceptance length, {kind}: mean of documents ± sd", header, rows, ["cache"])
 
 
-def _categories(title: str, cells: list[Cell]) -> Section:
-    rows = [
-        [
-            cell["kind"],
-            cell["draft"],
-            cache_label(cell),
-            length_name(cell["length"]),
-            name,
-            number(category["tokens"]),
-            mean_sd(category["accepted"]),
-            mean_sd(category["acceptance_length"]),
+def pooled(measured: Iterable[Cell | None]) -> str:
+    """The mean of all documents of several spreads."""
+    found = [each for each in measured if each is not None]
+    num_documents = sum(each["n"] for each in found)
+    return f"{sum(each['mean'] * each['n'] for each in found) / num_documents:.2f}" if found else "-"
+
+
+def _grouped(cells: Iterable[Cell], *names: str) -> dict[tuple[str, ...], list[Cell]]:
+    """Cells by the columns `names` and by what the draft sees."""
+    groups: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((*(cell[name] for name in names), cache_label(cell)), []).append(cell)
+    return groups
+
+
+def _needles(result: dict[str, Any], cells: list[Cell]) -> Section:
+    """By length for the needle; over all lengths for the rest and for how often the needle was in view."""
+    rows = []
+    for names, group in _grouped(cells, "kind", "draft").items():
+        found = {cell["length"]: cell["categories"]["needle"] for cell in group}
+        shares = [mean_sd(found[length]["accepted"]) if length in found else "-" for length in result["lengths"]]
+        needle = [cell["categories"]["needle"] for cell in group]
+        rest = [cell["categories"]["rest"] for cell in group]
+        rows.append(
+            [
+                *names,
+                *shares,
+                *(pooled(each[name] for each in needle) for name in ("accepted", "agreement", "visible")),
+                pooled(each["accepted"] for each in rest),
+            ]
+        )
+    lengths = [length_name(length) for length in result["lengths"]]
+    header = ["kind", "draft", "cache", *lengths, "all", "first guess right", "in view", "rest"]
+    return Section("Share of needle and quote tokens that a tree held", header, rows, header[1:3])
+
+
+def _divergence(cells: list[Cell], kinds: list[str]) -> Section:
+    """Over all lengths."""
+    rows = []
+    for names, group in _grouped(cells, "draft").items():
+        of_kind = {kind: [cell for cell in group if cell["kind"] == kind] for kind in kinds}
+        texts = [
+            f"{pooled(cell['divergence'] for cell in own)} / {pooled(cell['agreement'] for cell in own)}"
+            for own in of_kind.values()
         ]
-        for cell in cells
-        for name, category in cell["categories"].items()
-    ]
-    header = ["kind", "draft", "cache", "length", "where", "tokens", "accepted", "acceptance length"]
-    return Section(title, header, rows, header[1:5])
+        rows.append([*names, *texts])
+    title = "Draft against target at a step's first token: total variation / share of first guesses that are right"
+    return Section(title, ["draft", "cache", *kinds], rows, ["cache"])
 
 
 def _studies(cells: list[Cell]) -> Section:
-    rows = [
-        [
-            cell["study"],
-            cell["draft"],
-            cell["kind"],
-            length_name(cell["length"]),
-            mean_sd(cell["acceptance_length"]),
-            mean_sd(cell["coverage"]),
-        ]
-        for cell in cells
-    ]
-    header = ["choice", "draft", "kind", "length", "acceptance length", "coverage"]
-    return Section("Which attention to trust", header, rows, header[1:4])
+    """Over all lengths."""
+    groups: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell["study"], cell["draft"], cell["kind"]), []).append(cell)
+    rows = []
+    for names, group in groups.items():
+        needle = [cell["categories"]["needle"] for cell in group if cell["categories"]]
+        rows.append(
+            [
+                *names,
+                pooled(cell["acceptance_length"] for cell in group),
+                *(pooled(each[name] for each in needle) for name in ("accepted", "visible")),
+                pooled(cell["coverage"] for cell in group),
+            ]
+        )
+    caches = ", ".join(distinct(map(cache_label, cells)))
+    header = ["choice", "draft", "kind", "acceptance length", "needle tokens in a tree", "in view", "coverage"]
+    return Section(f"Which attention to trust ({caches})", header, rows, header[1:3])

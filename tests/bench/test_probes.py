@@ -92,7 +92,7 @@ def test_probes_are_the_same_every_time_and_differ_among_themselves(maker, token
 def test_texts_that_are_too_short_are_refused(tokenizer):
     """Rather than a probe of another length than its name."""
     maker = ProbeMaker(tokenizer, "", ["One sentence. Another one."], seed=0)
-    with pytest.raises(ValueError, match="too short for 992 tokens"):
+    with pytest.raises(ValueError, match="too short for 1024 tokens"):
         maker.make("passkey", 1024, 0)
 
 

@@ -24,6 +24,7 @@ CHOICES: list[dict[str, Any]] = [
     {"policy": "streaming"},
     {"policy": "retrieval"},
     {"policy": "retrieval", "refresh": "acceptance"},
+    {"policy": "retrieval", "refresh": "coverage"},
     {"policy": "retrieval", "score_layers": (0, -1), "score_heads": "max", "chunk_boundaries": "sentence"},
 ]
 
