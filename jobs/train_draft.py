@@ -4,10 +4,10 @@
     python jobs/train_draft.py --config configs/smollm2.yaml --text books.parquet --output models/small --kind model
 
 The target of the configuration is run over pieces of the documents and its own summaries of them; the draft learns its
-choices. `eagle` is a head over the target's hidden states with copy heads, `model` a small standalone LM. Interrupted,
-run it again with the same arguments: it goes on. OUTPUT/work can be deleted afterwards. What the draft is worth on
-documents that it has not seen: `jobs/bench.py retrieval --held-out`.
-Exit code 2 for a configuration, text or output that cannot be, 75 when interrupted.
+choices. `eagle` is a head over the target's hidden states with copy heads, `eagle3` one over three layers in the
+published layout, `model` a small standalone LM. One document in ten is held out; OUTPUT/README.md says how often the
+draft agrees with the target there. Interrupted, run it again with the same arguments: it goes on. OUTPUT/work can be
+deleted afterwards. Exit code 2 for a configuration, text or output that cannot be, 75 when interrupted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from specextend.config import RunConfig
 from specextend.data.documents import open_source
 from specextend.training.distil import distil
 from specextend.training.fit import FitOptions
 from specextend.training.language_model import LanguageModelOptions
-from specextend.training.options import TrainOptions
+from specextend.training.options import TrainedKind, TrainOptions
 from specextend.training.recording import SummaryOptions
 from specextend.training.samples import SampleOptions
 
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", required=True, metavar="PATH", help="Parquet with the documents to learn from")
     parser.add_argument("--text-column", default="text")
     parser.add_argument("--output", required=True, type=Path, help="folder of the draft")
-    parser.add_argument("--kind", choices=("eagle", "model"), default=train.kind)
+    parser.add_argument("--kind", choices=get_args(TrainedKind), default=train.kind)
     parser.add_argument("--start-from", metavar="FOLDER", help="eagle: a head in our format to go on from")
     parser.add_argument("--samples", type=int, default=train.num_samples, help="pieces that the target reads")
     parser.add_argument("--min-tokens", type=int, default=sample.min_tokens, help="shortest piece")

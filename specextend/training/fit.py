@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -52,24 +52,26 @@ class Fit:
     """Training of one module, which can be left and taken up again from its folder."""
 
     def __init__(
-        self, module: nn.Module, loss: Callable[[Any], Tensor], options: FitOptions, folder: Path, kind: str
+        self,
+        module: nn.Module,
+        loss: Callable[[Any, torch.Generator], Tensor],
+        options: FitOptions,
+        folder: Path,
     ) -> None:
-        """`loss` gives a lesson's loss. `kind`: what is trained, kept in the checkpoint, so that it is not mixed up."""
+        """`loss` gives a lesson's loss; what it takes by chance comes from the generator, which is the step's own."""
         self._loss, self._options, self._folder = loss, options, folder
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
-        self._header = {"kind": kind, "options": json.dumps(asdict(options), sort_keys=True)}
+        self._header = {"options": json.dumps(asdict(options), sort_keys=True)}
         self._step = 0
 
-    def run(self, lessons: Sequence[Any], say: Say, only: Iterable[int] | None = None) -> None:
-        """Learn every lesson `passes` times, from where the checkpoint stands. `only`: steps to run, for tests."""
+    def run(self, lessons: Sequence[Any], say: Say) -> None:
+        """Learn every lesson `passes` times, from where the checkpoint stands."""
         num_steps = self._options.passes * len(lessons)
         self._resume(num_steps, say)
         order = self._order(len(lessons))
         begun, saved_at, losses = time.monotonic(), time.monotonic(), []
         while self._step < num_steps:
-            if only is not None and self._step not in only:
-                return
             losses.append(self._learn(lessons[order[self._step]], num_steps))
             self._step += 1
             if len(losses) == max(1, len(lessons) // 4):
@@ -90,7 +92,7 @@ class Fit:
         for group in self._optimizer.param_groups:
             group["lr"] = self._options.learning_rate * self._options.rate(self._step, num_steps)
         self._optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(lesson)
+        loss = self._loss(lesson, torch.Generator().manual_seed(self._options.seed + self._step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(self._parameters.values()), 1.0)
         self._optimizer.step()
@@ -121,7 +123,10 @@ class Fit:
                 )
             for name, parameter in self._parameters.items():
                 parameter.data.copy_(file.get_tensor(f"weight.{name}"))
-                moments = ("exp_avg", "exp_avg_sq", "step")
-                self._optimizer.state[parameter] = {m: file.get_tensor(f"{m}.{name}") for m in moments}
+                moments = {moment: file.get_tensor(f"{moment}.{name}") for moment in ("exp_avg", "exp_avg_sq")}
+                self._optimizer.state[parameter] = {
+                    **{moment: value.to(parameter.device) for moment, value in moments.items()},
+                    "step": file.get_tensor(f"step.{name}"),
+                }
         self._step = int(found["step"])
         say(f"going on at step {self._step}/{num_steps}")

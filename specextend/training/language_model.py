@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specextend.drafters.eagle_config import VOCABULARY, WEIGHTS_FILE
+from specextend.drafters.reduced import FILE
 from specextend.training.recording import Recording
 
 HEAD_DIM = 64
@@ -37,6 +39,8 @@ class LanguageModelOptions:
     """Tokens of a window, at most; what the model is trained on and its `max_position_embeddings`."""
 
     def __post_init__(self) -> None:
+        if min(self.hidden_size, self.num_layers, self.intermediate_size, self.num_kv_heads, self.positions) < 1:
+            raise ValueError("the sizes of a standalone LM must be 1 or more")
         if self.hidden_size % (HEAD_DIM * self.num_kv_heads):
             raise ValueError(f"hidden_size must be a multiple of {HEAD_DIM} x num_kv_heads, got {self.hidden_size}")
 
@@ -104,8 +108,8 @@ def recorded_windows(recording: Recording, rows: Tensor, size: int, seed: int) -
 
 def text_loss(model: Any, windows: Sequence[Window]) -> Tensor:
     """Cross-entropy of the next row, over windows of one length."""
-    rows = torch.stack([window.rows for window in windows])
-    with torch.autocast("cpu", torch.bfloat16):
+    rows = torch.stack([window.rows for window in windows]).to(model.device)
+    with torch.autocast(model.device.type, torch.bfloat16):
         logits = model(rows[:, :-1]).logits
         return cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
@@ -113,13 +117,28 @@ def text_loss(model: Any, windows: Sequence[Window]) -> Tensor:
 def distillation_loss(model: Any, window: Window, lm_head: Tensor) -> Tensor:
     """Soft cross-entropy against the target's distribution over the draft's tokens; lm_head [R, C]."""
     assert window.hidden is not None
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(window.rows[None]).logits[0, :, :-1].float()
-        wanted = linear(window.hidden.to(lm_head.dtype), lm_head).float().softmax(-1)
-        return (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
+    logits = _logits(model, window)
+    wanted = linear(window.hidden.to(lm_head), lm_head).float().softmax(-1)
+    return (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
+
+
+def right_choices(model: Any, window: Window, lm_head: Tensor, vocabulary: Tensor) -> Tensor:
+    """[T] bool: where model and target have the same first choice; lm_head [tokens, C], vocabulary [R]."""
+    assert window.hidden is not None
+    wanted = linear(window.hidden.to(lm_head), lm_head).argmax(-1)
+    return vocabulary.to(wanted.device)[_logits(model, window).argmax(-1)] == wanted
+
+
+def _logits(model: Any, window: Window) -> Tensor:
+    """[T, R] fp32, without the row of all other tokens."""
+    with torch.autocast(model.device.type, torch.bfloat16):
+        return model(window.rows[None].to(model.device)).logits[0, :, :-1].float()
 
 
 def save_language_model(model: Any, vocabulary: Tensor, folder: Path) -> None:
     """A folder that `draft.kind: model` reads, in bfloat16."""
-    model.to(torch.bfloat16).save_pretrained(folder)
-    save_file({"draft_token_ids": vocabulary.contiguous()}, folder / "draft_vocabulary.safetensors")
+    state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(state, folder / WEIGHTS_FILE, {"format": "pt"})
+    save_file({VOCABULARY: vocabulary.contiguous()}, folder / FILE)
+    model.config.architectures, model.config.dtype = [type(model).__name__], "bfloat16"
+    model.config.save_pretrained(folder)

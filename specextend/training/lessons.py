@@ -1,4 +1,4 @@
-"""Lessons for an EAGLE head, its loss on them, and how often it agrees with the target.
+"""Lessons for a head, its loss on them, and how often it agrees with the target.
 
 Shapes: `S` slots, `Q` asked, `C` hidden size, `V` draft vocabulary.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from specextend.training.eagle import EagleHead
+from specextend.training.chain import Head, chain
 from specextend.training.recording import Recording
 from specextend.training.slots import Slots, lay_out
 
@@ -24,7 +24,7 @@ PROMPT_SLOTS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class EagleLesson:
+class HeadLesson:
     """A recording's slots and what the loss needs of the target."""
 
     slots: Slots
@@ -32,45 +32,45 @@ class EagleLesson:
     """[S] fp32: the target's probability of the draft vocabulary"""
 
 
-def make_lesson(recording: Recording, lm_head: Tensor, vocabulary: Tensor | None) -> EagleLesson:
-    """`lm_head` [tokens, C]; `vocabulary` [V] token ids, None for all."""
-    slots = lay_out(recording)
-    if vocabulary is None:
-        return EagleLesson(slots, torch.ones(len(slots.labels)))
+def make_lesson(recording: Recording, lm_head: Tensor, vocabulary: Tensor) -> HeadLesson:
+    """`lm_head` [tokens, C]; `vocabulary` [V] token ids."""
+    slots, vocabulary = lay_out(recording), vocabulary.to(lm_head.device)
     shares = []
     for labels in slots.labels.split(256):
-        logits = linear(labels.to(lm_head.dtype), lm_head).float()
-        shares.append((logits[:, vocabulary].logsumexp(1) - logits.logsumexp(1)).exp())
-    return EagleLesson(slots, torch.cat(shares))
+        logits = linear(labels.to(lm_head), lm_head).float()
+        shares.append((logits[:, vocabulary].logsumexp(1) - logits.logsumexp(1)).exp().cpu())
+    return HeadLesson(slots, torch.cat(shares))
 
 
-def eagle_loss(head: EagleHead, lesson: EagleLesson) -> Tensor:
+def head_loss(head: Head, lesson: HeadLesson, generator: torch.Generator) -> Tensor:
     """Soft cross-entropy against the target over the draft vocabulary: mean over slots, summed over chain steps.
 
     A slot counts by the share of the target's probability that the vocabulary holds.
     """
-    slots, shares = lesson.slots.to(head.device), lesson.shares.to(head.device)
-    asked = _asked(slots)
-    total = torch.zeros((), device=head.device)
-    with torch.autocast(head.device.type, torch.bfloat16):
-        for step, (logits, at) in enumerate(head.chain(slots, asked, len(STEP_WEIGHTS))):
+    rows = head.target_rows
+    slots, shares = lesson.slots.to(rows.device), lesson.shares.to(rows.device)
+    asked = _asked(slots, generator)
+    total = torch.zeros((), device=rows.device)
+    with torch.autocast(rows.device.type, torch.bfloat16):
+        for step, (hidden, at) in enumerate(chain(head, slots, asked, len(STEP_WEIGHTS))):
             weights = shares[at] * slots.follow(asked, step)
-            wanted = linear(slots.labels[at].to(head.lm_head.dtype), head.lm_head).float().softmax(-1)
-            losses = logits.float().logsumexp(-1) - (wanted * logits.float()).sum(-1)
+            wanted = linear(slots.labels[at].to(rows.dtype), rows).float().softmax(-1)
+            logits = head.logits(hidden).float()
+            losses = logits.logsumexp(-1) - (wanted * logits).sum(-1)
             total = total + STEP_WEIGHTS[step] * (losses * weights).sum() / weights.sum()
     return total
 
 
-def _asked(slots: Slots) -> Tensor:
+def _asked(slots: Slots, generator: torch.Generator) -> Tensor:
     """All slots of the answers and some of the prompt's, at random."""
     num_prompt = int((slots.groups == 0).sum())
-    some = torch.randperm(num_prompt)[:PROMPT_SLOTS].sort().values
+    some = torch.randperm(num_prompt, generator=generator)[:PROMPT_SLOTS].sort().values
     return torch.cat([some, torch.arange(num_prompt, len(slots.groups))]).to(slots.groups.device)
 
 
 @torch.inference_mode()
 def agreement(
-    head: EagleHead, lessons: Sequence[EagleLesson], kinds: Sequence[str], lm_head: Tensor
+    head: Head, lessons: Sequence[HeadLesson], kinds: Sequence[str], lm_head: Tensor
 ) -> dict[str, list[float]]:
     """By kind of text, the share of tokens at which head and target have the same first choice, a step each.
 
@@ -80,7 +80,7 @@ def agreement(
     same: Counter[tuple[str, int]] = Counter()
     count: Counter[tuple[str, int]] = Counter()
     for lesson in lessons:
-        for step, groups, right in _judged(head, lesson.slots.to(head.device), lm_head):
+        for step, groups, right in _judged(head, lesson.slots.to(lm_head.device), lm_head):
             for group in groups.unique().tolist():
                 same[kinds[group], step] += int(right[groups == group].sum())
                 count[kinds[group], step] += int((groups == group).sum())
@@ -88,11 +88,11 @@ def agreement(
     return {name: [same[name, step] / max(1, count[name, step]) for step in steps] for name in dict.fromkeys(kinds)}
 
 
-def _judged(head: EagleHead, slots: Slots, lm_head: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _judged(head: Head, slots: Slots, lm_head: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Step, groups [n] and whether the choices are the same [n], of the slots asked whose chain holds."""
-    asked = _asked(slots)
-    with torch.autocast(head.device.type, torch.bfloat16):
-        for step, (logits, at) in enumerate(head.chain(slots, asked, len(STEP_WEIGHTS))):
+    asked = _asked(slots, torch.Generator().manual_seed(0))
+    with torch.autocast(lm_head.device.type, torch.bfloat16):
+        for step, (hidden, at) in enumerate(chain(head, slots, asked, len(STEP_WEIGHTS))):
             wanted = linear(slots.labels[at].to(lm_head.dtype), lm_head).argmax(-1)
             held = slots.follow(asked, step)
-            yield step, slots.groups[asked][held], (head.token_ids(logits.argmax(-1)) == wanted)[held]
+            yield step, slots.groups[asked][held], (head.vocabulary[head.logits(hidden).argmax(-1)] == wanted)[held]

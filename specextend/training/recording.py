@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,6 +30,10 @@ class SummaryOptions:
     """Summaries of a sample; the first is greedy, the others are sampled."""
     max_new_tokens: int = 112
     temperature: float = 0.7
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.max_new_tokens < 1 or self.temperature <= 0:
+            raise ValueError("summaries must be 1 or more, of 1 token or more, at a temperature above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,59 +79,85 @@ class Recording:
         return Recording(span("prompt"), [span(f"answer{i}") for i in range(count)])
 
 
+def count_tokens(path: Path) -> int:
+    """Tokens of a saved recording; reads no tensor."""
+    with safe_open(path, "pt") as file:
+        names = [name for name in file.keys() if name.endswith(".token_ids")]  # noqa: SIM118  it is no dict
+        return sum(file.get_slice(name).get_shape()[0] for name in names)
+
+
 class Recorder:
     """Runs samples through the target, whose cache must hold `rows_needed` rows."""
 
-    def __init__(self, target: CachedModel, eos_token_ids: frozenset[int], options: SummaryOptions) -> None:
-        self._target, self._eos_token_ids, self._options = target, eos_token_ids, options
+    def __init__(
+        self,
+        target: CachedModel,
+        eos_token_ids: frozenset[int],
+        options: SummaryOptions,
+        layers: tuple[int, ...] = (),
+    ) -> None:
+        """`layers`: whose outputs are the features, ascending; none: the last hidden state is."""
+        self._target, self._eos_token_ids, self._options, self._layers = target, eos_token_ids, options, layers
 
     @torch.inference_mode()
-    def record(self, sample: Sample) -> Recording:
-        """The prompt, the answers given and the target's own summaries."""
-        prompt_ids = torch.tensor(sample.prompt_token_ids)
-        prompt = self._read(prompt_ids, 0)
-        answers = [self._read(torch.tensor(answer), len(prompt_ids)) for answer in sample.answers]
-        return Recording(prompt, [*answers, *self._summaries(prompt)])
+    def record(self, sample: Sample, seed: int) -> Recording:
+        """The prompt, the answers given and the target's own summaries, which `seed` decides."""
+        length = len(sample.prompt_token_ids)
+        prompt = self.read(torch.tensor(sample.prompt_token_ids), 0)
+        answers = [self.read(torch.tensor(answer), length) for answer in sample.answers]
+        generator = torch.Generator(self._target.device).manual_seed(seed)
+        return Recording(prompt, [*answers, *self._summaries(prompt, generator)])
 
-    def _read(self, token_ids: Tensor, first: int) -> Span:
-        """Run tokens that stand at `first` and up."""
-        hidden = []
+    @torch.inference_mode()
+    def read(self, token_ids: Tensor, first: int) -> Span:
+        """Run tokens [T] that stand at `first` and up, behind what was run before them."""
+        states = []
         for chunk in token_ids.split(CHUNK):
             plan = AttentionPlan([0], [first + len(chunk)], len(chunk))
-            positions = torch.arange(first, first + len(chunk))
-            hidden.append(self._target.forward(chunk[None], positions[None], plan)[0].cpu())
+            states.append(self._forward(chunk[None], torch.arange(first, first + len(chunk))[None], plan))
             first += len(chunk)
-        states = torch.cat(hidden)
-        return Span(token_ids, states, states)
+        return self._span(token_ids, *(torch.cat(part, 1)[0] for part in zip(*states, strict=True)))
 
-    def _summaries(self, prompt: Span) -> list[Span]:
+    def _forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        """Features [B, T, F] and last hidden states [B, T, C] of token_ids [B, T]."""
+        token_ids, positions = token_ids.to(self._target.device), positions.to(self._target.device)
+        hidden, features = self._target.forward_with_features(token_ids, positions, plan, self._layers)
+        return features, hidden
+
+    def _span(self, token_ids: Tensor, features: Tensor, hidden: Tensor) -> Span:
+        """On the CPU, and without a second copy where the features are the hidden states."""
+        last_hidden = hidden.to("cpu", copy=True)
+        return Span(token_ids.cpu(), features.to("cpu", copy=True) if self._layers else last_hidden, last_hidden)
+
+    def _summaries(self, prompt: Span, generator: torch.Generator) -> list[Span]:
         """[B] continuations of the prompt, decoded together, each cut behind its end."""
         count, length = self._options.count, len(prompt.token_ids)
         starts = [aligned(length + self._options.max_new_tokens + 1) * b for b in range(count)]
         for stored in (self._target.cache.keys, self._target.cache.values):
             for start in starts[1:]:
                 stored[:, start : start + length] = stored[:, :length]
-        chosen = self._choose(prompt.last_hidden[-1:].expand(count, -1))
-        token_ids, hidden = [], []
+        chosen = self._choose(prompt.last_hidden[-1:].to(self._target.device).expand(count, -1), generator)
+        steps = []
         for step in range(self._options.max_new_tokens):
             plan = AttentionPlan(starts, [length + step + 1] * count, 1)
-            states = self._target.forward(chosen[:, None], torch.full((count, 1), length + step), plan)[:, 0]
-            token_ids.append(chosen)
-            hidden.append(states)
-            chosen = self._choose(states)
-        return [self._cut(torch.stack(token_ids, 1)[b], torch.stack(hidden, 1)[b]) for b in range(count)]
+            features, hidden = self._forward(chosen[:, None], torch.full((count, 1), length + step), plan)
+            steps.append((chosen[:, None], features, hidden))
+            chosen = self._choose(hidden[:, 0], generator)
+        columns = [torch.cat(column, 1) for column in zip(*steps, strict=True)]
+        return [self._cut(*(column[b] for column in columns)) for b in range(count)]
 
-    def _choose(self, hidden: Tensor) -> Tensor:
+    def _choose(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
         """[B] next tokens: greedy for the first sequence, sampled for the others."""
         logits = self._target.logits(hidden).float()
-        sampled = (logits / self._options.temperature).softmax(-1).multinomial(1)[:, 0]
+        sampled = (logits / self._options.temperature).softmax(-1).multinomial(1, generator=generator)[:, 0]
         sampled[0] = logits[0].argmax()
         return sampled
 
-    def _cut(self, token_ids: Tensor, hidden: Tensor) -> Span:
+    def _cut(self, token_ids: Tensor, features: Tensor, hidden: Tensor) -> Span:
+        """Up to the first token that ends an output, that one included."""
         ends = [i for i, token_id in enumerate(token_ids.tolist()) if token_id in self._eos_token_ids]
         size = ends[0] + 1 if ends else len(token_ids)
-        return Span(token_ids[:size].clone(), hidden[:size].clone(), hidden[:size].clone())
+        return self._span(token_ids[:size].clone(), features[:size], hidden[:size])
 
 
 def rows_needed(num_prompt_tokens: int, options: SummaryOptions) -> int:

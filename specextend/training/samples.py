@@ -26,6 +26,8 @@ FACTS = (
     "{name} is registered under {code}.",
     "The file of {name} carries the number {code}.",
 )
+SENTENCE_TOKENS = 64
+"""Tokens of one of these sentences, at most."""
 _SYLLABLES = ("bar", "del", "fen", "gor", "hal", "jin", "kes", "lom", "mar", "nis", "pol", "ras", "sun", "tor", "vek")
 
 
@@ -50,6 +52,8 @@ class SampleOptions:
             raise ValueError(
                 f"pieces of {self.min_tokens} to {self.max_tokens} tokens do not go with quotes of {self.max_quote}"
             )
+        if self.num_quotes < 0 or self.num_facts < 0:
+            raise ValueError("num_quotes and num_facts must be 0 or more")
         if not 1 <= self.min_quote <= self.max_quote:
             raise ValueError(f"quotes of {self.min_quote} to {self.max_quote} tokens cannot be")
 
@@ -60,28 +64,44 @@ class Sample:
 
     prompt_token_ids: list[int]
     answers: list[list[int]]
+    """The quotes, then the facts where there are any."""
 
 
 class SampleMaker:
     """Makes samples of documents, the same ones for the same seed."""
 
-    def __init__(self, tokenizer: Any, prompts: Prompts, options: SampleOptions) -> None:
-        self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
+    def __init__(self, tokenizer: Any, prompts: Prompts, options: SampleOptions, max_summary_tokens: int) -> None:
+        """Raises ValueError where the target has no room for the shortest piece and what follows it.
 
-    def make(self, text: str, number: int) -> Sample | None:
-        """The sample of one document, from a random piece of it; None where it has too little text."""
+        `max_summary_tokens`: what the target itself will add, at most. Raises DocumentError as `Prompts.room` does.
+        """
+        self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
+        facts = SENTENCE_TOKENS * options.num_facts
+        self._answer_tokens = max(max_summary_tokens, options.max_quote + SENTENCE_TOKENS, facts)
+        room = prompts.room(self._answer_tokens) - facts - SENTENCE_TOKENS
+        if room < options.min_tokens:
+            raise ValueError(
+                f"the target has room for pieces of {max(0, room)} tokens, fewer than the {options.min_tokens} of the "
+                "shortest one"
+            )
+        self._most = min(options.max_tokens, room)
+
+    def fits(self, text: str) -> bool:
+        """Whether a document is long enough."""
+        return len(self._prompts.encode_document(text)) >= self._options.min_tokens
+
+    def make(self, text: str, number: int) -> Sample:
+        """The sample of a document that `fits`, from a random piece of it."""
         random = Random(f"{self._options.seed}/{number}")
         token_ids = self._prompts.encode_document(text)
-        if len(token_ids) < self._options.min_tokens:
-            return None
-        most = min(self._options.max_tokens, len(token_ids))
+        most = min(self._most, len(token_ids))
         # Short pieces are as frequent as long ones on a logarithmic scale.
         size = min(most, round(self._options.min_tokens * (most / self._options.min_tokens) ** random.random()))
         first = random.randrange(len(token_ids) - size + 1)
         piece = token_ids[first : first + size]
         names, sentences = self._facts(random)
         hidden = self._hide(piece, sentences, random)
-        prompt = self._prompts.render(self._tokenizer.decode(hidden), 1)
+        prompt = self._prompts.render(self._tokenizer.decode(hidden), self._answer_tokens)
         return Sample(prompt.token_ids, [*self._quotes(piece, random), *([self._encode(names)] if names else [])])
 
     def _facts(self, random: Random) -> tuple[str, list[str]]:

@@ -8,42 +8,55 @@ Shapes: `S` slots, `Q` of them asked, `F` features, `C` hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from specextend.drafters.network import HISTORY
 from specextend.training.recording import Recording, Span
 
-HISTORY = 3
-"""Tokens before a slot's own that it knows."""
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The tokens around some slots, and where they stand."""
+
+    token_ids: Tensor
+    """[S] int64: token i + 1"""
+    history: Tensor
+    """[S, 3] int64: tokens i, i - 1, i - 2; the first token stands for what is before it"""
+    positions: Tensor
+    """[S] int64: i"""
+
+    def at(self, slots: Tensor) -> Places:
+        """Those of `slots` [n]."""
+        return Places(self.token_ids[slots], self.history[slots], self.positions[slots])
+
+    def to(self, device: torch.device) -> Places:
+        """The same on `device`."""
+        return Places(self.token_ids.to(device), self.history.to(device), self.positions.to(device))
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
     """All slots of a recording."""
 
-    token_ids: Tensor
-    """[S] int64: token i + 1"""
-    history: Tensor
-    """[S, 3] int64: tokens i, i - 1, i - 2; the first token stands for what is before it"""
+    places: Places
     hidden: Tensor
     """[S, F] at i"""
     labels: Tensor
     """[S, C] last hidden state at i + 1"""
-    positions: Tensor
-    """[S] int64: i"""
     groups: Tensor
     """[S] int64: 0 for the prompt, 1 and up for the answers; each is contiguous"""
 
     def to(self, device: torch.device) -> Slots:
         """The same on `device`."""
-        return replace(self, **{spec.name: getattr(self, spec.name).to(device) for spec in fields(self)})
+        return Slots(self.places.to(device), *(x.to(device) for x in (self.hidden, self.labels, self.groups)))
 
     def visible(self, asked: Tensor) -> Tensor:
         """[Q, S] bool: a slot sees the prompt's and its own answer's slots up to itself."""
         own = self.groups[asked][:, None]
-        before = self.positions[None] <= self.positions[asked][:, None]
+        before = self.places.positions[None] <= self.places.positions[asked][:, None]
         return before & ((self.groups[None] == 0) | (self.groups[None] == own))
 
     def follow(self, asked: Tensor, steps: int) -> Tensor:
@@ -58,7 +71,7 @@ def lay_out(recording: Recording) -> Slots:
     groups = [torch.full_like(part[0], number) for number, part in enumerate(parts)]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     token_ids, history, hidden, labels, positions = columns
-    return Slots(token_ids, history, hidden, labels, positions, torch.cat(groups))
+    return Slots(Places(token_ids, history, positions), hidden, labels, torch.cat(groups))
 
 
 def _prompt(prompt: Span) -> tuple[Tensor, ...]:

@@ -1,0 +1,98 @@
+"""A target that reads bytes, so that texts come back from its tokens as they were, and documents for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specextend.config import RunConfig
+from specextend.data.documents import open_source
+from specextend.data.inputs import InputOptions
+from specextend.training.distil import distil
+from specextend.training.fit import FitOptions
+from specextend.training.language_model import LanguageModelOptions
+from specextend.training.options import TrainedKind, TrainOptions
+from specextend.training.recording import Recording, Span, SummaryOptions
+from specextend.training.samples import SampleOptions
+from tests.tiny_models import FAMILIES, SECTIONS, tiny_model
+
+WORDS = ("river", "report", "county", "bridge", "water", "budget", "council", "annual", "road", "storm", "repair")
+END = "<end>"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, and one that ends texts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([END, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+def document(number: int, num_words: int = 60) -> str:
+    return " ".join(Random(number).choices(WORDS, k=num_words))
+
+
+def write_texts(path: Path, texts: list[str]) -> Path:
+    pq.write_table(pa.table({"text": texts}), path)
+    return path
+
+
+OPTIONS = TrainOptions(
+    num_samples=6,
+    vocabulary=18,
+    sample=SampleOptions(min_tokens=128, max_tokens=192, num_quotes=2, min_quote=12, max_quote=24, num_facts=1),
+    summary=SummaryOptions(count=2, max_new_tokens=6),
+    fit=FitOptions(passes=4, learning_rate=2e-3),
+    language_model=LanguageModelOptions(
+        hidden_size=64, num_layers=1, intermediate_size=64, num_kv_heads=1, positions=96
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A target and some text."""
+
+    target: str
+    text: Path
+
+    def config(self, **sections: Any) -> RunConfig:
+        values = {name: dict(section) for name, section in SECTIONS.items()}
+        values["target"] = {"model": self.target, "dtype": "float32", "device": "cpu"}
+        values["draft"] = {"kind": "ngram"}
+        return RunConfig.from_values(values | sections)
+
+    def train(self, output: Path, kind: TrainedKind, say: Any = lambda line: None, **changes: Any) -> dict[str, Any]:
+        options = replace(OPTIONS, kind=kind, **changes)
+        return distil(self.config(), open_source(InputOptions(path=str(self.text))), options, output, say)
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory) -> Workshop:
+    folder = tmp_path_factory.mktemp("training")
+    tokenizer = byte_tokenizer()
+    tiny_model(FAMILIES["llama-tied-llama3"], 0, len(tokenizer)).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    return Workshop(str(folder / "target"), write_texts(folder / "texts.parquet", [document(i) for i in range(8)]))
+
+
+def made_up_recording(vocab_size: int, hidden_size: int, num_features: int, seed: int = 0) -> Recording:
+    """A prompt of 24 tokens and two answers, with states that no target has made."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def span(length: int) -> Span:
+        token_ids = torch.randint(vocab_size, (length,), generator=generator)
+        features, hidden = (torch.randn(length, n, generator=generator) for n in (num_features, hidden_size))
+        return Span(token_ids, hidden if num_features == hidden_size else features, hidden)
+
+    return Recording(span(24), [span(7), span(9)])

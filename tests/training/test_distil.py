@@ -1,0 +1,154 @@
+"""Whole trainings on a random target: what is learned means nothing, that it can be used and gone on with does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from specextend.drafters.eagle_config import load_eagle_config
+from specextend.drafters.formats import read_head
+from specextend.drafters.options import DraftKind
+from specextend.loading import load_engine
+from specextend.training.options import TrainedKind, TrainOptions
+from tests.tiny_models import random_prompt, request
+from tests.training.conftest import OPTIONS, Workshop
+
+KINDS: dict[TrainedKind, DraftKind] = {"eagle": "eagle", "eagle3": "eagle", "model": "model"}
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def drafts(workshop: Workshop, tmp_path_factory) -> dict[str, Path]:
+    """A trained draft of each kind, and what its training said in `said.txt`."""
+    folders = {}
+    for kind in KINDS:
+        folders[kind], said = tmp_path_factory.mktemp("drafts") / kind, []
+        figures = workshop.train(folders[kind], kind, said.append)
+        assert figures["recordings"] == 5
+        assert figures["held_out"] == 1
+        (folders[kind] / "said.txt").write_text("\n".join(said))
+    return folders
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_draft_is_loaded_and_lossless(workshop, drafts, kind):
+    """A draft that cannot be run has been trained for nothing; one that changes the text must not exist."""
+    requests = [request(str(length), random_prompt(length, vocab_size=257), 16) for length in (40, 150)]
+    plain = load_engine(workshop.config(decoding={"mode": "autoregressive", "cache_gib": 0.05}))
+    drafted = load_engine(workshop.config(draft={"kind": KINDS[kind], "model": str(drafts[kind])}))
+    expected, found = ({c.request_id: c.token_ids for c in engine.generate(requests)} for engine in (plain, drafted))
+    assert found == expected
+    assert all(len(token_ids) > 4 for token_ids in found.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls(drafts, kind):
+    """On any target there is something to learn, if only which tokens are frequent."""
+    said = (drafts[kind] / "said.txt").read_text()
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
+    assert len(losses) >= 4
+    assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_card_says_what_the_draft_has_read(workshop, drafts, kind):
+    """It ships with the draft, and nobody else can tell."""
+    card = (drafts[kind] / "README.md").read_text()
+    assert card.startswith(f"# {kind}\n")
+    assert "A draft for target" in card
+    assert "| `texts.parquet` | 8 |" in card
+    assert f'"kind": "{kind}"' in card
+    assert re.search(r"\| summaries \| 0\.\d{3}", card)
+
+
+def test_the_formats_are_those_that_their_readers_expect(drafts):
+    """The copy heads, the three layers, and the vocabulary that was asked for."""
+    ours, published = load_eagle_config(drafts["eagle"]), read_head(drafts["eagle3"])
+    assert (ours.copy_heads, ours.draft_vocab_size) == (2, 18)
+    assert (published.format, published.hidden_layers(3), published.draft_vocab_size) == ("EAGLE-3", (0, 1, 2), 18)
+
+
+def test_a_training_goes_on_with_the_recordings_it_has(workshop, drafts, tmp_path):
+    """Recordings are most of the work: those that are there are not made again."""
+    folder = tmp_path / "eagle"
+    shutil.copytree(drafts["eagle"], folder)
+    recordings = sorted((folder / "work" / "recordings").iterdir())
+    before = {path: path.stat().st_mtime_ns for path in recordings[1:]}
+    expected = recordings[0].read_bytes(), weights_of(folder)
+    recordings[0].unlink()
+    (folder / "work" / "checkpoint.safetensors").unlink()
+    workshop.train(folder, "eagle")
+    assert {path: path.stat().st_mtime_ns for path in recordings[1:]} == before
+    assert (recordings[0].read_bytes(), weights_of(folder)) == expected
+
+
+def test_an_interruption_changes_nothing(workshop, drafts, tmp_path):
+    """Stopped while recording and stopped while learning, it ends in the very same file."""
+    for line in ("recording 3/6", "step 2/"):
+
+        def interrupt(said: str, line: str = line) -> None:
+            if said.startswith(line):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            workshop.train(tmp_path / "parts", "eagle", interrupt)
+    workshop.train(tmp_path / "parts", "eagle")
+    assert weights_of(tmp_path / "parts") == weights_of(drafts["eagle"])
+
+
+def test_a_folder_of_another_training_is_refused(workshop, drafts):
+    """Its recordings are of other prompts."""
+    with pytest.raises(ValueError, match=r"settings\.json is of a training with other settings; name another output"):
+        workshop.train(drafts["eagle"], "eagle", num_samples=7)
+
+
+def test_a_head_can_go_on_from_another(workshop, drafts, tmp_path):
+    """It keeps its vocabulary and gains copy heads; with no pass to speak of it still is the head it was."""
+    plain = tmp_path / "plain"
+    workshop.train(plain, "eagle", copy_heads=0)
+    fit = replace(OPTIONS.fit, passes=1, learning_rate=1e-9)
+    workshop.train(tmp_path / "on", "eagle", start_from=str(plain), copy_heads=1, fit=fit)
+    before, after = (load_file(folder / "model.safetensors") for folder in (plain, tmp_path / "on"))
+    assert load_eagle_config(plain).copy_heads is None
+    assert load_eagle_config(tmp_path / "on").copy_heads == 1
+    assert set(after) - set(before) == {f"copy.{name}_proj.weight" for name in "qkv"}
+    assert all((after[name] == before[name]).all() for name in set(before) - {"layer.self_attn.o_proj.weight"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocabulary": 200}, "a vocabulary of 200 needs more text: it has"),
+        ({"sample": replace(OPTIONS.sample, min_tokens=600, max_tokens=700)}, "0 of 8 texts have the 600 tokens"),
+        ({"sample": replace(OPTIONS.sample, min_tokens=2000, max_tokens=2000)}, "fewer than the 2000 of the shortest"),
+        ({"start_from": "nowhere"}, "EAGLE draft nowhere has no config.json"),
+    ],
+)
+def test_what_cannot_be_trained_leaves_no_trace(workshop, tmp_path, changes, message):
+    """A folder that is claimed by a mistake would refuse the corrected command."""
+    with pytest.raises(ValueError, match=message):
+        workshop.train(tmp_path / "draft", "eagle", **changes)
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "medusa"}, "kind must be one of eagle, eagle3, model, got 'medusa'"),
+        ({"kind": "model", "start_from": "x"}, "start_from goes with kind eagle only"),
+        ({"num_samples": 1}, "num_samples must be at least 2, got 1"),
+        ({"copy_heads": -1}, "copy_heads must be at least 0, got -1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(values, message):
+    """By the options themselves."""
+    with pytest.raises(ValueError, match=message):
+        TrainOptions(**values)

@@ -1,0 +1,75 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specextend.training.fit import CHECKPOINT, Fit, FitOptions
+
+OPTIONS = FitOptions(passes=3, learning_rate=1e-2, checkpoint_every_s=0)
+
+
+class Learner:
+    """A linear layer that learns sums of noisy numbers, and may be interrupted after some steps."""
+
+    def __init__(self, folder: Path, options: FitOptions = OPTIONS, num_steps: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.layer, self.taken, self._num_steps = nn.Linear(4, 1), 0, num_steps
+        self.said: list[str] = []
+        self._fit = Fit(self.layer, self._loss, options, folder)
+
+    def run(self) -> list[Tensor]:
+        lessons = [torch.randn(4, generator=torch.Generator().manual_seed(n)) for n in range(5)]
+        self._fit.run(lessons, self.said.append)
+        return [parameter.detach().clone() for parameter in self.layer.parameters()]
+
+    def _loss(self, lesson: Tensor, chance: torch.Generator) -> Tensor:
+        if self.taken == self._num_steps:
+            raise KeyboardInterrupt
+        self.taken += 1
+        noisy = lesson + 0.1 * torch.randn(4, generator=chance)
+        return (self.layer(noisy) - lesson.sum()).square().sum()
+
+
+def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path):
+    """To the bit: the order, what is drawn by chance, the learning rate and the optimizer's memory all go on."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    expected = Learner(whole).run()
+    for num_steps in (4, 5):
+        with pytest.raises(KeyboardInterrupt):
+            Learner(parts, num_steps=num_steps).run()
+    last = Learner(parts)
+    found = last.run()
+    assert last.said[0] == "going on at step 9/15"
+    assert last.taken == 6
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_finished_training_is_not_done_again(tmp_path):
+    """Its checkpoint is the result."""
+    expected = Learner(tmp_path).run()
+    again = Learner(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(again.run(), expected, strict=True))
+    assert again.taken == 0
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path):
+    """Rather than going on with half of a cosine that was meant for something else."""
+    Learner(tmp_path).run()
+    with pytest.raises(ValueError, match=f"{CHECKPOINT} is of another training"):
+        Learner(tmp_path, FitOptions(passes=4)).run()
+
+
+def test_the_rate_rises_and_falls():
+    """From nothing to all of it in the warm-up, then down to a twentieth."""
+    rates = [FitOptions(warm_up=0.1).rate(step, 100) for step in range(100)]
+    assert rates[9] == 1 == max(rates)
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.05, abs=0.001)

@@ -1,0 +1,123 @@
+"""What is trained must be what runs: the trainable heads against the networks that draft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specextend.attention import reference
+from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.plan import AttentionPlan
+from specextend.decoding.model import CachedModel
+from specextend.drafters.eagle import EagleNetwork
+from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
+from specextend.drafters.formats import PublishedHead, read_head
+from specextend.drafters.network import DraftNetwork
+from specextend.drafters.published import PublishedNetwork
+from specextend.models import load_causal_lm, rope_frequencies
+from specextend.training.chain import Head, chain
+from specextend.training.eagle import EagleHead
+from specextend.training.eagle3 import FusedHead, save_fused
+from specextend.training.slots import Slots, lay_out
+from tests.tiny_models import FAMILIES, VOCABULARY, tiny_model, write_eagle, write_model
+from tests.training.conftest import made_up_recording
+
+HIDDEN = 48
+
+
+def load_tiny(folder) -> CachedModel:
+    model = tiny_model(FAMILIES["llama"], 0)
+    return CachedModel(
+        load_causal_lm(write_model(model, folder), None, "float32", "cpu", IMPLEMENTATION), reference.attend, 64
+    )
+
+
+def drafted(network: DraftNetwork, slots: Slots, group: int) -> Tensor:
+    """[2, C]: what the network gives for the last slot but one of an answer, and behind it from its own output."""
+    prompt, own = (slots.groups == 0).nonzero()[:, 0], (slots.groups == group).nonzero()[:, 0]
+    num_read = len(prompt) + 1
+    assert network.cache.admit(0, 64, 64)
+    token_ids = torch.cat([slots.places.history[:1, 0], slots.places.token_ids[prompt]])
+    network.prefill(0, token_ids, slots.hidden[torch.cat([prompt, own[:1]])])
+    network.cache.select(0, torch.arange(num_read - 1))
+
+    def run(which: Tensor, hidden: Tensor) -> Tensor:
+        places, first, count = slots.places.at(which), network.cache.visible(0), len(which)
+        plan = AttentionPlan([network.cache.start(0)], [first + count], count)
+        positions = torch.arange(first, first + count)[None]
+        output = network.forward(places.token_ids[None], hidden[None], positions, plan, places.history[None])
+        network.cache.append([0], [count])
+        return output[0, -1:]
+
+    first = run(own[:-1], slots.hidden[own[:-1]])
+    return torch.cat([first, run(own[-1:], first)])
+
+
+def trained(head: Head, slots: Slots, group: int) -> Tensor:
+    """The same of the trainable head."""
+    asked = (slots.groups == group).nonzero()[-2]
+    with torch.inference_mode():
+        return torch.cat([hidden for hidden, _ in chain(head, slots, asked, 2)])
+
+
+@pytest.mark.parametrize("copy_heads", [None, 2])
+def test_an_eagle_head_gives_what_its_network_gives(tmp_path, copy_heads):
+    """A head that is trained on another formula than it runs by is worth nothing, and nothing else would show it."""
+    target = load_tiny(tmp_path / "target")
+    folder = write_eagle(tmp_path / "head", target.model, VOCABULARY // 2, copy_heads)
+    config, weights = load_eagle_config(folder), load_file(f"{folder}/{WEIGHTS_FILE}")
+    embedding, lm_head = target.model.get_input_embeddings().weight, target.model.lm_head.weight
+    head = EagleHead(config, weights, embedding, lm_head)
+    slots = lay_out(made_up_recording(VOCABULARY, HIDDEN, HIDDEN))
+    for group in (1, 2):
+        network = EagleNetwork(config, weights, target, lm_head, 64)
+        expected, found = drafted(network, slots, group), trained(head, slots, group)
+        assert torch.allclose(found, expected, atol=1e-4)
+        assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)
+
+
+def fused_shape(folder, head_dim: int = 12) -> PublishedHead:
+    return PublishedHead(
+        folder=folder,
+        format="EAGLE-3",
+        fused=True,
+        vocab_size=VOCABULARY,
+        target_hidden_size=HIDDEN,
+        hidden_size=HIDDEN,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        intermediate_size=64,
+        norm_eps=1e-5,
+        rope={"rope_theta": 1e6},
+        draft_vocab_size=VOCABULARY // 3,
+        layers=(0, 1, 2),
+        norm_before_residual=False,
+        norm_before_fc=False,
+        layer_norms=False,
+        fusion_bias=False,
+    )
+
+
+def test_an_eagle3_head_gives_what_the_reader_of_its_file_gives(tmp_path):
+    """The file is written for other engines too: what is read back by the rules of the format must be the same head."""
+    torch.manual_seed(1)
+    target, shape = load_tiny(tmp_path / "target"), fused_shape(tmp_path)
+    random = {name: torch.randn(size) * 0.2 for name, size in shape.required().items() if name != "d2t"}
+    weights = {name: weight.bfloat16().float() for name, weight in random.items()}
+    vocabulary = torch.randperm(VOCABULARY)[: VOCABULARY // 3].sort().values
+    lm_head = target.model.lm_head.weight
+    head = FusedHead(shape, weights, vocabulary, target.model.get_input_embeddings().weight, lm_head)
+    save_fused(head, "tiny", 2048, tmp_path)
+    read = read_head(tmp_path)
+    assert read.hidden_layers(3) == shape.layers
+    slots = lay_out(made_up_recording(VOCABULARY, HIDDEN, 3 * HIDDEN))
+    for group in (1, 2):
+        rope = rope_frequencies(read.rope, read.head_dim, "head")
+        network = PublishedNetwork(read, target, lm_head, 64, rope, read.hidden_layers(3))
+        expected, found = drafted(network, slots, group), trained(head, slots, group)
+        assert torch.allclose(found, expected, atol=1e-4)
+        assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)
+        assert torch.equal(network.vocabulary, vocabulary)

@@ -1,0 +1,67 @@
+"""What drafts learn from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from specextend.data.prompts import PromptOptions, Prompts
+from specextend.training.samples import LEADS, SampleMaker, SampleOptions
+from tests.training.conftest import OPTIONS, byte_tokenizer, document
+
+OPTIONS_OF_SAMPLES = replace(OPTIONS.sample, num_quotes=4, num_facts=2)
+
+
+def maker(options: SampleOptions = OPTIONS_OF_SAMPLES, limit: int = 2048) -> SampleMaker:
+    tokenizer = byte_tokenizer()
+    return SampleMaker(tokenizer, Prompts(tokenizer, PromptOptions(), limit), options, 6)
+
+
+def test_a_seed_and_a_number_decide_a_sample():
+    """A training that goes on after an interruption must make the samples that it had made before."""
+    assert maker().make(document(0), 3) == maker().make(document(0), 3)
+    assert maker().make(document(0), 3) != maker().make(document(0), 4)
+    assert maker().make(document(0), 3) != maker(replace(OPTIONS_OF_SAMPLES, seed=1)).make(document(0), 3)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_quotes_stand_in_the_document_and_facts_in_the_prompt(number):
+    """An answer that nothing can be copied to teaches a draft not to copy."""
+    tokenizer, text = byte_tokenizer(), document(number)
+    sample = maker().make(text, number)
+    prompt = tokenizer.decode(sample.prompt_token_ids)
+    *quotes, facts = (tokenizer.decode(answer) for answer in sample.answers)
+    assert len(quotes) == 4
+    for quote in quotes:
+        lead = next(lead for lead in LEADS if quote.startswith(lead))
+        assert quote.endswith('"')
+        assert quote.removeprefix(lead)[:-1] in text
+    sentences = [f"{sentence.removesuffix('.')}." for sentence in facts.split(". ")]
+    assert len(sentences) == 2
+    assert all(sentence in prompt for sentence in sentences)
+
+
+def test_pieces_leave_room_in_the_context():
+    """A prompt that is cut in its middle has lost what its answers repeat."""
+    shorter = maker(replace(OPTIONS_OF_SAMPLES, max_tokens=2000), limit=600)
+    lengths = [len(shorter.make(document(n, 400), n).prompt_token_ids) for n in range(20)]
+    assert max(lengths) > 300
+    assert max(lengths) <= 600 - 128
+    with pytest.raises(ValueError, match="the target has room for pieces of 14 tokens, fewer than the 128"):
+        maker(limit=379)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_tokens": 100}, "pieces of 100 to 5120 tokens do not go with quotes of 96"),
+        ({"max_tokens": 1000}, "pieces of 1024 to 1000 tokens"),
+        ({"min_quote": 97}, "quotes of 97 to 96 tokens cannot be"),
+        ({"num_facts": -1}, "must be 0 or more"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(values, message):
+    """Before a target has read for an hour."""
+    with pytest.raises(ValueError, match=message):
+        SampleOptions(**values)
