@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from specextend.drafters.reduced import read_reduced
 from specextend.training.language_model import (
     LanguageModelOptions,
+    Window,
     new_language_model,
     recorded_windows,
     right_choices,
@@ -65,11 +66,15 @@ def test_a_choice_outside_the_vocabulary_is_never_right():
     """Agreement counts what the target really chooses, not the best of what the draft knows."""
     torch.manual_seed(0)
     model = new_language_model(OPTIONS.language_model, VOCABULARY, EMBEDDING, "tiny")
-    window = recorded_windows(made_up_recording(40, 48, 48), row_of_token(VOCABULARY, 40), 30, 0)[0]
-    lm_head = torch.zeros(40, 48)
-    chosen = torch.zeros(40, 48).index_fill(0, torch.tensor([2]), 1.0) * window.hidden.sum(1).sign()[0]
-    assert not right_choices(model, window, chosen, VOCABULARY)[window.hidden.sum(1).sign() > 0][0]
-    assert len(right_choices(model, window, lm_head, VOCABULARY)) == len(window.rows)
+    window = Window(torch.tensor([0, 3, 5, 2]), torch.ones(4, 48))
+
+    def right(token_id: int) -> int:
+        """Places at which the model agrees with a target that always chooses one token."""
+        lm_head = torch.zeros(40, 48).index_fill(0, torch.tensor([token_id]), 1.0)
+        return int(right_choices(model, window, lm_head, VOCABULARY).sum())
+
+    assert sum(right(token_id) for token_id in VOCABULARY.tolist()) == 4
+    assert right(2) == right(39) == 0
 
 
 @pytest.mark.parametrize("values", [{"num_layers": 0}, {"hidden_size": 0}, {"hidden_size": 96}])
