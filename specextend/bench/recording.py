@@ -124,8 +124,8 @@ class Recorder:
         return run.choices[-1]
 
     def _forward(self, run: _Run, token_ids: list[int]) -> Tensor:
-        """Hidden [T, C] of the next `token_ids` [T]."""
-        first = len(run.hidden)
+        """Hidden [T, C] of the next `token_ids` [T]. Of a prompt's chunk, the last position's queries are kept."""
+        first, keep = len(run.hidden), 1 if run.length == 0 else len(token_ids)
         for chunk in torch.tensor(token_ids, device=self._target.device).split(PREFILL_CHUNK):
             positions = torch.arange(run.length, run.length + len(chunk), device=chunk.device)
             run.length += len(chunk)
@@ -140,7 +140,7 @@ class Recorder:
             )
             run.hidden.append(hidden[0])
             run.outputs.append(outputs[0])
-            run.queries.append({layer: query[0] for layer, query in plan.queries.items()})
+            run.queries.append({layer: query[0, -keep:].clone() for layer, query in plan.queries.items()})
         return torch.cat(run.hidden[first:])
 
     def _choose(self, run: _Run, hidden: Tensor) -> None:
@@ -165,7 +165,7 @@ class Recorder:
             hidden=torch.cat(run.hidden),
             outputs=dict(zip(self._hidden_layers, outputs, strict=False)),
             queries={
-                layer: torch.cat([queries[layer] for queries in run.queries])[len(prompt) - 1 :]
+                layer: torch.cat([queries[layer] for queries in run.queries])[-len(run.choices) :]
                 for layer in self._scored_layers
             },
             keys={layer: self._target.cache.keys[layer, rows].clone() for layer in self._scored_layers},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from specextend.bench.attention_layers import layer_cells
 from specextend.bench.compare import BenchOptions, describe
 from specextend.bench.environment import use_configured_threads
 from specextend.bench.retrieval_figures import Replayed, cells
@@ -93,6 +94,7 @@ def retrieval(config: RunConfig, options: RetrievalOptions, say: Say) -> dict[st
         "lengths": sorted(options.lengths),
         "cells": cells(each for each in replayed if each.choice.study is None),
         "studies": cells(each for each in replayed if each.choice.study is not None),
+        "layers": layer_cells(study.views),
         "documents": study.documents,
     }
 
@@ -118,6 +120,7 @@ def _plan(config: RunConfig, options: RetrievalOptions, say: Say) -> StudyPlan:
         # Nothing is hidden from a draft that copies alone.
         {label: full if draft.kind == "ngram" else choices for label, draft in drafts.items()},
         {} if study == "none" else {study: studied},
+        studied[0].options,
     )
 
 

@@ -9,6 +9,8 @@ from specextend.report.buckets import bucket_name
 from specextend.report.tables import Section
 
 LENGTHS = "prompt, tokens up to"
+MOST_LAYERS = 8
+"""Layers that a table lists, beside the last."""
 Cell = dict[str, Any]
 
 
@@ -20,6 +22,8 @@ def retrieval_tables(result: dict[str, Any]) -> list[Section]:
     if probes := [cell for cell in cells if cell["categories"]]:
         sections.append(_needles(result, probes))
     sections.append(_divergence(cells, kinds))
+    if result["layers"]:
+        sections.append(_layers(result["layers"]))
     if studies:
         sections.append(_studies(studies))
     return sections
@@ -108,6 +112,20 @@ def _divergence(cells: list[Cell], kinds: list[str]) -> Section:
         rows.append([*names, *texts])
     title = "Draft against target at a step's first token: total variation / share of first guesses that are right"
     return Section(title, ["draft", "cache", *kinds], rows, ["cache"])
+
+
+def _layers(found: list[Cell]) -> Section:
+    """The layers that show the needle most often, and the last one."""
+    views = distinct((cell["kind"], cell["heads"]) for cell in found)
+    shown: dict[int, list[float]] = {}
+    for cell in found:
+        shown.setdefault(cell["layer"], []).append(0.0 if cell["shown"] is None else cell["shown"]["mean"])
+    ranked = sorted(shown, key=lambda layer: (-sum(shown[layer]), layer))
+    listed = ranked[:MOST_LAYERS] if max(shown) in ranked[:MOST_LAYERS] else [*ranked[:MOST_LAYERS], max(shown)]
+    cells = {(cell["kind"], cell["heads"], cell["layer"]): mean_sd(cell["shown"]) for cell in found}
+    rows = [[str(layer), *(cells[(*view, layer)] for view in views)] for layer in listed]
+    header = ["layer", *(f"{kind}, {heads}" for kind, heads in views)]
+    return Section("Share of needle tokens that a fresh selection by one layer alone shows", header, rows)
 
 
 def _studies(cells: list[Cell]) -> Section:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specextend.bench.attention_layers import LayerView, layer_views
 from specextend.bench.recording import Recorder, Recording
 from specextend.bench.replay import Replayer
 from specextend.bench.retrieval_figures import Replayed, measure
@@ -13,7 +14,7 @@ from specextend.bench.study_documents import StudyDocument
 from specextend.bench.study_drafts import CacheChoice, load_study_drafter
 from specextend.config import RunConfig
 from specextend.decoding.chunks import Cutter
-from specextend.decoding.retrieval import scored_layers
+from specextend.decoding.options import CacheOptions
 from specextend.loading import load_cached_target
 from specextend.models import ModelFacts
 from specextend.stats import ratio
@@ -31,6 +32,8 @@ class StudyPlan:
     """Label -> caches to compare."""
     study_choices: dict[str, list[CacheChoice]]
     """Label -> retrieval's own choices to compare."""
+    layer_options: CacheOptions
+    """The budget that layers are compared with."""
 
     @property
     def num_levels(self) -> int:
@@ -52,6 +55,8 @@ class Study:
         self._plan, self._max_new_tokens = plan, max_new_tokens
         self.documents: list[dict[str, Any]] = []
         """What was run so far, as JSON values."""
+        self.views: list[LayerView] = []
+        """The target's layers on the probes run so far."""
         longest = max(len(each.document.prompt_token_ids) + len(each.answer_token_ids or ()) for each in documents)
         num_rows = longest + max_new_tokens + 2 * plan.num_levels
         self._target, lm_head = load_cached_target(config, num_rows)
@@ -64,7 +69,7 @@ class Study:
             self._target,
             plan.facts.eos_token_ids,
             hidden_layers={layer for drafter in self._drafters.values() for layer in drafter.hidden_layers},
-            scored_layers={layer for each in options for layer in scored_layers(each, plan.facts.num_layers)},
+            scored_layers=range(plan.facts.num_layers),
             margin=plan.num_levels,
         )
 
@@ -73,6 +78,7 @@ class Study:
         prompt = document.document.prompt_token_ids
         recording = self._recorder.record(prompt, document.answer_token_ids, self._max_new_tokens)
         self.documents.append(_describe(document, recording))
+        self.views += layer_views(document, recording, self._plan.layer_options, self._target.scale)
         return [
             self._replay(document, recording, label, choice)
             for all_choices in (self._plan.choices, self._plan.study_choices)

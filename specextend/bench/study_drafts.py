@@ -14,6 +14,7 @@ from specextend.config import RunConfig
 from specextend.decoding.drafter import Drafter
 from specextend.decoding.model import CachedModel
 from specextend.decoding.options import CacheOptions, Policy
+from specextend.decoding.retrieval import scored_layers
 from specextend.drafters.options import DraftOptions
 from specextend.loading import load_drafter
 
@@ -106,10 +107,12 @@ def study_choices(cache: CacheOptions, tokens: int, num_layers: int) -> list[Cac
 
     Which layers are trusted, how heads are aggregated, where chunks end, and how often the target is asked.
     """
-    base = with_budget(replace(cache, policy="retrieval"), tokens)
-    middle = num_layers // 2
-    several = tuple(dict.fromkeys((num_layers // 4, middle, 3 * num_layers // 4, num_layers - 1)))
+    named = replace(cache, policy="retrieval")
+    base = with_budget(replace(named, score_layers=scored_layers(named, num_layers)), tokens)
+    last, middle = num_layers - 1, num_layers // 2
+    several = tuple(dict.fromkeys((num_layers // 4, middle, 3 * num_layers // 4, last)))
     changed = {
+        f"layer {last}": replace(base, score_layers=(last,)),
         f"layer {middle}": replace(base, score_layers=(middle,)),
         f"layers {', '.join(map(str, several))}": replace(base, score_layers=several),
         "heads: max": replace(base, score_heads="max"),

@@ -51,7 +51,14 @@ def retrieval_result() -> dict[str, Any]:
         )
     ]
     studies = [{**cells[0], "study": "heads=max"}]
-    return {"kind": "retrieval", **MACHINE, "lengths": [1024, 7000], "cells": cells, "studies": studies}
+    layers = [
+        {"kind": "needles", "heads": heads, "layer": layer, "shown": asdict(found)}
+        for heads in ("mean", "max")
+        for layer in range(12)
+        if (found := spread([0.05 * (layer % 11), 0.05 * (layer % 11) + 0.1])) is not None
+    ]
+    measured = {"cells": cells, "studies": studies, "layers": layers}
+    return {"kind": "retrieval", **MACHINE, "lengths": [1024, 7000], **measured}
 
 
 def cell(draft: str, policy: str, kind: str, length: int) -> dict[str, Any]:

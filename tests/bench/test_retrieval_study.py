@@ -61,8 +61,10 @@ def test_every_draft_is_replayed_with_every_cache(tmp_path, capsys):
     assert all(cell["acceptance_length"]["mean"] >= 1 for cell in (*result["cells"], *result["studies"]))
     assert [each["kind"] for each in result["documents"]] == ["govreport", "passkey"]
     assert str(ROOT) not in path.read_text()
+    assert {(cell["kind"], cell["heads"]) for cell in result["layers"]} == {("passkey", "mean"), ("passkey", "max")}
     printed = capsys.readouterr().out
     assert "Which attention to trust (retrieval 256)" in printed
+    assert "a fresh selection by one layer alone shows" in printed
     assert result["environment"]["versions"]["torch"] in printed
 
 
@@ -116,7 +118,7 @@ def test_a_study_changes_one_thing_at_a_time():
     """And leaves out what the configuration has already."""
     cache = CacheOptions(refresh_every=4)
     base, *changed = study_choices(cache, 256, 30)
-    assert base.options == CacheOptions(refresh_every=4, top_k_chunks=8)
+    assert base.options == CacheOptions(refresh_every=4, top_k_chunks=8, score_layers=(29,))
     assert [choice.study for choice in changed] == [
         "layer 15",
         "layers 7, 15, 22, 29",
@@ -125,6 +127,7 @@ def test_a_study_changes_one_thing_at_a_time():
         "refresh: every 1",
     ]
     assert all(choice.tokens == 256 for choice in (base, *changed))
+    assert "layer 29" in [choice.study for choice in study_choices(CacheOptions(score_layers=(18,)), 256, 30)]
 
 
 def test_budgets_are_counted_in_tokens():
