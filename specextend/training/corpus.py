@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,11 +51,13 @@ class Corpus:
     config: RunConfig
     source: Source
     options: TrainOptions
+    documents: Documents
+    maker: SampleMaker
 
     def token_ids(self) -> Iterator[list[int]]:
         """Every text that is not held out."""
-        tokenizer, documents = self._tokenizer(), self._documents()
-        for text in (*documents.learned, *documents.short):
+        tokenizer = self._tokenizer()
+        for text in (*self.documents.learned, *self.documents.short):
             yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def vocabulary(self) -> Tensor:
@@ -62,24 +65,11 @@ class Corpus:
         return frequent_tokens(self.token_ids(), self._tokenizer().all_special_ids, self.options.vocabulary)
 
     def samples(self) -> list[Sample]:
-        """`num_samples` of them, round and round over the documents; one in `HELD_OUT` is of those held out.
-
-        Raises ValueError where fewer than two documents are long enough, and where the target has no room for one.
-        """
-        documents, maker = self._documents(), self._maker()
-        held = set(self.split(list(range(self.options.num_samples)))[1])
-        counts = {True: 0, False: 0}
-        samples = []
-        for number in range(self.options.num_samples):
-            pool = documents.held if number in held else documents.learned
-            samples.append(maker.make(pool[counts[number in held] % len(pool)], number))
-            counts[number in held] += 1
-        return samples
-
-    def split(self, samples: list[Item]) -> tuple[list[Item], list[Item]]:
-        """Those to learn from, and those held out."""
-        first = min(HELD_OUT // 2, len(samples) - 1)
-        return [x for i, x in enumerate(samples) if i % HELD_OUT != first], samples[first::HELD_OUT]
+        """`num_samples` of them, round and round over the documents; one in `HELD_OUT` is of those held out."""
+        learned, held = split(list(range(self.options.num_samples)))
+        texts = dict(zip(learned, cycle(self.documents.learned), strict=False))
+        texts |= dict(zip(held, cycle(self.documents.held), strict=False))
+        return [self.maker.make(text, number) for number, text in sorted(texts.items())]
 
     def record(self, samples: list[Sample], layers: tuple[int, ...], folder: Path, say: Say) -> list[Path]:
         """A recording a sample with the outputs of `layers`; those that are there already are left as they are."""
@@ -102,27 +92,40 @@ class Corpus:
         target = CachedModel(model, attend, rows_needed(longest, options))
         return Recorder(target, frozenset(facts.eos_token_ids), options, layers)
 
-    def _documents(self) -> Documents:
-        maker = self._maker()
-        rows = [scanned.key for scanned in self.source.scan() if scanned.error_class is None]
-        texts = [self.source.read(key).document.text for key in rows]
-        fits = [maker.fits(text) for text in texts]
-        if sum(fits) < 2:
-            raise ValueError(
-                f"{sum(fits)} of {len(texts)} texts have the {self.options.sample.min_tokens} tokens that a sample "
-                "needs; two must have them, as one is held out"
-            )
-        learned, held = self.split([text for text, fit in zip(texts, fits, strict=True) if fit])
-        return Documents(learned, held, [text for text, fit in zip(texts, fits, strict=True) if not fit])
-
-    def _maker(self) -> SampleMaker:
-        tokenizer, target = self._tokenizer(), self.config.target
-        context = read_facts(target.model, target.revision).context_length
-        try:
-            prompts = Prompts(tokenizer, self.config.prompt, context)
-            return SampleMaker(tokenizer, prompts, self.options.sample, self.options.summary.max_new_tokens)
-        except DocumentError as error:
-            raise ValueError(f"the prompt does not fit the target: {error.message}") from None
-
     def _tokenizer(self) -> Any:
         return load_tokenizer(self.config.target.model, self.config.target.revision)
+
+
+def open_corpus(config: RunConfig, source: Source, options: TrainOptions) -> Corpus:
+    """Reads all texts.
+
+    Raises ValueError where fewer than two documents are long enough, and where the target has no room for one.
+    """
+    maker = _sample_maker(config, options)
+    keys = [scanned.key for scanned in source.scan() if scanned.error_class is None]
+    texts = [source.read(key).document.text for key in keys]
+    fits = [maker.fits(text) for text in texts]
+    if sum(fits) < 2:
+        raise ValueError(
+            f"{sum(fits)} of {len(texts)} texts have the {options.sample.min_tokens} tokens that a sample needs; two "
+            "must have them, as one is held out"
+        )
+    learned, held = split([text for text, fit in zip(texts, fits, strict=True) if fit])
+    short = [text for text, fit in zip(texts, fits, strict=True) if not fit]
+    return Corpus(config, source, options, Documents(learned, held, short), maker)
+
+
+def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
+    """Those to learn from, and those held out, of two or more."""
+    first = min(HELD_OUT // 2, len(items) - 1)
+    return [item for number, item in enumerate(items) if number % HELD_OUT != first], items[first::HELD_OUT]
+
+
+def _sample_maker(config: RunConfig, options: TrainOptions) -> SampleMaker:
+    tokenizer = load_tokenizer(config.target.model, config.target.revision)
+    context = read_facts(config.target.model, config.target.revision).context_length
+    try:
+        prompts = Prompts(tokenizer, config.prompt, context)
+        return SampleMaker(tokenizer, prompts, options.sample, options.summary.max_new_tokens)
+    except DocumentError as error:
+        raise ValueError(f"the prompt does not fit the target: {error.message}") from None

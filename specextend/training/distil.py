@@ -18,7 +18,7 @@ from specextend.drafters.options import DraftOptions
 from specextend.models import check_model
 from specextend.pairing import check_pair
 from specextend.training.card import write_card
-from specextend.training.corpus import Corpus
+from specextend.training.corpus import Corpus, open_corpus, split
 from specextend.training.eagle3 import fused_layers
 from specextend.training.fit import Say
 from specextend.training.options import TrainedKind, TrainOptions
@@ -47,13 +47,13 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     if options.start_from is not None:
         load_eagle_config(options.start_from)
         check_pair(config.target, DraftOptions(kind="eagle", model=options.start_from))
-    corpus = Corpus(config, source, options)
+    corpus = open_corpus(config, source, options)
     vocabulary = corpus.vocabulary() if options.start_from is None else None
     samples = corpus.samples()
     (output / "work").mkdir(parents=True, exist_ok=True)
     _claim(output / "work" / "settings.json", corpus)
     paths = corpus.record(samples, layers, output / "work" / "recordings", say)
-    learned, held = corpus.split(paths)
+    learned, held = split(paths)
     task = Task(corpus, load_frozen(config), vocabulary, learned, held, output, say)
     counts = {"recordings": len(learned), "held_out": len(held), "tokens": sum(map(count_tokens, learned))}
     figures = {**counts, **TRAIN[options.kind](task)}

@@ -62,7 +62,7 @@ def test_every_draft_is_replayed_with_every_cache(tmp_path, capsys):
     assert [each["kind"] for each in result["documents"]] == ["govreport", "passkey"]
     assert str(ROOT) not in path.read_text()
     assert {(cell["kind"], cell["heads"]) for cell in result["layers"]} == {("passkey", "mean"), ("passkey", "max")}
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "Which attention to trust (retrieval 256)" in printed
     assert "a fresh selection by one layer alone shows" in printed
     assert result["environment"]["versions"]["torch"] in printed
