@@ -31,12 +31,19 @@ class KeySpan:
     """The last T rows are the queries' own: query t sees the rows up to its own. Excludes `mask`."""
     biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def bias(self, row: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """[T, S] additive form of sequence `row`'s mask, made once a forward and shared by all layers."""
+    def bias(
+        self, row: int, dtype: torch.dtype, device: torch.device, repeats: int = 1, num_rows: int = 0
+    ) -> Tensor | None:
+        """[max(repeats * T, num_rows), S] additive form of sequence `row`'s mask, `repeats` times one below the other.
+
+        Rows behind those see all. Made once a forward and shared by all layers.
+        """
         if self.mask is None:
             return None
         if (row, dtype) not in self.biases:
-            self.biases[row, dtype] = additive(self.mask[row].to(device), self.lengths[row], dtype)
+            bias = additive(self.mask[row].to(device), self.lengths[row], dtype).repeat(repeats, 1)
+            missing = max(0, num_rows - bias.shape[0])
+            self.biases[row, dtype] = torch.nn.functional.pad(bias, (0, 0, 0, missing))
         return self.biases[row, dtype]
 
 

@@ -14,6 +14,9 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
+_LEAST_ROWS = 64
+"""Queries and keys from which the CPU kernel lays keys out for the matrix units; below, some runs are half as fast."""
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of q [B, T, H, D] over the span's rows of k, v [R, K, D].
@@ -28,26 +31,37 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tupl
 
 
 def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale: float) -> tuple[Tensor, Tensor]:
-    if span.lengths[row] == 0:  # the kernel divides by the number of keys
+    length = span.lengths[row]
+    if length == 0:  # the kernel divides by the number of keys
         return _nothing(q)
-    rows = slice(span.starts[row], span.starts[row] + span.lengths[row])
+    rows = slice(span.starts[row], span.starts[row] + length)
     key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
-    bias = span.bias(row, q.dtype, q.device)  # the kernel wants the query's dtype
-    if bias is None and not span.causal:
-        return _attend_folded(q, key, value, scale)
-    mask = None if bias is None else bias[None, None]
-    out, lse = _flash_cpu(q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=mask, scale=scale)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    if span.causal or (q.shape[1] == 1 and span.mask is None):
+        out, lse = _flash_cpu(q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=None, scale=scale)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+    group = q.shape[2] // k.shape[1]
+    num_rows = max(group * q.shape[1], _LEAST_ROWS if length >= _LEAST_ROWS else 0)
+    bias = span.bias(row, q.dtype, q.device, group, num_rows)  # the kernel wants the query's dtype
+    return _attend_folded(q, key, value, bias, num_rows, scale)
 
 
-def _attend_folded(q: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Where nothing is masked, the queries of a head group are rows of one head: each key block is read once."""
+def _attend_folded(
+    q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, num_rows: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The queries of a head group as `num_rows` rows of one head, the last of them of nothing: each key is read once.
+
+    `bias` [num_rows, S] is the same for all heads.
+    """
     _, num_queries, num_heads, head_dim = q.shape
     num_groups = key.shape[1]
-    folded = q.view(num_queries, num_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(1, num_groups, -1, head_dim)
-    out, lse = _flash_cpu(folded, key, value, 0.0, False, attn_mask=None, scale=scale)
-    out = out.reshape(num_heads, num_queries, head_dim).transpose(0, 1).unsqueeze(0)
-    return out, lse.reshape(num_heads, num_queries).T.unsqueeze(0)
+    used = num_queries * num_heads // num_groups
+    folded = q.new_zeros(1, num_groups, num_rows, head_dim)
+    by_group = q.view(num_queries, num_groups, -1, head_dim).permute(1, 2, 0, 3)
+    folded[0, :, :used] = by_group.reshape(num_groups, used, head_dim)
+    mask = None if bias is None else bias[None, None]
+    out, lse = _flash_cpu(folded, key, value, 0.0, False, attn_mask=mask, scale=scale)
+    out = out[0, :, :used].reshape(num_heads, num_queries, head_dim).transpose(0, 1).unsqueeze(0)
+    return out, lse[0, :, :used].reshape(num_heads, num_queries).T.unsqueeze(0)
 
 
 def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale: float) -> tuple[Tensor, Tensor]:
