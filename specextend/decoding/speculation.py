@@ -21,7 +21,7 @@ ALLOWED_LOSS = 0.02
 """Share of a sequence's decoding time that speculation may have lost when it is tried again, or lose by going on."""
 _MEMORY = 0.92
 """What a step's evidence weighs one step later."""
-_TRUST = 2.0
+_TRUST = 5.0
 """Accepted tokens' worth of belief in the draft's own probabilities."""
 _AGED = 0.25
 """What evidence from before a pause weighs after it."""
