@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.config import RunConfig
-from specextend.models import load_target
+from specextend.models import load_target, load_tokenizer, tokens_sha256
 from specextend.training.corpus import Corpus
 from specextend.training.fit import Say
 from specextend.training.options import TrainOptions
@@ -22,6 +22,8 @@ class Target:
     """The frozen parts of a target that a draft is trained against."""
 
     name: str
+    tokens_sha256: str
+    """`models.tokens_sha256` of its tokenizer."""
     config: Any
     """transformers' configuration"""
     embedding: Tensor
@@ -80,6 +82,7 @@ def load_frozen(config: RunConfig) -> Target:
     model: Any = load_target(config.target, IMPLEMENTATION)
     return Target(
         Path(config.target.model).name,
+        tokens_sha256(load_tokenizer(config.target.model, config.target.revision)),
         model.config,
         model.get_input_embeddings().weight.detach().clone(),
         model.get_output_embeddings().weight.detach().clone(),

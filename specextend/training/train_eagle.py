@@ -41,7 +41,7 @@ def _first_head(task: Task) -> tuple[EagleConfig, dict[str, Tensor]]:
     if options.copy_heads and config.copy_heads is None:
         config = replace(config, copy_heads=options.copy_heads)
         weights = add_copy_heads(weights, config, target.embedding.cpu(), options.sample.seed)
-    return config, weights
+    return replace(config, tokens_sha256=target.tokens_sha256), weights
 
 
 def _new_config(target: Target, draft_vocab_size: int) -> EagleConfig:

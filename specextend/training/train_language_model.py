@@ -36,6 +36,7 @@ def train_language_model(task: Task) -> dict[str, Any]:
     rows, size = row_of_token(vocabulary, len(target.embedding)), options.language_model.positions
     torch.manual_seed(options.sample.seed)
     model = new_language_model(options.language_model, vocabulary, target.embedding.cpu(), target.name)
+    model.config.update({"tokens_sha256": target.tokens_sha256})
     model.to(target.device)
     num_tokens = _read_text(task, model, rows) if options.text_passes else 0
     lm_head = target.lm_head[vocabulary]

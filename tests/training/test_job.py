@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from specextend.models import load_tokenizer, tokens_sha256
 from tests.tiny_models import SECTIONS
 from tests.training.conftest import Workshop, document, write_texts
 
@@ -52,6 +54,16 @@ def test_it_trains_a_draft_and_prints_what_it_is_worth(job, arguments, tmp_path,
     assert printed.splitlines()[-1] == f"draft: {tmp_path / 'draft'}"
     assert (tmp_path / "draft" / "training.json").read_text().strip() in printed
     assert all(line.startswith(("recording ", "step ")) for line in progress.splitlines())
+
+
+def test_a_draft_says_whose_tokens_it_speaks(job, arguments, workshop, tmp_path):
+    """So that it is refused with a target of other tokens, as many as they may be."""
+    small = ["--hidden-size", "128", "--layers", "1", "--passes", "1"]
+    for kind, shape in (("eagle", ["--passes", "1"]), ("model", small)):
+        folder = tmp_path / kind
+        assert job.main([*arguments, "--output", str(folder), "--kind", kind, *shape]) == 0
+        written = json.loads((folder / "config.json").read_text())["tokens_sha256"]
+        assert written == tokens_sha256(load_tokenizer(workshop.target))
 
 
 @pytest.mark.parametrize(
