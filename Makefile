@@ -31,12 +31,14 @@ demo: setup models
 	rm -rf $(DEMO)
 	$(PY) jobs/summarize.py --config configs/smollm2.yaml --input examples/demo --output $(DEMO) --set job.cpus_per_worker=$(CPUS)
 
+# One process a core, of one thread each.
 test test-all: export HF_HUB_OFFLINE := 1
+test test-all: export OMP_NUM_THREADS := 1
 test: setup models
-	$(PY) -m pytest -m 'not slow and not gpu'
+	$(PY) -m pytest -n $(CPUS) --dist worksteal -m 'not slow and not gpu'
 
 test-all: setup models
-	$(PY) -m pytest -m 'not gpu'
+	$(PY) -m pytest -n $(CPUS) --dist worksteal -m 'not gpu'
 
 lint: setup
 	$(PY) -m ruff check .
@@ -44,4 +46,6 @@ lint: setup
 	$(PY) -m mypy
 
 bench: setup models
-	$(PY) jobs/bench.py --config configs/smollm2.yaml --input examples/govreport.parquet --per-bucket 5
+	$(PY) jobs/bench.py --config configs/smollm2.yaml --documents examples/govreport.parquet --per-bucket 5 \
+		--max-new-tokens 128 --sides autoregressive,specextend,draft,ngram,transformers,transformers-lookup \
+		--json out/compare.json

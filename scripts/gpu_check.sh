@@ -9,4 +9,4 @@ mkdir -p "$OUT"
 export PYTHONPATH=. HF_HUB_OFFLINE=1
 timeout 200 python3 -m pytest -m gpu tests/gpu -q --junit-xml="$OUT/tests.xml"
 timeout 320 python3 jobs/bench.py --config configs/smollm2.yaml --documents examples/govreport.parquet \
-  --set target.device=cuda --set attention.backend=sdpa --json "$OUT/compare.json"
+  --per-bucket 2 --set target.device=cuda --set attention.backend=sdpa --json "$OUT/compare.json"
