@@ -1,0 +1,60 @@
+"""What `ray job submit --working-dir .` sends, by Ray's own packaging."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from ray._private.ray_constants import get_runtime_env_default_excludes
+from ray._private.runtime_env.packaging import create_package
+
+from tests.job.conftest import ROOT
+
+LARGEST_BYTES = 4 << 20
+"""Of the upload: Ray refuses 100 MiB, and every node fetches and unpacks it before a job begins."""
+
+
+@pytest.fixture(scope="module")
+def upload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    package = tmp_path_factory.mktemp("upload") / "package.zip"
+    create_package(
+        str(ROOT),
+        package,
+        include_gitignore=True,
+        excludes=get_runtime_env_default_excludes(),
+        logger=logging.getLogger(__name__),
+    )
+    return package
+
+
+def test_the_upload_is_small(upload: Path):
+    """The working folder holds gigabytes of models and environments beside one megabyte of code."""
+    assert upload.stat().st_size < LARGEST_BYTES
+
+
+def test_the_upload_holds_what_a_job_needs_and_no_more(upload: Path):
+    """Every config and every module of the package; no model, no document, no test, no history."""
+    sent = {name for name in ZipFile(upload).namelist() if not name.endswith("/")}
+    needed = [path for folder in ("specextend", "jobs") for path in (ROOT / folder).rglob("*.py")]
+    needed += (ROOT / "configs").glob("*.yaml")
+    assert sent >= {path.relative_to(ROOT).as_posix() for path in needed}
+    folders = {name.partition("/")[0] for name in sent if "/" in name}
+    assert folders == {"specextend", "jobs", "configs"}
+    assert {Path(name).suffix for name in sent}.isdisjoint({".parquet", ".safetensors", ".gguf", ".whl", ".pyc"})
+
+
+def test_a_model_or_document_left_among_the_code_stays_at_home(tmp_path: Path):
+    """The 100 MiB that Ray refuses are soon reached; and a document is nobody else's business."""
+    shutil.copy(ROOT / ".rayignore", tmp_path)
+    for name in ("jobs/a.parquet", "configs/model.safetensors", "b.gguf", "specextend/core.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("content")
+    package = tmp_path.parent / f"{tmp_path.name}.zip"
+    create_package(str(tmp_path), package, include_gitignore=True, logger=logging.getLogger(__name__))
+    assert {name for name in ZipFile(package).namelist() if not name.endswith("/")} == {
+        ".rayignore",
+        "specextend/core.py",
+    }
