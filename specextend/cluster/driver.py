@@ -96,6 +96,8 @@ class Driver:
         for worker in self.roster.due(now, self.scheduler.num_open):
             self.pool.start(worker)
         self._enforce(now)
+        if (taken := self.scheduler.rebalance()) is not None:
+            self.pool.cancel(taken[1].lease_id)
         for worker, lease in self.scheduler.assign(now):
             self.pool.run(worker, lease)
         self._collect(TICK_S)

@@ -81,6 +81,8 @@ class _Held:
     item: _Item
     worker: str
     started_at: float | None = None
+    is_queued: bool = False
+    """Whether the worker has said that its prefill has not begun."""
 
 
 @dataclass(slots=True)
@@ -101,6 +103,26 @@ class _Worker:
     def is_empty(self) -> bool:
         """No lease, not even one being taken back."""
         return not self.leases and not self.num_closing
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether it may still be busy with a lease that was taken back from it."""
+        return self.expired_at_step is not None and self.expired_at_step == self.num_steps
+
+    @property
+    def num_taken(self) -> int:
+        """Leases, with those being taken back."""
+        return len(self.leases) + self.num_closing
+
+    @property
+    def num_before(self) -> int:
+        """Documents that keep it busy or wait for it."""
+        return len(self.leases) + self.may_hang
+
+    def queued(self) -> _Held | None:
+        """The longest of its leases that wait."""
+        waiting = [held for held in self.leases.values() if held.is_queued]
+        return max(waiting, key=lambda held: held.lease.num_tokens, default=None)
 
 
 class Scheduler:
@@ -155,19 +177,33 @@ class Scheduler:
             granted.append((roomiest, self._grant(roomiest, heapq.heappop(self._fresh)[1], now)))
         return granted
 
+    def rebalance(self) -> tuple[str, Lease] | None:
+        """A lease taken back from the queue of a slow worker, and that worker: `assign` gives it to an idle one.
+
+        Only at the end, when no document waits here. The idle worker has no queue, and two leases less than the slow
+        one, so no lease goes to and fro. It costs no attempt. Call `closed` when the slow worker has let go of it.
+        """
+        if self._fresh or self._alone or (held := self._misplaced()) is None:
+            return None
+        self._workers[held.worker].num_closing += 1
+        self._release(held.lease.lease_id)
+        self._enqueue(held.item)
+        return held.worker, held.lease
+
     def suspend(self, worker: str) -> None:
         """Hand nothing more to a worker that is gone, until `leave` or `lose` says what that means."""
         self._workers[worker].takes_leases = False
 
     def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> None:
-        """A worker's step counter, and its leases whose prefill has begun."""
+        """A worker's step counter, and its leases whose prefill has begun; its others wait."""
         if (state := self._workers.get(worker)) is None:
             return
         if num_steps != state.num_steps:
             state.num_steps, state.moved_at = num_steps, now
-        for lease_id in started:
-            held = state.leases.get(lease_id)
-            if held is not None and held.started_at is None:
+        begun = set(started)
+        for lease_id, held in state.leases.items():
+            held.is_queued = held.started_at is None and lease_id not in begun
+            if held.started_at is None and lease_id in begun:
                 held.started_at = now
 
     def lease(self, lease_id: str) -> Lease | None:
@@ -231,7 +267,7 @@ class Scheduler:
         unless the worker made no step since it was told to drop another one: then that one may be what hangs.
         """
         state = self._drop(worker)
-        certain = state.alone and state.expired_at_step != state.num_steps
+        certain = state.alone and not state.may_hang
         given_up = []
         for held in state.leases.values():
             if held.started_at is not None or certain:
@@ -263,12 +299,19 @@ class Scheduler:
 
     def _roomiest(self) -> str | None:
         held = {
-            name: len(worker.leases) + worker.num_closing
-            for name, worker in self._workers.items()
-            if worker.takes_leases and not worker.alone
+            name: worker.num_taken for name, worker in self._workers.items() if worker.takes_leases and not worker.alone
         }
         name = min(held, key=held.__getitem__, default=None)
         return name if name is not None and held[name] < self._leases_per_worker else None
+
+    def _misplaced(self) -> _Held | None:
+        """The longest lease that waits at the busiest worker, if another one is idle."""
+        takers = [worker for worker in self._workers.values() if worker.takes_leases and not worker.alone]
+        slow = max((worker for worker in takers if worker.queued()), key=lambda each: each.num_before, default=None)
+        idle = min((worker.num_taken for worker in takers if not worker.queued()), default=self._leases_per_worker)
+        if slow is None or idle >= self._leases_per_worker or slow.num_before < idle + 2:
+            return None
+        return slow.queued()
 
     def _release(self, lease_id: str) -> _Held | None:
         held = self._held.pop(lease_id, None)

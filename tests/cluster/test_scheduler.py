@@ -214,6 +214,61 @@ def test_an_error_row_says_how_often_it_was_tried(leases_per_worker: int):
     assert [item.attempts for item in given_up] == [4]
 
 
+def two_workers_and_a_queue() -> tuple[Scheduler, dict[int, str]]:
+    """Worker a: row 0 in its engine, rows 2 and 4 behind it. Worker b has done rows 1, 3 and 5."""
+    plan = scheduler([60, 50, 40, 30, 20, 10])
+    plan.join("a", 0)
+    plan.join("b", 0)
+    lease = ids(plan.assign(0))
+    for row in (1, 3, 5):
+        assert plan.finish(lease[row])
+    return plan, lease
+
+
+def test_an_idle_worker_gets_what_waits_behind_a_long_document():
+    """The tail: else the last documents wait for the longest one while a worker idles. It costs no attempt."""
+    plan, lease = two_workers_and_a_queue()
+    plan.report("a", 1, [lease[0]], 1)
+    worker, taken = plan.rebalance()
+    assert (worker, taken.key.row) == ("a", 2), "the longest of those that wait"
+    assert [(name, new.key.row, new.attempt) for name, new in plan.assign(2)] == [("b", 2, 1)]
+    assert not plan.finish(taken.lease_id), "a result that comes after all is dropped"
+    plan.closed("a")
+    assert plan.rebalance() is None, "one runs and one waits here, one runs there: nothing to gain"
+
+
+def test_a_lease_is_taken_back_only_if_its_worker_says_that_it_waits():
+    """What has begun stays where it is, and what was just handed out may have begun."""
+    plan, lease = two_workers_and_a_queue()
+    assert plan.rebalance() is None
+    plan.report("a", 1, [lease[0], lease[2], lease[4]], 1)
+    assert plan.rebalance() is None
+
+
+def test_nothing_is_taken_back_while_documents_wait_for_a_worker():
+    """A document that has to run alone needs a worker that runs dry: it must not be given neighbours."""
+    plan, lease = two_workers_and_a_queue()
+    plan.report("a", 1, [lease[0]], 1)
+    assert plan.blame(lease[4], "ValueError", "why") == []
+    assert plan.rebalance() is None
+    assert [(name, new.key.row) for name, new in plan.assign(2)] == [("b", 4)]
+    assert plan.rebalance() is None, "nor while it runs"
+
+
+def test_a_queue_behind_a_hang_is_emptied():
+    """An overdue document may hang in the engine until stall_s has passed; what waits behind it need not."""
+    plan = scheduler([5, 4], limits=Limits(max_attempts=1, deadline_base_s=10, deadline_s_per_token=1))
+    plan.join("a", 0)
+    lease = ids(plan.assign(0))
+    plan.report("a", 1, [lease[0]], 1)
+    plan.expire(lease[0], "late")
+    plan.closed("a")
+    plan.join("b", 20)
+    worker, taken = plan.rebalance()
+    assert (worker, taken.key.row) == ("a", 1)
+    assert granted(plan.assign(20), "b") == [1]
+
+
 class Simulation:
     """Drives a scheduler with drawn events and keeps its own books."""
 
@@ -237,6 +292,18 @@ class Simulation:
         self.plan.join(f"w{self.num_started}", self.now)
 
     def assign(self) -> None:
+        self.grant()
+        for _ in range(100):
+            if (taken := self.plan.rebalance()) is None:
+                return
+            worker, lease = taken
+            del self.workers[worker][lease.lease_id]
+            self.old.append(lease.lease_id)
+            self.closing[worker] += 1
+            self.grant()
+        raise AssertionError("leases go to and fro")
+
+    def grant(self) -> None:
         for worker, lease in self.plan.assign(self.now):
             assert self.done[lease.key] == 0, "a document that is done was leased"
             assert all(lease.key != other.key for held in self.workers.values() for other in held.values())
