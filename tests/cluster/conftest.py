@@ -26,8 +26,9 @@ MODELS = ROOT / ".models" / "tiny-random"
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """One Ray for all tests of the driver: starting one takes five seconds."""
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=80 << 20)
+    """One Ray for all tests of the driver: starting one takes five seconds. Another folder's is as good."""
+    options = {"include_dashboard": False, "object_store_memory": 80 << 20, "ignore_reinit_error": True}
+    ray.init(address="local", num_cpus=4, **options)
     yield
     ray.shutdown()
 
@@ -57,6 +58,7 @@ class Job:
     texts: list[str | None]
     job: dict[str, Any]
     screen: Screen = field(default_factory=Screen)
+    max_batch_size: int = 3
 
     def __post_init__(self) -> None:
         table = pa.table(
@@ -74,7 +76,7 @@ class Job:
                 "input": {"path": str(self.folder / "input.parquet"), "id_column": "id"},
                 "output": {"path": str(self.output)},
                 "target": {"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
-                "decoding": {"mode": "autoregressive", "max_new_tokens": 5, "max_batch_size": 3},
+                "decoding": {"mode": "autoregressive", "max_new_tokens": 5, "max_batch_size": self.max_batch_size},
                 "job": {"max_attempts": 2, "grace_s": 60, **self.job, **job},
             }
         )

@@ -24,7 +24,7 @@ ORDERS = re.compile(r"(?<!\w)(raise|oom|break|kill|hang|crawl)(?!\w)(?:([:@])([^
 
 
 class FakeEngine:
-    """Words in a document that it obeys, in its first step: `raise`, `oom`, `break`, `kill`, `hang`, `crawl`.
+    """Words in a document that it obeys, in each step: `raise`, `oom`, `break`, `kill`, `hang`, `crawl`.
 
     As in the real engine, a failure in a batch cannot be told from a neighbour's; `break` ends `generate` altogether.
 
@@ -97,6 +97,7 @@ class _Running:
         self.began = time.monotonic()
 
     def obey(self) -> None:
+        self.crawls = False
         for order, when, path in ORDERS.findall(self.text):
             if when and Path(path).exists() == (when == ":"):
                 continue

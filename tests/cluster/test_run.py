@@ -109,6 +109,22 @@ def test_a_worker_that_hangs_is_replaced(job, tmp_path: Path):
     assert any("no step for 2 s" in note for note in run.screen.notes)
 
 
+def test_what_waits_behind_a_long_document_is_done_by_an_idle_worker(job, tmp_path: Path):
+    """The long document ends only when all others are done: two of them had been given to its worker first."""
+    (tmp_path / "long").touch()
+    run = job([f"crawl@{tmp_path}/long " * 9, *GOOD[:5]], workers=2)
+    run.max_batch_size = 1
+
+    def release(snapshot) -> None:
+        if snapshot.num_done == 5:
+            (tmp_path / "long").unlink(missing_ok=True)
+
+    run.screen.on_show = release
+    assert run.run() == EXIT_DONE
+    assert len(run.summaries()) == 6
+    assert {row["attempts"] for row in run.summaries().values()} == {1}
+
+
 @pytest.mark.slow
 def test_an_engine_that_breaks_is_replaced_and_its_reason_is_said(job):
     """A failure outside any step: nothing of it can be trusted any more."""
