@@ -32,10 +32,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def job(arguments: argparse.Namespace) -> int:
     """Dry run or run."""
+    from specextend.cluster.display import open_display
     from specextend.cluster.dry_run import describe_dry_run, dry_run
     from specextend.cluster.exits import RefusedError
     from specextend.cluster.interrupt import Interrupt
-    from specextend.cluster.progress import open_display
     from specextend.cluster.run import prepare, run
     from specextend.config import ConfigError, RunConfig
     from specextend.report import write_report

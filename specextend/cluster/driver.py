@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from specextend.cluster.attempts import Attempt
-from specextend.cluster.exits import InterruptedRunError
+from specextend.cluster.display import Display
+from specextend.cluster.exits import InterruptedRunError, OutputError
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Outcome, Suspected
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
-from specextend.cluster.progress import Display, Ledger
+from specextend.cluster.progress import Ledger
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import GivenUp, Lease, Scheduler
 from specextend.config import JobOptions
@@ -77,6 +78,7 @@ class Driver:
             InterruptedRunError: told to stop.
             WorkersFailError: no worker can be had.
             LockLostError: another driver has taken the folder over.
+            OutputError: the folder takes no more commits.
         """
         try:
             while not self.scheduler.is_done:
@@ -84,6 +86,8 @@ class Driver:
         except InterruptedRunError:
             self._collect(0.0)
             self.committer.commit()
+            raise
+        except OutputError:
             raise
         except Exception:
             self.committer.commit()

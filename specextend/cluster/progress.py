@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats, ratio
 
 WINDOW_S = 600.0
 """Seconds of the past that the rate is taken from."""
-LINE_EVERY_S = 30.0
 DEFAULT_OUTPUT_COST = 10.0
 """Cost of an output token in prompt tokens, until it is measured."""
 
@@ -137,93 +130,3 @@ class Ledger:
         """Running documents whose prefill is through, with their output tokens so far."""
         running = [item for outputs in self._running.values() for item in outputs.items()]
         return [(self._open[key], tokens) for key, tokens in running if tokens]
-
-
-class Display(Protocol):
-    """Where progress is shown."""
-
-    def show(self, snapshot: Snapshot, now: float) -> None:
-        """Show it, if it is time to."""
-
-    def note(self, message: str) -> None:
-        """Say that something happened."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
-def describe(snapshot: Snapshot) -> str:
-    """A snapshot in one line."""
-    rate, length = snapshot.output_tokens_per_s, snapshot.mean_acceptance_length
-    parts = [
-        f"{snapshot.num_done}/{snapshot.num_rows} done",
-        f"{snapshot.num_errors} failed" if snapshot.num_errors else "",
-        f"{snapshot.num_running} running on {snapshot.num_workers} worker{'s' if snapshot.num_workers != 1 else ''}",
-        f"{rate:,.1f} output tokens/s" if rate is not None else "",
-        f"acceptance length {length:.2f}" if length is not None else "",
-        f"{100 * snapshot.fraction:.0f}% of the work, {describe_eta(snapshot.eta_s)}",
-    ]
-    return ", ".join(part for part in parts if part)
-
-
-def describe_eta(seconds: float | None) -> str:
-    """`1:02:03 left`, rounded up to seconds."""
-    if seconds is None:
-        return "time left unknown yet"
-    whole = math.ceil(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} left"
-
-
-class LineDisplay:
-    """A plain line every 30 s: what a log can hold."""
-
-    def __init__(self, write: Callable[[str], None], every_s: float = LINE_EVERY_S) -> None:
-        self._write, self._every_s = write, every_s
-        self._shown_at: float | None = None
-
-    def show(self, snapshot: Snapshot, now: float) -> None:
-        """One line, if the last is old enough."""
-        if self._shown_at is None or now - self._shown_at >= self._every_s:
-            self._write(describe(snapshot))
-            self._shown_at = now
-
-    def note(self, message: str) -> None:
-        """One line, now."""
-        self._write(message)
-
-    def close(self) -> None:
-        """Nothing to restore."""
-
-
-class BarDisplay:
-    """A bar on a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console)
-        self._task = self._progress.add_task("starting", total=1.0)
-        self._progress.start()
-
-    def show(self, snapshot: Snapshot, now: float) -> None:
-        """Move the bar."""
-        self._progress.update(self._task, completed=snapshot.fraction, description=describe(snapshot))
-
-    def note(self, message: str) -> None:
-        """A line above the bar."""
-        self._progress.console.print(message, markup=False, highlight=False)
-
-    def close(self) -> None:
-        """End the bar where it is."""
-        self._progress.stop()
-
-
-def open_display(stream: TextIO | None = None) -> Display:
-    """A bar where `stream` (stderr) is a terminal, else lines."""
-    stream = stream or sys.stderr
-    if stream.isatty():
-        return BarDisplay(Console(file=stream))
-
-    def write(line: str) -> None:
-        stream.write(line + "\n")
-        stream.flush()
-
-    return LineDisplay(write)

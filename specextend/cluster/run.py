@@ -11,6 +11,7 @@ from typing import Any
 from specextend.attention.hybrid import load_backend
 from specextend.cluster.attempts import Attempt, version_changes
 from specextend.cluster.cluster import check_resources, claimed, connected, is_local
+from specextend.cluster.display import Display
 from specextend.cluster.driver import Committer, Driver
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunError, RefusedError, exit_code
 from specextend.cluster.interrupt import Interrupt
@@ -18,7 +19,7 @@ from specextend.cluster.lock import OutputLock, check_free
 from specextend.cluster.messages import first_line
 from specextend.cluster.plan import Plan, make_plan
 from specextend.cluster.pool import Pool
-from specextend.cluster.progress import Display, Ledger
+from specextend.cluster.progress import Ledger
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Limits, Scheduler
 from specextend.cluster.worker import EngineFactory

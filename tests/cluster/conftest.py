@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
+from specextend.cluster.display import Fact
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
@@ -38,13 +39,21 @@ class Screen:
     """A display that keeps what it was told; `on_show` may look in."""
 
     notes: list[str] = field(default_factory=list)
+    events: list[tuple[str, dict[str, Fact]]] = field(default_factory=list)
+    run_id: str = ""
     on_show: Callable[[Snapshot], None] = lambda snapshot: None
 
     def show(self, snapshot: Snapshot, now: float) -> None:
         self.on_show(snapshot)
 
-    def note(self, message: str) -> None:
+    def note(self, message: str, event: str = "note", **facts: Fact) -> None:
         self.notes.append(message)
+
+    def begin(self, run_id: str) -> None:
+        self.run_id = run_id
+
+    def event(self, name: str, **facts: Fact) -> None:
+        self.events.append((name, facts))
 
     def close(self) -> None:
         pass

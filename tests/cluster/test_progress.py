@@ -1,20 +1,8 @@
 from __future__ import annotations
 
-import io
-
 import pytest
 
-from specextend.cluster.progress import (
-    DEFAULT_OUTPUT_COST,
-    BarDisplay,
-    Ledger,
-    LineDisplay,
-    Snapshot,
-    TokenEstimate,
-    describe,
-    describe_eta,
-    open_display,
-)
+from specextend.cluster.progress import DEFAULT_OUTPUT_COST, Ledger, TokenEstimate
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
 
@@ -93,50 +81,3 @@ def test_a_failed_document_leaves_no_work_behind():
     book.finish(key(0), None)
     now = book.snapshot(1.0, 1)
     assert (now.num_errors, now.fraction) == (1, 1.0)
-
-
-def snapshot() -> Snapshot:
-    return Snapshot(9, 3, 1, 2, 1, 0.5, 20.0, 2.25, 61.2)
-
-
-def test_a_log_gets_a_line_every_thirty_seconds_and_no_escape_codes():
-    """Job logs are files: a bar in them is noise."""
-    stream = io.StringIO()
-    display = open_display(stream)
-    assert isinstance(display, LineDisplay)
-    for second in range(61):
-        display.show(snapshot(), float(second))
-    display.close()
-    lines = stream.getvalue().splitlines()
-    assert (
-        lines
-        == [
-            "3/9 done, 1 failed, 2 running on 1 worker, 20.0 output tokens/s, acceptance length 2.25, "
-            "50% of the work, 0:01:02 left"
-        ]
-        * 3
-    )
-
-
-def test_a_terminal_gets_a_bar_and_notes_stay_readable_above_it():
-    """Notes say why the bar went back: they must survive it, brackets and all."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    stream = Terminal()
-    display = open_display(stream)
-    assert isinstance(display, BarDisplay)
-    display.show(snapshot(), 0.0)
-    display.note("worker w1 [pid 7] died")
-    display.close()
-    assert "worker w1 [pid 7] died" in stream.getvalue()
-    assert "3/9 done" in stream.getvalue()
-
-
-def test_no_time_is_promised_before_anything_is_known():
-    """An ETA made of nothing is worse than none."""
-    assert describe_eta(None) == "time left unknown yet"
-    assert describe_eta(3723.0) == "1:02:03 left"
-    assert "None" not in describe(Snapshot(9, 0, 0, 0, 0, 0.0, None, None, None))
