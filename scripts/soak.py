@@ -1,0 +1,233 @@
+"""A run under fire: short documents on the tiny random pair, and a SIGKILL after every so many finished documents.
+
+    python -m scripts.soak --json benchmarks/results/soak.json
+
+The victim is drawn with a seed among the workers and the driver; a killed driver is started again, as an operator
+would. At the end every input row must be one summary, in its place, and none may be an error. Exit code 1 if not.
+Nothing is simulated: the job is `jobs/summarize.py`, and the kills are kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs" / "tiny-random.yaml"
+WORDS = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
+POLL_S = 0.1
+FILES = 4
+MAX_STARTS = 200
+"""Of the driver, before the soak is given up."""
+EXIT_DONE = 0
+STARTED_AGAIN = (-signal.SIGKILL, 1)
+"""Exit codes after which the driver is started again: killed by us, or a Ray that did not come up on a busy machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakOptions:
+    """What is run, and how often something is killed."""
+
+    documents: int = 2000
+    workers: int = 4
+    every: int = 40
+    """Finished documents between two kills."""
+    seed: int = 0
+    """Of the documents and of the victims."""
+    folder: Path = ROOT / "out" / "soak"
+    """Input and output; emptied first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One SIGKILL."""
+
+    after: int
+    """Rows in the parts when it was sent."""
+    at_s: float
+    """Seconds since the soak began."""
+    victim: str
+    """`driver` or `worker`."""
+
+
+@dataclass
+class Soak:
+    """One soak, from its documents to its verdict."""
+
+    options: SoakOptions
+    kills: list[Kill] = field(default_factory=list)
+    exit_codes: list[int] = field(default_factory=list)
+    """Of the driver's starts; -9 for a killed one, 1 for one whose Ray did not come up."""
+
+    def run(self) -> dict[str, Any]:
+        """Run the job to its end under kills; what happened, as JSON values."""
+        shutil.rmtree(self.options.folder, ignore_errors=True)
+        write_documents(self.options)
+        began, draw = time.monotonic(), random.Random(self.options.seed)
+        next_kill = self.options.every
+        while EXIT_DONE not in self.exit_codes and len(self.exit_codes) < MAX_STARTS:
+            with started(self.options) as driver:
+                while driver.poll() is None:
+                    rows = committed_rows(self.output)
+                    if rows >= next_kill and (victim := choose_victim(driver.pid, draw)) is not None:
+                        self._kill(victim, driver.pid, rows, time.monotonic() - began)
+                        next_kill = rows + self.options.every
+                    time.sleep(POLL_S)
+                self.exit_codes.append(driver.returncode)
+            if driver.returncode not in (EXIT_DONE, *STARTED_AGAIN):
+                break
+        return self._record(time.monotonic() - began)
+
+    @property
+    def output(self) -> Path:
+        """The run's output folder."""
+        return self.options.folder / "output"
+
+    def _kill(self, victim: psutil.Process, driver: int, rows: int, at_s: float) -> None:
+        victim.kill()
+        self.kills.append(Kill(rows, round(at_s, 1), "driver" if victim.pid == driver else "worker"))
+
+    def _record(self, seconds: float) -> dict[str, Any]:
+        options = {name: value for name, value in asdict(self.options).items() if name != "folder"}
+        return {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            **options,
+            "seconds": round(seconds, 1),
+            "exit_codes": self.exit_codes,
+            "kills": [asdict(kill) for kill in self.kills],
+            "num_kills": Counter(kill.victim for kill in self.kills),
+            **reconcile(self.options, self.output),
+        }
+
+
+def write_documents(options: SoakOptions) -> None:
+    """Documents of 20 to 80 words in `FILES` files, with their number to be passed through."""
+    draw = random.Random(options.seed)
+    folder = options.folder / "input"
+    folder.mkdir(parents=True)
+    for file in range(FILES):
+        numbers = list(range(file, options.documents, FILES))
+        columns = {
+            "doc_id": [f"document-{number}" for number in numbers],
+            "text": [" ".join(draw.choices(WORDS, k=draw.randint(20, 80))) for _ in numbers],
+            "number": numbers,
+        }
+        pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=100)
+
+
+@contextmanager
+def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
+    """The job as a process, with a Ray of its own that has a core to give to every worker, however many there are."""
+    settings = {
+        "input.passthrough": ["number"],
+        "job.workers": options.workers,
+        "job.commit_every_rows": 8,
+        "job.commit_every_s": 1,
+        "job.max_attempts": 10,
+    }
+    command = [sys.executable, "jobs/summarize.py", "--config", str(CONFIG)]
+    command += ["--input", str(options.folder / "input"), "--output", str(options.folder / "output")]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    cores = json.dumps({"CPU": options.workers})
+    environment = os.environ | {"RAY_ADDRESS": "local", "RAY_OVERRIDE_RESOURCES": cores, "PYTHONPATH": str(ROOT)}
+    with open(options.folder / "log.txt", "ab") as log:
+        process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def committed_rows(output: Path) -> int:
+    """Rows in the parts: what no death can take back."""
+    return sum(pq.read_metadata(path).num_rows for path in (output / "_run" / "parts").glob("part-*.parquet"))
+
+
+def choose_victim(driver: int, draw: random.Random) -> psutil.Process | None:
+    """One of the workers, or the driver; None while no worker has started."""
+    workers = [process for process in psutil.Process(driver).children(recursive=True) if is_worker(process)]
+    if not workers:
+        return None
+    return draw.choice([*sorted(workers, key=psutil.Process.create_time), psutil.Process(driver)])
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Whether it is the process of one of the job's actors, which Ray renames."""
+    try:
+        return any(word.startswith("ray::Worker") for word in process.cmdline()[:1])
+    except psutil.Error:  # it ended meanwhile
+        return False
+
+
+def reconcile(options: SoakOptions, output: Path) -> dict[str, Any]:
+    """What became of the input rows; `exact` where each is one summary, in its place, and none is anything else."""
+    places = []
+    for file in range(FILES):
+        path = output / "summaries" / f"part-{file:05d}.parquet"
+        there = pq.read_table(path, columns=["doc_id", "number"]).to_pylist() if path.exists() else []
+        places.append([(row["doc_id"], row["number"]) for row in there])
+    expected = [
+        [(f"document-{number}", number) for number in range(file, options.documents, FILES)] for file in range(FILES)
+    ]
+    errors = sum(pq.read_metadata(path).num_rows for path in (output / "errors").glob("*.parquet"))
+    rows = [row for path in output.glob("summaries/*.parquet") for row in read_rows(path)]
+    return {
+        "num_summaries": sum(map(len, places)),
+        "num_errors": errors,
+        "num_rows_in_parts": committed_rows(output),
+        "attempts": Counter(str(row["attempts"]) for row in rows),
+        "is_success": (output / "_SUCCESS").exists(),
+        "exact": places == expected and not errors,
+    }
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """How often each row of a file was tried."""
+    return list(pq.read_table(path, columns=["attempts"]).to_pylist())
+
+
+def main() -> int:
+    """Run a soak and say what happened; the exit code."""
+    default = SoakOptions()
+    parser = argparse.ArgumentParser(
+        prog="soak.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("documents", "workers", "every", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
+    parser.add_argument("--folder", type=Path, default=default.folder, help="for input and output; emptied first")
+    parser.add_argument("--json", type=Path, help="write what happened there")
+    values = vars(parser.parse_args())
+    path = values.pop("json")
+    record = Soak(SoakOptions(**values)).run()
+    text = json.dumps(record, indent=1) + "\n"
+    if path:
+        path.write_text(text, encoding="utf-8")
+    print(text, end="")
+    return 0 if record["exact"] and record["is_success"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
