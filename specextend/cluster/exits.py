@@ -31,6 +31,10 @@ class WorkersFailError(RuntimeError):
     """Workers cannot be built, or none of them lives: exit 1."""
 
 
+class OutputError(RuntimeError):
+    """The output folder takes no more files: exit 1. What was committed before is there; run again to resume."""
+
+
 class InterruptedRunError(Exception):
     """The run was told to stop; run again to resume: exit 75."""
 

@@ -11,6 +11,9 @@ from types import FrameType
 
 from specextend.cluster.exits import EXIT_INTERRUPTED, InterruptedRunError
 
+LAST_S = 3.0
+"""Seconds that the last call before the process is ended may take."""
+
 
 class Interrupt:
     """Remembers that the run was told to stop. Check it often: nothing is stopped by itself.
@@ -57,5 +60,7 @@ class Interrupt:
     def _watch(self) -> None:
         self._told.wait()
         if not self._over.wait(self._grace_s):
-            self.last()
+            last = threading.Thread(target=self.last, daemon=True)  # it may raise, or wait for a dead file system
+            last.start()
+            last.join(LAST_S)
             os._exit(EXIT_INTERRUPTED)

@@ -9,11 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from specextend.cluster.exits import LockHeldError, LockLostError
+from specextend.cluster.output import writing
 from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
 HEARTBEAT_S = 10.0
@@ -67,7 +68,7 @@ def check_free(output: Location) -> None:
 
 
 class OutputLock:
-    """Holds `_run/lock` from entry to exit of a `with` block. Entering raises LockHeldError."""
+    """Holds `_run/lock` from entry to exit of a `with` block. Entering raises LockHeldError, OutputError."""
 
     def __init__(self, output: Location, run_id: str, clock: Callable[[], float] = time.time) -> None:
         self._output, self._run_id, self._clock = output, run_id, clock
@@ -77,7 +78,7 @@ class OutputLock:
         self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
 
     def __enter__(self) -> OutputLock:
-        with _exclusive(self._output) as is_exclusive:
+        with writing(self._output), _exclusive(self._output) as is_exclusive:
             holder = read_lock(self._output)
             if holder is not None and holder.is_alive(self._clock()):
                 raise LockHeldError(f"{self._output.path} is held by {holder}")
@@ -93,9 +94,14 @@ class OutputLock:
     def __exit__(self, *error: object) -> None:
         self._closing.set()
         self._thread.join()
-        holder = read_lock(self._output)
-        if holder is not None and holder.run_id == self._run_id:
-            delete(_lock_file(self._output))
+        self.release()
+
+    def release(self) -> None:
+        """Remove the lock if it is ours."""
+        with suppress(OSError):  # a lock that cannot be removed goes stale, and hides no error that came before
+            holder = read_lock(self._output)
+            if holder is not None and holder.run_id == self._run_id:
+                delete(_lock_file(self._output))
 
     def check(self) -> None:
         """Raise LockLostError when another driver has taken over, or may have."""
