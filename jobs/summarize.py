@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     try:
         return status(arguments) if arguments.status else job(arguments)
-    except (exits.RefusedError, exits.LockHeldError, exits.OtherRunError, exits.WorkersFailError) as error:
+    except exits.SAID_IN_ONE_LINE as error:
         say(f"error: {error}")
         return exits.exit_code(error)
     except exits.InterruptedRunError as error:

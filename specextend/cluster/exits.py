@@ -39,6 +39,10 @@ class InterruptedRunError(Exception):
     """The run was told to stop; run again to resume: exit 75."""
 
 
+SAID_IN_ONE_LINE = (RefusedError, LockHeldError, OtherRunError, OutputError, WorkersFailError)
+"""What a user can do something about: no traceback."""
+
+
 def exit_code(error: BaseException) -> int:
     """The exit code of a run that ended with this exception."""
     codes: dict[type[BaseException], int] = {
