@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from specextend.cluster.attempts import Attempt
-from specextend.cluster.display import Display
+from specextend.cluster.display import Display, Fact
 from specextend.cluster.exits import InterruptedRunError, OutputError
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Outcome, Suspected
+from specextend.cluster.output import writing
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
 from specextend.cluster.progress import Ledger
 from specextend.cluster.roster import Roster
@@ -22,6 +23,7 @@ from specextend.core import DocumentKey
 from specextend.data.documents import Source
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
+from specextend.data.storage import Location
 
 TICK_S = 0.2
 """Seconds to wait for an event before looking at clocks and signals again."""
@@ -30,8 +32,8 @@ TICK_S = 0.2
 class Committer:
     """Rows that are done, written as parts when there are enough of them, or when they have waited long enough."""
 
-    def __init__(self, writer: PartWriter, lock: OutputLock, every_rows: int, every_s: float) -> None:
-        self._writer, self._lock = writer, lock
+    def __init__(self, output: Location, writer: PartWriter, lock: OutputLock, every_rows: int, every_s: float) -> None:
+        self._output, self._writer, self._lock = output, writer, lock
         self._every_rows, self._every_s = every_rows, every_s
         self._rows: list[dict[str, Any]] = []
         self._oldest = 0.0
@@ -49,9 +51,10 @@ class Committer:
             self.commit()
 
     def commit(self) -> None:
-        """Write what there is. Raises LockLostError where the folder is not ours any more."""
+        """Write what there is. Raises LockLostError where the folder is not ours any more, OutputError."""
         self._lock.check()
-        self._writer.commit(self._rows)
+        with writing(self._output):
+            self._writer.commit(self._rows)
         self._rows = []
 
 
@@ -101,8 +104,10 @@ class Driver:
             self.pool.start(worker)
         self._enforce(now)
         if (taken := self.scheduler.rebalance()) is not None:
+            self.display.event("lease_taken_back", **_facts(*taken))
             self.pool.cancel(taken[1].lease_id)
         for worker, lease in self.scheduler.assign(now):
+            self.display.event("document_leased", **_facts(worker, lease))
             self.pool.run(worker, lease)
         self._collect(TICK_S)
         self.committer.commit_if_due(self.clock())
@@ -117,26 +122,30 @@ class Driver:
         for lease in self.scheduler.overdue(now):
             seconds = self.job.deadline_base_s + self.job.deadline_s_per_token * lease.num_tokens
             message = f"not done {seconds:.0f} s after the start of its prefill"
-            self.display.note(f"document {self.source.doc_id(lease.key)} is cancelled: {message}")
-            self._give_up(self.scheduler.expire(lease.lease_id, message), now)
+            worker, doc_id = self.scheduler.holder(lease.lease_id), self.source.doc_id(lease.key)
+            facts = _facts(worker, lease) | {"document": doc_id}
+            self.display.note(f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts)
+            self._give_up(self.scheduler.expire(lease.lease_id, message), worker, now)
             self.pool.cancel(lease.lease_id)
         for worker in self.scheduler.stalled(now):
             reason = f"no step for {self.job.stall_s:.0f} s"
-            self.display.note(f"{worker} is killed: {reason}")
+            self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
             self.pool.kill(worker)
             self.roster.died(worker, reason)
             self.ledger.running(worker, [])
-            self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), now)
+            self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker, now)
 
     def _handle(self, event: Event, now: float) -> None:
         match event:
             case Ready(worker, info):
                 self.roster.ready(worker)
                 self.attempt.worker_started(info)
+                self.display.event("worker_ready", worker=worker, host=info.host, pid=info.pid, device=info.device)
                 self.scheduler.join(worker, now)
             case StartFailed(worker, reason):
                 pause = self.roster.failed(worker, reason, now)
-                self.display.note(f"{worker} could not be built, next try in {pause:.0f} s: {reason}")
+                message = f"{worker} could not be built, next try in {pause:.0f} s: {reason}"
+                self.display.note(message, "worker_failed_to_start", worker=worker, reason=reason)
             case Returned(worker, lease, outcome):
                 self._returned(worker, lease, outcome, now)
             case CallLost(worker, lease, reason):
@@ -149,7 +158,7 @@ class Driver:
             case Dying(worker, reason):
                 self.scheduler.suspend(worker)
                 self.roster.died(worker, reason)
-                self.display.note(f"{worker} died: {reason}")
+                self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
             case Died():
                 self._died(event, now)
 
@@ -160,22 +169,24 @@ class Driver:
             return
         self.roster.document_done()
         if isinstance(outcome, Suspected):
-            self.display.note(f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}")
-            self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), now)
+            message = f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}"
+            self.display.note(message, "batch_failed", **_facts(worker, lease), error_class=outcome.error_class)
+            self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker, now)
             return
         self.scheduler.finish(lease.lease_id)
         if isinstance(outcome, Done):
+            self.display.event("document_done", **_facts(worker, lease), **_result(outcome))
             self.ledger.finish(lease.key, outcome.stats)
             self.committer.add(outcome.row, now)
         else:
-            self._fail(lease.key, lease.attempt, outcome, now)
+            self._fail(lease.key, lease.attempt, outcome, worker, now)
 
     def _lost(self, worker: str, lease: Lease, reason: str, now: float) -> None:
         """The call of a lease ended without outcome: as was asked for, or the document waits again."""
         if self.scheduler.lease(lease.lease_id) is None:
             self.scheduler.closed(worker)
         else:
-            self._give_up(self.scheduler.take_back(lease.lease_id, reason), now)
+            self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker, now)
 
     def _died(self, event: Died, now: float) -> None:
         if event.with_node:
@@ -183,15 +194,15 @@ class Driver:
         else:
             message = f"the worker died: {event.reason}"
             given_up = self.scheduler.leave(event.worker, "WorkerDied", message)
-        self._give_up(given_up, now)
+        self._give_up(given_up, event.worker, now)
         self.ledger.running(event.worker, [])
 
-    def _give_up(self, given_up: list[GivenUp], now: float) -> None:
+    def _give_up(self, given_up: list[GivenUp], worker: str, now: float) -> None:
         for item in given_up:
             failed = Failed("", item.error_class, item.message, "decode", retryable=True)
-            self._fail(item.key, item.attempts, failed, now)
+            self._fail(item.key, item.attempts, failed, worker, now)
 
-    def _fail(self, key: DocumentKey, attempts: int, failed: Failed, now: float) -> None:
+    def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str, now: float) -> None:
         doc_id = failed.doc_id or self.source.doc_id(key)
         row = error_row(
             key,
@@ -202,6 +213,24 @@ class Driver:
             retryable=failed.retryable,
             attempts=attempts,
         )
-        self.display.note(f"document {doc_id} failed: {failed.error_class}: {failed.message}")
+        facts = _where(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
+        message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
+        self.display.note(message, "document_failed", **facts, error_class=failed.error_class)
         self.ledger.finish(key, None)
         self.committer.add(row, now)
+
+
+def _where(key: DocumentKey) -> dict[str, Fact]:
+    """A document, for machines."""
+    return {"file": key.file, "row": key.row}
+
+
+def _facts(worker: str, lease: Lease) -> dict[str, Fact]:
+    """A lease, for machines."""
+    return _where(lease.key) | {"worker": worker, "attempt": lease.attempt}
+
+
+def _result(done: Done) -> dict[str, Fact]:
+    """What a document came to, for machines: no text."""
+    counts = ("num_prompt_tokens", "num_output_tokens", "mean_acceptance_length", "total_s")
+    return {"document": done.row["doc_id"]} | {name: getattr(done.stats, name) for name in counts}

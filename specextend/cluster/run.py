@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunEr
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.lock import OutputLock, check_free
 from specextend.cluster.messages import first_line
+from specextend.cluster.output import writing
 from specextend.cluster.plan import Plan, make_plan
 from specextend.cluster.pool import Pool
 from specextend.cluster.progress import Ledger
@@ -31,7 +35,7 @@ from specextend.data.fingerprint import build_manifest, differences, read_manife
 from specextend.data.parts import PartWriter, Progress, pending, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.regroup import regroup
-from specextend.data.storage import Location, delete, resolve
+from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
 from specextend.loading import GIB, load_engine, rows_per_sequence
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
@@ -129,25 +133,32 @@ def run(
     """Run or resume a job; the exit code is 0 or 3.
 
     report: writes the run's report, given the output folder. factory: makes a worker's engine, on the worker.
-    Raises RefusedError, LockHeldError, OtherRunError, InterruptedRunError, and what ends a run unforeseen.
+    Raises RefusedError, LockHeldError, OtherRunError, OutputError, InterruptedRunError, and what ends a run unforeseen.
     """
     prepared = prepare(config)
     check_free(prepared.output)
     check_same_run(prepared)
     run_id = secrets.token_hex(4)
     with OutputLock(prepared.output, run_id) as lock:
-        interrupt.last = lambda: delete(prepared.output.child("_run", "lock"))
+        interrupt.last = lock.release
         changes = version_changes(prepared.output)
         attempt = Attempt(prepared.output, run_id, config)
-        attempt.begin()
+        with writing(prepared.output):
+            attempt.begin()
+        display.begin(run_id)
+        display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         for change in changes:
             display.note(f"warning: since the last start, {change}")
         try:
             code = _Start(prepared, lock, run_id, attempt, display, interrupt, report, factory).run(retry_errors)
         except BaseException as error:
-            attempt.end(exit_code(error), first_line(error))
+            with suppress(OSError):  # where the disk is full that is what there is to tell, and `error` says it
+                attempt.end(exit_code(error), first_line(error))
+            display.event("run_ended", exit_code=exit_code(error), reason=first_line(error))
             raise
-        attempt.end(code)
+        with writing(prepared.output):
+            attempt.end(code)
+        display.event("run_ended", exit_code=code)
         interrupt.disarm()
         return code
 
@@ -177,14 +188,16 @@ class _Start:
             self.display.note(f"complete already, {_say(counts)}")
             return EXIT_DONE
         work = self._read_through(keys) if keys else None
-        if not is_begun:
-            write_manifest(output, self.prepared.manifest)
-        remove_success(output)
+        with writing(output):
+            if not is_begun:
+                write_manifest(output, self.prepared.manifest)
+            remove_success(output)
         if work is not None:
             num_errors = len(progress.errors.keys() - keys)
             self._decode(*work, Ledger(work[1].estimates, len(progress.done), num_errors))
         self.interrupt.check()
-        return self._conclude(finalize(self.prepared.source, output))
+        with writing(output):
+            return self._conclude(finalize(self.prepared.source, output))
 
     def _conclude(self, counts: Counts) -> int:
         """The report, and `_SUCCESS` last, or not at all."""
@@ -211,7 +224,8 @@ class _Start:
     def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
         """Where to read documents from, and what there is to do. Raises RefusedError for a file that breaks off."""
         try:
-            source = regroup(self.prepared.source, self.prepared.output)
+            with writing(self.prepared.output):
+                source = regroup(self.prepared.source, self.prepared.output)
             return source, self._plan(source, keys)
         except InputError as error:
             raise RefusedError(str(error)) from error
@@ -237,12 +251,13 @@ class _Start:
             stall_s=job.stall_s,
         )
         num_leases = config.decoding.max_batch_size + EXTRA_LEASES
-        writer = PartWriter(self.prepared.output, self.run_id)
+        output = self.prepared.output
+        writer = PartWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(plan.work(), limits, num_leases, f"{self.run_id}-"),
             pool=Pool(config, source, self.factory, num_leases),
             roster=Roster(job.workers),
-            committer=Committer(writer, self.lock, job.commit_every_rows, job.commit_every_s),
+            committer=Committer(output, writer, self.lock, job.commit_every_rows, job.commit_every_s),
             ledger=ledger,
             display=self.display,
             interrupt=self.interrupt,

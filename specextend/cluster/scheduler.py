@@ -211,6 +211,10 @@ class Scheduler:
         held = self._held.get(lease_id)
         return held.lease if held is not None else None
 
+    def holder(self, lease_id: str) -> str:
+        """The worker that holds a lease in force."""
+        return self._held[lease_id].worker
+
     def finish(self, lease_id: str) -> bool:
         """Close the document of this lease; False where the lease was taken away, so its result must be dropped."""
         held = self._release(lease_id)
