@@ -39,6 +39,8 @@ class DecodingStats:
     """Times that speculation was given up for plain steps."""
     num_hybrid_steps: int = 0
     """Speculative steps whose tree attention was hybrid; that of the others was dense."""
+    num_memory_retries: int = 0
+    """Times that it began again because memory ran out."""
     ttft_s: float = 0.0
     decode_s: float = 0.0
     prefill_s: float = 0.0

@@ -48,6 +48,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("attempts", pa.int32()),
         ("num_fallbacks", pa.int32()),
         ("num_hybrid_steps", pa.int32()),
+        ("num_memory_retries", pa.int32()),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""

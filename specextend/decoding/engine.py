@@ -20,8 +20,12 @@ from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.admission import Admission
 from specextend.decoding.chunks import Cutter
 from specextend.decoding.drafter import Drafter
+from specextend.decoding.failures import is_out_of_memory
+from specextend.decoding.memory import MemoryLadder, Work, release_cached
 from specextend.decoding.model import CachedModel
 from specextend.decoding.options import CacheOptions, TreeOptions
+from specextend.decoding.prune import prune
+from specextend.decoding.queue import Queue, Waiting
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
@@ -55,38 +59,6 @@ class _Step:
     plan: AttentionPlan
 
 
-class _Queue:
-    """The source, with the request that waits for room held back."""
-
-    def __init__(self, requests: Iterator[Request | None]) -> None:
-        self._requests = requests
-        self._waiting: Request | None = None
-        self._ended = False
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether no request will come any more."""
-        return self._ended and self._waiting is None
-
-    def peek(self) -> Request | None:
-        """The next request; None where there is none now."""
-        if self._waiting is None and not self._ended:
-            try:
-                self._waiting = next(self._requests)
-            except StopIteration:
-                self._ended = True
-        return self._waiting
-
-    def pop(self) -> None:
-        """The request that was peeked at runs."""
-        self._waiting = None
-
-    def drop(self, names: set[str]) -> None:
-        """Forget the waiting request if it is one of these."""
-        if self._waiting is not None and self._waiting.request_id in names:
-            self._waiting = None
-
-
 class Engine:
     """Decodes requests. Between two calls of `generate` nothing is kept but weights and buffers."""
 
@@ -118,6 +90,7 @@ class Engine:
         adapts = drafter is not None and tree.nodes == "auto"
         self._adaptive = Adaptive(costs, tree.most_nodes) if costs is not None and adapts else None
         self._admission = Admission(target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size)
+        self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, PREFILL_CHUNK)
         self._scored_layers = scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
         self._cutter = Cutter(cache, tokenizer, target.config.vocab_size)
         self._num_levels = drafter.num_levels if drafter else 0
@@ -152,74 +125,102 @@ class Engine:
 
         `source` gives None where it has nothing now; it is asked only while the batch has room, and may block only
         while nothing runs. A request that fails alone goes to `on_error(request_id, error)`; without it, it raises.
+        Where memory runs out, requests begin again with less at once; alone and without a draft, it is a failure.
 
         Raises:
             ValueError: a request that can never fit, without `on_error`.
             BatchError: a step of several sequences failed, with `on_error`.
         """
         assert not self._active, "one generate at a time"
-        queue = _Queue(iter(source))
+        queue = Queue(iter(source))
+        self._memory.start()
         try:
             while True:
                 self._admit(queue, on_error)
                 self._drop_cancelled(queue)
-                if self._active:
-                    self._guard(list(self._active.values()), self._step, on_error)
-                    for completion in self._finished():
-                        yield completion
-                        self._watch.restart()  # the caller's time is nobody's
-                elif queue.exhausted:
+                if running := [sequence for sequence in self._active.values() if not sequence.finish_reason]:
+                    self._guard("step", running, queue, on_error)
+                for completion in self._finished():
+                    yield completion
+                    self._watch.restart()  # the caller's time is nobody's
+                if not self._active and queue.exhausted:
                     return
         finally:
             for sequence in list(self._active.values()):
                 self._leave(sequence)
             self._cancelled.clear()
 
-    def _admit(self, queue: _Queue, on_error: OnError | None) -> None:
+    def _admit(self, queue: Queue, on_error: OnError | None) -> None:
         """Start requests for as long as the source has some and there is room."""
-        while self._admission.has_place and (request := queue.peek()) is not None:
-            if not self._start(request, on_error):
+        while self._has_place and (waiting := queue.peek()) is not None:
+            try:
+                sequence = self._start(waiting)
+            except ValueError as error:
+                if on_error is None:
+                    raise
+                on_error(waiting.request.request_id, error)
+                queue.pop()
+                continue
+            if sequence is None:
                 return
             queue.pop()
+            self._guard("prefill", [sequence], queue, on_error)
 
-    def _start(self, request: Request, on_error: OnError | None) -> bool:
-        """Prefill a request; False where it has to wait for room."""
-        try:
-            if request.request_id in self._active:
-                raise ValueError(f"request {request.request_id!r} is running already")
-            self._admission.check(request)
-        except ValueError as error:
-            if on_error is None:
-                raise
-            on_error(request.request_id, error)
-            return True
+    @property
+    def _has_place(self) -> bool:
+        return self._admission.has_place and len(self._active) < self._memory.batch_size
+
+    def _start(self, waiting: Waiting) -> Sequence | None:
+        """The request with its place and its rows; None where it has to wait for them."""
+        request = waiting.request
+        if request.request_id in self._active:
+            raise ValueError(f"request {request.request_id!r} is running already")
+        self._admission.check(request)
         admitted = self._admission.admit(request)
         if admitted is None:
             assert self._active, "an empty engine has room for whatever passes the check"
-            return False
-        row, region = admitted
+            return None
         now = self._watch.charge("other_s", list(self._active.values()))
         stopper = StopChecker(self.tokenizer, self._eos_token_ids, request.sampling.stop, request.max_new_tokens)
-        sequence = Sequence(request, row, region, stopper, CachePolicy(self._cache_options), now)
+        drafts = self._memory.num_nodes > 0
+        sequence = Sequence(request, *admitted, stopper, CachePolicy(self._cache_options), now, drafts)
+        sequence.speculation.active = drafts
+        sequence.stats.num_memory_retries = waiting.num_memory_retries
         with self._lock:
             self._active[request.request_id] = sequence
-        self._guard([sequence], self._prefill, on_error)
-        return True
+        return sequence
 
-    def _guard(
-        self, sequences: list[Sequence], work: Callable[[list[Sequence]], None], on_error: OnError | None
-    ) -> None:
-        """Do `work`; a failure that only one sequence can have caused is that sequence's."""
+    def _guard(self, work: Work, sequences: list[Sequence], queue: Queue, on_error: OnError | None) -> None:
+        """Do the work; where memory runs out let them begin again with less, for as long as there is less."""
         try:
             with torch.inference_mode():
-                work(sequences)
+                if work == "prefill":
+                    self._prefill(sequences)
+                else:
+                    self._step(sequences)
+            return
         except Exception as error:
-            if on_error is None:
-                raise
-            if len(sequences) > 1:
-                raise BatchError([sequence.request.request_id for sequence in sequences], error) from error
-            self._leave(sequences[0])
-            on_error(sequences[0].request.request_id, error)
+            num_tokens = len(sequences[0].request.prompt_token_ids)
+            size = num_tokens if work == "prefill" else len(sequences)
+            if not (is_out_of_memory(error) and self._memory.lower(work, size, len(self._active))):
+                if on_error is None:
+                    raise
+                self._fail(sequences, error, on_error)
+                return
+        # The exception is gone here, and with it what the failed forward held.
+        for sequence in sequences:
+            self._leave(sequence)
+        queue.give_back(Waiting(each.request, each.stats.num_memory_retries + 1) for each in sequences)
+        release_cached(self._target.device)
+        self._watch.restart()
+
+    def _fail(self, sequences: list[Sequence], error: Exception, on_error: OnError) -> None:
+        """A failure that one sequence alone can have caused is its own; otherwise raises BatchError."""
+        if len(sequences) > 1:
+            raise BatchError([sequence.request.request_id for sequence in sequences], error) from error
+        self._leave(sequences[0])
+        self._memory.ended()
+        on_error(sequences[0].request.request_id, error)
 
     def _leave(self, sequence: Sequence) -> None:
         with self._lock:
@@ -230,9 +231,10 @@ class Engine:
         done = [sequence for sequence in self._active.values() if sequence.finish_reason]
         for sequence in done:
             self._leave(sequence)
+            self._memory.ended()
         return [sequence.completion() for sequence in done]
 
-    def _drop_cancelled(self, queue: _Queue) -> None:
+    def _drop_cancelled(self, queue: Queue) -> None:
         with self._lock:
             dropped = [self._active[name] for name in self._cancelled if name in self._active]
             queue.drop(self._cancelled)
@@ -245,10 +247,10 @@ class Engine:
         [sequence] = sequences
         prompt = torch.tensor(sequence.request.prompt_token_ids, device=self._target.device)
         sequence.stats.num_prompt_tokens = len(prompt)
-        for chunk in prompt.split(PREFILL_CHUNK):
+        for chunk in prompt.split(self._memory.chunk_size):
             plan, hidden, features = self._prefill_chunk(sequence, chunk)
             self._watch.charge("prefill_s", sequences)
-            if self._drafter is not None:
+            if self._drafter is not None and sequence.drafts:
                 self._drafter.prefill(sequence.row, chunk, features[0])
                 self._watch.charge("draft_prefill_s", sequences)
             if sequence.request.request_id in self._cancelled:
@@ -257,7 +259,7 @@ class Engine:
         logits = self._target.logits(hidden[0, -1:])
         token_id = int(choose_tokens(logits, positions, sequence.request.sampling))
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
-        if self._drafter is not None and not sequence.finish_reason:
+        if sequence.drafts and not sequence.finish_reason:
             sequence.policy.chunks = self._cutter.cut(sequence.request.prompt_token_ids)
             self._retrieve(sequence, plan, 0, -1)
             sequence.undrafted.append(([token_id], features[0, -1:]))
@@ -273,11 +275,8 @@ class Engine:
         token_ids, positions = chunk.unsqueeze(0), positions.unsqueeze(0)
         return plan, *self._target.forward_with_features(token_ids, positions, plan, self._hidden_layers)
 
-    def _step(self, sequences: list[Sequence]) -> None:
+    def _step(self, running: list[Sequence]) -> None:
         """Draft, verify, commit, retrieve, absorb: for every running sequence at once."""
-        running = [sequence for sequence in sequences if not sequence.finish_reason]
-        if not running:
-            return
         self._watch.charge("other_s", running)
         trees = self._propose(running)
         lengths, begin = [sequence.length for sequence in running], self._watch.mark
@@ -301,11 +300,12 @@ class Engine:
 
     def _propose(self, sequences: list[Sequence]) -> list[DraftTree]:
         """A tree for each sequence; of a root alone where steps are plain."""
-        drafting = [sequence for sequence in sequences if self._drafter is not None and sequence.speculation.active]
+        drafting = [sequence for sequence in sequences if sequence.drafts and sequence.speculation.active]
         proposed: dict[int, DraftTree] = {}
         if self._drafter is not None and drafting:
             begin = self._watch.mark
             trees = self._drafter.propose([sequence.row for sequence in drafting])
+            trees = [prune(tree, 1 + self._memory.num_nodes) for tree in trees]
             if self._adaptive is not None:
                 trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
             now = self._watch.charge("draft_s", drafting)
@@ -346,7 +346,7 @@ class Engine:
 
     def _look_again(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:
         """Retrieve where it is due, then run the draft over what was committed; not before plain steps."""
-        going = [b for b, sequence in enumerate(sequences) if not sequence.finish_reason]
+        going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
         if self._adaptive is not None and going:
             self._adaptive.decide([sequences[b] for b in going])
         drafting = []

@@ -33,6 +33,8 @@ class Sequence:
     policy: CachePolicy
     started_at: float
     """`time.perf_counter()` at the start of prefill."""
+    drafts: bool
+    """Whether there is a draft that follows it, proposing or not."""
     first_token_at: float = 0.0
     length: int = 0
     """Committed tokens: those the target has run."""

@@ -18,7 +18,8 @@ COLUMNS = """doc_id, summary, finish_reason, num_prompt_tokens, num_output_token
 chunk_summaries, num_spec_steps, num_plain_steps, num_draft_tokens, num_accepted_tokens, mean_acceptance_length,
 draft_acceptance_rate, acceptance_histogram, num_retrievals, retrieval_coverage, retrieval_churn, queue_s, ttft_s,
 decode_s, total_s, prefill_s, draft_prefill_s, draft_s, verify_s, retrieval_s, other_s, output_tokens_per_s,
-quality_flags, worker, attempts, num_fallbacks, num_hybrid_steps"""
+quality_flags, worker, attempts, num_fallbacks, num_hybrid_steps,
+num_memory_retries"""
 
 STATS = DecodingStats(
     num_prompt_tokens=100,
