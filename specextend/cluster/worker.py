@@ -34,9 +34,12 @@ from specextend.data.documents import DocumentError, Row, Source
 from specextend.data.prompts import Prompt, Prompts
 from specextend.data.schema import result_row
 from specextend.decoding.engine import BatchError
+from specextend.decoding.failures import is_device_error, is_out_of_memory
 
-CUDA_EXIT_CODE = 70
+DEVICE_EXIT_CODE = 70
 """Of a worker whose GPU context is beyond use."""
+OUT_OF_MEMORY = "OutOfMemoryError"
+"""Error class of a document that does not fit, whichever allocator said so."""
 
 
 class EngineLike(Protocol):
@@ -215,10 +218,10 @@ class Worker:
                     for completion in self._engine.generate(self._requests(), self._on_error):
                         self._settle(completion.request_id, completion)
                 except BatchError as error:
-                    _exit_on_cuda_error(error.__cause__ or error)
+                    _exit_on_device_error(error.__cause__ or error)
                     self._on_batch_error(error)
         except BaseException as error:
-            _exit_on_cuda_error(error)
+            _exit_on_device_error(error)
             self._break(error)
             raise
 
@@ -241,12 +244,14 @@ class Worker:
 
     def _on_error(self, request_id: str, error: Exception) -> None:
         """One request failed alone: its outcome is an error row, the engine goes on."""
-        _exit_on_cuda_error(error)
+        _exit_on_device_error(error)
         if isinstance(error, DocumentError):
             failed = Failed("", error.error_class, error.message, error.stage, error.retryable)
+        elif is_out_of_memory(error):
+            message = f"even alone and without a draft: {first_line(error)}"
+            failed = Failed("", OUT_OF_MEMORY, message, "decode", retryable=True)
         else:
-            retryable = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            failed = Failed("", type(error).__name__, first_line(error), "decode", retryable)
+            failed = Failed("", type(error).__name__, first_line(error), "decode", retryable=False)
         self._settle(request_id, failed)
 
     def _settle(self, request_id: str, outcome: Completion | Failed | Suspected) -> None:
@@ -284,11 +289,9 @@ def worker_actor(config: RunConfig, num_leases: int) -> Any:
     )
 
 
-def _exit_on_cuda_error(error: BaseException) -> None:
-    """A CUDA error other than out of memory leaves a context in which every later call fails: end the process."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return
-    if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+def _exit_on_device_error(error: BaseException) -> None:
+    """End the process where every later call on the device would fail too."""
+    if is_device_error(error):
         traceback.print_exception(error, file=sys.stderr)
         sys.stderr.flush()
-        os._exit(CUDA_EXIT_CODE)
+        os._exit(DEVICE_EXIT_CODE)

@@ -47,7 +47,7 @@ def row(stats: DecodingStats) -> dict[str, Any]:
 def test_the_columns_are_those_promised_in_their_order() -> None:
     assert SUMMARY_SCHEMA.names == COLUMNS.replace("\n", " ").split(", ")
     assert ERROR_SCHEMA.names == ["key", "doc_id", "error_class", "message", "stage", "retryable", "attempts"]
-    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["num_hybrid_steps", "topic"]
+    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["num_memory_retries", "topic"]
 
 
 def test_no_column_is_typed_null() -> None:
