@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -82,3 +83,8 @@ class Completion:
     text: str
     finish_reason: FinishReason
     stats: DecodingStats
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text of documents as a terminal or a log may show it: each control character but those to `keep` as U+FFFD."""
+    return "".join("\ufffd" if unicodedata.category(each) == "Cc" and each not in keep else each for each in text)

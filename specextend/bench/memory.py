@@ -60,9 +60,9 @@ def weight_bytes(target: TargetOptions) -> int:
     """Bytes of a model's parameters, tied ones counted once; loads nothing."""
     path = Path(target.model)
     if path.suffix == ".gguf":
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     else:
-        config = AutoConfig.from_pretrained(target.model, revision=target.revision)
+        config = AutoConfig.from_pretrained(target.model, revision=target.revision, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters()) * DTYPES[target.dtype].itemsize

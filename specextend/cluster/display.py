@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from specextend.cluster.progress import Snapshot
+from specextend.core import printable
 
 LINE_EVERY_S = 30.0
 Fact = str | int | float | None
@@ -93,7 +94,7 @@ class LineDisplay:
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
         """One line, now."""
-        self._write(message)
+        self._write(printable(message))
 
     def event(self, name: str, **facts: Fact) -> None:
         """Nothing that people need."""
@@ -119,7 +120,7 @@ class BarDisplay:
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
         """A line above the bar."""
-        self._progress.console.print(message, markup=False, highlight=False)
+        self._progress.console.print(printable(message), markup=False, highlight=False)
 
     def event(self, name: str, **facts: Fact) -> None:
         """Nothing that people need."""
