@@ -23,10 +23,10 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         return status(arguments) if arguments.status else job(arguments)
     except exits.SAID_IN_ONE_LINE as error:
-        say(f"error: {error}")
+        say(f"error: {error}", "error", arguments)
         return exits.exit_code(error)
     except exits.InterruptedRunError as error:
-        say(f"interrupted: {error}; finished work is on disk, run again to resume")
+        say(f"interrupted: {error}; finished work is on disk, run again to resume", "interrupted", arguments)
         return exits.exit_code(error)
 
 
@@ -52,7 +52,7 @@ def job(arguments: argparse.Namespace) -> int:
         return 0
     interrupt = Interrupt(config.job.grace_s, config.job.deadline_s)
     interrupt.install()
-    display = open_display()
+    display = open_display(log=arguments.log)
     try:
         code = run(config, display, interrupt, retry_errors=arguments.retry_errors, report=write_report)
     finally:
@@ -63,15 +63,16 @@ def job(arguments: argparse.Namespace) -> int:
 
 def conclude(output: str) -> None:
     """What a person wants to see of a finished run: its tables, one summary, and where the rest is."""
+    from specextend.core import printable
     from specextend.data.parquet import open_parquet, stream
     from specextend.data.storage import list_files, resolve
     from specextend.report import build_report, render
 
-    print(render(build_report(output)), end="")
+    print(printable(render(build_report(output)), keep="\n"), end="")
     folder = resolve(output).child("summaries")
     tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in list_files(folder))
     if first := next((table.slice(0, 1).to_pylist() for each in tables for table in each if len(table)), None):
-        print(f"\nSummary of {first[0]['doc_id']}:\n{first[0]['summary']}")
+        print(f"\nSummary of {printable(first[0]['doc_id'])}:\n{printable(first[0]['summary'], keep=chr(10))}")
     print(f"\nsummaries: {output}/summaries\nreport: {output}/report.md")
 
 
@@ -95,9 +96,14 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     return arguments.set + [f"{key}={json.dumps(value)}" for key, value in paths.items() if value is not None]
 
 
-def say(line: str) -> None:
+def say(line: str, event: str, arguments: argparse.Namespace) -> None:
     """To stderr: stdout is for results."""
-    print(line, file=sys.stderr, flush=True)
+    from specextend.cluster.display import JsonDisplay
+
+    if arguments.log == "json":
+        JsonDisplay(lambda text: print(text, file=sys.stderr, flush=True)).note(line, event)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -111,6 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="override one value")
     parser.add_argument("--dry-run", action="store_true", help="say what there is to do; load and write nothing")
     parser.add_argument("--json", metavar="PATH", help="with --dry-run: write the plan there, too")
+    parser.add_argument("--log", choices=["text", "json"], default="text", help="json: one line an event on stderr")
     parser.add_argument("--retry-errors", action="store_true", help="do error rows again, and nothing else")
     arguments = parser.parse_args()
     if arguments.json and not arguments.dry_run:

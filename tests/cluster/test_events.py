@@ -1,0 +1,55 @@
+"""What a run tells machines: enough to say afterwards who did what when, and nothing of the documents' text."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specextend.cluster.display import open_display
+from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
+from tests.cluster.conftest import Job
+
+GOOD = [f"secret text {number} " * (number + 1) for number in range(5)]
+
+
+@pytest.fixture
+def logged(job, tmp_path: Path) -> tuple[Job, str]:
+    """A run with one bad document and one worker that dies, and its log."""
+    run = job([*GOOD, "raise", f"kill:{tmp_path}/killed"])
+    stream = io.StringIO()
+    run.screen = open_display(stream, "json")
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    return run, stream.getvalue()
+
+
+def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == name]
+
+
+def test_the_log_tells_the_story_of_every_document(logged: tuple[Job, str]):
+    """Given to whom, at which attempt, and how it ended: each once, and as the output says it."""
+    run, log = logged
+    events = [json.loads(line) for line in log.splitlines()]
+    [attempt] = (run.output / "_run" / "attempts").iterdir()
+    assert {event["run"] for event in events} == {attempt.stem}
+    assert [events[0]["event"], events[-1]["event"]] == ["run_started", "run_ended"]
+    assert events[-1]["exit_code"] == EXIT_TOO_MANY_ERRORS
+    done, failed = of(events, "document_done"), of(events, "document_failed")
+    assert {event["document"]: event["attempt"] for event in done} == {
+        name: row["attempts"] for name, row in run.summaries().items()
+    }
+    assert [(event["document"], event["row"], event["error_class"]) for event in failed] == [("d5", 5, "ValueError")]
+    assert len(done) + len(failed) == 7
+    leased = {
+        (event["file"], event["row"], event["attempt"], event["worker"]) for event in of(events, "document_leased")
+    }
+    assert {(event["file"], event["row"], event["attempt"], event["worker"]) for event in done + failed} <= leased
+    ready = {event["worker"]: event["pid"] for event in of(events, "worker_ready")}
+    [died] = of(events, "worker_died")
+    assert died["worker"] in ready
+    assert len(set(ready.values())) == len(ready) == 2
+    assert "secret" not in log, "text of documents belongs into the output alone"
