@@ -237,13 +237,15 @@ class Scheduler:
         worker = self._workers[self._held[lease_id].worker]
         worker.num_closing += 1
         worker.expired_at_step = worker.num_steps
-        return self.blame(lease_id, "DeadlineExceeded", message)
-
-    def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
-        """Its attempt failed, and perhaps by its fault: charge the document of a lease in force."""
         held = self._release(lease_id)
         assert held is not None
-        return self._charge(held.item, error_class, message)
+        return self._charge(held.item, "DeadlineExceeded", message, is_certain=True)
+
+    def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
+        """Its batch failed, and perhaps by its fault: charge the document of a lease in force."""
+        held = self._release(lease_id)
+        assert held is not None
+        return self._charge(held.item, error_class, message, is_certain=False)
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
         """The call was lost for no fault of the document: it waits again, as if its node had died."""
@@ -275,7 +277,7 @@ class Scheduler:
         given_up = []
         for held in state.leases.values():
             if held.started_at is not None or certain:
-                given_up += self._charge(held.item, error_class, message)
+                given_up += self._charge(held.item, error_class, message, is_certain=state.alone)
             else:
                 self._expose(held.item)
         return given_up
@@ -325,7 +327,12 @@ class Scheduler:
             worker.alone = worker.alone and bool(worker.leases)
         return held
 
-    def _charge(self, item: _Item, error_class: str, message: str) -> list[GivenUp]:
+    def _charge(self, item: _Item, error_class: str, message: str, *, is_certain: bool) -> list[GivenUp]:
+        """Not `is_certain`: a neighbour may be to blame, so the last attempt is left for the document alone."""
+        if not is_certain and item.attempts + 1 == self._limits.max_attempts:
+            item.exposures = MAX_UNCHARGED_EXPOSURES
+            self._enqueue(item)
+            return []
         item.attempts += 1
         if item.attempts >= self._limits.max_attempts:
             return [self._give_up(item, error_class, message)]
