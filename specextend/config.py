@@ -53,6 +53,9 @@ class JobOptions:
     """Seconds more for each token of prompt and output."""
     stall_s: float = 600.0
     """Seconds without a step after which a worker is replaced."""
+    silence_s: float = 3600.0
+    """Seconds without a token from any worker after which the run fails and names its documents; time for
+    `max_attempts` workers that hang one after the other."""
     deadline_s: float = 0.0
     """Seconds after which the job stops, to be resumed later; 0: never."""
     grace_s: float = 20.0
@@ -66,6 +69,11 @@ class JobOptions:
         for name in ("deadline_base_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name} must be above 0, got {getattr(self, name)}")
+        if self.silence_s <= self.max_attempts * self.stall_s:
+            raise ValueError(
+                f"job.silence_s must be above job.max_attempts x job.stall_s = {self.max_attempts * self.stall_s:g}, "
+                f"got {self.silence_s:g}"
+            )
         if not 0 <= self.max_error_fraction <= 1:
             raise ValueError(f"job.max_error_fraction must be in [0, 1], got {self.max_error_fraction}")
 

@@ -30,7 +30,7 @@ KEYS = {
     "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers "
     "score_heads chunk_boundaries",
     "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction commit_every_rows commit_every_s "
-    "deadline_base_s deadline_s_per_token stall_s deadline_s grace_s",
+    "deadline_base_s deadline_s_per_token stall_s silence_s deadline_s grace_s",
 }
 
 
@@ -118,6 +118,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
         ("job.workers=0", "job.workers must be at least 1, got 0"),
         ("job.stall_s=0", "job.stall_s must be above 0, got 0.0"),
+        ("job.silence_s=1800", "job.silence_s must be above job.max_attempts x job.stall_s = 1800, got 1800"),
         ("tree.nodes", "--set takes key.path=value, got 'tree.nodes'"),
         ("tree.=3", "--set takes key.path=value, got 'tree.=3'"),
         ("input.path.deep=3", "--set input.path.deep: path is a value, not a section"),

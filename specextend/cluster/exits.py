@@ -31,6 +31,10 @@ class WorkersFailError(RuntimeError):
     """Workers cannot be built, or none of them lives: exit 1."""
 
 
+class StalledRunError(RuntimeError):
+    """No worker has read or written a token for too long: exit 1. What is done is kept; run again to resume."""
+
+
 class OutputError(RuntimeError):
     """The output folder takes no more files: exit 1. What was committed before is there; run again to resume."""
 
@@ -39,7 +43,7 @@ class InterruptedRunError(Exception):
     """The run was told to stop; run again to resume: exit 75."""
 
 
-SAID_IN_ONE_LINE = (RefusedError, LockHeldError, OtherRunError, OutputError, WorkersFailError)
+SAID_IN_ONE_LINE = (RefusedError, LockHeldError, OtherRunError, OutputError, WorkersFailError, StalledRunError)
 """What a user can do something about: no traceback."""
 
 

@@ -211,6 +211,10 @@ class Scheduler:
         held = self._held.get(lease_id)
         return held.lease if held is not None else None
 
+    def leased(self) -> list[DocumentKey]:
+        """Documents that workers hold."""
+        return [held.lease.key for held in self._held.values()]
+
     def holder(self, lease_id: str) -> str:
         """The worker that holds a lease in force."""
         return self._held[lease_id].worker
