@@ -21,8 +21,9 @@ ALLOWED_LOSS = 0.02
 """Share of a sequence's decoding time that speculation may have lost when it is tried again, or lose by going on."""
 _MEMORY = 0.92
 """What a step's evidence weighs one step later."""
-_TRUST = 5.0
-"""Accepted tokens' worth of belief in the draft's own probabilities."""
+_TRUST = 4.0
+"""Accepted tokens' worth of belief in the draft's own probabilities at first; it fades as evidence does."""
+_LEAST_TRUST = 1.0
 _AGED = 0.25
 """What evidence from before a pause weighs after it."""
 _HANDICAP = 0.2
@@ -39,6 +40,7 @@ class Speculation:
     """Tokens won by speculation less what it cost, in plain steps."""
     num_tokens: int = 0
     """Decided so far."""
+    _trust: float = _TRUST
     _accepted: float = 0.0
     _expected: float = 0.0
     _load: float = 0.0
@@ -50,7 +52,7 @@ class Speculation:
     @property
     def calibration(self) -> float:
         """Accepted tokens over those that the draft's probabilities promised; 1 without evidence."""
-        return (self._accepted + _TRUST) / (self._expected + _TRUST)
+        return (self._accepted + self._trust) / (self._expected + self._trust)
 
     @property
     def gain(self) -> float:
@@ -75,6 +77,7 @@ class Speculation:
         `expected`: the sum of its nodes' path probabilities. `load`: of the verification. `cost`: in plain steps, what
         all of the step, drafting included, took more than a plain one, as far as it is this sequence's.
         """
+        self._trust = max(_LEAST_TRUST, _MEMORY * self._trust)
         self._accepted = _MEMORY * self._accepted + accepted
         self._expected = _MEMORY * self._expected + expected
         self._load = _MEMORY * self._load + load
