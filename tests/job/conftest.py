@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-random.yaml"
-LONGEST_S = 120
+LONGEST_S = 280
 
 
 @dataclass(frozen=True)

@@ -89,14 +89,15 @@ def test_what_cannot_be_is_refused_in_one_line(job, arguments, tmp_path, capsys,
     assert not (tmp_path / "draft").exists()
 
 
-def test_ctrl_c_ends_it_and_the_same_command_goes_on(job, arguments, tmp_path):
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_the_same_command_goes_on(job, arguments, tmp_path, stop):
     """Exit code 75 says that there is more to do; what was recorded is kept."""
     command = [sys.executable, str(JOB), *arguments, "--passes", "100000"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         first = process.stderr.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(stop)
         rest = process.stderr.read()
     assert first.startswith("recording 1/6")
     assert process.returncode == 75
