@@ -215,6 +215,10 @@ class Scheduler:
         """Documents that workers hold."""
         return [held.lease.key for held in self._held.values()]
 
+    def waiting(self) -> list[DocumentKey]:
+        """Open documents that no worker holds, in the order in which they will be leased."""
+        return [key for _, key in [*sorted(self._alone), *sorted(self._fresh)]]
+
     def holder(self, lease_id: str) -> str:
         """The worker that holds a lease in force."""
         return self._held[lease_id].worker

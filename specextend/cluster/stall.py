@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 from specextend.cluster.exits import StalledRunError
+from specextend.core import DocumentKey
 
 MOST_NAMES = 10
-"""Documents that the message names."""
+"""Documents of a kind that the message names."""
 
 
 class StallGuard:
@@ -30,21 +31,24 @@ class StallGuard:
         self._steps[worker] = num_steps
 
     def ended(self, now: float) -> None:
-        """A document is done, or given up."""
+        """A document has its outcome."""
         self._moved_at = now
 
     def is_stalled(self, now: float) -> bool:
         """Whether the last token is too long ago."""
         return now - self._moved_at > self._limit_s
 
-    def error(self, num_workers: int, running: Iterable[str], num_open: int) -> StalledRunError:
-        """Says what the job is at: `running`, the ids of leased documents; `num_open` documents are left."""
-        names = sorted(running)
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        at = f"at work on {', '.join(names[:MOST_NAMES])}{more}" if names else "no document was at work"
-        workers = (
-            f"{num_workers} worker{'s' if num_workers != 1 else ''} ready" if num_workers else "no worker is ready"
-        )
-        return StalledRunError(
-            f"no token for {self._limit_s:.0f} s: {workers}, {at}, {num_open} left; what is done is kept, run again"
-        )
+    def error(
+        self,
+        num_workers: int,
+        leased: Sequence[DocumentKey],
+        waiting: Sequence[DocumentKey],
+        doc_id: Callable[[DocumentKey], str],
+    ) -> StalledRunError:
+        """Says what the job is at: documents that workers hold, and those that wait; `doc_id` reads one's id."""
+        workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}" if num_workers else "no worker is"
+        parts = [f"no token for {self._limit_s:.0f} s: {workers} ready"]
+        for begin, keys in (("at work on", leased), ("waiting:", waiting)):
+            more = f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else ""
+            parts += [f"{begin} {', '.join(map(doc_id, keys[:MOST_NAMES]))}{more}"] if keys else []
+        return StalledRunError("; ".join([*parts, "what is done is kept, run again"]))
