@@ -1,0 +1,13 @@
+"""Hundreds of small runs, each in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power fails in these tests: waiting for the disk is most of what they would do."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)

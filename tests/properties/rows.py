@@ -1,0 +1,47 @@
+"""Rows of parts, and inputs to which they belong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from specextend.core import Completion, DocumentKey
+from specextend.data.documents import InputOptions, Source, open_source
+from specextend.data.prompts import Prompt
+from specextend.data.schema import error_row, result_row
+from specextend.stats import DecodingStats
+
+
+def done(key: DocumentKey, text: str = "a summary", attempts: int = 1) -> dict[str, Any]:
+    """A document done."""
+    completion = Completion("lease", [5, 6], text, "stop", DecodingStats(num_prompt_tokens=1, num_output_tokens=2))
+    return result_row(
+        key, name_of(key), completion, Prompt([1], 0, "middle"), queue_s=0.5, worker="w", attempts=attempts
+    )
+
+
+def failed(key: DocumentKey, message: str = "why") -> dict[str, Any]:
+    """A document given up."""
+    told = {"error_class": "WorkerDied", "message": message, "stage": "decode", "retryable": True, "attempts": 3}
+    return error_row(key, name_of(key), **told)
+
+
+def name_of(key: DocumentKey) -> str:
+    return f"{key.file}.parquet:{key.row}"
+
+
+def source_of(folder: Path, sizes: list[int]) -> Source:
+    """Files of so many rows, with a number to be passed through."""
+    folder.mkdir(parents=True)
+    for file, size in enumerate(sizes):
+        columns = {"text": pa.array(["x"] * size, pa.string()), "n": pa.array(range(size), pa.int64())}
+        pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=3)
+    return open_source(InputOptions(path=str(folder), passthrough=("n",)))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Rows of all Parquet files of a folder, in the order of their names."""
+    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]

@@ -1,0 +1,201 @@
+"""Starts that end anywhere, and what a run is at its end."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specextend.core import DocumentKey
+from specextend.data import results
+from specextend.data.documents import Source
+from specextend.data.finalize import Counts, ReconciliationError, finalize
+from specextend.data.parts import PartWriter, pending, read_parts
+from specextend.data.storage import Location, resolve
+from tests.properties.rows import done, failed, name_of, rows_of, source_of
+
+SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+
+
+class Killed(BaseException):
+    """The process ended here: nothing catches it."""
+
+
+class History:
+    """A run of many starts, and its own books of it."""
+
+    def __init__(self, folder: Path, data: st.DataObject) -> None:
+        self.data, self.sizes = data, data.draw(SIZES)
+        self.source: Source = source_of(folder / "input", self.sizes)
+        self.folder = folder / "output"
+        self.output: Location = resolve(str(self.folder))
+        self.expected: dict[DocumentKey, str] = {}
+        """The text of a row done, or empty for a row given up."""
+        self.num_starts = 0
+
+    @property
+    def keys(self) -> list[DocumentKey]:
+        return [DocumentKey(file, row) for file, size in enumerate(self.sizes) for row in range(size)]
+
+    def start(self, *, retry_errors: bool, to_its_end: bool) -> None:
+        """A start that does some of what is open, in any order, and commits in pieces of any size."""
+        self.num_starts += 1
+        writer = PartWriter(self.output, self.data.draw(st.from_regex(r"\A[0-9a-f]{8}\Z")))
+        keys = list(pending(self.sizes, read_parts(self.output), retry_errors=retry_errors))
+        assert set(keys) == {key for key in self.keys if self.is_open(key, retry_errors)}
+        order = self.data.draw(st.permutations(keys))
+        while order:
+            size = self.data.draw(st.integers(1, len(order)))
+            if not to_its_end and self.data.draw(st.booleans()):
+                self.die_in_a_commit(writer, order[:size])
+                return
+            rows = [self.outcome(key) for key in order[:size]]
+            writer.commit(rows)
+            order = order[size:]
+
+    def is_open(self, key: DocumentKey, retry_errors: bool) -> bool:
+        return key not in self.expected or (retry_errors and not self.expected[key])
+
+    def outcome(self, key: DocumentKey) -> dict[str, Any]:
+        is_done = self.data.draw(st.booleans())
+        self.expected[key] = f"by start {self.num_starts}" if is_done else ""
+        return done(key, self.expected[key]) if is_done else failed(key, f"in start {self.num_starts}")
+
+    def die_in_a_commit(self, writer: PartWriter, keys: list[DocumentKey]) -> None:
+        """Killed before the part has its name: none of its rows counts."""
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(os, "replace", killed)
+            patch.setattr(os, "unlink", lambda path: None)  # a killed process cleans nothing up
+            writer.commit([done(key, "never seen") for key in keys])
+
+    def check(self) -> None:
+        """Every row is there once, as it was when it was done or given up last."""
+        summaries, errors = rows_of(self.folder / "summaries"), rows_of(self.folder / "errors")
+        found = [(row["doc_id"], row["summary"]) for row in summaries]
+        assert found == [(name_of(key), self.expected[key]) for key in self.keys if self.expected[key]]
+        assert [row["n"] for row in summaries] == [key.row for key in self.keys if self.expected[key]]
+        assert [row["doc_id"] for row in errors] == [name_of(key) for key in self.keys if not self.expected[key]]
+        ids = Counter(row["doc_id"] for row in summaries + errors)
+        assert ids == Counter(map(name_of, self.keys))
+
+
+def killed(*arguments: Any) -> None:
+    raise Killed
+
+
+@pytest.fixture(autouse=True)
+def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that files and windows overlap in every way."""
+    monkeypatch.setattr(results, "_WINDOW_ROWS", 4)
+
+
+def in_a_folder(check: Callable[[Path], None]) -> None:
+    """Hypothesis calls a test many times: each in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        check(Path(folder))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.lists(st.booleans(), max_size=4))
+def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.DataObject, starts: list[bool]) -> None:
+    """Killed between commits or inside one, with error rows done again or not: nothing lost, nothing twice."""
+
+    def check(folder: Path) -> None:
+        history = History(folder, data)
+        for retry_errors in starts:
+            history.start(retry_errors=retry_errors, to_its_end=False)
+        history.start(retry_errors=False, to_its_end=True)
+        num_done = sum(map(bool, history.expected.values()))
+        rows = len(history.keys)
+        assert finalize(history.source, history.output) == Counts(rows, num_done, rows - num_done)
+        history.check()
+
+    in_a_folder(check)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_retried_errors_leave_every_other_byte(data: st.DataObject) -> None:
+    """Files without a row that changed are the same files, not just equal ones; no part is touched."""
+
+    def check(folder: Path) -> None:
+        history = History(folder, data)
+        history.start(retry_errors=False, to_its_end=True)
+        finalize(history.source, history.output)
+        before, expected = stamps(history.folder), dict(history.expected)
+        history.start(retry_errors=True, to_its_end=True)
+        finalize(history.source, history.output)
+        history.check()
+        became_done = {key.file for key in history.keys if history.expected[key] != expected[key]}
+        was_error = {key.file for key in history.keys if not expected[key]}
+        after = stamps(history.folder)
+        for path, stamp in before.items():
+            number = int(path.stem[5:]) if path.parent.name in ("summaries", "errors") else None
+            redone = was_error if path.parent.name == "errors" else became_done
+            assert number in redone or after[path] == stamp, f"{path} was rewritten"
+
+    in_a_folder(check)
+
+
+def stamps(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Files with their inode and content."""
+    return {path: (path.stat().st_ino, path.read_bytes()) for path in folder.rglob("*.parquet")}
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data(), st.integers(0, 9))
+def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data: st.DataObject, num_files: int) -> None:
+    """Each file is whole or not there, so a second finalize only adds what is missing."""
+
+    def check(folder: Path) -> None:
+        history = History(folder, data)
+        history.start(retry_errors=False, to_its_end=True)
+        left = iter(range(num_files))
+
+        def replace(source: str, target: str, rename: Callable[[str, str], None] = os.replace) -> None:
+            if next(left, None) is None:
+                raise Killed
+            rename(source, target)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            try:
+                finalize(history.source, history.output)
+            except Killed:
+                assert not (history.folder / "_SUCCESS").exists()
+        finalize(history.source, history.output)
+        history.check()
+        assert not [path for path in history.folder.rglob(".*")], "no litter of the killed one is left"
+
+    in_a_folder(check)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_rows_that_are_missing_are_named_and_nothing_is_written(data: st.DataObject) -> None:
+    """A part that somebody deleted, or a bug of ours: an incomplete output must not look like a complete one."""
+
+    def check(folder: Path) -> None:
+        history = History(folder, data)
+        keys = history.keys
+        missing = set(data.draw(st.lists(st.sampled_from(keys), min_size=1))) if keys else set()
+        kept = [done(key) for key in keys if key not in missing]
+        PartWriter(history.output, "0000000a").commit(kept)
+        if not missing:
+            assert finalize(history.source, history.output).rows == len(keys)
+            return
+        first = min(missing)
+        file_missing = sum(key.file == first.file for key in missing)
+        says = f"{file_missing} of the {history.sizes[first.file]} rows of {first.file}.parquet have no result"
+        with pytest.raises(ReconciliationError, match=f"{says}, the first is row {first.row}"):
+            finalize(history.source, history.output)
+        assert not (history.folder / "summaries").exists()
+
+    in_a_folder(check)
