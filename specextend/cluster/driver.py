@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specextend.cluster.attempts import Attempt
@@ -13,11 +13,13 @@ from specextend.cluster.exits import InterruptedRunError, OutputError
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Outcome, Suspected
+from specextend.cluster.metrics import Metrics
 from specextend.cluster.output import writing
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
 from specextend.cluster.progress import Ledger
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import GivenUp, Lease, Scheduler
+from specextend.cluster.stall import StallGuard
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.data.documents import Source
@@ -68,11 +70,16 @@ class Driver:
     committer: Committer
     ledger: Ledger
     display: Display
+    metrics: Metrics
     interrupt: Interrupt
     attempt: Attempt
     source: Source
     job: JobOptions
     clock: Callable[[], float] = time.monotonic
+    _guard: StallGuard = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._guard = StallGuard(self.job.silence_s, self.clock())
 
     def run(self) -> None:
         """Until every document is done or given up; what is finished is on disk whatever happens.
@@ -80,6 +87,7 @@ class Driver:
         Raises:
             InterruptedRunError: told to stop.
             WorkersFailError: no worker can be had.
+            StalledRunError: no worker has read or written a token for `job.silence_s`.
             LockLostError: another driver has taken the folder over.
             OutputError: the folder takes no more commits.
         """
@@ -110,12 +118,22 @@ class Driver:
             self.display.event("document_leased", **_facts(worker, lease))
             self.pool.run(worker, lease)
         self._collect(TICK_S)
+        self._check_silence()
         self.committer.commit_if_due(self.clock())
-        self.display.show(self.ledger.snapshot(self.clock(), self.roster.num_ready), self.clock())
+        now = self.clock()
+        snapshot = self.ledger.snapshot(now, self.roster.num_ready)
+        self.display.show(snapshot, now)
+        self.metrics.show(snapshot, now)
 
     def _collect(self, timeout_s: float) -> None:
         for event in self.pool.wait(timeout_s):
             self._handle(event, self.clock())
+
+    def _check_silence(self) -> None:
+        """After a look at what came: a driver that was itself held up has not seen it yet."""
+        if self._guard.is_stalled(self.clock()):
+            leased, waiting = self.scheduler.leased(), self.scheduler.waiting()
+            raise self._guard.error(self.roster.num_ready, leased, waiting, self.source.doc_id)
 
     def _enforce(self, now: float) -> None:
         """Deadlines and hangs."""
@@ -130,6 +148,7 @@ class Driver:
         for worker in self.scheduler.stalled(now):
             reason = f"no step for {self.job.stall_s:.0f} s"
             self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
+            self.metrics.worker_lost(worker, "stalled")
             self.pool.kill(worker)
             self.roster.died(worker, reason)
             self.ledger.running(worker, [])
@@ -152,9 +171,11 @@ class Driver:
                 self._lost(worker, lease, reason, now)
             case Polled(worker, report):
                 self.scheduler.report(worker, report.num_steps, report.outputs, now)
-                leases = {lease_id: self.scheduler.lease(lease_id) for lease_id in report.outputs}
-                running = [(lease.key, report.outputs[name]) for name, lease in leases.items() if lease is not None]
-                self.ledger.running(worker, running)
+                self._guard.stepped(worker, report.num_steps, now)
+                leases = {name: self.scheduler.lease(name) for name in report.outputs}
+                held = {name: lease.key for name, lease in leases.items() if lease is not None}
+                self.ledger.running(worker, [(key, report.outputs[name]) for name, key in held.items()])
+                self.metrics.running(worker, {name: report.outputs[name] for name in held})
             case Dying(worker, reason):
                 self.scheduler.suspend(worker)
                 self.roster.died(worker, reason)
@@ -174,8 +195,10 @@ class Driver:
             self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker, now)
             return
         self.scheduler.finish(lease.lease_id)
+        self._guard.ended(now)
         if isinstance(outcome, Done):
             self.display.event("document_done", **_facts(worker, lease), **_result(outcome))
+            self.metrics.done(worker, lease.lease_id, outcome.stats)
             self.ledger.finish(lease.key, outcome.stats)
             self.committer.add(outcome.row, now)
         else:
@@ -189,6 +212,7 @@ class Driver:
             self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker, now)
 
     def _died(self, event: Died, now: float) -> None:
+        self.metrics.worker_lost(event.worker, "node" if event.with_node else "died")
         if event.with_node:
             given_up = self.scheduler.lose(event.worker, f"the node was lost: {event.reason}")
         else:
@@ -216,6 +240,7 @@ class Driver:
         facts = _where(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
         message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
         self.display.note(message, "document_failed", **facts, error_class=failed.error_class)
+        self.metrics.failed(failed.error_class)
         self.ledger.finish(key, None)
         self.committer.add(row, now)
 

@@ -20,6 +20,7 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunEr
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.lock import OutputLock, check_free
 from specextend.cluster.messages import first_line
+from specextend.cluster.metrics import Metrics
 from specextend.cluster.output import writing
 from specextend.cluster.plan import Plan, make_plan
 from specextend.cluster.pool import Pool
@@ -35,7 +36,7 @@ from specextend.data.fingerprint import build_manifest, differences, read_manife
 from specextend.data.parts import PartWriter, Progress, pending, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.regroup import regroup
-from specextend.data.storage import Location, resolve
+from specextend.data.storage import Location, remove_temporary_files, resolve
 from specextend.decoding.retrieval import scored_layers
 from specextend.loading import GIB, load_engine, rows_per_sequence
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
@@ -144,6 +145,7 @@ def run(
         changes = version_changes(prepared.output)
         attempt = Attempt(prepared.output, run_id, config)
         with writing(prepared.output):
+            _sweep(prepared.output)
             attempt.begin()
         display.begin(run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
@@ -161,6 +163,12 @@ def run(
         display.event("run_ended", exit_code=code)
         interrupt.disarm()
         return code
+
+
+def _sweep(output: Location) -> None:
+    """Remove what drivers that were killed while they wrote have left beside the files of a run."""
+    for folder in (output, output.child("_run"), output.child("_run", "attempts")):
+        remove_temporary_files(folder)
 
 
 @dataclass(slots=True)
@@ -219,6 +227,7 @@ class _Start:
             try:
                 driver.run()
             finally:
+                driver.metrics.close()
                 driver.pool.close()
 
     def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
@@ -260,6 +269,7 @@ class _Start:
             committer=Committer(output, writer, self.lock, job.commit_every_rows, job.commit_every_s),
             ledger=ledger,
             display=self.display,
+            metrics=Metrics(self.run_id),
             interrupt=self.interrupt,
             attempt=self.attempt,
             source=source,

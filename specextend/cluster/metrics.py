@@ -1,0 +1,133 @@
+"""What a run exports while it runs, by `ray.util.metrics`. The driver alone records: a worker's death loses nothing.
+
+Ray adds the prefix `ray_`, and keeps series of runs that have ended: every one has the tag `run_id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from specextend.cluster.display import Pace
+from specextend.cluster.progress import Snapshot
+from specextend.stats import DecodingStats
+
+EVERY_S = 1.0
+"""Seconds between two values of a gauge."""
+COUNTERS = {
+    "documents": ("Documents that ended, by outcome: done or failed.", ("outcome",)),
+    "errors": ("Documents that became error rows, by class.", ("error_class",)),
+    "worker_deaths": ("Workers that were lost, by cause: died, node or stalled.", ("cause",)),
+    "prompt_tokens": ("Prompt tokens of documents done.", ()),
+    "output_tokens": ("Tokens decoded, as workers report them, those of lost attempts included.", ("worker",)),
+    "spec_steps": ("Speculative steps of documents done.", ()),
+    "plain_steps": ("Plain steps of documents done.", ()),
+    "draft_tokens": ("Draft tokens verified, of documents done.", ()),
+    "accepted_tokens": ("Draft tokens accepted, of documents done.", ()),
+    "busy_seconds": ("Seconds of workers spent on documents done, by phase.", ("phase",)),
+}
+GAUGES = {
+    "rows_left": "Rows neither done nor failed.",
+    "documents_running": "Documents in an engine.",
+    "workers": "Workers that take documents.",
+    "work_fraction": "Share of this start's work that is done, by tokens.",
+    "eta_seconds": "Seconds left at the rate of the last ten minutes.",
+}
+HISTOGRAMS = {
+    "document_seconds": (
+        "Prefill start to last token of a document.",
+        (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000),
+    ),
+    "step_seconds": (
+        "A decoding step, waits for neighbours included: the mean over a document.",
+        (0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2),
+    ),
+    "acceptance_length": (
+        "Tokens a speculative step, the target's own counted: the mean over a document.",
+        (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8),
+    ),
+}
+PHASES = ("prefill", "draft_prefill", "draft", "verify", "retrieval", "other")
+COUNTED = ("prompt_tokens", "spec_steps", "plain_steps", "draft_tokens", "accepted_tokens")
+
+
+def exported_names() -> set[str]:
+    """The series that a scrape of Ray can find, as Prometheus names them."""
+    names = {f"ray_specextend_{name}_total" for name in COUNTERS} | {f"ray_specextend_{name}" for name in GAUGES}
+    return names | {f"ray_specextend_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
+
+
+class Metrics:
+    """The metrics of one start. Needs a Ray that has been started."""
+
+    def __init__(self, run_id: str) -> None:
+        self._counters = {
+            name: Counter(f"specextend_{name}", description=text, tag_keys=("run_id", *tags))
+            for name, (text, tags) in COUNTERS.items()
+        }
+        self._gauges = {
+            name: Gauge(f"specextend_{name}", description=text, tag_keys=("run_id",)) for name, text in GAUGES.items()
+        }
+        self._histograms = {
+            name: Histogram(f"specextend_{name}", description=text, boundaries=list(bounds), tag_keys=("run_id",))
+            for name, (text, bounds) in HISTOGRAMS.items()
+        }
+        for metric in (*self._counters.values(), *self._gauges.values(), *self._histograms.values()):
+            metric.set_default_tags({"run_id": run_id})
+        self._pace = Pace(EVERY_S)
+        self._outputs: dict[str, dict[str, int]] = {}
+        """Worker -> lease -> output tokens counted already."""
+
+    def running(self, worker: str, outputs: Mapping[str, int]) -> None:
+        """A worker's leases in force, with their output tokens so far."""
+        before = self._outputs.get(worker, {})
+        new = sum(max(0, num - before.get(lease, 0)) for lease, num in outputs.items())
+        self._count("output_tokens", new, worker=worker)
+        self._outputs[worker] = dict(outputs)
+
+    def done(self, worker: str, lease_id: str, stats: DecodingStats) -> None:
+        """A document is done."""
+        self._count("documents", 1, outcome="done")
+        counted = self._outputs.get(worker, {}).pop(lease_id, 0)
+        self._count("output_tokens", stats.num_output_tokens - counted, worker=worker)
+        for name in COUNTED:
+            self._count(name, getattr(stats, f"num_{name}"))
+        for phase in PHASES:
+            self._count("busy_seconds", getattr(stats, f"{phase}_s"), phase=phase)
+        self._histograms["document_seconds"].observe(stats.total_s)
+        if num_steps := stats.num_spec_steps + stats.num_plain_steps:
+            self._histograms["step_seconds"].observe(stats.decode_s / num_steps)
+        if stats.mean_acceptance_length is not None:
+            self._histograms["acceptance_length"].observe(stats.mean_acceptance_length)
+
+    def failed(self, error_class: str) -> None:
+        """A document has become an error row."""
+        self._count("documents", 1, outcome="failed")
+        self._count("errors", 1, error_class=error_class)
+
+    def worker_lost(self, worker: str, cause: str) -> None:
+        """cause: `died`, `node` or `stalled`."""
+        self._outputs.pop(worker, None)
+        self._count("worker_deaths", 1, cause=cause)
+
+    def show(self, snapshot: Snapshot, now: float) -> None:
+        """How far the run is, if it is time to."""
+        if not self._pace.is_due(now):
+            return
+        self._gauges["rows_left"].set(snapshot.num_rows - snapshot.num_done - snapshot.num_errors)
+        self._gauges["documents_running"].set(snapshot.num_running)
+        self._gauges["workers"].set(snapshot.num_workers)
+        self._gauges["work_fraction"].set(snapshot.fraction)
+        if snapshot.eta_s is not None:
+            self._gauges["eta_seconds"].set(snapshot.eta_s)
+
+    def close(self) -> None:
+        """Nothing runs any more: the last values of gauges stay for as long as the cluster does."""
+        for name in ("documents_running", "workers", "eta_seconds"):
+            self._gauges[name].set(0)
+
+    def _count(self, name: str, amount: float, **tags: str) -> None:
+        """Ray refuses to count nothing."""
+        if amount > 0:
+            self._counters[name].inc(amount, tags)
