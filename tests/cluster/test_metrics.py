@@ -1,0 +1,116 @@
+"""What a run exports, and what the dashboard asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
+from specextend.cluster.metrics import PHASES, exported_names
+from tests.cluster.conftest import ROOT
+from tests.cluster.fakes import SpeculatingEngine
+
+DASHBOARD = ROOT / "deploy" / "grafana" / "specextend.json"
+GOOD = [f"text number {number}" for number in range(4)]
+LONGEST_S = 120
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads(DASHBOARD.read_text(encoding="utf-8"))
+
+
+def queries() -> list[str]:
+    return [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
+
+
+def test_the_dashboard_asks_for_what_a_run_exports_and_for_all_of_it():
+    """A renamed metric leaves an empty panel that nobody misses until the night it is needed."""
+    asked = {name for query in queries() for name in re.findall(r"ray_specextend_\w+", query)}
+    assert asked <= exported_names()
+    unseen = exported_names() - asked
+    assert all(name.endswith(("_sum", "_count", "_bucket")) for name in unseen), "show it, or do not export it"
+    for name in unseen:
+        stem = name.rsplit("_", 1)[0]
+        assert {f"{stem}_sum", f"{stem}_bucket"} & asked, f"nobody looks at {stem}"
+
+
+def test_every_query_of_the_dashboard_is_about_the_chosen_runs():
+    """Ray keeps the series of runs that have ended for as long as their cluster lives."""
+    for query in queries():
+        selectors = re.findall(r"ray_specextend_\w+(\{[^}]*\})?", query)
+        assert selectors
+        assert all('run_id=~"$run_id"' in selector for selector in selectors), query
+
+
+def test_the_panels_of_the_dashboard_have_ids_titles_units_and_places_of_their_own():
+    """Grafana takes a file with overlapping or doubled panels, and shows some of them."""
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    places = [panel["gridPos"] for panel in panels]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+    assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in panels)
+
+
+def scrape() -> list[Sample]:
+    """Our series, as Prometheus would read them from the node's metrics port."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    families = text_string_to_metric_families(text)
+    return [sample for family in families for sample in family.samples if sample.name.startswith("ray_specextend_")]
+
+
+def value(samples: list[Sample], name: str, run_id: str, **labels: str) -> float:
+    """The sum of a run's series that have these labels."""
+    wanted = (labels | {"run_id": run_id}).items()
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == f"ray_specextend_{name}" and sample.labels.items() >= wanted
+    )
+
+
+def scrape_until(run_id: str, num_ended: int) -> list[Sample]:
+    """Ray passes metrics on every ten seconds."""
+    give_up_at = time.monotonic() + LONGEST_S
+    while time.monotonic() < give_up_at:
+        samples = scrape()
+        if value(samples, "documents_total", run_id) == num_ended and value(samples, "work_fraction", run_id):
+            return samples
+        time.sleep(0.5)
+    raise AssertionError(f"run {run_id} does not show {num_ended} documents")
+
+
+@pytest.mark.slow
+def test_ray_exports_every_metric_with_its_true_value(job, tmp_path: Path):
+    """The dashboard's source: a real run with an error row and a lost worker, read from a real metrics port."""
+    run = job([*GOOD, "raise", f"kill:{tmp_path}/killed"])
+    assert run.run(SpeculatingEngine) == EXIT_TOO_MANY_ERRORS
+    run_id, done = run.screen.run_id, run.summaries().values()
+    samples = scrape_until(run_id, 6)
+    names = {sample.name for sample in samples if sample.labels.get("run_id") == run_id}
+    assert {name.removesuffix("_created") for name in names} == exported_names()
+    assert value(samples, "documents_total", run_id, outcome="done") == len(done) == 5
+    assert value(samples, "errors_total", run_id, error_class="ValueError") == 1
+    assert value(samples, "worker_deaths_total", run_id, cause="died") == 1
+    assert value(samples, "prompt_tokens_total", run_id) == sum(row["num_prompt_tokens"] for row in done)
+    assert value(samples, "output_tokens_total", run_id) >= sum(row["num_output_tokens"] for row in done)
+    assert (value(samples, "spec_steps_total", run_id), value(samples, "accepted_tokens_total", run_id)) == (10, 10)
+    assert value(samples, "acceptance_length_sum", run_id) == 10, "five documents of two tokens a step"
+    for phase in PHASES:
+        seconds = sum(row[f"{phase}_s"] for row in done)
+        assert value(samples, "busy_seconds_total", run_id, phase=phase) == pytest.approx(seconds)
+    assert value(samples, "documents_running", run_id) == value(samples, "workers", run_id) == 0
