@@ -1,0 +1,77 @@
+"""The real engine with a death at a moment of choice, and the fake one with much to say."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specextend.config import RunConfig
+from specextend.core import Completion, Request
+from specextend.decoding.engine import Engine
+from specextend.loading import load_engine
+from tests.cluster.fakes import FakeEngine
+
+
+class MortalEngine(Engine):
+    """Its process is killed at a moment: in the prefill of a document whose neighbours decode already, while all
+    of a batch decode, or with a document finished whose result has not left the process.
+    """
+
+    moment: str
+    marker: Path
+    """A file to leave behind: who finds it lives on."""
+    _counted: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        return self._counted
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._counted = value
+        tokens = sorted(self.progress().values())
+        in_prefill = len(tokens) > 1 and tokens[0] == 0 and tokens[-1] > 0
+        decodes = len(tokens) > 1 and tokens[0] > 2
+        if (self.moment == "prefill" and in_prefill) or (self.moment == "decoding" and decodes):
+            self.die()
+
+    def generate(
+        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
+    ) -> Iterator[Completion]:
+        for number, completion in enumerate(super().generate(source, on_error)):
+            if self.moment == "finished" and number == 2:
+                self.die()
+            yield completion
+
+    def die(self) -> None:
+        if not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class DiesOnce:
+    """Makes engines, the first of which is mortal."""
+
+    moment: str
+    marker: Path
+
+    def __call__(self, config: RunConfig) -> Engine:
+        engine = load_engine(config)
+        del engine.__dict__["num_steps"]
+        engine.__class__ = MortalEngine
+        engine.moment, engine.marker = self.moment, self.marker
+        return engine
+
+
+class WordyEngine(FakeEngine):
+    """Its summaries are a MiB and more."""
+
+    def generate(
+        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
+    ) -> Iterator[Completion]:
+        for completion in super().generate(source, on_error):
+            yield replace(completion, text=completion.text + "." * (1 << 20))

@@ -1,0 +1,80 @@
+"""More machines for the Ray of the tests: raylets of their own on this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+CPUS = 5
+"""More than the first node has: a worker that asks for so many lands on another."""
+
+
+class Node:
+    """A node that can be killed, and frozen and thawed."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._node: Any = cluster.add_node(num_cpus=CPUS, object_store_memory=80 << 20)
+        [self._raylet] = self._node.all_processes["raylet"]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether Ray believes so."""
+        return any(node["NodeID"] == self._node.node_id and node["Alive"] for node in ray.nodes())
+
+    def workers(self) -> list[psutil.Process]:
+        """Its processes that do work."""
+        return psutil.Process(self._raylet.process.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        """The machine is gone. The dead raylet must be reaped, or its workers write on."""
+        self._raylet.process.kill()
+        self._raylet.process.wait()
+
+    def freeze(self) -> list[psutil.Process]:
+        """The machine hangs; returns what hangs."""
+        frozen = [*self.workers(), psutil.Process(self._raylet.process.pid)]
+        for process in frozen:
+            process.suspend()
+        return frozen
+
+    def close(self) -> None:
+        """End what is left of it."""
+        self._node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+class Nodes:
+    """Adds nodes to the Ray that this process has joined."""
+
+    def __init__(self) -> None:
+        self._cluster = Cluster()
+        self._cluster.head_node = ray._private.worker._global_node
+        self._added: list[Node] = []
+
+    def add(self) -> Node:
+        self._added.append(Node(self._cluster))
+        return self._added[-1]
+
+    def close(self) -> None:
+        for node in self._added:
+            node.close()
+
+
+def thaw(frozen: list[psutil.Process]) -> None:
+    """The machine goes on as if nothing had been."""
+    for process in frozen:
+        if process.is_running():
+            process.resume()
+
+
+@pytest.fixture
+def nodes(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """None yet. The job sees a cluster that it did not start."""
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    found = Nodes()
+    yield found
+    found.close()

@@ -1,0 +1,21 @@
+"""A worker's process is killed: at every moment of a document's life."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specextend.cluster.exits import EXIT_DONE
+from tests.faults.conftest import RealJob, three_times
+from tests.faults.engines import DiesOnce
+
+
+@three_times("decoding", "prefill", "finished")
+def test_a_worker_killed_at_any_moment_changes_no_summary(real_job: RealJob, undisturbed, tmp_path: Path, kind: str):
+    """The kernel's out-of-memory killer: the summaries are those of a run to which nothing happened."""
+    marker = tmp_path / "killed"
+    assert real_job.run(DiesOnce(kind, marker), commit_every_rows=64) == EXIT_DONE
+    assert marker.exists()
+    assert any("died: its process ended" in note for note in real_job.screen.notes)
+    assert real_job.result() == undisturbed
+    assert max(real_job.column("attempts")) <= 2
+    assert not list((real_job.output / "errors").glob("*.parquet"))

@@ -1,0 +1,127 @@
+"""The output folder's file system fills up, or takes no more files, while a run goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from specextend.cluster.exits import EXIT_DONE, OutputError
+from tests.cluster.conftest import Job
+from tests.faults.conftest import parts, three_times
+from tests.faults.engines import WordyEngine
+
+TEXTS = [f"text number {number} " * 5 for number in range(30)]
+SLOWLY = {"commit_every_rows": 1}
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of half a MiB, where the output goes."""
+    folder = tmp_path / "output"
+    folder.mkdir()
+    try:
+        mount("-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder))
+    except subprocess.CalledProcessError:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file that leaves no room for another."""
+    ballast = folder / "ballast"
+    with open(ballast, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+        except OSError:
+            return ballast
+
+
+class Full:
+    """Somebody else's files fill the disk."""
+
+    error = "No space left on device"
+
+    def happens(self, folder: Path) -> None:
+        self.ballast = fill(folder)
+
+    def is_mended(self, folder: Path) -> None:
+        self.ballast.unlink()
+
+
+class ReadOnly:
+    """The kernel does so after an error of the disk."""
+
+    error = "Read-only file system"
+
+    def happens(self, folder: Path) -> None:
+        mount("-o", "remount,ro", str(folder))
+
+    def is_mended(self, folder: Path) -> None:
+        mount("-o", "remount,rw", str(folder))
+
+
+FAULTS = {"full": Full, "read-only": ReadOnly}
+
+
+def at_row(run: Job, number: int, action: Callable[[], None]) -> None:
+    """Do something once that many rows are done."""
+
+    def look(snapshot) -> None:
+        if snapshot.num_done >= number:
+            run.screen.on_show = lambda snapshot: None
+            action()
+
+    run.screen.on_show = look
+
+
+@three_times("full", "read-only")
+def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_completes_it(job, disk: Path, kind: str):
+    """Half a part must not pass for a whole one, and what was committed before must not be done again."""
+    fault = FAULTS[kind]()
+    run: Job = job(TEXTS, **SLOWLY)
+    at_row(run, 5, lambda: fault.happens(disk))
+    with pytest.raises(
+        OutputError, match=f"{run.output} cannot be written to: .*{fault.error}.*run again to resume"
+    ) as e:
+        run.run()
+    assert "\n" not in str(e.value)
+    kept = parts(run.output)
+    assert 0 < len(kept) < len(TEXTS)
+    fault.is_mended(disk)
+    assert run.run() == EXIT_DONE
+    assert parts(run.output).items() >= kept.items()
+    assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
+    assert not list(run.output.rglob(".*.tmp")), "nor is anything left of what broke off"
+
+
+def test_a_disk_that_is_full_from_the_start_is_said_before_any_model_is_loaded(job, disk: Path):
+    """Not after ten minutes of loading one."""
+    run: Job = job(TEXTS)
+    ballast = fill(disk)
+    with pytest.raises(OutputError, match="No space left on device"):
+        run.run()
+    assert not any("prompt tokens" in note for note in run.screen.notes)
+    ballast.unlink()
+
+
+@three_times("object store", fast=0)
+def test_a_full_object_store_stops_nobody(job, kind: str):
+    """Whoever shares the cluster may fill it; long results go through it, and Ray makes room on the disk."""
+    ballast = [ray.put(os.urandom(8 << 20)) for _ in range(16)]  # 128 MiB into 80
+    run: Job = job(TEXTS)
+    assert run.run(WordyEngine) == EXIT_DONE
+    lengths = {len(row["summary"]) for row in run.summaries().values()}
+    assert len(run.summaries()) == len(TEXTS)
+    assert min(lengths) > 1 << 20, "shorter ones would travel without it"
+    assert all(len(ray.get(reference)) == 8 << 20 for reference in ballast)

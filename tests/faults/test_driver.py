@@ -1,0 +1,66 @@
+"""The driver is killed, told to stop, or started twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from specextend.cluster.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_LOCKED
+from tests.faults.conftest import LONGEST_S, RealJob, committed, parts, start, three_times
+from tests.job.conftest import wait_for
+
+MOMENTS = {
+    "writes a part": ("before", "*/_run/parts/part-*", 2),
+    "has written a part": ("after", "*/_run/parts/part-*", 2),
+    "writes the manifest": ("before", "*/_run/manifest.json", 1),
+    "writes summaries": ("before", "*/summaries/part-00000.parquet", 1),
+    "writes the report": ("before", "*/report.json", 1),
+    "writes _SUCCESS": ("before", "*/_SUCCESS", 1),
+}
+
+
+@three_times(*MOMENTS)
+def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(real_job: RealJob, undisturbed, kind: str):
+    """Half a file under its final name, or a row done twice, would show only in the morning."""
+    when, pattern, number = MOMENTS[kind]
+    killed = start(real_job, str(Path(__file__).with_name("dying_driver.py")), when, pattern, str(number))
+    _, stderr = killed.communicate(timeout=LONGEST_S)
+    assert killed.returncode == -signal.SIGKILL, stderr
+    output, kept = real_job.output, parts(real_job.output)
+    assert (output / "_run" / "lock").exists()
+    assert not (output / "_SUCCESS").exists()
+    assert real_job.run() == EXIT_DONE
+    assert real_job.result() == undisturbed
+    assert parts(output).items() >= kept.items(), "what was committed stays as it was"
+    assert len(committed(output)) == len(set(committed(output))) == len(undisturbed), "and is not done again"
+    assert not list(output.rglob(".*.tmp")), "nothing is left of what broke off"
+
+
+@three_times("SIGTERM", "SIGINT", fast=0)
+def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(real_job: RealJob, undisturbed, kind: str):
+    """Whoever preempts a machine sends SIGTERM first; 75 means that running it again goes on where it stopped."""
+    process = start(real_job, "jobs/summarize.py", commit_every_rows=1)
+    wait_for(lambda: parts(real_job.output), "part")
+    process.send_signal(signal.Signals[kind])
+    _, stderr = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == EXIT_INTERRUPTED, stderr
+    assert f"interrupted: {kind} received; finished work is on disk" in stderr
+    kept = parts(real_job.output)
+    assert not (real_job.output / "_run" / "lock").exists()
+    assert real_job.run(commit_every_rows=1) == EXIT_DONE
+    assert real_job.result() == undisturbed
+    assert parts(real_job.output).items() >= kept.items()
+
+
+@three_times("two starts", fast=0)
+def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(real_job: RealJob, undisturbed, kind: str):
+    """A scheduler that fires twice: two writers would double rows."""
+    racers = [start(real_job, "jobs/summarize.py") for _ in range(2)]
+    said = [racer.communicate(timeout=LONGEST_S)[1] for racer in racers]
+    assert sorted(racer.returncode for racer in racers) == [EXIT_DONE, EXIT_LOCKED], said
+    [loser] = [text for racer, text in zip(racers, said, strict=True) if racer.returncode == EXIT_LOCKED]
+    assert f"error: {real_job.output} " in loser
+    assert "Traceback" not in loser
+    assert real_job.result() == undisturbed
+    assert json.loads((real_job.output / "_SUCCESS").read_text())["done"] == len(undisturbed)

@@ -1,0 +1,151 @@
+"""Machines that go away, and machines that come back."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from specextend.cluster.exits import EXIT_DONE
+from tests.cluster.conftest import Job
+from tests.faults.conftest import LONGEST_S, ROOT, RealJob, committed, environment, parts, start, three_times
+from tests.faults.nodes import CPUS, Nodes, thaw
+from tests.job.conftest import wait_for
+
+TEXTS = [f"text number {number} " * 5 for number in range(40)]
+
+
+def during(run: Job, *actions) -> None:
+    """Do one after the other, each when the driver next looks and the one before is done; False: not yet."""
+    waiting = list(actions)
+
+    def look(snapshot) -> None:
+        if waiting and waiting[0](snapshot) is not False:
+            waiting.pop(0)
+
+    run.screen.on_show = look
+
+
+def noted(run: Job, text: str) -> bool:
+    return any(text in note for note in run.screen.notes)
+
+
+def all_done_once(run: Job) -> None:
+    assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
+    assert len(committed(run.output)) == len(TEXTS), "a late result was committed beside the one that counts"
+
+
+@three_times("removed")
+def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes, kind: str):
+    """A reclaimed machine is nobody's fault: its documents are done elsewhere, at their first attempt."""
+    first = nodes.add()
+    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_rows=1)
+
+    def remove(snapshot) -> bool:
+        if snapshot.num_done < 3:
+            return False
+        first.kill()
+        nodes.add()
+        return True
+
+    during(run, remove)
+    assert run.run() == EXIT_DONE
+    all_done_once(run)
+    assert {row["attempts"] for row in run.summaries().values()} == {1}
+    assert len({row["worker"] for row in run.summaries().values()}) == 2
+
+
+@three_times("hung")
+def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, kind: str):
+    """Its documents are with another worker by then: only what the driver still waits for may be committed."""
+    first = nodes.add()
+    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_rows=1, stall_s=4)
+    frozen: list[psutil.Process] = []
+
+    def hang(snapshot) -> bool:
+        if snapshot.num_done < 3:
+            return False
+        frozen.extend(first.freeze())
+        return True
+
+    def come_back(snapshot) -> bool:
+        if not noted(run, "is killed: no step for"):
+            return False
+        workers = [process for process in frozen if "ray::Worker" in " ".join(process.cmdline())]
+        thaw(frozen)
+        psutil.wait_procs(workers, timeout=LONGEST_S)
+        nodes.add()
+        return True
+
+    during(run, hang, come_back)
+    try:
+        assert run.run() == EXIT_DONE
+    finally:
+        thaw(frozen)
+    all_done_once(run)
+    assert {row["attempts"] for row in run.summaries().values()} == {1, 2}
+
+
+@three_times("declared dead", fast=0)
+def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes: Nodes, kind: str):
+    """After about a minute Ray calls it dead. What it says when it wakes up is too late."""
+    first = nodes.add()
+    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_rows=1)
+    frozen: list[psutil.Process] = []
+
+    def hang(snapshot) -> bool:
+        if snapshot.num_done < 3:
+            return False
+        frozen.extend(first.freeze())
+        return True
+
+    def come_back(snapshot) -> bool:
+        if first.is_alive or not noted(run, "died"):
+            return False
+        thaw(frozen)
+        nodes.add()
+        return True
+
+    during(run, hang, come_back)
+    try:
+        assert run.run() == EXIT_DONE
+    finally:
+        thaw(frozen)
+    all_done_once(run)
+    assert {row["attempts"] for row in run.summaries().values()} == {1}
+
+
+@pytest.fixture
+def other_cluster():
+    """A cluster in processes of its own: its address, and what is its head."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen([sys.executable, "-m", "tests.job.nodes"], env=environment("local"), cwd=ROOT, **pipes)
+    address = process.stdout.readline().strip()
+    process.stdin.write("add\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n"
+    family = psutil.Process(process.pid).children(recursive=True)
+    [head] = [each for each in family if each.name() == "gcs_server"]
+    yield address, head
+    process.communicate(timeout=LONGEST_S)
+
+
+@three_times("head", fast=0)
+def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, undisturbed, other_cluster, kind: str):
+    """Ray ends a driver whose head is gone, without an exception: what was committed is what counts."""
+    address, head = other_cluster
+    process = start(real_job, "jobs/summarize.py", address=address, commit_every_rows=1)
+    wait_for(lambda: parts(real_job.output), "part")
+    process.send_signal(signal.SIGSTOP)  # or it might be done before its head is
+    head.kill()
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=LONGEST_S)
+    assert process.returncode not in (0, 2, 3, 4, 5)
+    kept = parts(real_job.output)
+    assert not (real_job.output / "_SUCCESS").exists()
+    assert real_job.run(commit_every_rows=1) == EXIT_DONE
+    assert real_job.result() == undisturbed
+    assert parts(real_job.output).items() >= kept.items()
