@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,11 @@ from specextend.data.schema import error_row, result_row
 from specextend.stats import DecodingStats
 
 
-def done(key: DocumentKey, text: str = "a summary", attempts: int = 1) -> dict[str, Any]:
+def done(key: DocumentKey, text: str = "a summary") -> dict[str, Any]:
     """A document done."""
     completion = Completion("lease", [5, 6], text, "stop", DecodingStats(num_prompt_tokens=1, num_output_tokens=2))
-    return result_row(
-        key, name_of(key), completion, Prompt([1], 0, "middle"), queue_s=0.5, worker="w", attempts=attempts
-    )
+    prompt = Prompt([1], 0, "middle")
+    return result_row(key, name_of(key), completion, prompt, queue_s=0.5, worker="w", attempts=1)
 
 
 def failed(key: DocumentKey, message: str = "why") -> dict[str, Any]:
@@ -45,3 +46,9 @@ def source_of(folder: Path, sizes: list[int]) -> Source:
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """Rows of all Parquet files of a folder, in the order of their names."""
     return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def in_a_folder(check: Callable[[Path], None]) -> None:
+    """Hypothesis calls a test many times: each in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        check(Path(folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from specextend.data.documents import Source
 from specextend.data.finalize import Counts, ReconciliationError, finalize
 from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.storage import Location, resolve
-from tests.properties.rows import done, failed, name_of, rows_of, source_of
+from tests.properties.rows import done, failed, in_a_folder, name_of, rows_of, source_of
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
@@ -70,10 +69,12 @@ class History:
 
     def die_in_a_commit(self, writer: PartWriter, keys: list[DocumentKey]) -> None:
         """Killed before the part has its name: none of its rows counts."""
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        rows = [done(key, "never seen") for key in keys]
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "replace", killed)
             patch.setattr(os, "unlink", lambda path: None)  # a killed process cleans nothing up
-            writer.commit([done(key, "never seen") for key in keys])
+            with pytest.raises(Killed):
+                writer.commit(rows)
 
     def check(self) -> None:
         """Every row is there once, as it was when it was done or given up last."""
@@ -94,12 +95,6 @@ def killed(*arguments: Any) -> None:
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that files and windows overlap in every way."""
     monkeypatch.setattr(results, "_WINDOW_ROWS", 4)
-
-
-def in_a_folder(check: Callable[[Path], None]) -> None:
-    """Hypothesis calls a test many times: each in a folder of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        check(Path(folder))
 
 
 @settings(deadline=None, max_examples=40)
@@ -172,7 +167,7 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data: st.D
                 assert not (history.folder / "_SUCCESS").exists()
         finalize(history.source, history.output)
         history.check()
-        assert not [path for path in history.folder.rglob(".*")], "no litter of the killed one is left"
+        assert not list(history.folder.rglob(".*")), "no litter of the killed one is left"
 
     in_a_folder(check)
 
