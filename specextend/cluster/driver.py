@@ -227,6 +227,8 @@ class Driver:
             self._fail(item.key, item.attempts, failed, worker, now)
 
     def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str, now: float) -> None:
+        if failed.stage == "read" and failed.retryable:  # is it still the file that the run began with?
+            self.source.check_unchanged(key.file)
         doc_id = failed.doc_id or self.source.doc_id(key)
         row = error_row(
             key,

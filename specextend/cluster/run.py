@@ -185,7 +185,13 @@ class _Start:
     factory: EngineFactory
 
     def run(self, retry_errors: bool) -> int:
-        """Decode what is left to do, then finalize."""
+        """Decode what is left to do, then finalize. Raises RefusedError for an input that breaks off or changes."""
+        try:
+            return self._run(retry_errors)
+        except InputError as error:
+            raise RefusedError(str(error)) from error
+
+    def _run(self, retry_errors: bool) -> int:
         output = self.prepared.output
         is_begun = check_same_run(self.prepared)
         progress = read_progress(output)
@@ -231,13 +237,10 @@ class _Start:
                 driver.pool.close()
 
     def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
-        """Where to read documents from, and what there is to do. Raises RefusedError for a file that breaks off."""
-        try:
-            with writing(self.prepared.output):
-                source = regroup(self.prepared.source, self.prepared.output)
-            return source, self._plan(source, keys)
-        except InputError as error:
-            raise RefusedError(str(error)) from error
+        """Where to read documents from, and what there is to do. Raises InputError for a file that breaks off."""
+        with writing(self.prepared.output):
+            source = regroup(self.prepared.source, self.prepared.output)
+        return source, self._plan(source, keys)
 
     def _plan(self, source: Source, keys: set[DocumentKey]) -> Plan:
         decoding = self.prepared.config.decoding

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from specextend.data.inputs import InputError, InputFile, InputOptions, unreadable
 from specextend.data.listing import Listing
-from specextend.data.parquet import columns_bytes, document_columns, is_text, open_parquet, plain_text
+from specextend.data.parquet import DAMAGED, columns_bytes, document_columns, is_text, open_parquet, plain_text
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import Location
 
@@ -28,11 +28,12 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
                 fields.append([parquet.schema_arrow.field(column) for column in options.passthrough])
                 if options.id_column is not None:
                     ids.append(_read_ids(name, parquet, options.id_column))
-                groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
-            rows = tuple(group.num_rows for group in groups)
-            largest = max((columns_bytes(group, document_columns(options)) for group in groups), default=0)
-            files.append(InputFile(number, name, size, rows, largest, footer_sha256(location)))
-        except (OSError, pa.ArrowException) as error:
+                groups = range(parquet.metadata.num_row_groups)
+                rows = tuple(parquet.metadata.row_group(i).num_rows for i in groups)
+                largest = max((columns_bytes(parquet, i, document_columns(options)) for i in groups), default=0)
+            modified_ns = location.filesystem.get_file_info(location.path).mtime_ns
+            files.append(InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns))
+        except DAMAGED as error:
             raise unreadable(name, error) from error
     _check_unique(ids, listing)
     return tuple(files), _unify(fields, options, listing)

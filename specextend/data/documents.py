@@ -17,6 +17,7 @@ from specextend.core import Document, DocumentKey
 from specextend.data.audit import audit
 from specextend.data.inputs import (
     DocumentError,
+    InputChangedError,
     InputError,
     InputFile,
     InputOptions,
@@ -26,7 +27,7 @@ from specextend.data.inputs import (
     unreadable,
 )
 from specextend.data.listing import check_apart, list_input
-from specextend.data.parquet import as_bytes, document_columns, open_parquet, plain_text, stream
+from specextend.data.parquet import DAMAGED, as_bytes, document_columns, open_parquet, plain_text, stream
 from specextend.data.storage import Location, check_writable, resolve
 
 __all__ = [
@@ -92,7 +93,7 @@ class Source:
         """The row at `key`.
 
         Raises DocumentError for null, empty or undecodable text or a bad `max_new_tokens`, OSError for a file that
-        cannot be read there.
+        cannot be read there, InputChangedError for one that has been written to.
         """
         values = self._row(key, document_columns(self.options))
         doc_id = self._id(key, values)
@@ -108,6 +109,18 @@ class Source:
         """The row's id alone, for an error row about a document that nobody could read."""
         column = self.options.id_column
         return self._id(key, None if column is None else self._row(key, [column]))
+
+    def check_unchanged(self, number: int) -> None:
+        """Raise InputChangedError where a file is gone, or has another size or time than when it was audited."""
+        file, location = self.files[number], self.location(number)
+        info = location.filesystem.get_file_info(location.path)
+        if info.is_file and (info.size, info.mtime_ns) == (file.size, file.modified_ns):
+            return
+        what = f"was written to ({file.size} bytes, now {info.size})" if info.is_file else "was taken away"
+        raise InputChangedError(
+            f"{file.relative_path} {what} after the run began; put back what was there and run again, "
+            "or take another output folder"
+        )
 
     def scan(self) -> Iterator[ScannedRow]:
         """Every row in key order, streaming; raises nothing for a bad row, `error_class` says it."""
@@ -129,13 +142,21 @@ class Source:
     def batches(self, number: int, columns: list[str], *, original: bool = False) -> Iterator[pa.Table]:
         """Columns of a file as small tables in row order; `original`: of the input itself even if there is a copy.
 
-        Raises InputError for a file that cannot be read to its end: its footer alone was looked at so far.
+        Raises InputError for a file that cannot be read to its end, of which only the footer was looked at so far, and
+        InputChangedError, after the last table, for one that has been written to.
         """
+        file, num_rows = self.files[number], 0
         try:
             with open_parquet(self.location(number) if original else self._read_location(number)) as parquet:
-                yield from stream(parquet, columns)
-        except (OSError, pa.ArrowException) as error:
-            raise unreadable(self.files[number].relative_path, error) from error
+                for batch in stream(parquet, columns):
+                    num_rows += len(batch)
+                    yield batch
+            if num_rows != file.num_rows:
+                raise pa.ArrowInvalid(f"it holds {num_rows} rows, its footer says {file.num_rows}")
+        except DAMAGED as error:
+            self.check_unchanged(number)
+            raise unreadable(file.relative_path, error) from error
+        self.check_unchanged(number)
 
     def _scanned(self, key: DocumentKey, num_tokens: int | None, text: bytes | None, limit: int | None) -> ScannedRow:
         by_tokens, error_class = self.options.num_tokens_column is not None, None
@@ -154,11 +175,14 @@ class Source:
     def _read_location(self, number: int) -> Location:
         return self.copies[number].location if number in self.copies else self.location(number)
 
+    def _group_rows(self, number: int) -> tuple[int, ...]:
+        return (self.copies.get(number) or self.files[number]).group_rows
+
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
         """Columns of a row, as a table of one row."""
         if not 0 <= key.file < len(self.files) or not 0 <= key.row < self.files[key.file].num_rows:
             raise IndexError(f"{key} is not in the input")
-        group_rows = (self.copies.get(key.file) or self.files[key.file]).group_rows
+        group_rows = self._group_rows(key.file)
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)
         with self._lock:
@@ -167,11 +191,17 @@ class Source:
         return table.slice(key.row - (ends[group] - group_rows[group]), 1)
 
     def _read_group(self, number: int, group: int, columns: list[str]) -> pa.Table:
+        num_rows = self._group_rows(number)[group]
         try:
             parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(self._read_location(number)))
-            return parquet.read_row_group(group, columns=columns)
-        except pa.ArrowException as error:
+            table = parquet.read_row_group(group, columns=columns)
+            if len(table) != num_rows:
+                raise pa.ArrowInvalid(f"row group {group} holds {len(table)} rows, the footer says {num_rows}")
+        except (pa.ArrowException, OSError) as error:
+            self.check_unchanged(number)
             raise OSError(str(unreadable(self.files[number].relative_path, error))) from error
+        self.check_unchanged(number)
+        return table
 
     def _id(self, key: DocumentKey, values: pa.Table | None) -> str:
         if values is None or self.options.id_column is None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from specextend.data.documents import Source
 from specextend.data.results import Results, Window, find_results
@@ -46,8 +47,10 @@ def finalize(source: Source, output: Location) -> Counts:
 
     Bounded memory; each file is there whole or not at all; one that would not change is not rewritten; an errors
     file whose rows are done by now is deleted. Passthrough columns are read from the input itself. Raises
-    ReconciliationError.
+    ReconciliationError, and InputError for an input that changed or cannot be read.
     """
+    for file in source.files:
+        source.check_unchanged(file.number)
     results = find_results(output)
     counts = _reconcile(source, results)
     window = Window(results)
@@ -104,9 +107,15 @@ def _write_summaries(source: Source, number: int, results: Results, window: Wind
         for columns, num_rows in _passthrough(source, number):
             rows = window.rows(begin, begin + num_rows)
             table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
-            writer.write_table(table.filter(pa.array(results.done[begin : begin + num_rows])))
+            writer.write_table(_rows_where(table, results.done[begin : begin + num_rows]))
             begin += num_rows
         assert begin == span.stop, "the input has as many rows as its footer says"
+
+
+def _rows_where(table: pa.Table, mask: NDArray[np.bool_]) -> pa.Table:
+    """Some rows of a table, as slices of it: Arrow's own filter does not know every type, such as string views."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+    return pa.concat_tables([table.slice(0, 0), *(table.slice(begin, end - begin) for begin, end in edges.tolist())])
 
 
 def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:

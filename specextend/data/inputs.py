@@ -5,10 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specextend.core import Document, DocumentKey
+from specextend.data.storage import holds_secret
 
 
 class InputError(ValueError):
-    """The input cannot be run at all: exit 2. The message is one line and says what to do."""
+    """The input cannot be run at all: exit 2. The message is one printable line and says what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """One line of text that a terminal shows as it is: names and ids may hold line ends and escape codes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+class InputChangedError(InputError):
+    """A file is not what it was when the run began: what is left cannot be done from it."""
 
 
 def unreadable(file: str, error: Exception) -> InputError:
@@ -58,6 +71,8 @@ class InputOptions:
         for name in ("path", "text_column", "id_column", "max_new_tokens_column", "num_tokens_column"):
             if getattr(self, name) == "":
                 raise ValueError(f"input.{name} must not be empty")
+        if holds_secret(self.path):
+            raise ValueError("input.path must not hold credentials; give them in the environment")
         repeated = {name for name in self.passthrough if self.passthrough.count(name) > 1}
         if repeated:
             raise ValueError(f"input.passthrough names {', '.join(sorted(repeated))} more than once")
@@ -73,6 +88,8 @@ class OutputOptions:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("output.path must not be empty")
+        if holds_secret(self.path):
+            raise ValueError("output.path must not hold credentials; give them in the environment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +106,8 @@ class InputFile:
     largest_group_bytes: int
     """Uncompressed bytes of the largest row group, the columns that a document is made of counted."""
     footer_sha256: str
+    modified_ns: int | None
+    """When it was last written, since the epoch, as this start found it; None where the store does not say."""
 
     @property
     def num_rows(self) -> int:

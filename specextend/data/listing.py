@@ -40,6 +40,8 @@ def list_input(path: str) -> Listing:
         return _list_glob(path, location)
     except InputError:
         raise
+    except UnicodeDecodeError as error:
+        raise InputError(f"input.path {path} holds a name that is not UTF-8; rename it") from error
     except (OSError, ValueError) as error:
         raise InputError(f"input.path {path} cannot be listed: {_one_line(error)}") from error
 

@@ -13,6 +13,9 @@ from specextend.data.storage import Location
 _BATCH_BYTES = 16 << 20
 _MAX_BATCH_ROWS = 256
 
+DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
+"""What reading a file raises that is no Parquet, or not to its end, or whose columns have names that are not UTF-8."""
+
 
 def open_parquet(location: Location) -> pq.ParquetFile:
     """Open for streaming: pages are read as they are needed."""
@@ -22,17 +25,25 @@ def open_parquet(location: Location) -> pq.ParquetFile:
 def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
     """Tables of about 16 MiB and 256 rows at most, in row order; none spans two row groups."""
     for group in range(parquet.metadata.num_row_groups):
-        metadata = parquet.metadata.row_group(group)
-        mean_bytes = columns_bytes(metadata, columns) / max(1, metadata.num_rows)
+        mean_bytes = columns_bytes(parquet, group, columns) / max(1, parquet.metadata.row_group(group).num_rows)
         rows = int(min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, mean_bytes))))
         for batch in parquet.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
             yield pa.Table.from_batches([batch])
 
 
-def columns_bytes(group: pq.RowGroupMetaData, columns: list[str]) -> int:
-    """Uncompressed bytes of some columns of a row group."""
-    chunks = [group.column(i) for i in range(group.num_columns)]
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns)
+def columns_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
+    """Uncompressed bytes of some columns of a row group; of all its columns where that is little.
+
+    pyarrow ends the process when it is asked about a column whose entry in the footer is damaged, but raises when it
+    reads such a column. So it is asked about large groups only, once it has read a row. Raises ArrowException.
+    """
+    group = parquet.metadata.row_group(number)
+    if group.total_byte_size <= _BATCH_BYTES:
+        return max(0, group.total_byte_size)
+    next(parquet.iter_batches(batch_size=1, row_groups=[number], columns=columns), None)
+    paths = [parquet.schema.column(i).path for i in range(group.num_columns)]
+    wanted = [i for i, path in enumerate(paths) if path.split(".")[0] in columns]
+    return sum(group.column(i).total_uncompressed_size for i in wanted)
 
 
 def document_columns(options: InputOptions) -> list[str]:

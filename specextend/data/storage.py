@@ -9,10 +9,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
+
+_OBJECT_STORES = ("s3", "gcs", "abfs")
+_SECRET_QUERY = ("access_key", "secret_key", "session_token", "client_secret", "account_key", "sas_token", "sig")
+"""Parameters of a URI that are secrets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +51,25 @@ def is_uri(path: str) -> bool:
     return "://" in path
 
 
+def holds_secret(uri: str) -> bool:
+    """Whether a URI has a password, an access key or a client secret in it."""
+    if not is_uri(uri):
+        return False
+    parts = urlsplit(uri)
+    user, at, _ = parts.netloc.rpartition("@")
+    is_secret = bool(at) and (":" in user or parts.scheme == "s3")
+    return is_secret or any(name.lower() in _SECRET_QUERY for name, _ in parse_qsl(parts.query))
+
+
 def resolve(uri: str) -> Location:
     """The location of a path or URI (`file://`, `s3://`, `gs://`, ...); relative paths start at the current folder.
 
-    Raises ValueError, in one line, for a URI that names no file system we can open.
+    Raises ValueError, in one line, for a URI that names no file system we can open, or that holds a secret.
     """
     if not uri:
         raise ValueError("a path must not be empty")
+    if holds_secret(uri):  # its text would be in messages, manifests and reports, so it is not repeated here either
+        raise ValueError("a URI must not hold credentials; give them in the environment, as the store's own tools do")
     if uri.startswith("file://"):
         uri = unquote(uri.removeprefix("file://"))
     if not is_uri(uri):
@@ -93,8 +109,12 @@ def _file_type(location: Location) -> fs.FileType:
 
 
 def check_writable(folder: Location) -> None:
-    """Raise ValueError, in one line, where a local folder is not there and cannot be made, or takes no files."""
+    """Raise ValueError, in one line, where a folder is not there and cannot be made, or takes no files.
+
+    Of an object store it is asked whether the bucket is there; whether it takes files shows with the first one.
+    """
     if not folder.is_local:
+        _check_bucket(folder)
         return
     there = folder
     while not exists(there) and there.path != "/":
@@ -103,6 +123,12 @@ def check_writable(folder: Location) -> None:
         raise ValueError(f"{there.path} is not a folder")
     if not os.access(there.path, os.W_OK | os.X_OK):
         raise ValueError(f"{there.path} cannot be written to")
+
+
+def _check_bucket(folder: Location) -> None:
+    bucket = Location(folder.filesystem, folder.path.split("/", 1)[0])
+    if folder.filesystem.type_name in _OBJECT_STORES and not exists(bucket):
+        raise ValueError(f"there is no bucket {bucket.path}")
 
 
 def read_bytes(location: Location) -> bytes | None:
@@ -213,7 +239,7 @@ def _unlink(path: str) -> None:
 
 def _make_folder(folder: Location) -> None:
     """Object stores have no folders to make."""
-    if folder.filesystem.type_name not in ("s3", "gcs", "abfs"):
+    if folder.filesystem.type_name not in _OBJECT_STORES:
         folder.filesystem.create_dir(folder.path, recursive=True)
 
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import DocumentKey
+from specextend.data import parquet as parquet_module
 from specextend.data import regroup as regroup_module
 from specextend.data.documents import DocumentError, InputOptions, Source, open_source
 from specextend.data.regroup import regroup
@@ -25,6 +26,7 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in kilobytes."""
     monkeypatch.setattr(regroup_module, "MAX_GROUP_BYTES", 64 << 10)
     monkeypatch.setattr(regroup_module, "COPY_GROUP_BYTES", 16 << 10)
+    monkeypatch.setattr(parquet_module, "_BATCH_BYTES", 16 << 10)
 
 
 def texts(source: Source) -> list[str]:

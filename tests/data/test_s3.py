@@ -1,0 +1,241 @@
+"""Storage on the real S3 protocol: moto's server on loopback, found and unlocked through the environment alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.cluster.exits import LockHeldError
+from specextend.cluster.lock import OutputLock, read_lock
+from specextend.core import DocumentKey
+from specextend.data.documents import InputError, InputOptions, OutputOptions, Source, open_source
+from specextend.data.finalize import Counts, finalize, read_success, write_success
+from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
+from specextend.data.parts import PartWriter, read_parts
+from specextend.data.regroup import regroup
+from specextend.data.storage import Location, atomic_output, list_files, resolve, write_bytes
+from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint, s3_server
+from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows
+
+MakeRow = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Endpoint]:
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3(server: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Endpoint:
+    """An empty bucket, and the environment in which a client finds it."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.empty()
+    return server
+
+
+@pytest.fixture
+def output(s3: Endpoint) -> Location:
+    return resolve("s3://corpus/runs/one night")
+
+
+def upload(name: str, columns: dict[str, Any], group_rows: int = 2) -> None:
+    with atomic_output(resolve(f"s3://corpus/{name}")) as path:
+        pq.write_table(pa.table(columns), path, row_group_size=group_rows)
+
+
+def two_files() -> Source:
+    upload("in/a.parquet", {"text": ["one", "two", "three"], "topic": ["x", None, "z"]})
+    upload("in/deep/b.parquet", {"text": ["four", "five"], "topic": ["v", "w"]})
+    return open_source(
+        InputOptions(path="s3://corpus/in", passthrough=("topic",)), OutputOptions(path="s3://corpus/out")
+    )
+
+
+def test_a_commit_is_one_put(s3: Endpoint, output: Location, done: MakeRow) -> None:
+    """A multipart upload that a death leaves open is paid for and never seen; one request is there or is not."""
+    writer = PartWriter(output, "0000000a")
+    s3.requests.clear()
+    name = writer.commit([done(0, row, "a summary of some length " * 200) for row in range(64)])
+    assert s3.changes() == [("PUT", f"/corpus/runs/one night/_run/parts/{name}")]
+    assert read_parts(output).done == {DocumentKey(0, row) for row in range(64)}
+
+
+def test_every_small_record_is_one_put(s3: Endpoint, output: Location) -> None:
+    write_bytes(output.child("_run", "lock"), b"{}")
+    write_manifest(output, build_manifest(two_files(), {}, {}))
+    write_success(output, Counts(5, 5, 0))
+    records = [change for change in s3.changes() if "one night" in change[1]]
+    names = ("_run/lock", "_run/manifest.json", "_SUCCESS")
+    assert records == [("PUT", f"/corpus/runs/one night/{name}") for name in names]
+
+
+def test_input_is_listed_audited_and_read_by_row_group(s3: Endpoint) -> None:
+    source = pickle.loads(pickle.dumps(two_files()))
+    assert [file.relative_path for file in source.files] == ["a.parquet", "deep/b.parquet"]
+    assert [row.num_bytes for row in source.scan()] == [3, 3, 5, 4, 4]
+    assert source.read(DocumentKey(1, 1)).document.text == "five"
+    assert open_source(InputOptions(path="s3://corpus/in/**/*.parquet")).num_rows == 5
+    assert open_source(InputOptions(path="s3://corpus/in/a.parquet")).num_rows == 3
+
+
+def test_a_row_group_is_fetched_without_the_rest_of_the_file(s3: Endpoint) -> None:
+    """A worker that reads one document of a terabyte must not fetch the terabyte."""
+    text = [os.urandom(50_000).hex() for _ in range(40)]
+    upload("in/a.parquet", {"text": text}, group_rows=1)
+    size = len(s3.files()["in/a.parquet"])
+    source = open_source(InputOptions(path="s3://corpus/in/a.parquet"))
+    before = pa.default_memory_pool().bytes_allocated()
+    assert source.read(DocumentKey(0, 20)).document.text == text[20]
+    assert pa.default_memory_pool().bytes_allocated() - before < size / 2
+
+
+def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, done: MakeRow, failed: MakeRow) -> None:
+    """All that a driver does to an output folder, on object storage."""
+    source = two_files()
+    manifest = build_manifest(source, {}, {})
+    write_manifest(output, manifest)
+    with pytest.raises(FileExistsError):
+        write_manifest(output, manifest)
+    PartWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
+    PartWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
+    assert finalize(source, output) == Counts(5, 4, 1)
+    write_success(output, Counts(5, 4, 1))
+    folder = output.child("summaries")
+    tables = [pq.read_table(folder.child(name).path, filesystem=folder.filesystem) for name in list_files(folder)]
+    assert pa.concat_tables(tables)["topic"].to_pylist() == ["x", "z", "v", "w"]
+    assert list_files(output.child("errors")) == ["part-00000.parquet"]
+    assert read_manifest(output) == manifest
+    assert read_success(output) == Counts(5, 4, 1)
+    s3.requests.clear()
+    finalize(source, output)
+    assert [path for method, path in s3.changes() if method == "PUT"] == [], "what has not changed is not rewritten"
+
+
+def test_an_output_that_fails_halfway_leaves_nothing(s3: Endpoint, output: Location) -> None:
+    """Also no upload that is open for ever."""
+
+    def write_half() -> None:
+        with atomic_output(output.child("summaries", "part-00000.parquet")) as path:
+            Path(path).write_bytes(b"half" * 5_000_000)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_half()
+    assert s3.files() == {}
+    assert s3.open_uploads() == []
+
+
+def test_a_large_output_appears_whole(s3: Endpoint, output: Location) -> None:
+    """Over the size of one request it goes up in pieces, and is there when the last one is."""
+    with atomic_output(output.child("large")) as path:
+        Path(path).write_bytes(os.urandom(1 << 20) * 25)
+    assert [len(data) for data in s3.files().values()] == [25 << 20]
+    assert s3.open_uploads() == []
+
+
+def test_oversized_row_groups_are_rewritten_there(
+    s3: Endpoint, output: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in {"regroup.MAX_GROUP_BYTES": 64 << 10, "regroup.COPY_GROUP_BYTES": 16 << 10}.items():
+        monkeypatch.setattr(f"specextend.data.{name}", size)
+    text = [f"{row}" * 20_000 for row in range(8)]
+    upload("in/a.parquet", {"text": text}, group_rows=8)
+    copied = pickle.loads(pickle.dumps(regroup(open_source(InputOptions(path="s3://corpus/in")), output)))
+    assert [copied.read(DocumentKey(0, row)).document.text for row in range(8)] == text
+    assert len(copied.copies[0].group_rows) == 8
+
+
+def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> None:
+    with OutputLock(output, "0000000a"):
+        held = read_lock(output)
+    assert held.run_id == "0000000a"
+    assert read_lock(output) is None, "it goes with its driver"
+    elsewhere = json.dumps(asdict(held) | {"host": "another-host", "heartbeat": time.time()})
+    write_bytes(output.child("_run", "lock"), elsewhere.encode())
+    with pytest.raises(LockHeldError, match=r"is held by run 0000000a .* on another-host"):
+        OutputLock(output, "0000000b").__enter__()
+
+
+@pytest.mark.parametrize("uri", ["s3://nobody-made-this/in", "s3://corpus/nothing here", "s3://corpus/in/*.parquet"])
+def test_an_input_that_is_not_there_is_refused_in_one_line(s3: Endpoint, uri: str) -> None:
+    with pytest.raises(InputError, match=r"input.path .* (does not exist|matches no file|cannot be listed)") as caught:
+        open_source(InputOptions(path=uri))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3: Endpoint) -> None:
+    """Not after the first commit."""
+    upload("in/a.parquet", {"text": ["one"]})
+    with pytest.raises(InputError, match="there is no bucket nobody-made-this; give another folder"):
+        open_source(InputOptions(path="s3://corpus/in"), OutputOptions(path="s3://nobody-made-this/out"))
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        f"s3://{ACCESS_KEY}:{SECRET_KEY}@corpus/in",
+        f"s3://{ACCESS_KEY}@corpus/in",
+        f"s3://corpus/in?region=us-east-1&secret_key={SECRET_KEY}",
+        f"abfs://:{SECRET_KEY}@account.dfs.core.windows.net/in",
+        f"abfs://account.dfs.core.windows.net/in?client_secret={SECRET_KEY}",
+    ],
+)
+def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
+    """It would be in the manifest, in the report and in every message: credentials come from the environment."""
+    for attempt in (resolve, lambda uri: InputOptions(path=uri), lambda uri: OutputOptions(path=uri)):
+        with pytest.raises(ValueError, match="not hold credentials; give them in the environment") as caught:
+            attempt(uri)
+        assert SECRET_KEY not in str(caught.value)
+        assert ACCESS_KEY not in str(caught.value)
+
+
+def test_a_user_and_an_at_sign_are_no_secret() -> None:
+    assert resolve("s3://corpus/mail@example.org/in?region=us-east-1").path == "corpus/mail@example.org/in"
+    assert InputOptions(path="abfs://container@account.dfs.core.windows.net/in").path.startswith("abfs://container@")
+
+
+def test_a_shipped_source_carries_no_credentials(s3: Endpoint) -> None:
+    """It goes through Ray's object store; workers have an environment of their own."""
+    shipped = pickle.dumps(two_files())
+    assert SECRET_KEY.encode() not in shipped
+    assert ACCESS_KEY.encode() not in shipped
+
+
+@pytest.mark.slow
+def test_a_whole_job_reads_and_writes_object_storage(s3: Endpoint, tmp_path: Path) -> None:
+    """The main job on a local Ray: exactly one row for each row, no credentials in any file or line of it."""
+    text = [None if row % 5 == 4 else f"Document {row} is about dams. " * 9 for row in range(10)]
+    upload("in/a.parquet", {"text": text, "topic": list(range(10))}, group_rows=4)
+    arguments = ["--config", str(CONFIG), "--input", "s3://corpus/in", "--output", "s3://corpus/out"]
+    settings = ["input.id_column=null", "input.passthrough=[topic]", "job.max_error_fraction=0.5"]
+    arguments += [part for setting in settings for part in ("--set", setting)]
+    ended = subprocess.run(
+        command(*arguments), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_S, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    files = s3.files()
+    for name, data in files.items():
+        target = tmp_path / name
+        if data:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+    assert [row["topic"] for row in rows(tmp_path / "out" / "summaries")] == [0, 1, 2, 3, 5, 6, 7, 8]
+    assert [row["key"]["row"] for row in rows(tmp_path / "out" / "errors")] == [4, 9]
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+    puts = [path for method, path in s3.changes() if "/_run/parts/part-" in path]
+    assert len(puts) == len(parts(tmp_path / "out")), "one request a part"
+    said = [ended.stdout.encode(), ended.stderr.encode(), *files.values()]
+    assert not [text for text in said if SECRET_KEY.encode() in text or ACCESS_KEY.encode() in text]
