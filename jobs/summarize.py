@@ -79,13 +79,14 @@ def conclude(output: str) -> None:
 def status(arguments: argparse.Namespace) -> int:
     """Say how far the run of an output folder is."""
     from specextend.cluster.exits import RefusedError
+    from specextend.cluster.messages import first_line
     from specextend.cluster.status import describe_status, read_status
     from specextend.data.storage import resolve
 
     try:
         found = read_status(resolve(arguments.status))
-    except ValueError as error:
-        raise RefusedError(str(error)) from error
+    except (ValueError, OSError) as error:
+        raise RefusedError(first_line(error)) from error
     print(describe_status(found))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 from specextend.cluster.attempts import read_attempts
@@ -28,6 +29,7 @@ def read_status(output: Location) -> dict[str, Any]:
         "rows": num_rows,
         "done": len(progress.done),
         "errors": len(progress.errors),
+        "errors_by_class": dict(Counter(progress.errors.values()).most_common()),
         "left": num_rows - len(progress.done) - len(progress.errors),
         "driver": str(holder) if holder is not None else None,
         "heartbeat_age_s": time.time() - holder.heartbeat if holder is not None else None,
@@ -42,6 +44,7 @@ def describe_status(status: dict[str, Any]) -> str:
         f"{status['state']}: {status['done']} of {status['rows']} rows done, {status['errors']} failed, "
         f"{status['left']} left",
     ]
+    lines += [f"errors: {count} {name}" for name, count in status["errors_by_class"].items()]
     if status["driver"]:
         lines.append(f"driver: {status['driver']}, last heartbeat {status['heartbeat_age_s']:.0f} s ago")
     for start in status["starts"]:
