@@ -1,9 +1,10 @@
-"""`ray job submit` on a cluster of one node: exit codes through its API, stop, resume."""
+"""`ray job submit` on a cluster of one node with its token: upload, logs, exit codes, stop, resume."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -18,12 +19,16 @@ from typing import Any
 
 import pytest
 
-from tests.job.conftest import ROOT, environment, parts, rows, wait_for
+from tests.job.conftest import LONGEST_S, ROOT, environment, parts, rows, wait_for, write_corpus
 from tests.job.test_summarize import long_corpus
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+SEARCH_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+"""On which `python` and `ray` are ours, for the cluster as for its user."""
 MODELS = ROOT / ".models" / "tiny-random"
+TINY = ["--config", "configs/tiny-random.yaml"]
+TINY += ["--set", f"target.model={MODELS}/target", "--set", f"draft.model={MODELS}/draft-model"]
 
 
 def free_port() -> int:
@@ -34,29 +39,41 @@ def free_port() -> int:
 
 @dataclass
 class Cluster:
-    """A head node of our own."""
+    """A head node of our own, which asks for a token."""
 
     dashboard: str
+    token: str
 
-    def jobs(self) -> list[dict[str, Any]]:
-        with urllib.request.urlopen(f"{self.dashboard}/api/jobs/", timeout=30) as answer:
+    def job(self, name: str = "") -> Any:
+        """What its API says of a job; of all without a name."""
+        request = urllib.request.Request(f"{self.dashboard}/api/jobs/{name}")
+        request.add_header("Authorization", f"Bearer {self.token}")
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
-    def job(self, name: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.dashboard}/api/jobs/{name}", timeout=30) as answer:
-            return json.load(answer)
+    def run(self, *command: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command of a user who has the token, or another one."""
+        own = {"RAY_ADDRESS": self.dashboard, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token or self.token}
+        return subprocess.run(
+            command,
+            env=environment() | own | {"PATH": SEARCH_PATH},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=2 * LONGEST_S,
+            check=False,
+        )
 
-    def ray(self, *arguments: str) -> None:
-        its_own = environment() | {"RAY_ADDRESS": self.dashboard}
-        ended = subprocess.run([*RAY, "job", *arguments], env=its_own, cwd=ROOT, capture_output=True, text=True)
+    def ray(self, *arguments: str) -> str:
+        """Output of `ray job`, which must succeed."""
+        ended = self.run(*RAY, "job", *arguments)
         assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
 
     def submit(self, name: str, *arguments: str) -> None:
-        entry = f"{sys.executable} jobs/summarize.py --config configs/tiny-random.yaml"
-        models = f"--set target.model={MODELS}/target --set draft.model={MODELS}/draft-model"
         settings = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}})
-        options = ["--submission-id", name, "--no-wait", "--working-dir", str(ROOT)]
-        self.ray("submit", *options, "--runtime-env-json", settings, "--", *f"{entry} {models}".split(), *arguments)
+        options = ["--submission-id", name, "--no-wait", "--working-dir", ".", "--runtime-env-json", settings]
+        self.ray("submit", *options, "--", "python", "jobs/summarize.py", *TINY, *arguments)
 
     def ended(self, name: str) -> tuple[str, int | None]:
         """Status and the driver's own exit code, once it has ended; Ray keeps none of a job that it stopped."""
@@ -72,19 +89,20 @@ def cluster() -> Iterator[Cluster]:
     options = [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"]
     options += [f"--dashboard-agent-listen-port={agent}"]
     command = [*RAY, "start", "--head", "--block", "--num-cpus=2", f"--object-store-memory={80 << 20}", *options]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    found = Cluster(f"http://127.0.0.1:{dashboard}", secrets.token_hex(32))
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": found.token, "PATH": SEARCH_PATH}
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
     head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    found = Cluster(f"http://127.0.0.1:{dashboard}")
     wait_for(lambda: answers(found), "dashboard")
     yield found
     head.send_signal(signal.SIGTERM)
-    head.wait(60)
+    head.wait(LONGEST_S)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def answers(cluster: Cluster) -> bool:
     try:
-        cluster.jobs()
+        cluster.job()
     except OSError:
         return False
     return True
@@ -109,6 +127,38 @@ def test_a_stopped_job_commits_what_is_finished_and_a_second_submission_resumes_
 
 
 def test_a_relative_path_is_refused_by_the_submitted_job(cluster: Cluster, tmp_path: Path):
-    """It would name a folder in the job's own copy of the project, which is deleted."""
+    """It would name a folder in the job's own copy of the project, which is deleted. Its log says so in one line."""
     cluster.submit("relative", *long_corpus(tmp_path), "--output", "out/relative")
     assert cluster.ended("relative") == ("FAILED", 2)
+    [said] = [line for line in cluster.ray("logs", "relative").splitlines() if line.startswith("error: ")]
+    assert "output.path must be an absolute path or a URI inside a submitted job" in said
+
+
+def test_a_submission_shows_the_log_and_ends_with_the_jobs_own_code(cluster: Cluster, tmp_path: Path):
+    """A pipeline must tell "look at errors/" (3) from "run again" (75); Ray's CLI says 1 for both."""
+    corpus = write_corpus(tmp_path / "in.parquet", ["The committee met and talked about the weather.", None])
+    arguments = [*TINY, "--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
+    ended = cluster.run("scripts/submit.sh", *arguments)
+    assert ended.returncode == 3, ended.stdout + ended.stderr
+    for said in ("2 of 2 rows to do", "2 rows: 1 done, 1 failed", "rows done", "Summary of in.parquet:0:"):
+        assert said in ended.stdout
+    assert not any("\x1b" in line for line in ended.stdout.splitlines() if "rows" in line), "progress in plain lines"
+    again = cluster.run("scripts/submit.sh", *arguments, "--set", "job.max_error_fraction=0.5")
+    assert again.returncode == 0, again.stdout + again.stderr
+    [one, other] = [job for job in cluster.job() if (job["submission_id"] or "").startswith("specextend-")]
+    assert {one["driver_exit_code"], other["driver_exit_code"]} == {0, 3}
+
+
+def test_nobody_submits_without_the_token(cluster: Cluster):
+    """Whoever submits a job runs code on the cluster."""
+    refused = cluster.run(*RAY, "job", "submit", "--no-wait", "--", "true", token="0" * 64)
+    assert refused.returncode != 0
+    assert "token" in refused.stdout + refused.stderr
+    assert not any(job["entrypoint"] == "true" for job in cluster.job())
+
+
+def test_the_log_of_a_job_holds_no_token(cluster: Cluster, tmp_path: Path):
+    """Logs are kept, and read by more people than may run code."""
+    cluster.submit("quiet", *long_corpus(tmp_path, 1), "--output", str(tmp_path / "out"))
+    assert cluster.ended("quiet") == ("SUCCEEDED", 0)
+    assert cluster.token not in cluster.ray("logs", "quiet")

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Submits jobs/summarize.py to a Ray cluster, shows its log, and exits with the job's own code: Ray's CLI knows 0 and 1 only.
+#
+#   RAY_ADDRESS=http://127.0.0.1:8265 RAY_AUTH_MODE=token scripts/submit.sh --config configs/... --input ... --output ...
+#
+# A job that was stopped from outside (`ray job stop`) has no code of its own: 75, as it committed what was finished.
+set -euo pipefail
+: "${RAY_ADDRESS:?set it to the address of the dashboard, as http://127.0.0.1:8265}"
+job="specextend-$(date -u +%Y%m%dT%H%M%S)-$$"
+ray job submit --submission-id "$job" --working-dir "$(dirname "$0")/.." \
+    --runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}' \
+    -- python jobs/summarize.py "$@" || true
+token=
+if [ "${RAY_AUTH_MODE:-}" = token ]; then token="$(ray get-auth-token)"; fi
+python - "$RAY_ADDRESS/api/jobs/$job" 3<<<"$token" <<'EOF'
+import json, os, sys, urllib.request
+
+request = urllib.request.Request(sys.argv[1])
+if token := os.fdopen(3).read().strip():
+    request.add_header("Authorization", f"Bearer {token}")
+with urllib.request.urlopen(request) as answer:
+    code = json.load(answer)["driver_exit_code"]
+sys.exit(75 if code is None else code)
+EOF

@@ -1,0 +1,62 @@
+"""`docs/deployment.md` and `scripts/submit.sh`: what people copy must be what the code takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from specextend.cluster import exits
+from specextend.config import JobOptions, RunConfig
+from tests.job.conftest import ROOT
+
+TEXT = (ROOT / "docs" / "deployment.md").read_text()
+SHELL = re.findall(r"^```sh\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    match.replace("/opt/specextend", str(ROOT)).rstrip(" &")
+    for block in SHELL
+    for match in re.findall(r"(?:jobs/summarize\.py|scripts/submit\.sh) (.*)$", block.replace("\\\n", ""), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("script", [*SHELL, (ROOT / "scripts" / "submit.sh").read_text()], ids=lambda text: text[:20])
+def test_the_shell_reads_it(script: str):
+    """A script that is copied at night is not read again."""
+    read = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert (read.returncode, read.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_the_job_takes_its_commands(arguments: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    """Files that exist, keys that are known, paths that a submitted job takes."""
+    assert len(COMMANDS) == 3
+    monkeypatch.setattr(sys, "argv", ["summarize.py", *shlex.split(arguments)])
+    parsed = script.parse()
+    config = RunConfig.load(ROOT / parsed.config, script.overrides(parsed), allow_relative=False)
+    assert config.job.gpus_per_worker == 1
+
+
+def test_every_exit_code_has_its_answer():
+    """A scheduler that repeats what cannot succeed fills a night."""
+    codes = {value for name, value in vars(exits).items() if name.startswith("EXIT_")}
+    rows = re.findall(r"^\| ([\d, ]+) \| ", TEXT, re.MULTILINE)
+    assert {int(code) for row in rows for code in row.split(",")} == codes
+
+
+def test_the_service_leaves_the_job_its_grace_and_repeats_what_may_succeed():
+    """After TimeoutStopSec it is killed; whatever is not named is started again."""
+    [timeout] = re.findall(r"^TimeoutStopSec=(\d+)$", TEXT, re.MULTILINE)
+    assert float(timeout) > JobOptions().grace_s
+    [final] = re.findall(r"^RestartPreventExitStatus=(.*)$", TEXT, re.MULTILINE)
+    final_codes = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
+    assert {int(code) for code in final.split()} == final_codes
+
+
+def test_a_submission_may_take_longer_to_stop_than_the_job_takes_to_commit():
+    """Ray's default of 3 s would kill it in between."""
+    [wait_s] = re.findall(r'"RAY_JOB_STOP_WAIT_TIME_S": "(\d+)"', (ROOT / "scripts" / "submit.sh").read_text())
+    assert float(wait_s) > JobOptions().grace_s

@@ -1,0 +1,356 @@
+"""What SECURITY.md promises. Each promise there names its tests; a test here holds the list to that."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import tempfile
+import tomllib
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.job.conftest import CONFIG, LONGEST_S, ROOT, call, command, parts, rows, script, wait_for  # noqa: F401
+from tests.job.test_summarize import TEXT, listening
+
+SOURCES = [path for folder in ("specextend", "jobs", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
+MODELS = ROOT / ".models" / "tiny-random"
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": "AKIACANARYCANARY1234",
+    "AWS_SECRET_ACCESS_KEY": "canary/secret+Q8mYw0pZt5xJ3vBn",
+    "AWS_SESSION_TOKEN": "canary-session-R4kLd9sTq2",
+    "HF_TOKEN": "hf_canaryUvWxYz0123456789",
+}
+NAMES = [
+    "\x1b]0;owned\x07\x1b[2J",
+    "../../../escaped",
+    "/tmp/specextend-escaped",
+    "C:\\escaped",
+    "$(touch escaped)`touch escaped`",
+    "<script>alert(1)</script>",
+    "line\nbreak\x00zero",
+    "s3://elsewhere/escaped",
+]
+"""Document ids as somebody would choose them who wants out of the output folder, or into a terminal or a page."""
+CALLS_THAT_RUN_DATA = {
+    *(
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "os.system",
+        "os.popen",
+        "pickle.load",
+        "pickle.loads",
+        "pickle.Unpickler",
+    ),
+    *(
+        "cloudpickle.load",
+        "cloudpickle.loads",
+        "dill.load",
+        "dill.loads",
+        "marshal.load",
+        "marshal.loads",
+        "shelve.open",
+    ),
+    *("torch.load", "joblib.load", "numpy.load", "np.load", "yaml.unsafe_load", "yaml.full_load", "pandas.read_pickle"),
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run as a user starts it, with secrets in its environment, and what was seen of it."""
+
+    folder: Path
+    """Holds `in/`, `out/`, `home/` and what it printed."""
+    home: Path
+    logs: Path
+    stdout: str
+    stderr: str
+    addresses: frozenset[str]
+    """That any of its processes listened on."""
+    token: str
+    """Of its Ray."""
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "out"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    """Hostile names and texts through the tiny pair; Ray as the job makes it, not as tests have it."""
+    folder, temporary = tmp_path_factory.mktemp("hostile"), tempfile.mkdtemp(prefix="sx", dir="/tmp")
+    home = folder / "home"
+    home.mkdir()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "HF_"))}
+    own = {"HOME": str(home), "RAY_TMPDIR": temporary, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    stdout, stderr = folder / "stdout", folder / "stderr"
+    with stdout.open("w") as to_stdout, stderr.open("w") as to_stderr:
+        process = subprocess.Popen(
+            command("--config", str(CONFIG), *hostile_corpus(folder), "--output", str(folder / "out")),
+            env=clean | own | SECRETS,
+            cwd=ROOT,
+            stdout=to_stdout,
+            stderr=to_stderr,
+        )
+    try:
+        wait_for(lambda: parts(folder / "out") or process.poll() is not None, "part")
+        assert process.poll() is None, stderr.read_text()
+        driver = psutil.Process(process.pid)
+        addresses, token = frozenset(listening(driver)), token_of(driver)
+        assert process.wait(LONGEST_S) == 0, stderr.read_text()
+    finally:
+        process.terminate()
+        process.wait(LONGEST_S)
+    yield Ran(folder, home, Path(temporary), stdout.read_text(), stderr.read_text(), addresses, token)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def hostile_corpus(folder: Path) -> list[str]:
+    """Arguments of a run over it: every name once as an id and once in a passthrough column, one row an error."""
+    texts = [f"{name}<|im_end|></s> {TEXT * (40 if row else 1)}" for row, name in enumerate(NAMES)] + [None]
+    columns = {"name": [*NAMES, "../null"], "other": [*reversed(NAMES), "../null"]}
+    path = folder / "in" / "%2E%2E%2F%2E%2E%2Fescaped;$(touch escaped).parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table({"text": texts, **columns}), path)
+    settings = ["input.id_column=name", "input.passthrough=[other]", "job.commit_every_rows=1"]
+    settings += ["job.max_error_fraction=0.5", "decoding.max_batch_size=1", "decoding.max_new_tokens=64"]
+    return ["--input", str(path.parent), *(part for setting in settings for part in ("--set", setting))]
+
+
+def token_of(driver: psutil.Process) -> str:
+    """The token that its Ray was started with."""
+    raylets = [child for child in driver.children(recursive=True) if child.name() == "raylet"]
+    return raylets[0].environ()["RAY_AUTH_TOKEN"]
+
+
+def contents(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Every file, a Parquet file as the text of its rows and metadata: compressed, it would hide what it holds."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        yield path, path.read_bytes()
+        if path.suffix == ".parquet":
+            table = pq.read_table(path)
+            yield path, repr((table.to_pylist(), table.schema.metadata, table.schema)).encode()
+
+
+# Models and configurations
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.canary}",)
+
+
+def pickled_target(folder: Path, name: str, canary: Path) -> None:
+    """The tiny target, its weights replaced by a pickle that runs a command."""
+    shutil.copytree(MODELS / "target", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    (folder / name).write_bytes(pickle.dumps({"weight": Payload(canary)}))
+
+
+@pytest.mark.parametrize("key", ["target.model", "draft.model"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_a_pickle_is_refused_before_it_is_opened(call, tmp_path: Path, key: str, name: str):  # noqa: F811
+    """Unpickling runs code; under the name of safetensors, too."""
+    pickled_target(tmp_path / "model", name, tmp_path / "canary")
+    output = tmp_path / "out"
+    ended = call("--config", str(CONFIG), "--output", str(output), "--set", f"{key}={tmp_path / 'model'}")
+    assert (ended.code, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+    assert "pickle" in ended.stderr
+    assert not (tmp_path / "canary").exists()
+    assert not output.exists()
+
+
+def test_code_inside_a_models_folder_is_not_run(call, tmp_path: Path):  # noqa: F811
+    """`auto_map` asks for it; a model is data."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "target", folder)
+    code = f"import pathlib\npathlib.Path({str(tmp_path / 'canary')!r}).touch()\n"
+    for name in ("modeling.py", "configuration.py", "tokenization.py"):
+        (folder / name).write_text(code)
+    names = {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "modeling.Own"}
+    for name, more in (
+        ("config.json", names),
+        ("tokenizer_config.json", {"AutoTokenizer": ["tokenization.Own", None]}),
+    ):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | {"auto_map": more}))
+    ended = call("--config", str(CONFIG), "--dry-run", "--set", f"target.model={folder}")
+    assert ended.code in (0, 2), ended.stderr
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_configuration_runs_nothing(call, tmp_path: Path):  # noqa: F811
+    """YAML knows tags that call functions; ours does not."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"input: !!python/object/apply:os.system ['touch {tmp_path / 'canary'}']\n")
+    ended = call("--config", str(path))
+    assert (ended.code, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+    assert not (tmp_path / "canary").exists()
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    """Every call of a file with where it stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_code_has_no_way_to_run_what_it_reads(path: Path):
+    """No unpickling, no `eval`, no shell; every model is loaded with remote code off, in so many words."""
+    for where, node in calls(path):
+        name = ast.unparse(node.func)
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        assert name not in CALLS_THAT_RUN_DATA, f"{where} calls {name}: read data as data"
+        assert not (isinstance(keywords.get("shell"), ast.Constant) and keywords["shell"].value), f"{where}: no shell"
+        if re.fullmatch(r"Auto\w+\.from_pretrained", name):
+            told = keywords.get("trust_remote_code")
+            assert isinstance(told, ast.Constant), f"{where} must say trust_remote_code=False"
+            assert told.value is False, f"{where} must say trust_remote_code=False"
+
+
+# What a run leaves, and who may talk to it
+
+
+@pytest.mark.timeout(900)
+def test_no_name_from_the_data_becomes_a_file_name(ran: Ran):
+    """Ids, paths and columns are values: every file has a name of ours, and nothing lies outside the output folder."""
+    hexes = r"[0-9a-f]{8}"
+    ours = rf"""_SUCCESS|report\.(json|md|html)|(summaries|errors)/part-\d{{5}}\.parquet|_run/manifest\.json
+        |_run/attempts/{hexes}\.json|_run/parts/part-{hexes}-\d{{6}}\.parquet"""
+    for path in ran.output.rglob("*"):
+        name = path.relative_to(ran.output).as_posix()
+        assert path.is_dir() or re.fullmatch(ours, name, re.VERBOSE), f"{name} is no name of ours"
+    assert {path.name for path in ran.folder.iterdir()} == {"in", "out", "home", "stdout", "stderr"}
+    assert not Path("/tmp/specextend-escaped").exists()
+    assert not list(ROOT.glob("*escaped*"))
+    assert [row["doc_id"] for row in rows(ran.output / "summaries")] == NAMES, "and ids arrive as they were"
+    assert [row["doc_id"] for row in rows(ran.output / "errors")] == ["../null"]
+
+
+@pytest.mark.timeout(900)
+def test_no_secret_of_the_environment_is_written(ran: Ran):
+    """Not into summaries, manifest, attempts or report, not to the terminal, not into Ray's logs."""
+    written = [*contents(ran.output), *contents(ran.logs), *contents(ran.home)]
+    written += [(Path("stdout"), ran.stdout.encode()), (Path("stderr"), ran.stderr.encode())]
+    assert any(ran.logs in path.parents and path.suffix == ".log" for path, _ in written), "Ray's logs were looked at"
+    for path, content in written:
+        for name, secret in {**SECRETS, "RAY_AUTH_TOKEN": ran.token}.items():
+            assert secret.encode() not in content, f"{name} stands in {path}"
+
+
+@pytest.mark.timeout(900)
+def test_a_local_run_is_reached_from_this_machine_alone_and_with_a_token(ran: Ran):
+    """Ray runs what reaches its ports: loopback, and a token of this run that lies in no file."""
+    assert ran.addresses
+    assert ran.addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert re.fullmatch(r"[0-9a-f]{64}", ran.token)
+    assert not (ran.home / ".ray").exists()
+
+
+@pytest.mark.timeout(900)
+def test_names_and_texts_cannot_drive_a_terminal(ran: Ran):
+    """A document that is shown is not a document that clears the screen, or writes a line of the log."""
+    shown = ran.stdout + ran.stderr
+    assert "Summary of " in shown
+    assert {character for character in shown if unicodedata.category(character) == "Cc"} == {"\n"}
+    assert not any(line.startswith("break") for line in shown.splitlines())
+
+
+# Dependencies
+
+
+def pinned() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.partition("==") for line in lines if line and not line.startswith("#")]
+    assert all(equals for _, equals, _ in pins)
+    return {canonicalize_name(name): Version(version) for name, _, version in pins}
+
+
+def declared() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [Requirement(line) for line in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
+
+
+def installed(requirements: list[Requirement]) -> Iterator[tuple[str, str, bool]]:
+    """Name and version of what they bring along here, and whether somebody asks for exactly that version."""
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+    queue = list(requirements)
+    while queue:
+        requirement = queue.pop()
+        name, extras = canonicalize_name(requirement.name), tuple(sorted(requirement.extras))
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        found = metadata.distribution(name)
+        yield name, found.version, any(each.operator == "==" for each in requirement.specifier)
+        for line in found.requires or ():
+            more = Requirement(line)
+            if more.marker is None or any(more.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                queue.append(more)
+
+
+def test_every_dependency_of_a_dependency_is_pinned():
+    """`make setup` installs what was tested, and nothing that appeared since. What only one version of another asks for
+    by exact version (CUDA's libraries by torch) is pinned with that.
+    """
+    pins = pinned()
+    loose = {name for name, _, is_exact in installed(declared()) if name not in pins and not is_exact}
+    assert not loose, f"pin in constraints.txt: {', '.join(sorted(loose))}"
+
+
+def test_what_is_installed_is_what_is_pinned():
+    """A test that passed with other versions says nothing."""
+    pins = pinned()
+    others = {name: version for name, version, _ in installed(declared()) if pins.get(name, version) != version}
+    others = {name: version for name, version in others.items() if Version(version).public != str(pins[name])}
+    assert not others, f"constraints.txt has other versions of {others}; make setup installs them"
+
+
+def test_dependencies_have_a_range_that_holds_the_pin():
+    """The range is what a library user gets, the pin what CI runs: they must not contradict each other."""
+    pins = pinned()
+    for requirement in declared():
+        assert any(each.operator == ">=" for each in requirement.specifier), f"{requirement}: from which version?"
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier, (
+            f"{requirement} is not what is pinned"
+        )
+
+
+# The promises themselves
+
+
+def test_every_promise_names_tests_that_exist():
+    """A promise that nothing holds us to is a wish."""
+    text = (ROOT / "SECURITY.md").read_text()
+    promises = [
+        line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| promise", "|--"))
+    ]
+    assert len(promises) >= 8
+    for line in promises:
+        names = re.findall(r"`(tests/\S+?\.py)::(\w+)`", line)
+        assert names, f"{line} names no test"
+        for path, name in names:
+            assert f"def {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"
