@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from specextend.cluster.environment import is_submitted, prepare_environment
+from specextend.core import printable
 
 for number in (signal.SIGTERM, signal.SIGINT):  # until the run has begun there is nothing to save
     signal.signal(number, lambda number, frame: os._exit(75))
@@ -46,7 +47,7 @@ def job(arguments: argparse.Namespace) -> int:
         raise RefusedError(str(error)) from error
     if arguments.dry_run:
         plan = dry_run(prepare(config), retry_errors=arguments.retry_errors)
-        print(describe_dry_run(plan))
+        print(printable(describe_dry_run(plan), keep="\n"))
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
         return 0
@@ -63,7 +64,6 @@ def job(arguments: argparse.Namespace) -> int:
 
 def conclude(output: str) -> None:
     """What a person wants to see of a finished run: its tables, one summary, and where the rest is."""
-    from specextend.core import printable
     from specextend.data.parquet import open_parquet, stream
     from specextend.data.storage import list_files, resolve
     from specextend.report import build_report, render
@@ -104,7 +104,7 @@ def say(line: str, event: str, arguments: argparse.Namespace) -> None:
     if arguments.log == "json":
         JsonDisplay(lambda text: print(text, file=sys.stderr, flush=True)).note(line, event)
     else:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line, keep="\n"), file=sys.stderr, flush=True)
 
 
 def parse() -> argparse.Namespace:

@@ -26,6 +26,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from specextend.report.render import _example
+from specextend.report.tables import Section, markdown_table
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, call, command, parts, rows, script, wait_for  # noqa: F401
 from tests.job.test_summarize import TEXT, listening
 
@@ -277,6 +279,23 @@ def test_names_and_texts_cannot_drive_a_terminal(ran: Ran):
     assert "Summary of " in shown
     assert {character for character in shown if unicodedata.category(character) == "Cc"} == {"\n"}
     assert not any(line.startswith("break") for line in shown.splitlines())
+
+
+def test_an_id_that_is_refused_cannot_either(call, tmp_path: Path):  # noqa: F811
+    """An error names what is wrong, which comes from the data."""
+    pq.write_table(pa.table({"text": ["a", "b"], "name": [NAMES[0]] * 2}), tmp_path / "in.parquet")
+    where = ["--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out")]
+    ended = call("--config", str(CONFIG), *where, "--set", "input.id_column=name")
+    assert ended.code == 2
+    assert "owned" in ended.stderr
+    assert {character for character in ended.stderr if unicodedata.category(character) == "Cc"} == {"\n"}
+
+
+def test_an_id_cannot_break_the_tables_of_the_report():
+    """A line of its own would stand there as if the report said it."""
+    error = {"example_doc_id": "a\n\n# Owned \x1b[2J", "example_message": "m\nm"}
+    [_, _, row] = markdown_table(Section("Errors", ("for example",), [(_example(error),)]))
+    assert row == "| a\ufffd\ufffd# Owned \ufffd[2J: m m |"
 
 
 # Dependencies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from specextend.core import printable
 from specextend.report.explain import PHASE_NAMES, why_not_faster
 from specextend.report.tables import Section, markdown_table, number, percent, to_text
 
@@ -87,15 +88,15 @@ def _time(report: dict[str, Any]) -> Section:
 
 def _errors(report: dict[str, Any]) -> Section:
     rows = [
-        (error["error_class"], error["stage"], number(error["rows"]), f"{error['example_doc_id']}: {_one_line(error)}")
-        for error in report["errors"]
+        (error["error_class"], error["stage"], number(error["rows"]), _example(error)) for error in report["errors"]
     ]
     return Section("Errors", ("class", "stage", "rows", "for example"), rows, ("stage", "for example"))
 
 
-def _one_line(error: dict[str, Any]) -> str:
+def _example(error: dict[str, Any]) -> str:
     message = " ".join(error["example_message"].split())
-    return message if len(message) <= 200 else message[:199] + "…"
+    short = message if len(message) <= 200 else message[:199] + "…"
+    return printable(f"{error['example_doc_id']}: {short}")
 
 
 def _counted(counts: dict[str, int]) -> list[tuple[str, str]]:
