@@ -1,0 +1,36 @@
+"""In which order documents are leased."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specextend.cluster.scheduler import LENGTH_STEP, Limits, Scheduler
+from specextend.core import DocumentKey
+
+
+def order(lengths: list[int]) -> list[DocumentKey]:
+    """Keys as one worker would get them, one at a time."""
+    plan = Scheduler(((DocumentKey(0, row), length) for row, length in enumerate(lengths)), Limits(), 1)
+    plan.join("a", 0)
+    keys = []
+    while not plan.is_done:
+        [(_, lease)] = plan.assign(0)
+        keys.append(lease.key)
+        assert plan.finish(lease.lease_id)
+    return keys
+
+
+@given(st.lists(st.integers(0, 100_000), max_size=40))
+def test_no_document_goes_before_one_that_is_much_longer(lengths: list[int]) -> None:
+    """A long one begun last would run on while every other worker idles; a tenth more makes no such tail."""
+    for earlier, later in pairwise(order(lengths)):
+        assert max(1, lengths[later.row]) <= max(1, lengths[earlier.row]) * LENGTH_STEP * 1.0001
+
+
+@given(st.integers(1, 100_000), st.integers(1, 40))
+def test_documents_of_one_length_go_in_input_order(length: int, num_documents: int) -> None:
+    """Rows of a row group are asked for together, so it is read once and not once for every row."""
+    assert order([length] * num_documents) == [DocumentKey(0, row) for row in range(num_documents)]
