@@ -28,8 +28,8 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
                 fields.append([parquet.schema_arrow.field(column) for column in options.passthrough])
                 if options.id_column is not None:
                     ids.append(_read_ids(name, parquet, options.id_column))
-                groups = range(parquet.metadata.num_row_groups)
-                rows = tuple(parquet.metadata.row_group(i).num_rows for i in groups)
+                rows = _group_rows(parquet.metadata)
+                groups = range(len(rows))
                 largest = max((columns_bytes(parquet, i, document_columns(options)) for i in groups), default=0)
             modified_ns = location.filesystem.get_file_info(location.path).mtime_ns
             files.append(InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns))
@@ -37,6 +37,14 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
             raise unreadable(name, error) from error
     _check_unique(ids, listing)
     return tuple(files), _unify(fields, options, listing)
+
+
+def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
+    """Rows of each row group. Raises ArrowInvalid where they cannot be, or do not add up."""
+    rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
+    if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
+        raise pa.ArrowInvalid(f"its row groups hold {sum(rows)} rows, its footer says {metadata.num_rows}")
+    return rows
 
 
 def footer_sha256(location: Location) -> str:

@@ -86,15 +86,27 @@ def read_jsonl(path: Path, text_field: str, id_field: str | None) -> Iterator[di
 def _jsonl_document(place: str, line: str, text_field: str, id_field: str | None) -> dict[str, Any]:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{place} is not JSON: {error}") from error
     if not isinstance(values, dict) or not isinstance(values.get(text_field), str):
         raise InputError(f"{place} has no string {text_field!r}; name the field that holds the text")
     if id_field is not None and not isinstance(values.get(id_field), str | int):
         raise InputError(f"{place} has no string or integer {id_field!r}; every document needs an id")
     doc_id = place if id_field is None else str(values[id_field])
-    reference = values.get("reference")
-    return {"id": doc_id, "text": values[text_field], "reference": reference if isinstance(reference, str) else None}
+    reference = values.get("reference") if isinstance(values.get("reference"), str) else None
+    for text in (doc_id, values[text_field], reference or ""):
+        if not _is_utf8(text):
+            raise InputError(f"{place} holds half of a surrogate pair, which is no character; repair it")
+    return {"id": doc_id, "text": values[text_field], "reference": reference}
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether text can be stored: JSON may escape half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_text_folder(folder: Path, pattern: str = "*.txt") -> Iterator[dict[str, Any]]:
@@ -106,6 +118,8 @@ def read_text_folder(folder: Path, pattern: str = "*.txt") -> Iterator[dict[str,
     if not paths:
         raise InputError(f"{folder} holds no {pattern}; give a folder of text files")
     for path in paths:
+        if not _is_utf8(str(path)):
+            raise InputError(f"{path} has a name that is not UTF-8, and names are ids; rename it")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

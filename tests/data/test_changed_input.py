@@ -1,0 +1,98 @@
+"""An input that is written to while a run reads it: summaries of two versions must not lie in one file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specextend.core import DocumentKey
+from specextend.data.documents import InputChangedError, InputOptions, Source, open_source
+from specextend.data.finalize import finalize
+from specextend.data.parts import PartWriter
+from specextend.data.regroup import regroup
+from specextend.data.storage import Location, list_files
+
+Write = Callable[..., Path]
+
+
+def write_again(path: Path, write: Write) -> None:
+    """Another file of the same name and shape, put in place as careful writers do."""
+    write("new.parquet", {"text": ["ONE", "TWO", "THREE", "FOUR"]}).replace(path)
+
+
+def touch(path: Path, write: Write) -> None:
+    """Written in place, the size as before: only the time tells."""
+    os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
+
+
+def take_away(path: Path, write: Write) -> None:
+    path.unlink()
+
+
+CHANGES = [write_again, touch, take_away]
+
+
+@pytest.fixture
+def path(write: Write) -> Path:
+    return write("in/a.parquet", {"text": ["one", "two", "three", "four"]})
+
+
+@pytest.fixture
+def source(path: Path) -> Source:
+    return open_source(InputOptions(path=str(path)))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_worker_that_reads_on_notices(source: Source, path: Path, write: Write, change: Callable[..., None]) -> None:
+    """Also one that has the file open, and would go on reading what nobody else can see."""
+    assert source.read(DocumentKey(0, 0)).document.text == "one"
+    change(path, write)
+    with pytest.raises(InputChangedError, match=r"a.parquet was (written to|taken away)"):
+        source.read(DocumentKey(0, 2))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_plan_notices(source: Source, path: Path, write: Write, change: Callable[..., None]) -> None:
+    scanned = source.scan()
+    assert next(scanned).num_bytes == 3
+    change(path, write)
+    with pytest.raises(InputChangedError, match="put back what was there and run again"):
+        list(scanned)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_finalize_notices_before_it_writes(
+    source: Source, path: Path, write: Write, output: Location, done: Callable[..., Any], change: Callable[..., None]
+) -> None:
+    """Passthrough columns are read again at the end: they must belong to the texts that were summarised."""
+    PartWriter(output, "0000000a").commit([done(0, row) for row in range(4)])
+    change(path, write)
+    with pytest.raises(InputChangedError):
+        finalize(source, output)
+    assert list_files(output.child("summaries")) == []
+
+
+def test_a_copy_stands_in_for_a_file_that_changes_later(
+    source: Source, path: Path, write: Write, output: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finalize tells; but no reader of a copy may take it for the new file."""
+    monkeypatch.setattr("specextend.data.regroup.MAX_GROUP_BYTES", 1)
+    copied = regroup(source, output)
+    take_away(path, write)
+    with pytest.raises(InputChangedError):
+        copied.read(DocumentKey(0, 3))
+
+
+def test_a_new_start_takes_a_moved_file_as_it_is(source: Source, path: Path, tmp_path: Path) -> None:
+    """A time is remembered within a start only; between starts the fingerprint compares size, rows and footer."""
+    moved = tmp_path / "elsewhere" / "a.parquet"
+    moved.parent.mkdir()
+    path.rename(moved)
+    touch(moved, None)
+    again = open_source(InputOptions(path=str(moved)))
+    assert again.read(DocumentKey(0, 2)).document.text == "three"
+    assert again.files[0].footer_sha256 == source.files[0].footer_sha256
