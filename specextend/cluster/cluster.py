@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from specextend.cluster.exits import LockHeldError, RefusedError
 
@@ -98,11 +99,14 @@ class _Claim:
 
 
 def _claim(name: str, output: str) -> Any:
+    """The actor of a name, on the driver's own node: elsewhere a node that dies would take it along."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     give_up_at = time.monotonic() + _CLAIM_S
     while True:
         try:
             actor: Any = ray.remote(_Claim)
-            holder = actor.options(name=name, namespace=_NAMESPACE, num_cpus=0).remote()
+            options = {"name": name, "namespace": _NAMESPACE, "num_cpus": 0, "scheduling_strategy": here}
+            holder = actor.options(**options).remote()
             ray.get(holder.ping.remote())
         except ValueError:
             if time.monotonic() >= give_up_at:

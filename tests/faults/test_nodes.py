@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 
@@ -27,6 +26,11 @@ def during(run: Job, *actions) -> None:
             waiting.pop(0)
 
     run.screen.on_show = look
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """It names itself after its class."""
+    return "ray::Worker" in " ".join(process.cmdline())
 
 
 def noted(run: Job, text: str) -> bool:
@@ -74,7 +78,7 @@ def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, 
     def come_back(snapshot) -> bool:
         if not noted(run, "is killed: no step for"):
             return False
-        workers = [process for process in frozen if "ray::Worker" in " ".join(process.cmdline())]
+        workers = [process for process in frozen if is_worker(process)]
         thaw(frozen)
         psutil.wait_procs(workers, timeout=LONGEST_S)
         nodes.add()
@@ -120,29 +124,31 @@ def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes:
 
 @pytest.fixture
 def other_cluster():
-    """A cluster in processes of its own: its address, and what is its head."""
+    """A cluster in processes of its own: its address, and the process that started them."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen([sys.executable, "-m", "tests.job.nodes"], env=environment("local"), cwd=ROOT, **pipes)
-    address = process.stdout.readline().strip()
+    address, family = process.stdout.readline().strip(), psutil.Process(process.pid)
     process.stdin.write("add\n")
     process.stdin.flush()
     assert process.stdout.readline() == "done\n"
-    family = psutil.Process(process.pid).children(recursive=True)
-    [head] = [each for each in family if each.name() == "gcs_server"]
-    yield address, head
+    yield address, family
     process.communicate(timeout=LONGEST_S)
 
 
 @three_times("head", fast=0)
 def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, undisturbed, other_cluster, kind: str):
     """Ray ends a driver whose head is gone, without an exception: what was committed is what counts."""
-    address, head = other_cluster
+    address, cluster = other_cluster
     process = start(real_job, "jobs/summarize.py", address=address, commit_every_rows=1)
     wait_for(lambda: parts(real_job.output), "part")
-    process.send_signal(signal.SIGSTOP)  # or it might be done before its head is
+    family = cluster.children(recursive=True)
+    [head] = [each for each in family if each.name() == "gcs_server"]
+    workers = [each for each in family if is_worker(each)]
+    for worker in workers:
+        worker.suspend()  # or all might be done before Ray misses its head
     head.kill()
-    process.send_signal(signal.SIGCONT)
     process.communicate(timeout=LONGEST_S)
+    thaw(workers)
     assert process.returncode not in (0, 2, 3, 4, 5)
     kept = parts(real_job.output)
     assert not (real_job.output / "_SUCCESS").exists()
