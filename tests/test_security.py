@@ -98,11 +98,16 @@ class Ran:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     """Hostile names and texts through the tiny pair; Ray as the job makes it, not as tests have it."""
-    folder, temporary = tmp_path_factory.mktemp("hostile"), tempfile.mkdtemp(prefix="sx", dir="/tmp")
+    with tempfile.TemporaryDirectory(prefix="sx", dir="/tmp", ignore_cleanup_errors=True) as temporary:
+        yield run_hostile(tmp_path_factory.mktemp("hostile"), Path(temporary))
+
+
+def run_hostile(folder: Path, temporary: Path) -> Ran:
+    """Run to the end, with a look at its processes while it decodes; the paths of sockets must stay short."""
     home = folder / "home"
     home.mkdir()
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "HF_"))}
-    own = {"HOME": str(home), "RAY_TMPDIR": temporary, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    own = {"HOME": str(home), "RAY_TMPDIR": str(temporary), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     stdout, stderr = folder / "stdout", folder / "stderr"
     with stdout.open("w") as to_stdout, stderr.open("w") as to_stderr:
         process = subprocess.Popen(
@@ -121,8 +126,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     finally:
         process.terminate()
         process.wait(LONGEST_S)
-    yield Ran(folder, home, Path(temporary), stdout.read_text(), stderr.read_text(), addresses, token)
-    shutil.rmtree(temporary, ignore_errors=True)
+    return Ran(folder, home, temporary, stdout.read_text(), stderr.read_text(), addresses, token)
 
 
 def hostile_corpus(folder: Path) -> list[str]:
