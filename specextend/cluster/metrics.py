@@ -1,6 +1,7 @@
 """What a run exports while it runs, by `ray.util.metrics`. The driver alone records: a worker's death loses nothing.
 
-Ray adds the prefix `ray_`, and keeps series of runs that have ended: every one has the tag `run_id`.
+Ray adds the prefix `ray_`, and keeps the counts of runs that have ended: every one has the tag `run_id`. Gauges go
+when they are not set any more.
 """
 
 from __future__ import annotations
@@ -121,11 +122,6 @@ class Metrics:
         self._gauges["work_fraction"].set(snapshot.fraction)
         if snapshot.eta_s is not None:
             self._gauges["eta_seconds"].set(snapshot.eta_s)
-
-    def close(self) -> None:
-        """Nothing runs any more: the last values of gauges stay for as long as the cluster does."""
-        for name in ("documents_running", "workers", "eta_seconds"):
-            self._gauges[name].set(0)
 
     def _count(self, name: str, amount: float, **tags: str) -> None:
         """Ray refuses to count nothing."""

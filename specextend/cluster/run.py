@@ -233,7 +233,6 @@ class _Start:
             try:
                 driver.run()
             finally:
-                driver.metrics.close()
                 driver.pool.close()
 
     def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
