@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -31,6 +32,7 @@ def dry_run(prepared: Prepared, *, retry_errors: bool = False) -> dict[str, Any]
         "rows_to_do": len(keys),
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
+        "audit": _audit(prepared, plan),
         "length_policy": config.prompt.length_policy,
         "prompt_tokens": plan.num_prompt_tokens(),
         "output_tokens_at_most": sum(estimate.max_new_tokens for estimate in plan.estimates.values()),
@@ -44,13 +46,13 @@ def dry_run(prepared: Prepared, *, retry_errors: bool = False) -> dict[str, Any]
 
 def describe_dry_run(plan: dict[str, Any]) -> str:
     """The plan for people."""
+    audit = [(each["check"], _say_rows(each["rows"]), each["outcome"]) for each in plan["audit"]]
+    lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
     lines = [
         f"{plan['rows_to_do']} of {plan['rows']} rows to do, {sum(plan['rows_rejected'].values())} of them rejected",
-        *(f"  {count} x {name}" for name, count in plan["rows_rejected"].items()),
-        f"about {plan['rows_over_length']} rows over the prompt limit, which length policy {plan['length_policy']} "
-        + ("makes error rows" if plan["length_policy"] == "error" else "cuts"),
+        *_table(("input", "rows", "they are"), audit),
         f"about {plan['prompt_tokens']:,} prompt tokens, {plan['output_tokens_at_most']:,} output tokens at most",
-        "prompt tokens: " + ", ".join(f"{name}: {count}" for name, count in plan["prompt_lengths"].items()),
+        *_table(("prompt tokens", "rows"), lengths),
     ]
     if cache := plan["cache"]:
         lines.append(
@@ -63,6 +65,33 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
 
 def _all_keys(rows: list[int]) -> set[DocumentKey]:
     return {DocumentKey(file, row) for file, num_rows in enumerate(rows) for row in range(num_rows)}
+
+
+def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
+    """What was looked for in the rows to do: `check`, `rows` (None: not looked at) and the `outcome` for such rows."""
+    policy, counts = prepared.config.prompt.length_policy, plan.rejected
+    is_read = prepared.source.options.num_tokens_column is None
+    text = {"null text": "NullText", "empty text": "EmptyText", "text not UTF-8": "UndecodableText"}
+    found = [(check, counts[name] if is_read else None, "error rows") for check, name in text.items()]
+    found += [
+        ("max_new_tokens below 1", counts["BadMaxNewTokens"], "error rows"),
+        ("no room for a document", counts["PromptTooLong"], "error rows"),
+        ("over the prompt limit", plan.num_over_length, "error rows" if policy == "error" else f"cut ({policy})"),
+    ]
+    refused = ("columns of a wrong type", "null ids", "repeated ids")  # `prepare` has found none
+    found += [(check, 0, "refused") for check in refused]
+    return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
+
+
+def _say_rows(count: int | None) -> str:
+    return "not read" if count is None else f"{count:,}"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of columns, the second to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    form = "  " + "  ".join(f"{{:{'>' if i == 1 else '<'}{width}}}" for i, width in enumerate(widths))
+    return [form.format(*row).rstrip() for row in (head, *rows)]
 
 
 def _cache(prepared: Prepared, plan: Plan) -> dict[str, Any] | None:

@@ -81,17 +81,17 @@ def make_plan(
         checkpoint()
         if row.key not in keys:
             continue
-        if row.error_class is not None:
-            rejected[row.error_class] += 1
         own = max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
-        lengths[row.key] = _Length(row.num_bytes or 0, row.num_tokens, own, row.error_class is not None)
+        error_class = row.error_class or _without_room(prompts, own)
+        if error_class is not None:
+            rejected[error_class] += 1
+        lengths[row.key] = _Length(row.num_bytes or 0, row.num_tokens, own, error_class is not None)
     candidates = [key for key, length in lengths.items() if length.num_tokens is None and not length.is_rejected]
     per_byte = tokens_per_byte(source, prompts, candidates, seed, checkpoint) if candidates else None
     estimates = {key: _estimate(length, prompts, per_byte) for key, length in lengths.items()}
-    over_length = (
-        key for key, length in lengths.items() if _uncut(length, prompts, per_byte) > _limit(length, prompts)
-    )
-    return Plan(estimates, per_byte, rejected, sum(1 for _ in over_length))
+    kept = [length for length in lengths.values() if not length.is_rejected]
+    num_over_length = sum(_uncut(length, prompts, per_byte) > _limit(length, prompts) for length in kept)
+    return Plan(estimates, per_byte, rejected, num_over_length)
 
 
 def tokens_per_byte(
@@ -111,6 +111,15 @@ def tokens_per_byte(
     return num_tokens / num_bytes if num_bytes else DEFAULT_TOKENS_PER_BYTE
 
 
+def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
+    """Why a row's own `max_new_tokens` leaves no room for any document; None where it does."""
+    try:
+        prompts.room(max_new_tokens)
+    except DocumentError as error:
+        return error.error_class
+    return None
+
+
 def _estimate(length: _Length, prompts: Prompts, per_byte: float | None) -> TokenEstimate:
     """Template and document, cut where the length policy would cut; nothing for a row that will be refused."""
     if length.is_rejected:
@@ -120,9 +129,7 @@ def _estimate(length: _Length, prompts: Prompts, per_byte: float | None) -> Toke
 
 
 def _uncut(length: _Length, prompts: Prompts, per_byte: float | None) -> int:
-    """Tokens of template and whole document; 0 for a row that will be refused."""
-    if length.is_rejected:
-        return 0
+    """Tokens of template and whole document."""
     document = round(length.num_bytes * (per_byte or 0.0)) if length.num_tokens is None else length.num_tokens
     return prompts.num_template_tokens + document
 

@@ -233,6 +233,28 @@ def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_is_an_audit_of_the_input(call, tmp_path: Path):
+    """What was looked for, and how much of it there is, as a table and as JSON."""
+    texts = ["short", None, " ", "word " * 3000, "no room"]
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, limit=[None, None, None, None, 10**6], n=[9] * 5)
+    arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), "--dry-run"]
+    arguments += ["--json", str(tmp_path / "plan.json"), "--set", "input.id_column=null"]
+    arguments += ["--set", "input.max_new_tokens_column=limit", "--set", "prompt.max_prompt_tokens=100"]
+    ended = call(*arguments)
+    assert ended.code == 0, ended.stderr
+    audit = {each["check"]: each["rows"] for each in json.loads((tmp_path / "plan.json").read_text())["audit"]}
+    assert audit == {
+        "null text": 1, "empty text": 1, "text not UTF-8": 0, "max_new_tokens below 1": 0, "no room for a document": 1,
+        "over the prompt limit": 1, "columns of a wrong type": 0, "null ids": 0, "repeated ids": 0,
+    }  # fmt: skip
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert ["null", "text", "1", "error", "rows"] in lines
+    assert ["over", "the", "prompt", "limit", "1", "cut", "(middle)"] in lines
+    assert ["up", "to", "512", "5"] in lines
+    ended = call(*arguments, "--set", "input.num_tokens_column=n")
+    assert ["null", "text", "not", "read", "error", "rows"] in [line.split() for line in ended.stdout.splitlines()]
+
+
 def test_the_status_of_a_run_is_read_from_its_folder(call, corpus: Path, tmp_path: Path):
     """On any machine, while it runs and after: rows, who drives it, every start."""
     output = tmp_path / "out"
