@@ -62,6 +62,15 @@ def test_a_run_that_does_not_stop_in_time_is_ended_with_the_promised_code():
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.parametrize("last", ["threading.Event().wait", "lambda: open('/no/such/folder/lock')"])
+def test_a_lock_that_cannot_be_removed_holds_nobody_up(last: str):
+    """On a file system that hangs or fails it would be SIGKILL again."""
+    stuck = STUCK.replace('lambda: print("last", flush=True)', last)
+    assert stuck != STUCK
+    process = subprocess.run([sys.executable, "-c", stuck], capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 75
+
+
 def test_a_run_that_ends_by_itself_is_left_alone():
     """The watchdog of a finished run must not fire into what comes after."""
     interrupt = Interrupt(grace_s=0.0)
