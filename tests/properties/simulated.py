@@ -1,0 +1,153 @@
+"""Workers that live in a list: they start, decode, fail and die as chance will have it, on a clock of their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specextend.cluster.messages import Done, Failed, Suspected, WorkerInfo, WorkerReport
+from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned, StartFailed
+from specextend.cluster.scheduler import Lease
+from specextend.core import DocumentKey
+from specextend.stats import DecodingStats
+from tests.properties.rows import done
+
+LATE = "a result whose lease was taken back"
+
+
+class Killed(BaseException):
+    """The driver's process ended here: nothing catches it."""
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when somebody says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Being:
+    """A worker."""
+
+    is_up: bool = False
+    is_dying: bool = False
+    num_steps: int = 0
+    leases: dict[str, Lease] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+
+
+class SimulatedPool:
+    """Stands where the pool of Ray actors stands; one thing happens at each `wait`.
+
+    draw: of what happens. trouble: things that may go wrong before nothing goes wrong any more. poison: documents that
+    fail wherever they run.
+    """
+
+    def __init__(self, draw: random.Random, clock: Clock, trouble: int, poison: frozenset[DocumentKey]) -> None:
+        self._draw, self.clock, self._trouble, self._poison = draw, clock, trouble, poison
+        self.workers: dict[str, Being] = {}
+        self.most_leases = 0
+
+    def start(self, worker: str) -> None:
+        self.workers[worker] = Being()
+
+    def run(self, worker: str, lease: Lease) -> None:
+        being = self.workers[worker]
+        assert being.is_up
+        assert not being.is_dying, "a worker that is gone gets nothing more"
+        held = [other.key for each in self.workers.values() for other in live(each).values()]
+        assert lease.key not in held, "a document is at one worker at most"
+        being.leases[lease.lease_id] = lease
+        self.most_leases = max(self.most_leases, len(being.leases))
+
+    def cancel(self, lease_id: str) -> None:
+        for being in self.workers.values():
+            if lease_id in being.leases:
+                being.cancelled.add(lease_id)
+
+    def kill(self, worker: str) -> None:
+        del self.workers[worker]
+
+    def close(self) -> None:
+        self.workers.clear()
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """One thing that happens. Raises Killed."""
+        self.clock.now += self._draw.uniform(0.0, 3.0)
+        if not self.workers:
+            return []
+        worker = self._draw.choice(sorted(self.workers))
+        being = self.workers[worker]
+        if self._trouble > 0 and self._draw.random() < 0.4:
+            self._trouble -= 1
+            return self._go_wrong(worker, being)
+        return self._go_well(worker, being)
+
+    def _go_well(self, worker: str, being: Being) -> list[Event]:
+        if being.is_dying:
+            del self.workers[worker]
+            return [Died(worker, "gone", with_node=self._draw.random() < 0.3)]
+        if not being.is_up:
+            being.is_up = True
+            return [Ready(worker, WorkerInfo("node", "host", 1, "cpu"))]
+        being.num_steps += 1
+        if not being.leases or self._draw.random() < 0.3:
+            begun = self._draw.sample(sorted(being.leases), self._draw.randint(0, len(being.leases)))
+            return [Polled(worker, WorkerReport(being.num_steps, dict.fromkeys(begun, 1)))]
+        return [self._end(worker, being)]
+
+    def _end(self, worker: str, being: Being) -> Event:
+        """One call returns."""
+        lease = being.leases.pop(self._draw.choice(sorted(being.leases)))
+        if lease.lease_id in being.cancelled and self._draw.random() < 0.7:
+            return CallLost(worker, lease, "cancelled")
+        if lease.key in self._poison:
+            return Returned(worker, lease, Failed("", "ValueError", "poison", "decode", retryable=False))
+        text = LATE if lease.lease_id in being.cancelled else "a summary"
+        stats = DecodingStats(num_prompt_tokens=1, num_output_tokens=2)
+        return Returned(worker, lease, Done(done(lease.key, text), stats))
+
+    def _go_wrong(self, worker: str, being: Being) -> list[Event]:
+        choices: list[Callable[[], list[Event]]] = [self._kill_driver]
+        if not being.is_up:
+            choices += [lambda: self._fail_to_start(worker)]
+        elif not being.is_dying:
+            choices += [lambda: self._die(worker, being)] * 3 + [self._hang]
+            if live(being):
+                choices += [lambda: self._fail_batch(worker, being), lambda: self._lose_call(worker, being)]
+        return self._draw.choice(choices)()
+
+    def _kill_driver(self) -> list[Event]:
+        raise Killed
+
+    def _fail_to_start(self, worker: str) -> list[Event]:
+        del self.workers[worker]
+        return [StartFailed(worker, "no weights")]
+
+    def _die(self, worker: str, being: Being) -> list[Event]:
+        being.is_dying = True
+        return [Dying(worker, "gone")]
+
+    def _hang(self) -> list[Event]:
+        self.clock.now += self._draw.choice([30.0, 700.0])
+        return []
+
+    def _fail_batch(self, worker: str, being: Being) -> list[Event]:
+        batch = live(being)
+        for lease_id in batch:
+            del being.leases[lease_id]
+        return [Returned(worker, lease, Suspected("ValueError", "a batch failed")) for lease in batch.values()]
+
+    def _lose_call(self, worker: str, being: Being) -> list[Event]:
+        lease = being.leases.pop(self._draw.choice(sorted(live(being))))
+        return [CallLost(worker, lease, "lost on the way")]
+
+
+def live(being: Being) -> dict[str, Lease]:
+    """Leases in force."""
+    return {name: lease for name, lease in being.leases.items() if name not in being.cancelled}
