@@ -11,6 +11,8 @@ from specextend.stats import DecodingStats, ratio
 
 WINDOW_S = 600.0
 """Seconds of the past that the rate is taken from."""
+REMEMBER_EVERY_S = 1.0
+"""Seconds between two points of that past: a driver with hundreds of results a second would fill its memory with it."""
 DEFAULT_OUTPUT_COST = 10.0
 """Cost of an output token in prompt tokens, until it is measured."""
 
@@ -88,9 +90,10 @@ class Ledger:
         return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
 
     def snapshot(self, now: float, num_workers: int) -> Snapshot:
-        """Take the state at `now`, in seconds of any monotonic clock; remembers it for the rate."""
+        """Take the state at `now`, in seconds of any monotonic clock; remembers it for the rate, once a second."""
         prompt, output = self._done_tokens()
-        self._history.append((now, prompt, output))
+        if not self._history or now - self._history[-1][0] >= REMEMBER_EVERY_S:
+            self._history.append((now, prompt, output))
         while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
             self._history.popleft()
         then, prompt_then, output_then = self._history[0]
