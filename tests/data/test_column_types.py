@@ -1,0 +1,68 @@
+"""Whatever Parquet can hold passes through with its type and its values."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.data.documents import InputOptions, open_source
+from specextend.data.finalize import finalize
+from specextend.data.parts import PartWriter
+from specextend.data.storage import Location
+
+NUM_ROWS = 700
+"""More than one batch of reading, so that values of two batches must fit together."""
+
+NESTED = pa.struct(
+    [("title", pa.string()), ("tags", pa.list_(pa.struct([("name", pa.large_string()), ("at", pa.int8())])))]
+)
+
+COLUMNS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
+    "string": (pa.string(), lambda i: f"text {i}"),
+    "large_string": (pa.large_string(), lambda i: f"text {i}"),
+    "string_view": (pa.string_view(), lambda i: f"a text of more than twelve bytes {i}"),
+    "dictionary": (pa.dictionary(pa.int32(), pa.string()), lambda i: f"category {i // 300}"),
+    "binary": (pa.binary(), lambda i: bytes([i % 256, 255])),
+    "large_binary": (pa.large_binary(), lambda i: b"\x00" * (i % 5)),
+    "fixed_size_binary": (pa.binary(4), lambda i: i.to_bytes(4, "big")),
+    "bool": (pa.bool_(), lambda i: i % 2 == 0),
+    "uint64": (pa.uint64(), lambda i: 2**64 - 1 - i),
+    "float16": (pa.float16(), lambda i: i / 2),
+    "decimal": (pa.decimal128(20, 3), lambda i: Decimal(i) / 8),
+    "date": (pa.date32(), lambda i: datetime.date(2026, 1, 1) + datetime.timedelta(days=i)),
+    "timestamp": (pa.timestamp("us", "Europe/Berlin"), lambda i: datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)),
+    "duration": (pa.duration("ms"), lambda i: datetime.timedelta(seconds=i)),
+    "list": (pa.list_(pa.int32()), lambda i: list(range(i % 4))),
+    "large_list": (pa.large_list(pa.float64()), lambda i: [i / 3] * (i % 3)),
+    "fixed_size_list": (pa.list_(pa.float32(), 3), lambda i: [i, i + 1, i + 2]),
+    "map": (pa.map_(pa.string(), pa.int64()), lambda i: [(f"key {i}", i)]),
+    "nested": (NESTED, lambda i: {"title": f"t{i}", "tags": [{"name": "n", "at": i % 100}] * (i % 3)}),
+    "nothing": (pa.null(), lambda i: None),
+}
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip", "lz4", "brotli"])
+def test_passthrough_keeps_types_and_values(
+    tmp_path: Path, output: Location, done: Callable[..., Any], compression: str
+) -> None:
+    """A null in every seventh row. A column that holds nothing else comes out as text, which every reader takes."""
+    values = {name: [None if i % 7 == 6 else make(i) for i in range(NUM_ROWS)] for name, (_, make) in COLUMNS.items()}
+    table = pa.table({name: pa.array(values[name], kind) for name, (kind, _) in COLUMNS.items()})
+    text = pa.table({"text": [f"document {i}" for i in range(NUM_ROWS)]})
+    path = tmp_path / "a.parquet"
+    pq.write_table(table.append_column("text", text["text"]), path, compression=compression, row_group_size=300)
+    source = open_source(InputOptions(path=str(path), passthrough=tuple(COLUMNS)))
+    PartWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
+    finalize(source, output)
+    written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")
+    for name in COLUMNS:
+        expected = table[name].cast(pa.string()) if name == "nothing" else table[name]
+        assert written[name].type == expected.type, name
+        assert written[name].to_pylist() == expected.to_pylist(), name
