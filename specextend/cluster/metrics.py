@@ -1,7 +1,7 @@
 """What a run exports while it runs, by `ray.util.metrics`. The driver alone records: a worker's death loses nothing.
 
 Ray adds the prefix `ray_`, and keeps the counts of runs that have ended: every one has the tag `run_id`. Gauges go
-when they are not set any more.
+when they are not set any more. The sum of a histogram is not exact: Ray rebuilds it from the buckets.
 """
 
 from __future__ import annotations
