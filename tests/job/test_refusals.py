@@ -293,3 +293,13 @@ def test_the_status_of_no_run_is_refused(call, tmp_path: Path):
     ended = call("--status", str(tmp_path / "nowhere"))
     assert ended.code == 2
     assert "holds no run" in ended.stderr
+
+
+def test_a_refusal_is_json_where_json_was_asked_for(call, tmp_path: Path):
+    """A log collector reads stderr: the last line of a run that never began is an object too."""
+    ended = call("--config", str(tmp_path / "nowhere.yaml"), "--log", "json")
+    assert ended.code == 2
+    [line] = ended.stderr.splitlines()
+    said = json.loads(line)
+    assert said["event"] == "error"
+    assert "nowhere.yaml" in said["message"]
