@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from specextend.data.finalize import finalize
 from specextend.data.parts import PartWriter
 from specextend.data.regroup import regroup
 from specextend.data.storage import Location, list_files
+from tests.job.conftest import LONGEST_S, parts, rows, start, wait_for, write_corpus
+
+__all__ = ["start"]
 
 Write = Callable[..., Path]
 
@@ -96,3 +101,29 @@ def test_a_new_start_takes_a_moved_file_as_it_is(source: Source, path: Path, tmp
     again = open_source(InputOptions(path=str(moved)))
     assert again.read(DocumentKey(0, 2)).document.text == "three"
     assert again.files[0].footer_sha256 == source.files[0].footer_sha256
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_there(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Nothing is given up for it: with the old file back, the same command finishes."""
+    path = write_corpus(tmp_path / "in" / "a.parquet", [f"Document {row} is about dams. " * 9 for row in range(16)])
+    as_it_was = tmp_path / "as it was"
+    shutil.copy2(path, as_it_was)
+    output = tmp_path / "out"
+    arguments = ["--input", str(path), "--output", str(output), "--set", "input.id_column=null"]
+    running = start(*arguments)
+    wait_for(lambda: parts(output), "part")
+    write_corpus(path, ["another"] * 16)
+    said = running.communicate(timeout=LONGEST_S)[0]
+    assert running.returncode == 2, said
+    assert "error: a.parquet was written to (" in said
+    assert "Traceback" not in said
+    assert start(*arguments).wait(LONGEST_S) == 5, "the file is another one"
+    shutil.copy2(as_it_was, path)
+    again = start(*arguments)
+    said = again.communicate(timeout=LONGEST_S)[0]
+    assert again.returncode == 0, said
+    assert len(rows(output / "summaries")) == 16

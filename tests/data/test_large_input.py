@@ -53,6 +53,7 @@ def write_two_gigabytes(path: Path, group_rows: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("group_rows", [8, 700], ids=["in row groups of 8 MiB", "in three row groups"])
 def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path, group_rows: int) -> None:
     """Audit, plan, documents and summaries with the text passed through; also where a row group is itself too large."""

@@ -239,6 +239,7 @@ def test_a_line_of_a_megabyte_is_one_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_job_over_odd_text_loses_no_row(odd_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real job: every odd text is a summary or an error row, its name passed through byte for byte."""
     settings = ["input.id_column=name", "input.passthrough=[name]", "job.max_error_fraction=1"]

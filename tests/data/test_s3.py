@@ -215,6 +215,7 @@ def test_a_shipped_source_carries_no_credentials(s3: Endpoint) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_whole_job_reads_and_writes_object_storage(s3: Endpoint, tmp_path: Path) -> None:
     """The main job on a local Ray: exactly one row for each row, no credentials in any file or line of it."""
     text = [None if row % 5 == 4 else f"Document {row} is about dams. " * 9 for row in range(10)]
