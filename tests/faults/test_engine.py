@@ -1,0 +1,196 @@
+"""Memory that runs out, and a device that is beyond use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS
+from specextend.core import Completion
+from specextend.decoding.engine import Engine
+from specextend.decoding.failures import is_out_of_memory
+from specextend.decoding.memory import PATIENCE, SMALLEST_CHUNK
+from tests.faults.conftest import rows
+from tests.faults.scarce import Breaks, Forward, Memory, Scarce, before_forwards, run_out
+from tests.test_isolation import assert_nothing_is_left
+from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
+
+LENGTHS = (300, 37, 129, 90)
+NEW = 24
+DRAFTS = ("good", "eagle3", "merged-eagle", "ngram")
+BATCHES = Memory(step_rows=9)  # a whole tree of 8 nodes and its root, once
+TREES = Memory(step_rows=3)
+CHUNKS = Memory(chunk=64)
+PLAIN = Memory(step_rows=1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+
+
+@pytest.fixture(scope="module")
+def alone(pair):
+    """What a request gives without a draft, with nobody beside it and memory enough."""
+    engine = tiny_engine(pair, decoding__mode="autoregressive")
+    return {length: run(engine, length)[str(length)].token_ids for length in LENGTHS}
+
+
+def run(engine: Engine, *lengths: int, on_error=None) -> dict[str, Completion]:
+    requests = (request(str(length), random_prompt(length), NEW) for length in lengths)
+    return {each.request_id: each for each in engine.generate(requests, on_error)}
+
+
+def watched(engine: Engine) -> list[Forward]:
+    """The engine's forwards, those that ran."""
+    seen: list[Forward] = []
+    before_forwards(engine, seen.append)
+    return seen
+
+
+@pytest.mark.parametrize("memory", [BATCHES, TREES, PLAIN, CHUNKS], ids=["batches", "trees", "plain", "chunks"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_with_less_memory_the_same_tokens_come_in_smaller_pieces(draft, memory, pair, alone):
+    """Every rung of the ladder is lossless: a batch, a tree and a chunk decide when a token comes, never which one."""
+    engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
+    num_rows = engine._target.cache.rows.num_free
+    ran = watched(engine)
+    before_forwards(engine, memory.allow)
+    completions = run(engine, *LENGTHS)
+    assert {int(name): each.token_ids for name, each in completions.items()} == alone
+    assert max(forward.num_rows for forward in ran if forward.is_step) <= memory.step_rows
+    assert max(forward.num_rows for forward in ran if not forward.is_step) <= memory.chunk
+    assert max(each.stats.num_memory_retries for each in completions.values()) >= 1, "and the row says so"
+    assert_nothing_is_left(engine, num_rows)
+
+
+def test_what_fits_is_not_given_up(pair, alone):
+    """Fewer sequences first: the draft is what makes the job fast. A chunk too large costs no step anything."""
+    engine = tiny_engine(pair, decoding__max_batch_size=3)
+    ran = watched(engine)
+    before_forwards(engine, BATCHES.allow)
+    completions = run(engine, *LENGTHS)
+    assert all(each.stats.num_spec_steps > 0 for each in completions.values())
+    assert max(forward.num_new for forward in ran if forward.is_step) == 9
+    engine = tiny_engine(pair, decoding__max_batch_size=3)
+    ran = watched(engine)
+    before_forwards(engine, CHUNKS.allow)
+    run(engine, *LENGTHS)
+    assert max(forward.num_sequences for forward in ran) == 3
+
+
+@pytest.mark.parametrize("moment", ["propose", "absorb", "select", "prefill"])
+def test_a_draft_that_runs_out_of_memory_is_done_without(moment, pair, alone, monkeypatch):
+    """Half a draft's state may have changed when it fails: its document begins again, from nothing."""
+    engine = tiny_engine(pair, decoding__max_batch_size=2)
+    num_rows = engine._target.cache.rows.num_free
+    monkeypatch.setattr(engine._drafter, moment, lambda *_: run_out())
+    completions = run(engine, *LENGTHS)
+    assert {int(name): each.token_ids for name, each in completions.items()} == alone
+    assert sum(each.stats.num_spec_steps for each in completions.values()) == 0
+    assert_nothing_is_left(engine, num_rows)
+
+
+def test_a_failure_in_the_middle_of_the_drafts_work_leaves_no_trace(pair, alone, monkeypatch):
+    """Once, after the draft has taken note of one sequence of two."""
+    engine = tiny_engine(pair, decoding__max_batch_size=2)
+    absorb, failures = engine._drafter.absorb, iter([True])
+
+    def absorb_and_fail(rows, *arguments):
+        absorb(rows[:1], *(each[:1] for each in arguments))
+        if len(rows) > 1 and next(failures, False):
+            run_out()
+        if len(rows) > 1:
+            absorb(rows[1:], *(each[1:] for each in arguments))
+
+    monkeypatch.setattr(engine._drafter, "absorb", absorb_and_fail)
+    completions = run(engine, *LENGTHS)
+    assert {int(name): each.token_ids for name, each in completions.items()} == alone
+    assert sorted(each.stats.num_memory_retries for each in completions.values()) == [0, 0, 1, 1]
+
+
+def test_a_document_that_does_not_fit_at_all_fails_alone(pair, alone):
+    """It ends as one error; its neighbours do not know."""
+    engine = tiny_engine(pair, decoding__max_batch_size=3)
+    num_rows = engine._target.cache.rows.num_free
+    before_forwards(engine, Memory(document=200).allow)
+    errors = []
+    completions = run(engine, *LENGTHS, on_error=lambda *error: errors.append(error))
+    assert {int(name): each.token_ids for name, each in completions.items()} == {
+        length: token_ids for length, token_ids in alone.items() if length != 300
+    }
+    [(name, error)] = errors
+    assert name == "300"
+    assert is_out_of_memory(error)
+    assert_nothing_is_left(engine, num_rows)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        run(engine, 300)
+
+
+def test_after_some_documents_everything_is_tried_again(pair):
+    """One giant among many must not slow the rest of the night down."""
+    engine = tiny_engine(pair, decoding__max_batch_size=3)
+    ran = watched(engine)
+    failures = iter([True])
+
+    def fail_once(forward: Forward) -> None:
+        if forward.is_step and next(failures, False):
+            run_out()
+
+    before_forwards(engine, fail_once)
+    completions = run(engine, *range(20, 20 + PATIENCE + 6))
+    assert len(completions) == PATIENCE + 6
+    sizes = [forward.num_sequences for forward in ran if forward.is_step]
+    assert sizes[0] == 1
+    assert sizes.index(3) > 0
+
+
+def test_what_waits_to_begin_again_can_be_cancelled(pair, alone):
+    """Its lease was taken back meanwhile: nobody waits for it any more."""
+    engine = tiny_engine(pair, decoding__max_batch_size=2)
+    num_rows = engine._target.cache.rows.num_free
+
+    def cancel_and_run_out(forward: Forward) -> None:
+        if forward.is_step and forward.num_sequences > 1:
+            engine.cancel("300")
+            run_out()
+
+    before_forwards(engine, cancel_and_run_out)
+    completions = run(engine, 37, 300, 90)
+    assert {name: each.token_ids for name, each in completions.items()} == {"37": alone[37], "90": alone[90]}
+    assert_nothing_is_left(engine, num_rows)
+
+
+@pytest.mark.parametrize("memory", [BATCHES, PLAIN, Memory(chunk=SMALLEST_CHUNK)], ids=["batches", "plain", "chunks"])
+def test_a_job_short_of_memory_gives_what_one_with_plenty_gives(memory, real_job, undisturbed):
+    """On one worker, which is kept; no document is charged."""
+    assert real_job.run(Scarce(memory)) == EXIT_DONE
+    assert real_job.result() == undisturbed
+    assert len(set(real_job.column("worker"))) == 1
+    assert set(real_job.column("attempts")) == {1}
+    assert max(real_job.column("num_memory_retries")) >= 1
+
+
+def test_a_document_that_never_fits_is_an_error_row_and_its_worker_lives_on(real_job, undisturbed):
+    """Retryable: on a larger machine it may fit."""
+    longest = max(row["num_prompt_tokens"] for row in undisturbed)
+    small = [row for row in undisturbed if row["num_prompt_tokens"] < longest]
+    assert real_job.run(Scarce(Memory(document=longest - 1))) == EXIT_TOO_MANY_ERRORS
+    assert real_job.result() == small
+    errors = rows(real_job.output / "errors")
+    assert len(errors) + len(small) == len(undisturbed)
+    for error in errors:
+        assert (error["error_class"], error["stage"], error["retryable"]) == ("OutOfMemoryError", "decode", True)
+        assert error["message"].startswith("even alone and without a draft: ")
+        assert error["attempts"] == 1
+    assert len(set(real_job.column("worker"))) == 1
+
+
+@pytest.mark.parametrize("attempt", [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(3)])
+def test_a_dead_device_ends_its_process_and_another_takes_over(attempt, real_job, undisturbed, tmp_path: Path):
+    """After a device error every later call fails: the worker must go, and is not asked again."""
+    assert real_job.run(Breaks("device", tmp_path / "broken"), max_attempts=5) == EXIT_DONE
+    assert real_job.result() == undisturbed
+    assert len([note for note in real_job.screen.notes if "died: its process ended" in note]) == 1
+    assert max(real_job.column("attempts")) <= 2, "charged once at most, and not at all where it was not seen to start"
