@@ -103,7 +103,10 @@ class Soak:
         return self.options.folder / "output"
 
     def _kill(self, victim: psutil.Process, driver: int, rows: int, at_s: float) -> None:
-        victim.kill()
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:  # it was faster
+            return
         self.kills.append(Kill(rows, round(at_s, 1), "driver" if victim.pid == driver else "worker"))
 
     def _record(self, seconds: float) -> dict[str, Any]:
@@ -168,10 +171,9 @@ def committed_rows(output: Path) -> int:
 
 def choose_victim(driver: int, draw: random.Random) -> psutil.Process | None:
     """One of the workers, or the driver; None while no worker has started."""
-    workers = [process for process in psutil.Process(driver).children(recursive=True) if is_worker(process)]
-    if not workers:
-        return None
-    return draw.choice([*sorted(workers, key=psutil.Process.create_time), psutil.Process(driver)])
+    process = psutil.Process(driver)
+    workers = [child for child in process.children(recursive=True) if is_worker(child)]
+    return draw.choice([*sorted(workers, key=lambda worker: worker.pid), process]) if workers else None
 
 
 def is_worker(process: psutil.Process) -> bool:
