@@ -1,0 +1,84 @@
+"""What stands still: a document, a worker, the whole job."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
+from specextend.cluster.stall import MOST_NAMES, StallGuard
+from specextend.config import RunConfig
+from specextend.core import DocumentKey
+from tests.faults.scarce import Breaks
+
+ROUNDS = [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(3)]
+GOOD = [f"text number {number} " * (number + 1) for number in range(4)]
+
+
+class NeverReady:
+    """A model whose file system never answers."""
+
+    def __call__(self, config: RunConfig) -> None:
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize("attempt", ROUNDS)
+def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(
+    attempt, real_job, undisturbed, tmp_path: Path
+):
+    """A kernel that never returns, in the middle of a batch: the outputs are what they would have been."""
+    assert real_job.run(Breaks("hang", tmp_path / "hung"), stall_s=12, max_attempts=5) == EXIT_DONE
+    assert real_job.result() == undisturbed
+    assert any("is killed: no step for 12 s" in note for note in real_job.screen.notes)
+    assert max(real_job.column("attempts")) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_document_past_its_deadline_is_dropped_and_its_neighbours_go_on(attempt, job):
+    """On the same worker, between two steps."""
+    run = job([*GOOD, "crawl"], max_attempts=1, deadline_base_s=10.0, deadline_s_per_token=0.001)
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    [late] = run.errors().values()
+    assert (late["doc_id"], late["error_class"], late["attempts"]) == ("d4", "DeadlineExceeded", 1)
+    assert set(run.summaries()) == {f"d{row}" for row in range(4)}
+    assert len({row["worker"] for row in run.summaries().values()}) == 1
+
+
+@pytest.mark.parametrize("attempt", ROUNDS)
+def test_a_job_in_which_no_worker_comes_up_fails_and_names_what_waits(attempt, job):
+    """Without an end of its own it would wait until somebody looks."""
+    run = job(GOOD)
+    with pytest.raises(
+        StalledRunError, match=r"^no token for 2 s: no worker is ready; waiting: d3, d2, d1, d0; "
+    ) as end:
+        run.run(NeverReady(), stall_s=1, max_attempts=1, silence_s=2)
+    assert exit_code(end.value) == EXIT_FAILED
+    assert not (run.output / "_run" / "lock").exists()
+    assert run.run() == EXIT_DONE
+
+
+def test_tokens_of_any_worker_and_outcomes_reset_the_guard():
+    """One worker at work is a job that moves."""
+    guard = StallGuard(60, now=0)
+    guard.stepped("a", 5, 50)
+    assert not guard.is_stalled(110)
+    guard.stepped("a", 5, 100)
+    assert guard.is_stalled(111), "a counter that stands still is no token"
+    guard.stepped("b", 1, 111)
+    assert not guard.is_stalled(171)
+    guard.ended(171)
+    assert not guard.is_stalled(231)
+    assert guard.is_stalled(231.5)
+
+
+def test_the_guard_names_documents_but_not_all_of_a_million():
+    """Whoever is woken wants to know where to look."""
+    keys = [DocumentKey(0, row) for row in range(MOST_NAMES + 5)]
+    error = StallGuard(60, now=0).error(2, keys[:1], keys, lambda key: f"d{key.row}")
+    assert str(error) == (
+        "no token for 60 s: 2 workers ready; at work on d0; "
+        "waiting: d0, d1, d2, d3, d4, d5, d6, d7, d8, d9 and 5 more; what is done is kept, run again"
+    )
