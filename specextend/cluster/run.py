@@ -227,13 +227,16 @@ class _Start:
         return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
 
     def _decode(self, source: Source, plan: Plan, ledger: Ledger) -> None:
-        with connected(), claimed(self.prepared.output.path):
-            self.interrupt.install()
-            driver = self._driver(source, plan, ledger)
-            try:
-                driver.run()
-            finally:
-                driver.pool.close()
+        try:
+            with connected(), claimed(self.prepared.output.path):
+                self.interrupt.install()
+                driver = self._driver(source, plan, ledger)
+                try:
+                    driver.run()
+                finally:
+                    driver.pool.close()
+        finally:
+            self.interrupt.install()  # ray.shutdown() has taken the handler of SIGTERM away
 
     def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
         """Where to read documents from, and what there is to do. Raises InputError for a file that breaks off."""

@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-random.yaml"
 NUM_ROWS = 12
 LONGEST_S = 240
+DYING_DRIVER = str(Path(__file__).with_name("dying_driver.py"))
 SENTENCE = "The committee met and talked about the weather, then about number {}. "
 SAME = (
     "doc_id",

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-from pathlib import Path
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_LOCKED
-from tests.faults.conftest import LONGEST_S, RealJob, committed, parts, start, three_times
-from tests.job.conftest import wait_for
+from tests.faults.conftest import DYING_DRIVER, LONGEST_S, RealJob, committed, parts, start, three_times
 
 MOMENTS = {
-    "writes a part": ("before", "*/_run/parts/part-*", 2),
-    "has written a part": ("after", "*/_run/parts/part-*", 2),
-    "writes the manifest": ("before", "*/_run/manifest.json", 1),
-    "writes summaries": ("before", "*/summaries/part-00000.parquet", 1),
-    "writes the report": ("before", "*/report.json", 1),
-    "writes _SUCCESS": ("before", "*/_SUCCESS", 1),
+    "writes a part": ("before", "*/_run/parts/part-*", "2"),
+    "has written a part": ("after", "*/_run/parts/part-*", "2"),
+    "writes the manifest": ("before", "*/_run/manifest.json", "1"),
+    "writes summaries": ("before", "*/summaries/part-00000.parquet", "1"),
+    "writes the report": ("before", "*/report.json", "1"),
+    "writes _SUCCESS": ("before", "*/_SUCCESS", "1"),
 }
 
 
@@ -24,7 +22,7 @@ MOMENTS = {
 def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(real_job: RealJob, undisturbed, kind: str):
     """Half a file under its final name, or a row done twice, would show only in the morning."""
     when, pattern, number = MOMENTS[kind]
-    killed = start(real_job, str(Path(__file__).with_name("dying_driver.py")), when, pattern, str(number))
+    killed = start(real_job, DYING_DRIVER, "SIGKILL", when, pattern, number)
     _, stderr = killed.communicate(timeout=LONGEST_S)
     assert killed.returncode == -signal.SIGKILL, stderr
     output, kept = real_job.output, parts(real_job.output)
@@ -40,9 +38,7 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(real
 @three_times("SIGTERM", "SIGINT", fast=0)
 def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(real_job: RealJob, undisturbed, kind: str):
     """Whoever preempts a machine sends SIGTERM first; 75 means that running it again goes on where it stopped."""
-    process = start(real_job, "jobs/summarize.py", commit_every_rows=1)
-    wait_for(lambda: parts(real_job.output), "part")
-    process.send_signal(signal.Signals[kind])
+    process = start(real_job, DYING_DRIVER, kind, *MOMENTS["has written a part"], commit_every_rows=1)
     _, stderr = process.communicate(timeout=LONGEST_S)
     assert process.returncode == EXIT_INTERRUPTED, stderr
     assert f"interrupted: {kind} received; finished work is on disk" in stderr
