@@ -49,6 +49,16 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(real_job: RealJ
     assert parts(real_job.output).items() >= kept.items()
 
 
+@three_times("writes summaries", "writes _SUCCESS", fast=0)
+def test_a_run_told_to_stop_at_the_very_end_ends_as_if_it_had_not_been(real_job: RealJob, undisturbed, kind: str):
+    """Ray is shut down by then and has taken its own handler along: once that killed the process half-way."""
+    process = start(real_job, DYING_DRIVER, "SIGTERM", *MOMENTS[kind])
+    _, stderr = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == EXIT_DONE, stderr
+    assert (real_job.output / "_SUCCESS").exists()
+    assert real_job.result() == undisturbed
+
+
 @three_times("two starts", fast=0)
 def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(real_job: RealJob, undisturbed, kind: str):
     """A scheduler that fires twice: two writers would double rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -10,7 +11,17 @@ import pytest
 
 from specextend.cluster.exits import EXIT_DONE
 from tests.cluster.conftest import Job
-from tests.faults.conftest import LONGEST_S, ROOT, RealJob, committed, environment, parts, start, three_times
+from tests.faults.conftest import (
+    DYING_DRIVER,
+    LONGEST_S,
+    ROOT,
+    RealJob,
+    committed,
+    environment,
+    parts,
+    start,
+    three_times,
+)
 from tests.faults.nodes import CPUS, Nodes, thaw
 from tests.job.conftest import wait_for
 
@@ -139,14 +150,16 @@ def other_cluster():
 def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, undisturbed, other_cluster, kind: str):
     """Ray ends a driver whose head is gone, without an exception: what was committed is what counts."""
     address, cluster = other_cluster
-    process = start(real_job, "jobs/summarize.py", address=address, commit_every_rows=1)
-    wait_for(lambda: parts(real_job.output), "part")
+    moment = ("SIGSTOP", "after", "*/_run/parts/part-*", "2")
+    process = start(real_job, DYING_DRIVER, *moment, address=address, commit_every_rows=1)
+    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "driver that waits")
     family = cluster.children(recursive=True)
     [head] = [each for each in family if each.name() == "gcs_server"]
     workers = [each for each in family if is_worker(each)]
     for worker in workers:
         worker.suspend()  # or all might be done before Ray misses its head
     head.kill()
+    process.send_signal(signal.SIGCONT)
     process.communicate(timeout=LONGEST_S)
     thaw(workers)
     assert process.returncode not in (0, 2, 3, 4, 5)
