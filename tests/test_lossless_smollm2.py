@@ -118,7 +118,7 @@ def test_short_reports_come_out_as_from_transformers(prompts, references, ties):
     for completion in completions:
         length = int(completion.request_id)
         assert abs(completion.stats.num_prompt_tokens - length) < 100
-        assert completion.stats.retrieval_coverage < 0.99
+        assert completion.stats.retrieval_coverage < 1, "something is hidden"
         ties.assert_equal(completion.token_ids, references(length, 48), f"{length} tokens")
     assert sum(completion.stats.num_accepted_tokens for completion in completions) > 20, "the head is a real draft"
 
