@@ -3,7 +3,8 @@
 #
 #   RAY_ADDRESS=http://127.0.0.1:8265 RAY_AUTH_MODE=token scripts/submit.sh --config configs/... --input ... --output ...
 #
-# A job that was stopped from outside (`ray job stop`) has no code of its own: 75, as it committed what was finished.
+# A job that was stopped from outside (`ray job stop`) has no code of its own: 75, as it committed what was finished. One that
+# failed without a code never reached the driver, or lost it: 1.
 set -euo pipefail
 : "${RAY_ADDRESS:?set it to the address of the dashboard, as http://127.0.0.1:8265}"
 job="specextend-$(date -u +%Y%m%dT%H%M%S)-$$"
@@ -13,12 +14,19 @@ ray job submit --submission-id "$job" --working-dir "$(dirname "$0")/.." \
 token=
 if [ "${RAY_AUTH_MODE:-}" = token ]; then token="$(ray get-auth-token)"; fi
 python - "$RAY_ADDRESS/api/jobs/$job" 3<<<"$token" <<'EOF'
-import json, os, sys, urllib.request
+import json, os, sys, time, urllib.request
 
 request = urllib.request.Request(sys.argv[1])
 if token := os.fdopen(3).read().strip():
     request.add_header("Authorization", f"Bearer {token}")
-with urllib.request.urlopen(request) as answer:
-    code = json.load(answer)["driver_exit_code"]
-sys.exit(75 if code is None else code)
+while True:
+    with urllib.request.urlopen(request) as answer:
+        job = json.load(answer)
+    if job["status"] not in ("PENDING", "RUNNING"):
+        break
+    time.sleep(5)  # the log's connection was lost, the job was not
+code = job["driver_exit_code"]
+if code is None:
+    code = 75 if job["status"] == "STOPPED" else 1
+sys.exit(code)
 EOF

@@ -95,8 +95,10 @@ class Driver:
             while not self.scheduler.is_done:
                 self._turn()
         except InterruptedRunError:
-            self._collect(0.0)
-            self.committer.commit()
+            try:
+                self._collect(0.0)
+            finally:
+                self.committer.commit()
             raise
         except OutputError:
             raise

@@ -113,7 +113,9 @@ class OutputLock:
     def beat(self) -> None:
         """One heartbeat; finds out whether the lock is still ours. Raises OSError."""
         holder = read_lock(self._output)
-        if holder is not None and holder.run_id != self._run_id:
+        if holder is None:
+            self._lost_to = "unknown (the lock is gone)"
+        elif holder.run_id != self._run_id:
             self._lost_to = holder.run_id
         else:
             self._write()

@@ -239,7 +239,8 @@ class Worker:
         for name in error.request_ids:
             self._settle(name, Suspected(type(cause).__name__, first_line(cause)))
         for request in self._handed_out.values():
-            self._inbox.put(request)
+            if request.request_id in self._waiting:  # not cancelled since
+                self._inbox.put(request)
         self._handed_out.clear()
 
     def _on_error(self, request_id: str, error: Exception) -> None:

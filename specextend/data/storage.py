@@ -126,8 +126,15 @@ def check_writable(folder: Location) -> None:
 
 
 def _check_bucket(folder: Location) -> None:
+    """Raise ValueError where there is certainly none; rights on a prefix need not hold for its bucket."""
     bucket = Location(folder.filesystem, folder.path.split("/", 1)[0])
-    if folder.filesystem.type_name in _OBJECT_STORES and not exists(bucket):
+    if folder.filesystem.type_name not in _OBJECT_STORES:
+        return
+    try:
+        is_there = exists(bucket)
+    except OSError:
+        return
+    if not is_there:
         raise ValueError(f"there is no bucket {bucket.path}")
 
 

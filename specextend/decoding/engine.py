@@ -202,7 +202,7 @@ class Engine:
         except Exception as error:
             num_tokens = len(sequences[0].request.prompt_token_ids)
             size = num_tokens if work == "prefill" else len(sequences)
-            if not (is_out_of_memory(error) and self._memory.lower(work, size, len(self._active))):
+            if not (is_out_of_memory(error) and self._has_less(work, sequences, size)):
                 if on_error is None:
                     raise
                 self._fail(sequences, error, on_error)
@@ -213,6 +213,11 @@ class Engine:
         queue.give_back(Waiting(each.request, each.stats.num_memory_retries + 1) for each in sequences)
         release_cached(self._target.device)
         self._watch.restart()
+
+    def _has_less(self, work: Work, sequences: list[Sequence], size: int) -> bool:
+        """Whether beginning again takes less memory: a rung lower, or without the draft that a sequence still has."""
+        still_drafts = self._memory.num_nodes == 0 and any(sequence.drafts for sequence in sequences)
+        return self._memory.lower(work, size, len(self._active)) or still_drafts
 
     def _fail(self, sequences: list[Sequence], error: Exception, on_error: OnError) -> None:
         """A failure that one sequence alone can have caused is its own; otherwise raises BatchError."""

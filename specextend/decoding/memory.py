@@ -57,7 +57,7 @@ class MemoryLadder:
     def _lower_step(self, size: int) -> bool:
         """Fewer sequences, then smaller trees, then none."""
         if size > 1:
-            self.batch_size = size // 2
+            self.batch_size = min(self.batch_size, size // 2)
         elif self.num_nodes:
             self.num_nodes //= 2
         else:

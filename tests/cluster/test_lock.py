@@ -14,7 +14,7 @@ import pytest
 from specextend.cluster import lock
 from specextend.cluster.exits import LockHeldError, LockLostError
 from specextend.cluster.lock import Holder, OutputLock, check_free, read_lock
-from specextend.data.storage import Location, resolve
+from specextend.data.storage import Location, delete, resolve
 
 
 @pytest.fixture
@@ -95,6 +95,16 @@ def test_a_driver_that_slept_too_long_learns_that_it_lost_the_lock(output: Locat
         with pytest.raises(LockLostError, match="feedbeef"):
             held.check()
     assert read_lock(output).run_id == "feedbeef", "nor remove its successor's lock"
+
+
+def test_a_driver_whose_lock_is_gone_does_not_take_it_again(output: Location):
+    """Its successor may have finished while it slept: `_SUCCESS` stands, and nothing may change any more."""
+    with OutputLock(output, "00000001") as held:
+        delete(output.child("_run", "lock"))
+        held.beat()
+        with pytest.raises(LockLostError, match="the lock is gone"):
+            held.check()
+    assert read_lock(output) is None
 
 
 def test_a_driver_that_cannot_write_its_heartbeat_stops_before_others_may_start(output: Location):

@@ -75,7 +75,7 @@ def test_it_is_tried_again_after_a_pause_that_grows():
 @pytest.mark.parametrize("length", [64, 128, 256, 1024])
 @pytest.mark.parametrize("accepted", [[0], [1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0, 0]])
 def test_what_speculation_loses_stays_under_three_percent_or_two_steps(accepted, length):
-    """A first verdict costs two plain steps; later tries are paid from a purse, which holds 2% of the decoding so far."""
+    """A first verdict costs two plain steps; later tries are paid from a purse of 2% of the decoding so far."""
     state, steps = Speculation(), 0
     while state.num_tokens < length:
         step(state, accepted[steps % len(accepted)])
