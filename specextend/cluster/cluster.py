@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from specextend.cluster.exits import LockHeldError, RefusedError
+from specextend.cluster.exits import ClusterError, LockHeldError, RefusedError
+from specextend.cluster.messages import first_line
 
 if TYPE_CHECKING:  # not at run time: the actor of a claim must not load torch
     from specextend.config import JobOptions
@@ -53,11 +54,24 @@ def check_resources(target: TargetOptions, job: JobOptions) -> None:
 @contextmanager
 def connected() -> Iterator[None]:
     """Ray for the length of a `with` block: the one that this process has joined already, a local one of our own
-    (`RAY_ADDRESS=local`), or the cluster that `ray.init()` finds.
+    (`RAY_ADDRESS=local`), or the cluster that `ray.init()` finds. Raises ClusterError.
     """
     if ray.is_initialized():
         yield
         return
+    try:
+        _connect()
+    except Exception as error:  # Ray raises no class of its own
+        ray.shutdown()
+        what = "started" if is_local() else "joined"
+        raise ClusterError(f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect() -> None:
     if is_local():
         ray.init(
             address="local",
@@ -68,10 +82,6 @@ def connected() -> Iterator[None]:
         )
     else:
         ray.init(logging_level=logging.WARNING)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from specextend.cluster.stall import StallGuard
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.data.documents import Source
+from specextend.data.inputs import InputUnreachableError
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
 from specextend.data.storage import Location
@@ -135,7 +136,7 @@ class Driver:
         """After a look at what came: a driver that was itself held up has not seen it yet."""
         if self._guard.is_stalled(self.clock()):
             leased, waiting = self.scheduler.leased(), self.scheduler.waiting()
-            raise self._guard.error(self.roster.num_ready, leased, waiting, self.source.doc_id)
+            raise self._guard.error(self.roster.num_ready, leased, waiting, self.source.place)
 
     def _enforce(self, now: float) -> None:
         """Deadlines and hangs."""
@@ -196,6 +197,9 @@ class Driver:
             self.display.note(message, "batch_failed", **_facts(worker, lease), error_class=outcome.error_class)
             self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker, now)
             return
+        if isinstance(outcome, Failed) and outcome.stage == "read" and outcome.retryable:
+            self._unread(worker, lease, outcome, now)
+            return
         self.scheduler.finish(lease.lease_id)
         self._guard.ended(now)
         if isinstance(outcome, Done):
@@ -205,6 +209,22 @@ class Driver:
             self.committer.add(outcome.row, now)
         else:
             self._fail(lease.key, lease.attempt, outcome, worker, now)
+
+    def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
+        """A worker could not read a document: others try. Raises InputChangedError where the file is another one."""
+        try:
+            self.source.check_unchanged(lease.key.file)
+            is_reachable = True
+        except InputUnreachableError:  # for nobody, so the document is not charged; the stall guard sets an end to that
+            is_reachable = False
+        self.display.event("document_unread", **_facts(worker, lease), message=failed.message)
+        was_in_doubt = self.scheduler.is_in_doubt(worker)
+        error = (failed.error_class, failed.message)
+        for item in self.scheduler.unread(lease.lease_id, *error, now, is_charged=is_reachable):
+            self._fail(item.key, item.attempts, failed, worker, now)
+        if self.scheduler.is_in_doubt(worker) and not was_in_doubt:
+            message = f"{worker} cannot read the input, others go before it: {failed.message}"
+            self.display.note(message, "worker_cannot_read", worker=worker, reason=failed.message)
 
     def _lost(self, worker: str, lease: Lease, reason: str, now: float) -> None:
         """The call of a lease ended without outcome: as was asked for, or the document waits again."""
@@ -229,8 +249,6 @@ class Driver:
             self._fail(item.key, item.attempts, failed, worker, now)
 
     def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str, now: float) -> None:
-        if failed.stage == "read" and failed.retryable:  # is it still the file that the run began with?
-            self.source.check_unchanged(key.file)
         doc_id = failed.doc_id or self.source.doc_id(key)
         row = error_row(
             key,

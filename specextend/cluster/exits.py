@@ -31,6 +31,10 @@ class WorkersFailError(RuntimeError):
     """Workers cannot be built, or none of them lives: exit 1."""
 
 
+class ClusterError(RuntimeError):
+    """Ray cannot be started or joined: exit 1. Nothing was decoded."""
+
+
 class StalledRunError(RuntimeError):
     """No worker has read or written a token for too long: exit 1. What is done is kept; run again to resume."""
 
@@ -43,7 +47,15 @@ class InterruptedRunError(Exception):
     """The run was told to stop; run again to resume: exit 75."""
 
 
-SAID_IN_ONE_LINE = (RefusedError, LockHeldError, OtherRunError, OutputError, WorkersFailError, StalledRunError)
+SAID_IN_ONE_LINE = (
+    RefusedError,
+    LockHeldError,
+    OtherRunError,
+    OutputError,
+    ClusterError,
+    WorkersFailError,
+    StalledRunError,
+)
 """What a user can do something about: no traceback."""
 
 

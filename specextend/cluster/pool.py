@@ -10,6 +10,8 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
+    ObjectStoreFullError,
+    OutOfDiskError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -230,7 +232,7 @@ class Pool:
             return []
         assert call.lease is not None
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
-            return [Returned(call.worker, call.lease, _unexpected(error))]
+            return [Returned(call.worker, call.lease, unexpected(error))]
         return [CallLost(call.worker, call.lease, first_line(error))]
 
     def _dies(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
@@ -270,10 +272,11 @@ class Pool:
         self._runs = {call.lease.lease_id: ref for ref, call in self._calls.items() if call.lease is not None}
 
 
-def _unexpected(error: RayTaskError) -> Failed:
-    """An exception of our own code about one document."""
+def unexpected(error: RayTaskError) -> Failed:
+    """An exception of our own code about one document, or of Ray about a long result that finds no room."""
     cause = error.cause
-    return Failed("", type(cause).__name__, first_line(cause), "worker", retryable=False)
+    no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
+    return Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
 
 
 def _last_line(error: BaseException) -> str:

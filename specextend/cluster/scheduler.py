@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from specextend.cluster.readers import Readers
 from specextend.core import DocumentKey
 
 MAX_UNCHARGED_EXPOSURES = 2
@@ -66,6 +67,8 @@ class _Item:
     key: DocumentKey
     num_tokens: int
     attempts: int = 0
+    strikes: int = 0
+    """Attempts that may have ended by its fault."""
     losses: int = 0
     exposures: int = 0
     num_leases: int = 0
@@ -73,7 +76,7 @@ class _Item:
     @property
     def runs_alone(self) -> bool:
         """Whether it may take neighbours with it."""
-        return self.attempts > 0 or max(self.exposures, self.losses) >= MAX_UNCHARGED_EXPOSURES
+        return self.strikes > 0 or max(self.exposures, self.losses) >= MAX_UNCHARGED_EXPOSURES
 
 
 @dataclass(slots=True)
@@ -86,6 +89,8 @@ class _Held:
     started_at: float | None = None
     is_queued: bool = False
     """Whether the worker has said that its prefill has not begun."""
+    is_unread: bool = False
+    """Whether another worker could not read it: it must not go back to that one."""
 
 
 @dataclass(slots=True)
@@ -123,8 +128,8 @@ class _Worker:
         return len(self.leases) + self.may_hang
 
     def queued(self) -> _Held | None:
-        """The longest of its leases that wait."""
-        waiting = [held for held in self.leases.values() if held.is_queued]
+        """The longest of its leases that wait, and that any worker may have."""
+        waiting = [held for held in self.leases.values() if held.is_queued and not held.is_unread]
         return max(waiting, key=lambda held: held.lease.num_tokens, default=None)
 
 
@@ -140,6 +145,8 @@ class Scheduler:
         self._stem = stem
         self._fresh: list[tuple[int, DocumentKey]] = []
         self._alone: list[tuple[int, DocumentKey]] = []
+        self._unread: list[tuple[int, DocumentKey]] = []
+        self._readers = Readers()
         self._items: dict[DocumentKey, _Item] = {}
         self._held: dict[str, _Held] = {}
         self._workers: dict[str, _Worker] = {}
@@ -157,7 +164,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Open documents that no worker holds."""
-        return len(self._fresh) + len(self._alone)
+        return len(self._fresh) + len(self._alone) + len(self._unread)
 
     @property
     def is_done(self) -> bool:
@@ -172,12 +179,29 @@ class Scheduler:
     def assign(self, now: float) -> list[tuple[str, Lease]]:
         """Leases to hand out now: charged documents alone on empty workers, the others longest first, spread."""
         granted = []
-        for name, worker in self._workers.items():
-            if self._alone and worker.is_empty and worker.takes_leases:
-                worker.alone = True
+        takers = self._takers()
+        for name in takers:
+            if self._alone and self._workers[name].is_empty:
+                self._workers[name].alone = True
                 granted.append((name, self._grant(name, heapq.heappop(self._alone)[1], now)))
-        while self._fresh and (roomiest := self._roomiest()) is not None:
+        granted += self._assign_unread(now)
+        while self._fresh and (roomiest := self._roomiest(takers)) is not None:
             granted.append((roomiest, self._grant(roomiest, heapq.heappop(self._fresh)[1], now)))
+        return granted
+
+    def _takers(self) -> list[str]:
+        """Workers that get leases. One that reads nothing gets some only where there is no other, after its pauses."""
+        alive = [name for name, worker in self._workers.items() if worker.takes_leases]
+        able = [name for name in alive if not self._readers.is_in_doubt(name)]
+        return able or ([] if self._unread else alive)
+
+    def _assign_unread(self, now: float) -> list[tuple[str, Lease]]:
+        granted: list[tuple[str, Lease]] = []
+        alive = [name for name, worker in self._workers.items() if worker.takes_leases]
+        for entry in sorted(self._unread):
+            if (name := self._roomiest(self._readers.may_try(entry[1], alive, now))) is not None:
+                self._unread.remove(entry)
+                granted.append((name, self._grant(name, entry[1], now)))
         return granted
 
     def rebalance(self) -> tuple[str, Lease] | None:
@@ -186,7 +210,7 @@ class Scheduler:
         Only at the end, when no document waits here. The idle worker has no queue, and two leases less than the slow
         one, so no lease goes to and fro. It costs no attempt. Call `closed` when the slow worker has let go of it.
         """
-        if self._fresh or self._alone or (held := self._misplaced()) is None:
+        if self.num_waiting or (held := self._misplaced()) is None:
             return None
         self._workers[held.worker].num_closing += 1
         self._release(held.lease.lease_id)
@@ -208,6 +232,7 @@ class Scheduler:
             held.is_queued = held.started_at is None and lease_id not in begun
             if held.started_at is None and lease_id in begun:
                 held.started_at = now
+                self._readers.read(worker, held.item.key)
 
     def lease(self, lease_id: str) -> Lease | None:
         """The lease, while it is in force."""
@@ -220,17 +245,22 @@ class Scheduler:
 
     def waiting(self) -> list[DocumentKey]:
         """Open documents that no worker holds, in the order in which they will be leased."""
-        return [key for _, key in [*sorted(self._alone), *sorted(self._fresh)]]
+        return [key for _, key in [*sorted(self._alone), *sorted(self._unread), *sorted(self._fresh)]]
 
     def holder(self, lease_id: str) -> str:
         """The worker that holds a lease in force."""
         return self._held[lease_id].worker
+
+    def is_in_doubt(self, worker: str) -> bool:
+        """Whether a worker gets no leases because it cannot read what nobody else is known to fail at."""
+        return self._readers.is_in_doubt(worker)
 
     def finish(self, lease_id: str) -> bool:
         """Close the document of this lease; False where the lease was taken away, so its result must be dropped."""
         held = self._release(lease_id)
         if held is None:
             return False
+        self._readers.read(held.worker, held.item.key)
         del self._items[held.item.key]
         return True
 
@@ -257,6 +287,19 @@ class Scheduler:
         held = self._release(lease_id)
         assert held is not None
         return self._charge(held.item, error_class, message, is_certain=False)
+
+    def unread(self, lease_id: str, error_class: str, message: str, now: float, *, is_charged: bool) -> list[GivenUp]:
+        """Its worker could not read it: another one tries, or the same one later. Not `is_charged`: nobody can now."""
+        held = self._release(lease_id)
+        assert held is not None
+        item = held.item
+        self._readers.failed(held.worker, item.key, now)
+        item.attempts += is_charged
+        if item.attempts >= self._limits.max_attempts:
+            self._readers.given_up(item.key)
+            return [self._give_up(item, error_class, message)]
+        self._enqueue(item)
+        return []
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
         """The call was lost for no fault of the document: it waits again, as if its node had died."""
@@ -300,6 +343,7 @@ class Scheduler:
 
     def _drop(self, worker: str) -> _Worker:
         state = self._workers.pop(worker)
+        self._readers.left(worker)
         for lease_id in state.leases:
             del self._held[lease_id]
         return state
@@ -308,22 +352,22 @@ class Scheduler:
         item, state = self._items[key], self._workers[worker]
         item.num_leases += 1
         lease_id = f"{self._stem}{key.file}-{key.row}-{item.num_leases}"
-        held = _Held(Lease(lease_id, key, item.num_tokens, item.attempts + 1), item, worker)
+        lease = Lease(lease_id, key, item.num_tokens, item.attempts + 1)
+        held = _Held(lease, item, worker, is_unread=self._readers.is_unread(key))
         if state.is_empty:
             state.moved_at = now
         self._held[lease_id] = state.leases[lease_id] = held
         return held.lease
 
-    def _roomiest(self) -> str | None:
-        held = {
-            name: worker.num_taken for name, worker in self._workers.items() if worker.takes_leases and not worker.alone
-        }
+    def _roomiest(self, names: Iterable[str]) -> str | None:
+        """Of some workers, the one with the fewest leases, if it may take another."""
+        held = {name: self._workers[name].num_taken for name in names if not self._workers[name].alone}
         name = min(held, key=held.__getitem__, default=None)
         return name if name is not None and held[name] < self._leases_per_worker else None
 
     def _misplaced(self) -> _Held | None:
         """The longest lease that waits at the busiest worker, if another one is idle."""
-        takers = [worker for worker in self._workers.values() if worker.takes_leases and not worker.alone]
+        takers = [worker for name in self._takers() if not (worker := self._workers[name]).alone]
         slow = max((worker for worker in takers if worker.queued()), key=lambda each: each.num_before, default=None)
         idle = min((worker.num_taken for worker in takers if not worker.queued()), default=self._leases_per_worker)
         if slow is None or idle >= self._leases_per_worker or slow.num_before < idle + 2:
@@ -345,6 +389,7 @@ class Scheduler:
             self._enqueue(item)
             return []
         item.attempts += 1
+        item.strikes += 1
         if item.attempts >= self._limits.max_attempts:
             return [self._give_up(item, error_class, message)]
         self._enqueue(item)
@@ -362,7 +407,13 @@ class Scheduler:
         self._enqueue(item)
 
     def _enqueue(self, item: _Item) -> None:
-        heapq.heappush(self._alone if item.runs_alone else self._fresh, _rank(item.num_tokens, item.key))
+        entry = _rank(item.num_tokens, item.key)
+        if item.runs_alone:
+            heapq.heappush(self._alone, entry)
+        elif self._readers.is_unread(item.key):
+            self._unread.append(entry)
+        else:
+            heapq.heappush(self._fresh, entry)
 
     def _give_up(self, item: _Item, error_class: str, message: str) -> GivenUp:
         del self._items[item.key]

@@ -43,12 +43,15 @@ class StallGuard:
         num_workers: int,
         leased: Sequence[DocumentKey],
         waiting: Sequence[DocumentKey],
-        doc_id: Callable[[DocumentKey], str],
+        place: Callable[[DocumentKey], str],
     ) -> StalledRunError:
-        """Says what the job is at: documents that workers hold, and those that wait; `doc_id` reads one's id."""
+        """Says what the job is at: documents that workers hold, and those that wait.
+
+        place: where a document is, said without reading: its store may be what does not answer.
+        """
         workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}" if num_workers else "no worker is"
         parts = [f"no token for {self._limit_s:.0f} s: {workers} ready"]
         for begin, keys in (("at work on", leased), ("waiting:", waiting)):
             more = f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else ""
-            parts += [f"{begin} {', '.join(map(doc_id, keys[:MOST_NAMES]))}{more}"] if keys else []
+            parts += [f"{begin} {', '.join(map(place, keys[:MOST_NAMES]))}{more}"] if keys else []
         return StalledRunError("; ".join([*parts, "what is done is kept, run again"]))

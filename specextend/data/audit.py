@@ -15,28 +15,51 @@ from specextend.data.parquet import DAMAGED, columns_bytes, document_columns, is
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import Location
 
+MOST_PROBLEMS = 5
+"""Files that a message tells of; the others are counted."""
+
 
 def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
-    """The files with their row counts, and the passthrough columns' fields. Raises InputError, in one line."""
+    """The files with their row counts, and the passthrough columns' fields.
+
+    Raises InputError, in one line: what is wrong with files comes all at once, then ids that are repeated.
+    """
     _check_passthrough_names(options)
-    files, fields, ids = [], [], []
-    for number, (name, size) in enumerate(zip(listing.relative_paths, listing.sizes, strict=True)):
-        location = listing.root.child(name)
+    files, fields, ids, problems = [], [], [], []
+    for number in range(len(listing.relative_paths)):
         try:
-            with open_parquet(location) as parquet:
-                _check_columns(name, parquet.schema_arrow, options)
-                fields.append([parquet.schema_arrow.field(column) for column in options.passthrough])
-                if options.id_column is not None:
-                    ids.append(_read_ids(name, parquet, options.id_column))
-                rows = _group_rows(parquet.metadata)
-                groups = range(len(rows))
-                largest = max((columns_bytes(parquet, i, document_columns(options)) for i in groups), default=0)
-            modified_ns = location.filesystem.get_file_info(location.path).mtime_ns
-            files.append(InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns))
-        except DAMAGED as error:
-            raise unreadable(name, error) from error
+            file, its_fields, its_ids = _audit_file(listing, number, options)
+        except InputError as error:
+            problems.append(str(error))
+        else:
+            files.append(file)
+            fields.append(its_fields)
+            ids.append(its_ids)
+    if problems:
+        more = len(problems) - MOST_PROBLEMS
+        raise InputError("; ".join(problems[:MOST_PROBLEMS]) + (f"; and {more} more such files" if more > 0 else ""))
     _check_unique(ids, listing)
     return tuple(files), _unify(fields, options, listing)
+
+
+def _audit_file(
+    listing: Listing, number: int, options: InputOptions
+) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray]:
+    """A file, its passthrough fields, and its ids where there is a column of them. Raises InputError."""
+    name, size = listing.relative_paths[number], listing.sizes[number]
+    location = listing.root.child(name)
+    try:
+        with open_parquet(location) as parquet:
+            _check_columns(name, parquet.schema_arrow, options)
+            fields = [parquet.schema_arrow.field(column) for column in options.passthrough]
+            ids = _read_ids(name, parquet, options.id_column)
+            rows = _group_rows(parquet.metadata)
+            groups = range(len(rows))
+            largest = max((columns_bytes(parquet, i, document_columns(options)) for i in groups), default=0)
+        modified_ns = location.filesystem.get_file_info(location.path).mtime_ns
+        return InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns), fields, ids
+    except DAMAGED as error:
+        raise unreadable(name, error) from error
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
@@ -91,12 +114,17 @@ def _check_columns(file: str, schema: pa.Schema, options: InputOptions) -> None:
             raise InputError(f"{file}: column {column!r} (input.{option}) is {kind}, it must be {what}")
 
 
-def _read_ids(file: str, parquet: pq.ParquetFile, column: str) -> pa.ChunkedArray:
-    """The ids of a file as strings. Raises InputError for one that is null or not text."""
+def _read_ids(file: str, parquet: pq.ParquetFile, column: str | None) -> pa.ChunkedArray:
+    """The ids of a file as strings, none without a column. Raises InputError for one that is null or not text."""
+    if column is None:
+        return pa.chunked_array([], pa.large_string())
     ids = parquet.read(columns=[column])[column]
     if ids.null_count:
         row = ids.is_null().to_numpy().argmax()
-        raise InputError(f"{file}: column {column!r} (input.id_column) is null in row {row}; every row needs an id")
+        raise InputError(
+            f"{file}: nulls in column {column!r} (input.id_column): {ids.null_count:,}, the first in row {row}; "
+            "every row needs an id"
+        )
     try:
         return plain_text(ids)
     except pa.ArrowInvalid as error:
@@ -105,7 +133,8 @@ def _read_ids(file: str, parquet: pq.ParquetFile, column: str) -> pa.ChunkedArra
 
 def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:
     every = pa.chunked_array([chunk for column in ids for chunk in column.chunks], pa.large_string())
-    if len(every.unique()) == len(every):
+    num_repeated = len(every) - len(every.unique())
+    if not num_repeated:
         return
     counts = every.value_counts()
     repeated = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy() > 1))].as_py()
@@ -114,7 +143,10 @@ def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:
         for number, column in enumerate(ids)
         for row in _rows_with(column, repeated)
     ]
-    raise InputError(f"the id {repeated!r} is repeated: {' and '.join(places[:2])}; ids must be unique over all files")
+    raise InputError(
+        f"ids must be unique over all files: {num_repeated:,} repeated, the first is {repeated!r} in "
+        f"{' and '.join(places[:2])}"
+    )
 
 
 def _rows_with(column: pa.ChunkedArray, value: str) -> Iterator[int]:

@@ -21,6 +21,7 @@ from specextend.data.inputs import (
     InputError,
     InputFile,
     InputOptions,
+    InputUnreachableError,
     OutputOptions,
     Row,
     ScannedRow,
@@ -105,15 +106,28 @@ class Source:
             raise DocumentError(error.error_class, error.message, error.stage, error.retryable, doc_id) from error
         return Row(Document(key, doc_id, text), max_new_tokens)
 
+    def place(self, key: DocumentKey) -> str:
+        """Where a row is, in words: `<path relative to the root>:<row in file>`. Reads nothing."""
+        return f"{self.files[key.file].relative_path}:{key.row}"
+
     def doc_id(self, key: DocumentKey) -> str:
-        """The row's id alone, for an error row about a document that nobody could read."""
+        """The row's id alone, for an error row about a document that nobody could read; its place if that fails too."""
         column = self.options.id_column
-        return self._id(key, None if column is None else self._row(key, [column]))
+        try:
+            return self._id(key, None if column is None else self._row(key, [column]))
+        except (OSError, InputUnreachableError):
+            return self.place(key)
 
     def check_unchanged(self, number: int) -> None:
-        """Raise InputChangedError where a file is gone, or has another size or time than when it was audited."""
+        """Raise InputChangedError where a file is gone, or has another size or time than when it was audited, and
+        InputUnreachableError where its store does not say.
+        """
         file, location = self.files[number], self.location(number)
-        info = location.filesystem.get_file_info(location.path)
+        try:
+            info = location.filesystem.get_file_info(location.path)
+        except OSError as error:
+            message = " ".join(str(error).split())
+            raise InputUnreachableError(f"{file.relative_path} cannot be reached ({message}); run again") from error
         if info.is_file and (info.size, info.mtime_ns) == (file.size, file.modified_ns):
             return
         what = f"was written to ({file.size} bytes, now {info.size})" if info.is_file else "was taken away"
@@ -205,7 +219,7 @@ class Source:
 
     def _id(self, key: DocumentKey, values: pa.Table | None) -> str:
         if values is None or self.options.id_column is None:
-            return f"{self.files[key.file].relative_path}:{key.row}"
+            return self.place(key)
         return str(plain_text(values[self.options.id_column])[0].as_py())
 
 

@@ -27,6 +27,7 @@ from specextend.data.storage import (
 
 _DIGEST = b"specextend.results"
 _CHUNK_ROWS = 4096
+_GROUP_BYTES = 16 << 20
 
 
 class ReconciliationError(RuntimeError):
@@ -103,13 +104,35 @@ def _write_summaries(source: Source, number: int, results: Results, window: Wind
     if _is_written(location, schema):
         return
     with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        begin = span.start
-        for columns, num_rows in _passthrough(source, number):
-            rows = window.rows(begin, begin + num_rows)
-            table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
-            writer.write_table(_rows_where(table, results.done[begin : begin + num_rows]))
-            begin += num_rows
-        assert begin == span.stop, "the input has as many rows as its footer says"
+        tables = _summaries(source, number, results, window, schema)
+        for table in gathered(tables):
+            writer.write_table(table)
+
+
+def _summaries(source: Source, number: int, results: Results, window: Window, schema: pa.Schema) -> Iterator[pa.Table]:
+    """The summaries of a file, some rows at a time, in row order."""
+    span = results.span(number)
+    begin = span.start
+    for columns, num_rows in _passthrough(source, number):
+        rows = window.rows(begin, begin + num_rows)
+        table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
+        yield _rows_where(table, results.done[begin : begin + num_rows])
+        begin += num_rows
+    assert begin == span.stop, "the input has as many rows as its footer says"
+
+
+def gathered(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables worth a row group: a writer keeps what it knows of each group until the file is whole."""
+    waiting: list[pa.Table] = []
+    num_rows = num_bytes = 0
+    for table in tables:
+        waiting.append(table)
+        num_rows, num_bytes = num_rows + len(table), num_bytes + table.nbytes
+        if num_rows >= _CHUNK_ROWS or num_bytes >= _GROUP_BYTES:
+            yield pa.concat_tables(waiting)
+            waiting, num_rows, num_bytes = [], 0, 0
+    if waiting:
+        yield pa.concat_tables(waiting)
 
 
 def _rows_where(table: pa.Table, mask: NDArray[np.bool_]) -> pa.Table:

@@ -24,6 +24,10 @@ class InputChangedError(InputError):
     """A file is not what it was when the run began: what is left cannot be done from it."""
 
 
+class InputUnreachableError(InputError):
+    """The store of a file does not answer: nothing is known about the file itself."""
+
+
 def unreadable(file: str, error: Exception) -> InputError:
     """A file that is no Parquet, or not to its end."""
     message = " ".join(str(error).split())

@@ -68,12 +68,14 @@ class Job:
     job: dict[str, Any]
     screen: Screen = field(default_factory=Screen)
     max_batch_size: int = 3
+    input: Path = field(init=False)
 
     def __post_init__(self) -> None:
         table = pa.table(
             {"id": [f"d{row}" for row in range(len(self.texts))], "text": pa.array(self.texts, pa.string())}
         )
-        pq.write_table(table, self.folder / "input.parquet")
+        self.input = self.folder / "input.parquet"
+        pq.write_table(table, self.input)
 
     @property
     def output(self) -> Path:
@@ -82,7 +84,7 @@ class Job:
     def config(self, **job: Any) -> RunConfig:
         return RunConfig.from_values(
             {
-                "input": {"path": str(self.folder / "input.parquet"), "id_column": "id"},
+                "input": {"path": str(self.input), "id_column": "id"},
                 "output": {"path": str(self.output)},
                 "target": {"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
                 "decoding": {"mode": "autoregressive", "max_new_tokens": 5, "max_batch_size": self.max_batch_size},

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import ray
+from ray.exceptions import OutOfDiskError, RayTaskError
 
 from specextend.cluster import cluster
 from specextend.cluster.cluster import claimed
 from specextend.cluster.exits import LockHeldError
+from specextend.cluster.pool import unexpected
 
 
 @pytest.fixture
@@ -31,3 +34,19 @@ def test_a_folder_is_free_again_when_its_driver_has_ended(shared: None):
         pass
     with claimed("s3://bucket/again"), pytest.raises(LockHeldError), claimed("s3://bucket/again"):
         pass
+
+
+@pytest.mark.parametrize(("cause", "is_retryable"), [(OutOfDiskError("Local disk is full"), True), (KeyError(), False)])
+def test_a_result_that_finds_no_room_may_be_tried_again_and_a_mistake_of_ours_may_not(
+    local_ray: None, cause: Exception, is_retryable: bool
+):
+    """Ray says so in the name of the method, whose own exceptions look the same."""
+
+    @ray.remote
+    def answer() -> str:
+        raise cause
+
+    with pytest.raises(RayTaskError) as caught:
+        ray.get(answer.remote())
+    failed = unexpected(caught.value)
+    assert (failed.error_class, failed.stage, failed.retryable) == (type(cause).__name__, "worker", is_retryable)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specextend.cluster.readers import PAUSE_S
 from specextend.cluster.scheduler import MAX_LOSSES, GivenUp, Lease, Limits, Scheduler
 from specextend.core import DocumentKey
 
@@ -214,6 +216,66 @@ def test_an_error_row_says_how_often_it_was_tried(leases_per_worker: int):
     assert [item.attempts for item in given_up] == [4]
 
 
+def fail_to_read(plan: Scheduler, worker: str, now: float, **options: bool) -> list[int]:
+    """A worker is leased what it may have and reads nothing of it; the rows."""
+    leases = [lease for name, lease in plan.assign(now) if name == worker]
+    for lease in leases:
+        assert plan.unread(lease.lease_id, "OSError", "no such mount", now, **{"is_charged": True, **options}) == []
+    return [lease.key.row for lease in leases]
+
+
+def test_a_worker_that_reads_nothing_gets_nothing_while_there_is_another():
+    """A node without the mount fails at once, so it would be leased every document; and none is charged twice."""
+    plan = scheduler([5] * 20)
+    plan.join("blind", 0)
+    assert fail_to_read(plan, "blind", 0) == [0, 1, 2]
+    assert plan.assign(1) == [], "before another one has tried"
+    plan.join("seeing", 2)
+    for _ in range(6):
+        for worker, lease in plan.assign(2):
+            assert worker == "seeing"
+            assert lease.attempt == (2 if lease.key.row < 3 else 1)
+            plan.finish(lease.lease_id)
+    assert plan.num_open == 2
+
+
+def test_a_worker_is_cleared_when_another_cannot_read_the_same():
+    """Then it is the documents: they are given up, and both workers go on."""
+    plan = scheduler([5] * 6, limits=replace(LIMITS, max_attempts=2))
+    plan.join("a", 0)
+    assert fail_to_read(plan, "a", 0) == [0, 1, 2]
+    plan.join("b", 0)
+    tried = [lease for worker, lease in plan.assign(0) if worker == "b"]
+    given_up = [item for lease in tried for item in plan.unread(lease.lease_id, "OSError", "bad", 0, is_charged=True)]
+    assert [(item.key.row, item.attempts, item.error_class) for item in given_up] == [
+        (row, 2, "OSError") for row in range(3)
+    ]
+    assert {worker for worker, _ in plan.assign(0)} == {"a", "b"}
+
+
+def test_a_worker_that_reads_again_is_trusted_again():
+    """A store that did not answer for a moment."""
+    plan = scheduler([5] * 7, leases_per_worker=4)
+    plan.join("a", 0)
+    granted_first = [lease for _, lease in plan.assign(0)]
+    for lease in granted_first[:3]:
+        plan.unread(lease.lease_id, "OSError", "away", 0, is_charged=True)
+    assert plan.is_in_doubt("a")
+    plan.finish(granted_first[3].lease_id)
+    assert not plan.is_in_doubt("a")
+    assert granted(plan.assign(0)) == [4, 5, 6]
+
+
+def test_what_nobody_can_read_now_is_tried_again_after_a_pause_and_not_charged():
+    """The whole store is away: no document becomes an error row for that."""
+    plan = scheduler([5] * 2)
+    plan.join("a", 0)
+    for round_ in range(9):
+        assert fail_to_read(plan, "a", round_ * PAUSE_S, is_charged=False) == [0, 1]
+        assert plan.assign((round_ + 0.9) * PAUSE_S) == []
+    assert [lease.attempt for _, lease in plan.assign(9 * PAUSE_S)] == [1, 1]
+
+
 def two_workers_and_a_queue() -> tuple[Scheduler, dict[int, str]]:
     """Worker a: row 0 in its engine, rows 2 and 4 behind it. Worker b has done rows 1, 3 and 5."""
     plan = scheduler([60, 50, 40, 30, 20, 10])
@@ -269,6 +331,9 @@ def test_a_queue_behind_a_hang_is_emptied():
     assert granted(plan.assign(20), "b") == [1]
 
 
+EVENTS = ["finish", "finish", "report", "die", "lose", "unread", "wait", "late", "close"]
+
+
 class Simulation:
     """Drives a scheduler with drawn events and keeps its own books."""
 
@@ -281,6 +346,7 @@ class Simulation:
         self.closing: Counter[str] = Counter()
         self.done: Counter[DocumentKey] = Counter()
         self.given_up: list[GivenUp] = []
+        self.num_unread: Counter[DocumentKey] = Counter()
         self.old: list[str] = []
         self.now, self.num_started = 0.0, 0
         for _ in range(num_workers):
@@ -308,7 +374,7 @@ class Simulation:
             assert self.done[lease.key] == 0, "a document that is done was leased"
             assert all(lease.key != other.key for held in self.workers.values() for other in held.values())
             self.workers[worker][lease.lease_id] = lease
-            if lease.attempt > 1:
+            if lease.attempt > 1 + self.num_unread[lease.key]:
                 assert len(self.workers[worker]) == 1, "a charged document runs alone"
         assert all(len(held) <= self.leases_per_worker for held in self.workers.values())
 
@@ -334,13 +400,15 @@ class Simulation:
             return
         worker = self.data.draw(st.sampled_from(busy))
         lease = self.data.draw(st.sampled_from(list(self.workers[worker].values())))
-        event = self.data.draw(st.sampled_from(["finish", "finish", "report", "die", "lose", "wait", "late", "close"]))
+        event = self.data.draw(st.sampled_from(EVENTS))
         if event == "finish":
             self.finish(worker, lease)
         elif event == "report":
             self.plan.report(worker, self.num_started, [lease.lease_id], self.now)
         elif event in ("die", "lose"):
             self.bury(worker, charge=event == "die")
+        elif event == "unread":
+            self.cannot_read(worker, lease, is_charged=self.data.draw(st.booleans()))
         elif event == "wait":
             self.wait()
         elif event == "late" and self.old:
@@ -348,6 +416,11 @@ class Simulation:
         elif event == "close" and self.closing[worker]:
             self.closing[worker] -= 1
             self.plan.closed(worker)
+
+    def cannot_read(self, worker: str, lease: Lease, is_charged: bool) -> None:
+        del self.workers[worker][lease.lease_id]
+        self.num_unread[lease.key] += is_charged
+        self.given_up += self.plan.unread(lease.lease_id, "OSError", "no such mount", self.now, is_charged=is_charged)
 
     def wait(self) -> None:
         self.now += self.data.draw(st.floats(0, 40))
@@ -367,6 +440,7 @@ class Simulation:
                 for _ in range(count):
                     self.plan.closed(worker)
             self.closing.clear()
+            self.now += PAUSE_S
             self.assign()
             held = [(worker, lease) for worker, leases in self.workers.items() for lease in leases.values()]
             if not held:

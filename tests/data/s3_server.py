@@ -24,6 +24,8 @@ class Endpoint:
     url: str
     requests: list[tuple[str, str]] = field(default_factory=list)
     """(method, path with query) in the order of arrival."""
+    is_down: bool = False
+    """Whether it answers every request with 503."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -83,6 +85,9 @@ def s3_server() -> Iterator[Endpoint]:
     def counted(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         query = environ["QUERY_STRING"]
         endpoint.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"] + (f"?{query}" if query else "")))
+        if endpoint.is_down:
+            start_response("503 Slow Down", [("Content-Length", "0")])
+            return []
         return moto(environ, start_response)
 
     server = make_server("127.0.0.1", 0, counted, threaded=True, request_handler=_Quiet)

@@ -40,6 +40,28 @@ def test_rows_are_read_by_key_over_files_and_row_groups(tmp_path: Path, write: W
     ]
 
 
+def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path, write: Write) -> None:
+    """Whoever repairs a corpus wants to do it once."""
+    write("in/a.parquet", {"body": ["one"]})
+    write("in/b.parquet", {"text": [1]})
+    (tmp_path / "in" / "c.parquet").write_bytes(b"no Parquet")
+    write("in/d.parquet", {"text": ["fine"]})
+    with pytest.raises(InputError) as caught:
+        open_source(InputOptions(path=str(tmp_path / "in")))
+    message = str(caught.value)
+    assert message.startswith("a.parquet has no column 'text' (input.text_column); it has body; ")
+    assert "; b.parquet: column 'text' (input.text_column) is int64, it must be a string column; " in message
+    assert "; c.parquet cannot be read as Parquet" in message
+    assert "d.parquet" not in message
+
+
+def test_of_many_bad_files_some_are_named_and_all_are_counted(tmp_path: Path, write: Write) -> None:
+    for number in range(9):
+        write(f"in/{number}.parquet", {"body": ["one"]})
+    with pytest.raises(InputError, match=r"^0\.parquet has .*; 4\.parquet has .*; and 4 more such files$"):
+        open_source(InputOptions(path=str(tmp_path / "in")))
+
+
 def test_a_key_that_is_not_in_the_input_is_our_own_mistake(write: Write) -> None:
     source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x"]}))))
     with pytest.raises(IndexError):
@@ -141,11 +163,15 @@ def test_two_columns_of_one_name_are_a_run_error(tmp_path: Path) -> None:
 
 def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
     write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", None]})
-    assert "'id' (input.id_column) is null in row 2" in run_error(tmp_path / "in", id_column="id")
+    assert "nulls in column 'id' (input.id_column): 1, the first in row 2; " in run_error(
+        tmp_path / "in", id_column="id"
+    )
     write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", "3"]})
     write("in/b.parquet", {"text": ["x"] * 2, "id": [4, 2]})
     message = run_error(tmp_path / "in", id_column="id")
-    assert message == "the id '2' is repeated: a.parquet row 1 and b.parquet row 1; ids must be unique over all files"
+    assert message == (
+        "ids must be unique over all files: 1 repeated, the first is '2' in a.parquet row 1 and b.parquet row 1"
+    )
     write("in/b.parquet", {"text": ["x"], "id": NOT_UTF8})
     assert "not UTF-8" in run_error(tmp_path / "in", id_column="id")
 

@@ -22,6 +22,7 @@ from specextend.core import DocumentKey
 from specextend.data.documents import InputError, InputOptions, OutputOptions, Source, open_source
 from specextend.data.finalize import Counts, finalize, read_success, write_success
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
+from specextend.data.inputs import InputUnreachableError
 from specextend.data.parts import PartWriter, read_parts
 from specextend.data.regroup import regroup
 from specextend.data.storage import Location, atomic_output, list_files, resolve, write_bytes
@@ -167,6 +168,23 @@ def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> No
     write_bytes(output.child("_run", "lock"), elsewhere.encode())
     with pytest.raises(LockHeldError, match=r"is held by run 0000000a .* on another-host"):
         OutputLock(output, "0000000b").__enter__()
+
+
+def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpoint) -> None:
+    """The one comes back, so what is to be done can wait for it; and a document still has a name."""
+    upload("in/a.parquet", {"text": ["one", "two", "three"], "id": ["x", "y", "z"]})
+    source = open_source(InputOptions(path="s3://corpus/in", id_column="id"))
+    s3.is_down = True
+    try:
+        with pytest.raises(InputUnreachableError, match=r"^a.parquet cannot be reached \(.*\); run again$"):
+            source.check_unchanged(0)
+        with pytest.raises((OSError, InputUnreachableError)):
+            source.read(DocumentKey(0, 1))
+        assert source.doc_id(DocumentKey(0, 1)) == "a.parquet:1"
+    finally:
+        s3.is_down = False
+    source.check_unchanged(0)
+    assert source.read(DocumentKey(0, 1)).document.doc_id == "y"
 
 
 @pytest.mark.parametrize("uri", ["s3://nobody-made-this/in", "s3://corpus/nothing here", "s3://corpus/in/*.parquet"])

@@ -17,7 +17,7 @@ from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
 from specextend.data.storage import resolve
-from tests.job.conftest import CONFIG, ROOT, Ended, write_corpus
+from tests.job.conftest import CONFIG, ROOT, Ended, summarize, write_corpus
 
 MODELS = ROOT / ".models" / "tiny-random"
 
@@ -293,6 +293,16 @@ def test_the_status_of_no_run_is_refused(call, tmp_path: Path):
     ended = call("--status", str(tmp_path / "nowhere"))
     assert ended.code == 2
     assert "holds no run" in ended.stderr
+
+
+def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder(corpus: Path, tmp_path, monkeypatch):
+    """The run had begun: the next start goes on with it."""
+    monkeypatch.setenv("RAY_ADDRESS", "no such address")
+    ended = summarize("--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc")
+    assert ended.code == 1
+    assert ended.stderr.splitlines()[-1].startswith("error: Ray cannot be joined: Invalid address")
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "out" / "_run" / "lock").exists()
 
 
 def test_a_refusal_is_json_where_json_was_asked_for(call, tmp_path: Path):

@@ -120,6 +120,7 @@ class SimulatedPool:
             choices += [lambda: self._die(worker, being)] * 3 + [self._hang]
             if live(being):
                 choices += [lambda: self._fail_batch(worker, being), lambda: self._lose_call(worker, being)]
+                choices += [lambda: self._cannot_read(worker, being)]
         return self._draw.choice(choices)()
 
     def _kill_driver(self) -> list[Event]:
@@ -142,6 +143,11 @@ class SimulatedPool:
         for lease_id in batch:
             del being.leases[lease_id]
         return [Returned(worker, lease, Suspected("ValueError", "a batch failed")) for lease in batch.values()]
+
+    def _cannot_read(self, worker: str, being: Being) -> list[Event]:
+        """What it was just given; the file is there for others."""
+        lease = being.leases.pop(self._draw.choice(sorted(live(being))))
+        return [Returned(worker, lease, Failed("", "OSError", "no such mount", "read", retryable=True))]
 
     def _lose_call(self, worker: str, being: Being) -> list[Event]:
         lease = being.leases.pop(self._draw.choice(sorted(live(being))))

@@ -95,7 +95,9 @@ class Night:
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(seed: int, interrupt: Interrupt) -> None:
-    """Workers die, hang and never start; calls and nodes are lost; drivers are killed, batches fail."""
+    """Workers die, hang and never start; calls and nodes are lost; drivers are killed, batches fail; files are
+    out of reach.
+    """
 
     def check(folder: Path) -> None:
         night = Night(folder, seed, interrupt)

@@ -1,0 +1,117 @@
+"""What cannot be read: at one worker, at all of them for a while, or at all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.cluster import readers
+from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
+from specextend.cluster.progress import Snapshot
+from specextend.config import RunConfig
+from specextend.data.documents import Source
+from specextend.data.inputs import InputUnreachableError
+from tests.cluster.conftest import Job
+from tests.cluster.fakes import FakeEngine
+
+ROUNDS = [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(3)]
+TEXTS = [f"text number {number} " * (number + 1) for number in range(12)]
+
+
+@dataclass(frozen=True)
+class LacksTheMount:
+    """Makes engines; the process of the first one sees nothing of the file system from then on."""
+
+    empty: Path
+
+    def __call__(self, config: RunConfig) -> FakeEngine:
+        engine = FakeEngine(config)
+        if not self.empty.exists():
+            self.empty.mkdir()
+            os.chroot(self.empty)
+        return engine
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changing a process's root needs root")
+@pytest.mark.parametrize("attempt", ROUNDS)
+def test_what_one_worker_cannot_read_another_one_does(attempt, job, tmp_path: Path):
+    """It fails at once and asks for more: the whole corpus could become error rows in a second."""
+    run: Job = job(TEXTS, workers=2)
+    assert run.run(LacksTheMount(tmp_path / "empty")) == EXIT_DONE
+    assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
+    [note] = [note for note in run.screen.notes if "cannot read the input" in note]
+    assert "input.parquet was taken away" in note
+    unread = [facts for name, facts in run.screen.events if name == "document_unread"]
+    assert len({facts["worker"] for facts in unread}) == 1
+    assert len({row["worker"] for row in run.summaries().values()}) == 1
+
+
+@dataclass(frozen=True)
+class Spoils:
+    """Makes engines, and has bytes of a file other ones from then on; its size and time stay what they were."""
+
+    path: Path
+    span: slice
+
+    def __call__(self, config: RunConfig) -> FakeEngine:
+        data = bytearray(self.path.read_bytes())
+        data[self.span] = b"\xff" * (self.span.stop - self.span.start)
+        write_unnoticed(self.path, bytes(data))
+        return FakeEngine(config)
+
+
+def write_unnoticed(path: Path, data: bytes) -> None:
+    """As a disk does it that loses its mind, or who puts back a file with its times."""
+    times = os.stat(path)
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("attempt", ROUNDS)
+def test_rows_that_turn_bad_under_a_run_are_error_rows_once_every_worker_has_tried(attempt, job, monkeypatch):
+    """And no more than those. Who repairs the file has them done alone."""
+    monkeypatch.setattr(readers, "PAUSE_S", 0.1)
+    run: Job = job(TEXTS[:9], workers=2)
+    path = run.folder / "input.parquet"
+    pq.write_table(pq.read_table(path), path, row_group_size=3)
+    whole, texts = path.read_bytes(), pq.read_metadata(path).row_group(1).column(1)
+    begin = texts.dictionary_page_offset or texts.data_page_offset
+    assert run.run(Spoils(path, slice(begin, begin + texts.total_compressed_size))) == EXIT_TOO_MANY_ERRORS
+    assert [(name, row["stage"], row["retryable"], row["attempts"]) for name, row in run.errors().items()] == [
+        (f"d{row}", "read", True, 2) for row in range(3, 6)
+    ]
+    kept = run.summaries()
+    write_unnoticed(path, whole)
+    assert run.run(retry_errors=True) == EXIT_DONE
+    assert list(run.summaries()) == [f"d{row}" for row in range(9)]
+    assert run.summaries().items() >= kept.items()
+
+
+def answers_nothing(source: Source, number: int) -> None:
+    raise InputUnreachableError("503")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changing a process's root needs root")
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_store_that_nobody_reaches_makes_no_error_rows(attempt, job, monkeypatch, tmp_path: Path):
+    """A document cannot help it: the run waits, and in the end it says so. The driver is told what S3 tells it then."""
+    monkeypatch.setattr(readers, "PAUSE_S", 0.1)
+    run: Job = job(TEXTS)
+
+    def after_planning(snapshot: Snapshot) -> None:
+        patch.setattr(Source, "check_unchanged", answers_nothing)
+        run.screen.on_show = lambda snapshot: None
+
+    run.screen.on_show = after_planning
+    with monkeypatch.context() as patch, pytest.raises(StalledRunError, match=r"waiting: input.parquet:11, ") as said:
+        run.run(LacksTheMount(tmp_path / "empty"), stall_s=5, silence_s=12)
+    assert exit_code(said.value) == EXIT_FAILED
+    assert any(name == "document_unread" for name, _ in run.screen.events)
+    assert not list((run.output / "_run" / "parts").glob("*"))
+    assert run.run() == EXIT_DONE
+    assert {row["attempts"] for row in run.summaries().values()} == {1}
