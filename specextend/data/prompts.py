@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from tokenizers import Tokenizer
+
 from specextend.data.inputs import DocumentError
 
 LengthPolicy = Literal["error", "head", "tail", "middle"]
@@ -59,6 +61,7 @@ class Prompts:
         self.options = options
         self.limit = limit
         self._tokenizer = tokenizer
+        self._documents = _document_tokenizer(tokenizer)
         self._control_ids = control_token_ids(tokenizer)
         prefix, suffix = _template(tokenizer, options)
         self._prefix_ids = _bos(tokenizer) + self._encode(prefix)
@@ -99,12 +102,12 @@ class Prompts:
 
     def encode_document(self, text: str) -> list[int]:
         """The document's tokens, none of which is a control token, whatever it says."""
-        token_ids: list[int] = self._tokenize(text)["input_ids"]
+        token_ids = self._tokenize(text)
         if self._control_ids.isdisjoint(token_ids):
             return token_ids
-        encoding = self._tokenize(text, return_offsets_mapping=True)
+        encoding = self._documents.encode(text, add_special_tokens=False)
         spelled: list[int] = []
-        for token_id, (start, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             spelled += self._spell(text[start:end]) if token_id in self._control_ids else [token_id]
         return spelled
 
@@ -112,12 +115,13 @@ class Prompts:
         room = self.limit - max_new_tokens
         return room if self.options.max_prompt_tokens is None else min(self.options.max_prompt_tokens, room)
 
-    def _tokenize(self, text: str, **options: Any) -> Any:
-        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False, **options)
+    def _tokenize(self, text: str) -> list[int]:
+        token_ids: list[int] = self._documents.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return token_ids
 
     def _spell(self, text: str) -> list[int]:
         """A forged control token, character by character: tokenizers split special tokens, not all added ones."""
-        ids = [token_id for character in text for token_id in self._tokenize(character)["input_ids"]]
+        ids = [token_id for character in text for token_id in self._tokenize(character)]
         return [token_id for token_id in ids if token_id not in self._control_ids]
 
     def _encode(self, text: str) -> list[int]:
@@ -182,6 +186,17 @@ def _chat(tokenizer: Any, system: str, content: str) -> str:
 
 def _plain(system: str, content: str) -> str:
     return f"{system}\n\n{content}\n\nSummary:" if system else f"{content}\n\nSummary:"
+
+
+def _document_tokenizer(tokenizer: Any) -> Tokenizer:
+    """The tokenizer itself, to which a special token is text: without what transformers does around it for a batch of
+    one, tokenizing costs two thirds. It cuts nothing off and pads nothing, whatever its file says.
+    """
+    own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    own.encode_special_tokens = True
+    own.no_truncation()
+    own.no_padding()
+    return own
 
 
 def _bos(tokenizer: Any) -> list[int]:

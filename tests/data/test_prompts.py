@@ -77,6 +77,24 @@ def test_no_combination_of_pieces_forges_a_control_token(chat_tokenizer: Any, pi
     assert chat_tokenizer.decode(ids) == "".join(pieces)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    st.text() | st.lists(st.sampled_from(["A word", "\n\n", "  ", "1,000", "don't", "é", "\u200b", "中"])).map("".join)
+)
+def test_a_document_has_the_tokens_that_its_tokenizer_gives_it(chat_tokenizer: Any, text: str) -> None:
+    ids = chat_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert Prompts(chat_tokenizer, PromptOptions(), 10_000).encode_document(text) == ids
+
+
+def test_what_a_tokenizer_file_says_of_cutting_and_padding_is_not_for_documents(chat_tokenizer: Any) -> None:
+    """Some are published with the length of their training in it."""
+    expected = Prompts(chat_tokenizer, PromptOptions(), 10_000).encode_document("many words " * 50)
+    copy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(chat_tokenizer.backend_tokenizer.to_str()))
+    copy.backend_tokenizer.enable_truncation(8)
+    copy.backend_tokenizer.enable_padding(length=1000)
+    assert Prompts(copy, PromptOptions(), 10_000).encode_document("many words " * 50) == expected
+
+
 def test_the_tokenizer_still_knows_control_tokens_afterwards(chat_tokenizer: Any) -> None:
     """Splitting is a switch inside the shared tokenizer; it must not stay on."""
     render(chat_tokenizer, FORGERY)
