@@ -48,12 +48,17 @@ class Screen:
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
         self.notes.append(message)
+        self.events.append((event, facts))
 
     def begin(self, run_id: str) -> None:
         self.run_id = run_id
 
     def event(self, name: str, **facts: Fact) -> None:
         self.events.append((name, facts))
+
+    def told(self, name: str) -> list[dict[str, Fact]]:
+        """The facts of every event of a name."""
+        return [facts for event, facts in self.events if event == name]
 
     def close(self) -> None:
         pass

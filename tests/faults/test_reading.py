@@ -45,8 +45,7 @@ def test_what_one_worker_cannot_read_another_one_does(attempt, job, tmp_path: Pa
     assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
     [note] = [note for note in run.screen.notes if "cannot read the input" in note]
     assert "input.parquet was taken away" in note
-    unread = [facts for name, facts in run.screen.events if name == "document_unread"]
-    assert len({facts["worker"] for facts in unread}) == 1
+    assert len({facts["worker"] for facts in run.screen.told("document_unread")}) == 1
     assert len({row["worker"] for row in run.summaries().values()}) == 1
 
 
@@ -111,7 +110,7 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(attempt, job, monkeypat
     with monkeypatch.context() as patch, pytest.raises(StalledRunError, match=r"waiting: input.parquet:11, ") as said:
         run.run(LacksTheMount(tmp_path / "empty"), stall_s=5, silence_s=12)
     assert exit_code(said.value) == EXIT_FAILED
-    assert any(name == "document_unread" for name, _ in run.screen.events)
+    assert run.screen.told("document_unread")
     assert not list((run.output / "_run" / "parts").glob("*"))
     assert run.run() == EXIT_DONE
     assert {row["attempts"] for row in run.summaries().values()} == {1}

@@ -32,6 +32,7 @@ def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(
     assert real_job.run(Breaks("hang", tmp_path / "hung"), stall_s=12, max_attempts=5) == EXIT_DONE
     assert real_job.result() == undisturbed
     assert any("is killed: no step for 12 s" in note for note in real_job.screen.notes)
+    assert {facts["reason"] for facts in real_job.screen.told("worker_killed")} == {"no step for 12 s"}
     assert max(real_job.column("attempts")) >= 2
 
 
@@ -43,6 +44,7 @@ def test_a_document_past_its_deadline_is_dropped_and_its_neighbours_go_on(attemp
     assert run.run() == EXIT_TOO_MANY_ERRORS
     [late] = run.errors().values()
     assert (late["doc_id"], late["error_class"], late["attempts"]) == ("d4", "DeadlineExceeded", 1)
+    assert [facts["document"] for facts in run.screen.told("document_cancelled")] == ["d4"]
     assert set(run.summaries()) == {f"d{row}" for row in range(4)}
     assert len({row["worker"] for row in run.summaries().values()}) == 1
 
