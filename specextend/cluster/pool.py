@@ -28,6 +28,8 @@ from specextend.data.documents import Source
 
 POLL_S = 2.0
 """Seconds between two polls of a worker."""
+GATHER_S = 0.02
+"""Seconds to let more answers come in beside the first: a turn of the driver costs as much for one as for many."""
 VERDICT_S = 5.0
 """Seconds to wait, after a worker is gone, for word that its whole node is."""
 
@@ -166,6 +168,7 @@ class Pool:
         if references:
             ready, _ = ray.wait(references, num_returns=1, timeout=timeout_s)
             if ready:
+                time.sleep(GATHER_S)
                 ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
         else:
             ready = []
