@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from specextend.cluster.exits import ClusterError, LockHeldError, RefusedError
@@ -122,5 +123,7 @@ def _claim(name: str, output: str) -> Any:
             if time.monotonic() >= give_up_at:
                 raise LockHeldError(f"{output} is held by another driver of this cluster") from None
             time.sleep(0.5)
+        except RayError as error:
+            raise ClusterError(f"Ray does not do as it is asked: {first_line(error)}; run again") from error
         else:
             return holder

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from specextend.cluster.arbiter import Arbiter, Verdict
 from specextend.cluster.attempts import Attempt
 from specextend.cluster.display import Display, Fact
 from specextend.cluster.exits import InterruptedRunError, OutputError
@@ -23,7 +24,6 @@ from specextend.cluster.stall import StallGuard
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.data.documents import Source
-from specextend.data.inputs import InputUnreachableError
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
 from specextend.data.storage import Location
@@ -78,8 +78,12 @@ class Driver:
     job: JobOptions
     clock: Callable[[], float] = time.monotonic
     _guard: StallGuard = field(init=False)
+    _arbiter: Arbiter = field(init=False)
+    _hosts: dict[str, str] = field(default_factory=dict)
+    """Of the workers that were ready once."""
 
     def __post_init__(self) -> None:
+        self._arbiter = Arbiter(self.source)
         self._guard = StallGuard(self.job.silence_s, self.clock())
 
     def run(self) -> None:
@@ -113,14 +117,14 @@ class Driver:
         now = self.clock()
         for worker in self.roster.due(now, self.scheduler.num_open):
             self.pool.start(worker)
-        self._enforce(now)
-        if (taken := self.scheduler.rebalance()) is not None:
+        if (taken := self.scheduler.rebalance(now)) is not None:
             self.display.event("lease_taken_back", **_facts(*taken))
             self.pool.cancel(taken[1].lease_id)
         for worker, lease in self.scheduler.assign(now):
             self.display.event("document_leased", **_facts(worker, lease))
             self.pool.run(worker, lease)
         self._collect(TICK_S)
+        self._enforce(self.clock())
         self._check_silence()
         self.committer.commit_if_due(self.clock())
         now = self.clock()
@@ -133,17 +137,16 @@ class Driver:
             self._handle(event, self.clock())
 
     def _check_silence(self) -> None:
-        """After a look at what came: a driver that was itself held up has not seen it yet."""
         if self._guard.is_stalled(self.clock()):
             leased, waiting = self.scheduler.leased(), self.scheduler.waiting()
             raise self._guard.error(self.roster.num_ready, leased, waiting, self.source.place)
 
     def _enforce(self, now: float) -> None:
-        """Deadlines and hangs."""
+        """Deadlines and hangs, after a look at what came: a driver that was held up itself has not seen it yet."""
         for lease in self.scheduler.overdue(now):
             seconds = self.job.deadline_base_s + self.job.deadline_s_per_token * lease.num_tokens
             message = f"not done {seconds:.0f} s after the start of its prefill"
-            worker, doc_id = self.scheduler.holder(lease.lease_id), self.source.doc_id(lease.key)
+            worker, doc_id = self.scheduler.holder(lease.lease_id), self._arbiter.doc_id(lease.key)
             facts = _facts(worker, lease) | {"document": doc_id}
             self.display.note(f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts)
             self._give_up(self.scheduler.expire(lease.lease_id, message), worker, now)
@@ -161,6 +164,7 @@ class Driver:
         match event:
             case Ready(worker, info):
                 self.roster.ready(worker)
+                self._hosts[worker] = info.host
                 self.attempt.worker_started(info)
                 self.display.event("worker_ready", worker=worker, host=info.host, pid=info.pid, device=info.device)
                 self.scheduler.join(worker, now)
@@ -191,14 +195,14 @@ class Driver:
         if self.scheduler.lease(lease.lease_id) is None:
             self.scheduler.closed(worker)
             return
+        if isinstance(outcome, Failed) and outcome.stage == "read" and outcome.retryable:
+            self._unread(worker, lease, outcome, now)
+            return
         self.roster.document_done()
         if isinstance(outcome, Suspected):
             message = f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}"
             self.display.note(message, "batch_failed", **_facts(worker, lease), error_class=outcome.error_class)
             self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker, now)
-            return
-        if isinstance(outcome, Failed) and outcome.stage == "read" and outcome.retryable:
-            self._unread(worker, lease, outcome, now)
             return
         self.scheduler.finish(lease.lease_id)
         self._guard.ended(now)
@@ -211,20 +215,23 @@ class Driver:
             self._fail(lease.key, lease.attempt, outcome, worker, now)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
-        """A worker could not read a document: others try. Raises InputChangedError where the file is another one."""
-        try:
-            self.source.check_unchanged(lease.key.file)
-            is_reachable = True
-        except InputUnreachableError:  # for nobody, so the document is not charged; the stall guard sets an end to that
-            is_reachable = False
+        """A worker could not read a document: the driver looks whose fault that is, once for a worker that waits."""
         self.display.event("document_unread", **_facts(worker, lease), message=failed.message)
-        was_in_doubt = self.scheduler.is_in_doubt(worker)
-        error = (failed.error_class, failed.message)
-        for item in self.scheduler.unread(lease.lease_id, *error, now, is_charged=is_reachable):
-            self._fail(item.key, item.attempts, failed, worker, now)
-        if self.scheduler.is_in_doubt(worker) and not was_in_doubt:
-            message = f"{worker} cannot read the input, others go before it: {failed.message}"
-            self.display.note(message, "worker_cannot_read", worker=worker, reason=failed.message)
+        if self.scheduler.is_blind(worker, now):
+            self.scheduler.unread(lease.lease_id, now)
+            return
+        self.committer.commit()  # the look may take its time
+        verdict, now = self._arbiter.judge(lease.key), self.clock()
+        if verdict is Verdict.DAMAGED:
+            for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message, now):
+                self._guard.ended(now)
+                self._fail(item.key, item.attempts, failed, worker, now)
+            return
+        pause_s = self.scheduler.unread(lease.lease_id, now)
+        who = "nobody can" if verdict is Verdict.OUT_OF_REACH else "the driver can"
+        host, reason = self._hosts[worker], failed.message
+        message = f"{worker} on {host} waits {pause_s:.0f} s, it cannot read what {who}: {reason}"
+        self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=reason)
 
     def _lost(self, worker: str, lease: Lease, reason: str, now: float) -> None:
         """The call of a lease ended without outcome: as was asked for, or the document waits again."""
@@ -249,7 +256,7 @@ class Driver:
             self._fail(item.key, item.attempts, failed, worker, now)
 
     def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str, now: float) -> None:
-        doc_id = failed.doc_id or self.source.doc_id(key)
+        doc_id = failed.doc_id or self._arbiter.doc_id(key)
         row = error_row(
             key,
             doc_id,

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from specextend.cluster.exits import RefusedError
+from specextend.cluster.exits import RefusedError, StoreError
 from specextend.cluster.plan import Plan, make_plan
 from specextend.cluster.progress import TokenEstimate
 from specextend.cluster.run import Prepared, check_same_run, read_progress
 from specextend.core import DocumentKey
 from specextend.data.documents import InputError
+from specextend.data.inputs import InputUnreachableError
 from specextend.data.parts import pending
 from specextend.loading import GIB, rows_per_sequence
 
@@ -25,6 +26,8 @@ def dry_run(prepared: Prepared, *, retry_errors: bool = False) -> dict[str, Any]
     decoding = config.decoding
     try:
         plan = make_plan(source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None)
+    except InputUnreachableError as error:
+        raise StoreError(str(error)) from error
     except InputError as error:
         raise RefusedError(str(error)) from error
     return {

@@ -35,6 +35,10 @@ class ClusterError(RuntimeError):
     """Ray cannot be started or joined: exit 1. Nothing was decoded."""
 
 
+class StoreError(RuntimeError):
+    """The input's store does not answer: exit 1. What is done is kept; run again to resume."""
+
+
 class StalledRunError(RuntimeError):
     """No worker has read or written a token for too long: exit 1. What is done is kept; run again to resume."""
 
@@ -52,6 +56,7 @@ SAID_IN_ONE_LINE = (
     LockHeldError,
     OtherRunError,
     OutputError,
+    StoreError,
     ClusterError,
     WorkersFailError,
     StalledRunError,

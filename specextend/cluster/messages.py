@@ -18,7 +18,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A document that cannot be done, whoever tries."""
+    """A document that cannot be done; where `stage` is `read` and `retryable` holds, by this worker now."""
 
     doc_id: str
     """Empty where it was not read."""

@@ -16,7 +16,7 @@ from specextend.cluster.attempts import Attempt, version_changes
 from specextend.cluster.cluster import check_resources, claimed, connected, is_local
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Committer, Driver
-from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunError, RefusedError, exit_code
+from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunError, RefusedError, StoreError, exit_code
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.lock import OutputLock, check_free
 from specextend.cluster.messages import first_line
@@ -33,6 +33,7 @@ from specextend.core import DocumentKey
 from specextend.data.documents import DocumentError, InputError, Source, open_source
 from specextend.data.finalize import Counts, finalize, read_success, remove_success, write_success
 from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
+from specextend.data.inputs import InputUnreachableError
 from specextend.data.parts import PartWriter, Progress, pending, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.regroup import regroup
@@ -185,9 +186,14 @@ class _Start:
     factory: EngineFactory
 
     def run(self, retry_errors: bool) -> int:
-        """Decode what is left to do, then finalize. Raises RefusedError for an input that breaks off or changes."""
+        """Decode what is left to do, then finalize.
+
+        Raises RefusedError for an input that breaks off or changes, StoreError for one that is out of reach.
+        """
         try:
             return self._run(retry_errors)
+        except InputUnreachableError as error:
+            raise StoreError(f"{error}; what is done is kept") from error
         except InputError as error:
             raise RefusedError(str(error)) from error
 

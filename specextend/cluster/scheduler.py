@@ -11,13 +11,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from specextend.cluster.readers import Readers
 from specextend.core import DocumentKey
 
 MAX_UNCHARGED_EXPOSURES = 2
 """Deaths a document may sit through, not known to have started, before it runs alone."""
 MAX_LOSSES = 10
 """Nodes a document may lose before it is given up."""
+PAUSE_S = 10.0
+"""Seconds before a document that nobody could read is tried again, and before a worker that could not gets another."""
+LONGEST_PAUSE_S = 600.0
+"""Of such a worker, whose pause doubles as long as it reads nothing."""
 LENGTH_STEP = 1.1
 """Documents whose lengths differ by less than about this factor go in input order."""
 
@@ -68,7 +71,7 @@ class _Item:
     num_tokens: int
     attempts: int = 0
     strikes: int = 0
-    """Attempts that may have ended by its fault."""
+    """Attempts that may have ended by its fault, and taken neighbours along."""
     losses: int = 0
     exposures: int = 0
     num_leases: int = 0
@@ -89,8 +92,6 @@ class _Held:
     started_at: float | None = None
     is_queued: bool = False
     """Whether the worker has said that its prefill has not begun."""
-    is_unread: bool = False
-    """Whether another worker could not read it: it must not go back to that one."""
 
 
 @dataclass(slots=True)
@@ -106,6 +107,10 @@ class _Worker:
     """The step counter when a lease was last taken back: until it moves, the engine may still hang in that one."""
     num_steps: int = -1
     moved_at: float = 0.0
+    blind_until: float = -math.inf
+    """It gets no leases until then, as it could not read one."""
+    pause_s: float = PAUSE_S
+    """Seconds of its next such pause."""
 
     @property
     def is_empty(self) -> bool:
@@ -128,8 +133,8 @@ class _Worker:
         return len(self.leases) + self.may_hang
 
     def queued(self) -> _Held | None:
-        """The longest of its leases that wait, and that any worker may have."""
-        waiting = [held for held in self.leases.values() if held.is_queued and not held.is_unread]
+        """The longest of its leases that wait."""
+        waiting = [held for held in self.leases.values() if held.is_queued]
         return max(waiting, key=lambda held: held.lease.num_tokens, default=None)
 
 
@@ -145,8 +150,7 @@ class Scheduler:
         self._stem = stem
         self._fresh: list[tuple[int, DocumentKey]] = []
         self._alone: list[tuple[int, DocumentKey]] = []
-        self._unread: list[tuple[int, DocumentKey]] = []
-        self._readers = Readers()
+        self._later: list[tuple[float, DocumentKey]] = []
         self._items: dict[DocumentKey, _Item] = {}
         self._held: dict[str, _Held] = {}
         self._workers: dict[str, _Worker] = {}
@@ -164,7 +168,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Open documents that no worker holds."""
-        return len(self._fresh) + len(self._alone) + len(self._unread)
+        return len(self._fresh) + len(self._alone) + len(self._later)
 
     @property
     def is_done(self) -> bool:
@@ -179,38 +183,30 @@ class Scheduler:
     def assign(self, now: float) -> list[tuple[str, Lease]]:
         """Leases to hand out now: charged documents alone on empty workers, the others longest first, spread."""
         granted = []
-        takers = self._takers()
-        for name in takers:
-            if self._alone and self._workers[name].is_empty:
-                self._workers[name].alone = True
+        while self._later and self._later[0][0] <= now:
+            self._enqueue(self._items[heapq.heappop(self._later)[1]])
+        takers = self._takers(now)
+        for name, worker in takers.items():
+            if self._alone and worker.is_empty:
+                worker.alone = True
                 granted.append((name, self._grant(name, heapq.heappop(self._alone)[1], now)))
-        granted += self._assign_unread(now)
         while self._fresh and (roomiest := self._roomiest(takers)) is not None:
             granted.append((roomiest, self._grant(roomiest, heapq.heappop(self._fresh)[1], now)))
         return granted
 
-    def _takers(self) -> list[str]:
-        """Workers that get leases. One that reads nothing gets some only where there is no other, after its pauses."""
-        alive = [name for name, worker in self._workers.items() if worker.takes_leases]
-        able = [name for name in alive if not self._readers.is_in_doubt(name)]
-        return able or ([] if self._unread else alive)
+    def _takers(self, now: float) -> dict[str, _Worker]:
+        """Workers that may get leases."""
+        return {
+            name: worker for name, worker in self._workers.items() if worker.takes_leases and worker.blind_until <= now
+        }
 
-    def _assign_unread(self, now: float) -> list[tuple[str, Lease]]:
-        granted: list[tuple[str, Lease]] = []
-        alive = [name for name, worker in self._workers.items() if worker.takes_leases]
-        for entry in sorted(self._unread):
-            if (name := self._roomiest(self._readers.may_try(entry[1], alive, now))) is not None:
-                self._unread.remove(entry)
-                granted.append((name, self._grant(name, entry[1], now)))
-        return granted
-
-    def rebalance(self) -> tuple[str, Lease] | None:
+    def rebalance(self, now: float) -> tuple[str, Lease] | None:
         """A lease taken back from the queue of a slow worker, and that worker: `assign` gives it to an idle one.
 
         Only at the end, when no document waits here. The idle worker has no queue, and two leases less than the slow
         one, so no lease goes to and fro. It costs no attempt. Call `closed` when the slow worker has let go of it.
         """
-        if self.num_waiting or (held := self._misplaced()) is None:
+        if self._fresh or self._alone or (held := self._misplaced(now)) is None:
             return None
         self._workers[held.worker].num_closing += 1
         self._release(held.lease.lease_id)
@@ -232,7 +228,7 @@ class Scheduler:
             held.is_queued = held.started_at is None and lease_id not in begun
             if held.started_at is None and lease_id in begun:
                 held.started_at = now
-                self._readers.read(worker, held.item.key)
+                state.pause_s = PAUSE_S
 
     def lease(self, lease_id: str) -> Lease | None:
         """The lease, while it is in force."""
@@ -245,22 +241,18 @@ class Scheduler:
 
     def waiting(self) -> list[DocumentKey]:
         """Open documents that no worker holds, in the order in which they will be leased."""
-        return [key for _, key in [*sorted(self._alone), *sorted(self._unread), *sorted(self._fresh)]]
+        return [key for _, key in [*sorted(self._alone), *sorted(self._fresh), *sorted(self._later)]]
 
     def holder(self, lease_id: str) -> str:
         """The worker that holds a lease in force."""
         return self._held[lease_id].worker
-
-    def is_in_doubt(self, worker: str) -> bool:
-        """Whether a worker gets no leases because it cannot read what nobody else is known to fail at."""
-        return self._readers.is_in_doubt(worker)
 
     def finish(self, lease_id: str) -> bool:
         """Close the document of this lease; False where the lease was taken away, so its result must be dropped."""
         held = self._release(lease_id)
         if held is None:
             return False
-        self._readers.read(held.worker, held.item.key)
+        self._workers[held.worker].pause_s = PAUSE_S
         del self._items[held.item.key]
         return True
 
@@ -288,18 +280,32 @@ class Scheduler:
         assert held is not None
         return self._charge(held.item, error_class, message, is_certain=False)
 
-    def unread(self, lease_id: str, error_class: str, message: str, now: float, *, is_charged: bool) -> list[GivenUp]:
-        """Its worker could not read it: another one tries, or the same one later. Not `is_charged`: nobody can now."""
+    def unread(self, lease_id: str, now: float) -> float:
+        """Its worker could not read it, others may: it waits again, uncharged; the seconds that the worker waits."""
         held = self._release(lease_id)
         assert held is not None
-        item = held.item
-        self._readers.failed(held.worker, item.key, now)
-        item.attempts += is_charged
-        if item.attempts >= self._limits.max_attempts:
-            self._readers.given_up(item.key)
-            return [self._give_up(item, error_class, message)]
-        self._enqueue(item)
+        self._enqueue(held.item)
+        worker = self._workers[held.worker]
+        if worker.blind_until <= now:
+            worker.blind_until = now + worker.pause_s
+            worker.pause_s = min(2 * worker.pause_s, LONGEST_PAUSE_S)
+        if all(other.started_at is None for other in worker.leases.values()):
+            worker.moved_at = now  # it has answered, and nothing that it decodes may hang
+        return worker.blind_until - now
+
+    def damaged(self, lease_id: str, error_class: str, message: str, now: float) -> list[GivenUp]:
+        """Nobody can read it: charge the document of a lease in force, and let it wait for `PAUSE_S`."""
+        held = self._release(lease_id)
+        assert held is not None
+        held.item.attempts += 1
+        if held.item.attempts >= self._limits.max_attempts:
+            return [self._give_up(held.item, error_class, message)]
+        heapq.heappush(self._later, (now + PAUSE_S, held.item.key))
         return []
+
+    def is_blind(self, worker: str, now: float) -> bool:
+        """Whether a worker waits because it could not read a document."""
+        return self._workers[worker].blind_until > now
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
         """The call was lost for no fault of the document: it waits again, as if its node had died."""
@@ -343,7 +349,6 @@ class Scheduler:
 
     def _drop(self, worker: str) -> _Worker:
         state = self._workers.pop(worker)
-        self._readers.left(worker)
         for lease_id in state.leases:
             del self._held[lease_id]
         return state
@@ -352,22 +357,20 @@ class Scheduler:
         item, state = self._items[key], self._workers[worker]
         item.num_leases += 1
         lease_id = f"{self._stem}{key.file}-{key.row}-{item.num_leases}"
-        lease = Lease(lease_id, key, item.num_tokens, item.attempts + 1)
-        held = _Held(lease, item, worker, is_unread=self._readers.is_unread(key))
+        held = _Held(Lease(lease_id, key, item.num_tokens, item.attempts + 1), item, worker)
         if state.is_empty:
             state.moved_at = now
         self._held[lease_id] = state.leases[lease_id] = held
         return held.lease
 
-    def _roomiest(self, names: Iterable[str]) -> str | None:
-        """Of some workers, the one with the fewest leases, if it may take another."""
-        held = {name: self._workers[name].num_taken for name in names if not self._workers[name].alone}
+    def _roomiest(self, takers: dict[str, _Worker]) -> str | None:
+        held = {name: worker.num_taken for name, worker in takers.items() if not worker.alone}
         name = min(held, key=held.__getitem__, default=None)
         return name if name is not None and held[name] < self._leases_per_worker else None
 
-    def _misplaced(self) -> _Held | None:
+    def _misplaced(self, now: float) -> _Held | None:
         """The longest lease that waits at the busiest worker, if another one is idle."""
-        takers = [worker for name in self._takers() if not (worker := self._workers[name]).alone]
+        takers = [worker for worker in self._takers(now).values() if not worker.alone]
         slow = max((worker for worker in takers if worker.queued()), key=lambda each: each.num_before, default=None)
         idle = min((worker.num_taken for worker in takers if not worker.queued()), default=self._leases_per_worker)
         if slow is None or idle >= self._leases_per_worker or slow.num_before < idle + 2:
@@ -407,13 +410,7 @@ class Scheduler:
         self._enqueue(item)
 
     def _enqueue(self, item: _Item) -> None:
-        entry = _rank(item.num_tokens, item.key)
-        if item.runs_alone:
-            heapq.heappush(self._alone, entry)
-        elif self._readers.is_unread(item.key):
-            self._unread.append(entry)
-        else:
-            heapq.heappush(self._fresh, entry)
+        heapq.heappush(self._alone if item.runs_alone else self._fresh, _rank(item.num_tokens, item.key))
 
     def _give_up(self, item: _Item, error_class: str, message: str) -> GivenUp:
         del self._items[item.key]

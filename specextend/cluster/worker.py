@@ -31,6 +31,7 @@ from specextend.cluster.messages import (
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, SamplingParams
 from specextend.data.documents import DocumentError, InputError, Row, Source
+from specextend.data.parquet import DAMAGED
 from specextend.data.prompts import Prompt, Prompts
 from specextend.data.schema import result_row
 from specextend.decoding.engine import BatchError
@@ -166,7 +167,7 @@ class Worker:
     def _prepare(self, key: DocumentKey) -> tuple[Row, Prompt]:
         try:
             row = self._source.read(key)
-        except (OSError, InputError) as error:
+        except (InputError, *DAMAGED) as error:
             raise DocumentError(type(error).__name__, str(error), stage="read", retryable=True) from error
         try:
             return row, self._prompts.render(row.document.text, self._max_new_tokens(row))

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.data.inputs import InputError, InputFile, InputOptions, unreadable
-from specextend.data.listing import Listing
+from specextend.data.inputs import InputError, InputFile, InputOptions, InputUnreachableError, unreadable
+from specextend.data.listing import Listing, ask
 from specextend.data.parquet import DAMAGED, columns_bytes, document_columns, is_text, open_parquet, plain_text
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import Location
@@ -29,6 +29,8 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
     for number in range(len(listing.relative_paths)):
         try:
             file, its_fields, its_ids = _audit_file(listing, number, options)
+        except InputUnreachableError:
+            raise  # of the next file there will be no more to know
         except InputError as error:
             problems.append(str(error))
         else:
@@ -56,9 +58,11 @@ def _audit_file(
             rows = _group_rows(parquet.metadata)
             groups = range(len(rows))
             largest = max((columns_bytes(parquet, i, document_columns(options)) for i in groups), default=0)
-        modified_ns = location.filesystem.get_file_info(location.path).mtime_ns
+        modified_ns = ask(location, name).mtime_ns
         return InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns), fields, ids
     except DAMAGED as error:
+        if isinstance(error, OSError):
+            ask(location, name)
         raise unreadable(name, error) from error
 
 

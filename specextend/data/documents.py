@@ -27,7 +27,7 @@ from specextend.data.inputs import (
     ScannedRow,
     unreadable,
 )
-from specextend.data.listing import check_apart, list_input
+from specextend.data.listing import ask, check_apart, list_input
 from specextend.data.parquet import DAMAGED, as_bytes, document_columns, open_parquet, plain_text, stream
 from specextend.data.storage import Location, check_writable, resolve
 
@@ -115,19 +115,15 @@ class Source:
         column = self.options.id_column
         try:
             return self._id(key, None if column is None else self._row(key, [column]))
-        except (OSError, InputUnreachableError):
+        except (InputUnreachableError, *DAMAGED):
             return self.place(key)
 
     def check_unchanged(self, number: int) -> None:
         """Raise InputChangedError where a file is gone, or has another size or time than when it was audited, and
         InputUnreachableError where its store does not say.
         """
-        file, location = self.files[number], self.location(number)
-        try:
-            info = location.filesystem.get_file_info(location.path)
-        except OSError as error:
-            message = " ".join(str(error).split())
-            raise InputUnreachableError(f"{file.relative_path} cannot be reached ({message}); run again") from error
+        file = self.files[number]
+        info = ask(self.location(number), file.relative_path)
         if info.is_file and (info.size, info.mtime_ns) == (file.size, file.modified_ns):
             return
         what = f"was written to ({file.size} bytes, now {info.size})" if info.is_file else "was taken away"
@@ -212,6 +208,7 @@ class Source:
             if len(table) != num_rows:
                 raise pa.ArrowInvalid(f"row group {group} holds {len(table)} rows, the footer says {num_rows}")
         except (pa.ArrowException, OSError) as error:
+            self._open.pop(number, None)  # its handle may be of a mount that is gone
             self.check_unchanged(number)
             raise OSError(str(unreadable(self.files[number].relative_path, error))) from error
         self.check_unchanged(number)

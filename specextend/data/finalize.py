@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -104,30 +104,36 @@ def _write_summaries(source: Source, number: int, results: Results, window: Wind
     if _is_written(location, schema):
         return
     with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        tables = _summaries(source, number, results, window, schema)
-        for table in gathered(tables):
+        for table in gathered(_summaries(source, number, results, window, schema)):
             writer.write_table(table)
 
 
-def _summaries(source: Source, number: int, results: Results, window: Window, schema: pa.Schema) -> Iterator[pa.Table]:
-    """The summaries of a file, some rows at a time, in row order."""
+def _summaries(
+    source: Source, number: int, results: Results, window: Window, schema: pa.Schema
+) -> Iterator[tuple[pa.Table, int]]:
+    """The summaries of a file, some rows at a time, in row order, and the bytes that such rows keep in memory."""
     span = results.span(number)
     begin = span.start
     for columns, num_rows in _passthrough(source, number):
         rows = window.rows(begin, begin + num_rows)
         table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
-        yield _rows_where(table, results.done[begin : begin + num_rows])
+        yield _rows_where(table, results.done[begin : begin + num_rows]), table.nbytes
         begin += num_rows
     assert begin == span.stop, "the input has as many rows as its footer says"
 
 
-def gathered(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in tables worth a row group: a writer keeps what it knows of each group until the file is whole."""
+def gathered(tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
+    """The same rows in tables worth a row group: a writer keeps what it knows of each group until the file is whole.
+
+    tables: each with the bytes that holding it takes, which for slices is more than they show.
+    """
     waiting: list[pa.Table] = []
     num_rows = num_bytes = 0
-    for table in tables:
+    for table, held_bytes in tables:
+        if not len(table):
+            continue
         waiting.append(table)
-        num_rows, num_bytes = num_rows + len(table), num_bytes + table.nbytes
+        num_rows, num_bytes = num_rows + len(table), num_bytes + held_bytes
         if num_rows >= _CHUNK_ROWS or num_bytes >= _GROUP_BYTES:
             yield pa.concat_tables(waiting)
             waiting, num_rows, num_bytes = [], 0, 0

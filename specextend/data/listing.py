@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pyarrow import fs
 
-from specextend.data.inputs import InputError
+from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.data.storage import Location, is_uri, resolve
 
 
@@ -133,3 +133,12 @@ def _has_wildcard(path: str, *, uri: bool) -> bool:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
+
+
+def ask(location: Location, name: str) -> fs.FileInfo:
+    """What the store knows of a file, called `name`. Raises InputUnreachableError where it does not answer."""
+    try:
+        return location.filesystem.get_file_info(location.path)
+    except OSError as error:
+        message = " ".join(str(error).split())
+        raise InputUnreachableError(f"{name} cannot be reached ({message}); run again") from error

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.cluster.readers import PAUSE_S
-from specextend.cluster.scheduler import MAX_LOSSES, GivenUp, Lease, Limits, Scheduler
+from specextend.cluster.scheduler import LONGEST_PAUSE_S, MAX_LOSSES, GivenUp, Lease, Limits, Scheduler
 from specextend.core import DocumentKey
 
 LIMITS = Limits(max_attempts=2, deadline_base_s=10, deadline_s_per_token=1, stall_s=30)
@@ -216,64 +215,81 @@ def test_an_error_row_says_how_often_it_was_tried(leases_per_worker: int):
     assert [item.attempts for item in given_up] == [4]
 
 
-def fail_to_read(plan: Scheduler, worker: str, now: float, **options: bool) -> list[int]:
-    """A worker is leased what it may have and reads nothing of it; the rows."""
-    leases = [lease for name, lease in plan.assign(now) if name == worker]
-    for lease in leases:
-        assert plan.unread(lease.lease_id, "OSError", "no such mount", now, **{"is_charged": True, **options}) == []
-    return [lease.key.row for lease in leases]
+def fail_to_read(plan: Scheduler, now: float) -> list[int]:
+    """Nobody reads anything of what is leased now; the rows."""
+    grants = plan.assign(now)
+    for _, lease in grants:
+        plan.unread(lease.lease_id, now)
+    return granted(grants)
 
 
-def test_a_worker_that_reads_nothing_gets_nothing_while_there_is_another():
-    """A node without the mount fails at once, so it would be leased every document; and none is charged twice."""
+def test_a_worker_that_cannot_read_waits_longer_and_longer_and_charges_nobody():
+    """A node without the input's mount fails at once, so without that it would be leased every document."""
     plan = scheduler([5] * 20)
     plan.join("blind", 0)
-    assert fail_to_read(plan, "blind", 0) == [0, 1, 2]
-    assert plan.assign(1) == [], "before another one has tried"
-    plan.join("seeing", 2)
-    for _ in range(6):
-        for worker, lease in plan.assign(2):
-            assert worker == "seeing"
-            assert lease.attempt == (2 if lease.key.row < 3 else 1)
-            plan.finish(lease.lease_id)
-    assert plan.num_open == 2
+    now = 0.0
+    for pause in (10, 20, 40, 80, 160, 320, 600, 600):
+        assert fail_to_read(plan, now) == [0, 1, 2]
+        assert plan.is_blind("blind", now)
+        assert plan.assign(now + pause - 1) == []
+        now += pause
+    assert [lease.attempt for _, lease in plan.assign(now)] == [1, 1, 1]
 
 
-def test_a_worker_is_cleared_when_another_cannot_read_the_same():
-    """Then it is the documents: they are given up, and both workers go on."""
-    plan = scheduler([5] * 6, limits=replace(LIMITS, max_attempts=2))
-    plan.join("a", 0)
-    assert fail_to_read(plan, "a", 0) == [0, 1, 2]
-    plan.join("b", 0)
-    tried = [lease for worker, lease in plan.assign(0) if worker == "b"]
-    given_up = [item for lease in tried for item in plan.unread(lease.lease_id, "OSError", "bad", 0, is_charged=True)]
-    assert [(item.key.row, item.attempts, item.error_class) for item in given_up] == [
-        (row, 2, "OSError") for row in range(3)
+def test_what_one_worker_cannot_read_another_one_gets_at_once():
+    plan = scheduler([5] * 4)
+    plan.join("blind", 0)
+    assert fail_to_read(plan, 0) == [0, 1, 2]
+    plan.join("seeing", 1)
+    grants = plan.assign(1)
+    assert [(worker, lease.key.row, lease.attempt) for worker, lease in grants] == [
+        ("seeing", row, 1) for row in range(3)
     ]
-    assert {worker for worker, _ in plan.assign(0)} == {"a", "b"}
 
 
-def test_a_worker_that_reads_again_is_trusted_again():
-    """A store that did not answer for a moment."""
-    plan = scheduler([5] * 7, leases_per_worker=4)
+def test_a_worker_that_has_read_something_waits_briefly_the_next_time():
+    """A store that did not answer for a moment, now and then in a night."""
+    plan = scheduler([5] * 3, leases_per_worker=1)
     plan.join("a", 0)
-    granted_first = [lease for _, lease in plan.assign(0)]
-    for lease in granted_first[:3]:
-        plan.unread(lease.lease_id, "OSError", "away", 0, is_charged=True)
-    assert plan.is_in_doubt("a")
-    plan.finish(granted_first[3].lease_id)
-    assert not plan.is_in_doubt("a")
-    assert granted(plan.assign(0)) == [4, 5, 6]
+    assert fail_to_read(plan, 0) == [0]
+    [(_, lease)] = plan.assign(10)
+    assert plan.finish(lease.lease_id)
+    assert fail_to_read(plan, 10) == [1]
+    assert granted(plan.assign(20)) == [1]
 
 
-def test_what_nobody_can_read_now_is_tried_again_after_a_pause_and_not_charged():
-    """The whole store is away: no document becomes an error row for that."""
-    plan = scheduler([5] * 2)
+def test_a_charged_document_is_not_given_to_a_worker_that_waits():
+    """It runs alone, on any worker that is empty: one that reads nothing is always empty."""
+    plan = scheduler([5, 5], leases_per_worker=1, limits=replace(LIMITS, max_attempts=3))
     plan.join("a", 0)
-    for round_ in range(9):
-        assert fail_to_read(plan, "a", round_ * PAUSE_S, is_charged=False) == [0, 1]
-        assert plan.assign((round_ + 0.9) * PAUSE_S) == []
-    assert [lease.attempt for _, lease in plan.assign(9 * PAUSE_S)] == [1, 1]
+    plan.join("blind", 0)
+    lease = dict(plan.assign(0))
+    plan.unread(lease["blind"].lease_id, 0)
+    assert plan.blame(lease["a"].lease_id, "ValueError", "why") == []
+    assert [worker for worker, _ in plan.assign(1)] == ["a"]
+
+
+def test_a_document_that_nobody_can_read_is_given_up_after_max_attempts_and_pauses():
+    plan = scheduler([5])
+    plan.join("a", 0)
+    [(_, lease)] = plan.assign(0)
+    assert plan.damaged(lease.lease_id, "OSError", "bad", 0) == []
+    assert plan.assign(9) == []
+    [(worker, lease)] = plan.assign(10)
+    assert (worker, lease.attempt) == ("a", 2)
+    assert plan.damaged(lease.lease_id, "OSError", "bad", 10) == [GivenUp(key(0), 2, "OSError", "bad")]
+    assert plan.is_done
+
+
+def test_a_worker_that_answers_that_it_cannot_read_does_not_hang():
+    """For as long as a store is away it makes no step."""
+    plan = scheduler([5, 5], leases_per_worker=1)
+    plan.join("a", 0)
+    assert fail_to_read(plan, 0) == [0]
+    [(_, lease)] = plan.assign(20)
+    plan.unread(lease.lease_id, 45)
+    assert plan.assign(65)
+    assert plan.stalled(75) == []
 
 
 def two_workers_and_a_queue() -> tuple[Scheduler, dict[int, str]]:
@@ -291,20 +307,20 @@ def test_an_idle_worker_gets_what_waits_behind_a_long_document():
     """The tail: else the last documents wait for the longest one while a worker idles. It costs no attempt."""
     plan, lease = two_workers_and_a_queue()
     plan.report("a", 1, [lease[0]], 1)
-    worker, taken = plan.rebalance()
+    worker, taken = plan.rebalance(20)
     assert (worker, taken.key.row) == ("a", 2), "the longest of those that wait"
     assert [(name, new.key.row, new.attempt) for name, new in plan.assign(2)] == [("b", 2, 1)]
     assert not plan.finish(taken.lease_id), "a result that comes after all is dropped"
     plan.closed("a")
-    assert plan.rebalance() is None, "one runs and one waits here, one runs there: nothing to gain"
+    assert plan.rebalance(20) is None, "one runs and one waits here, one runs there: nothing to gain"
 
 
 def test_a_lease_is_taken_back_only_if_its_worker_says_that_it_waits():
     """What has begun stays where it is, and what was just handed out may have begun."""
     plan, lease = two_workers_and_a_queue()
-    assert plan.rebalance() is None
+    assert plan.rebalance(20) is None
     plan.report("a", 1, [lease[0], lease[2], lease[4]], 1)
-    assert plan.rebalance() is None
+    assert plan.rebalance(20) is None
 
 
 def test_nothing_is_taken_back_while_documents_wait_for_a_worker():
@@ -312,9 +328,9 @@ def test_nothing_is_taken_back_while_documents_wait_for_a_worker():
     plan, lease = two_workers_and_a_queue()
     plan.report("a", 1, [lease[0]], 1)
     assert plan.blame(lease[4], "ValueError", "why") == []
-    assert plan.rebalance() is None
+    assert plan.rebalance(20) is None
     assert [(name, new.key.row) for name, new in plan.assign(2)] == [("b", 4)]
-    assert plan.rebalance() is None, "nor while it runs"
+    assert plan.rebalance(20) is None, "nor while it runs"
 
 
 def test_a_queue_behind_a_hang_is_emptied():
@@ -326,12 +342,12 @@ def test_a_queue_behind_a_hang_is_emptied():
     plan.expire(lease[0], "late")
     plan.closed("a")
     plan.join("b", 20)
-    worker, taken = plan.rebalance()
+    worker, taken = plan.rebalance(20)
     assert (worker, taken.key.row) == ("a", 1)
     assert granted(plan.assign(20), "b") == [1]
 
 
-EVENTS = ["finish", "finish", "report", "die", "lose", "unread", "wait", "late", "close"]
+EVENTS = ["finish", "finish", "report", "die", "lose", "unread", "damaged", "wait", "late", "close"]
 
 
 class Simulation:
@@ -346,7 +362,7 @@ class Simulation:
         self.closing: Counter[str] = Counter()
         self.done: Counter[DocumentKey] = Counter()
         self.given_up: list[GivenUp] = []
-        self.num_unread: Counter[DocumentKey] = Counter()
+        self.num_damaged: Counter[DocumentKey] = Counter()
         self.old: list[str] = []
         self.now, self.num_started = 0.0, 0
         for _ in range(num_workers):
@@ -360,7 +376,7 @@ class Simulation:
     def assign(self) -> None:
         self.grant()
         for _ in range(100):
-            if (taken := self.plan.rebalance()) is None:
+            if (taken := self.plan.rebalance(self.now)) is None:
                 return
             worker, lease = taken
             del self.workers[worker][lease.lease_id]
@@ -374,7 +390,7 @@ class Simulation:
             assert self.done[lease.key] == 0, "a document that is done was leased"
             assert all(lease.key != other.key for held in self.workers.values() for other in held.values())
             self.workers[worker][lease.lease_id] = lease
-            if lease.attempt > 1 + self.num_unread[lease.key]:
+            if lease.attempt > 1 + self.num_damaged[lease.key]:
                 assert len(self.workers[worker]) == 1, "a charged document runs alone"
         assert all(len(held) <= self.leases_per_worker for held in self.workers.values())
 
@@ -407,8 +423,8 @@ class Simulation:
             self.plan.report(worker, self.num_started, [lease.lease_id], self.now)
         elif event in ("die", "lose"):
             self.bury(worker, charge=event == "die")
-        elif event == "unread":
-            self.cannot_read(worker, lease, is_charged=self.data.draw(st.booleans()))
+        elif event in ("unread", "damaged"):
+            self.cannot_read(worker, lease, event)
         elif event == "wait":
             self.wait()
         elif event == "late" and self.old:
@@ -417,10 +433,13 @@ class Simulation:
             self.closing[worker] -= 1
             self.plan.closed(worker)
 
-    def cannot_read(self, worker: str, lease: Lease, is_charged: bool) -> None:
+    def cannot_read(self, worker: str, lease: Lease, event: str) -> None:
         del self.workers[worker][lease.lease_id]
-        self.num_unread[lease.key] += is_charged
-        self.given_up += self.plan.unread(lease.lease_id, "OSError", "no such mount", self.now, is_charged=is_charged)
+        if event == "unread":
+            assert self.plan.unread(lease.lease_id, self.now) > 0
+        else:
+            self.num_damaged[lease.key] += 1
+            self.given_up += self.plan.damaged(lease.lease_id, "OSError", "bad", self.now)
 
     def wait(self) -> None:
         self.now += self.data.draw(st.floats(0, 40))
@@ -440,7 +459,7 @@ class Simulation:
                 for _ in range(count):
                     self.plan.closed(worker)
             self.closing.clear()
-            self.now += PAUSE_S
+            self.now += LONGEST_PAUSE_S
             self.assign()
             held = [(worker, lease) for worker, leases in self.workers.items() for lease in leases.values()]
             if not held:

@@ -22,6 +22,7 @@ from specextend.data.finalize import (
     Counts,
     ReconciliationError,
     finalize,
+    gathered,
     read_success,
     remove_success,
     write_success,
@@ -196,3 +197,13 @@ def test_success_is_written_read_and_removed(output: Location) -> None:
     remove_success(output)
     remove_success(output)
     assert read_success(output) is None
+
+
+def test_row_groups_are_gathered_by_what_they_keep_in_memory_not_by_what_they_show() -> None:
+    """A slice of one row holds the batch that it was cut from; an empty one must not be held at all."""
+    row = pa.table({"n": [1]})
+    small = [(row, 100)] * 10
+    assert [len(table) for table in gathered(small)] == [10]
+    large = [(row, 5 << 20), (row.slice(1), 5 << 20)] * 10
+    assert [len(table) for table in gathered(large)] == [4, 4, 2]
+    assert list(gathered([(row.slice(1), 1 << 40)] * 3)) == []

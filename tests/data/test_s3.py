@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specextend.cluster.arbiter import Arbiter, Verdict
 from specextend.cluster.exits import LockHeldError
 from specextend.cluster.lock import OutputLock, read_lock
 from specextend.core import DocumentKey
@@ -181,6 +182,7 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpo
         with pytest.raises((OSError, InputUnreachableError)):
             source.read(DocumentKey(0, 1))
         assert source.doc_id(DocumentKey(0, 1)) == "a.parquet:1"
+        assert Arbiter(source).judge(DocumentKey(0, 1)) is Verdict.OUT_OF_REACH
     finally:
         s3.is_down = False
     source.check_unchanged(0)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster import readers
-from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
+from specextend.cluster import scheduler
+from specextend.cluster.exits import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_TOO_MANY_ERRORS,
+    StalledRunError,
+    StoreError,
+    exit_code,
+)
 from specextend.cluster.progress import Snapshot
 from specextend.config import RunConfig
 from specextend.data.documents import Source
@@ -19,34 +27,42 @@ from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine
 
 ROUNDS = [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(3)]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changing a process's root needs root")
 TEXTS = [f"text number {number} " * (number + 1) for number in range(12)]
 
 
 @dataclass(frozen=True)
 class LacksTheMount:
-    """Makes engines; the process of the first one sees nothing of the file system from then on."""
+    """Makes engines; the processes of the first ones see nothing of the file system from then on."""
 
-    empty: Path
+    folder: Path
+    number: int
 
     def __call__(self, config: RunConfig) -> FakeEngine:
         engine = FakeEngine(config)
-        if not self.empty.exists():
-            self.empty.mkdir()
-            os.chroot(self.empty)
+        for place in range(self.number):
+            with suppress(FileExistsError):
+                (self.folder / f"empty-{place}").mkdir()
+                os.chroot(self.folder / f"empty-{place}")
+                break
         return engine
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="changing a process's root needs root")
+@needs_root
 @pytest.mark.parametrize("attempt", ROUNDS)
-def test_what_one_worker_cannot_read_another_one_does(attempt, job, tmp_path: Path):
-    """It fails at once and asks for more: the whole corpus could become error rows in a second."""
-    run: Job = job(TEXTS, workers=2)
-    assert run.run(LacksTheMount(tmp_path / "empty")) == EXIT_DONE
+def test_what_most_workers_cannot_read_another_one_does(attempt, job, tmp_path: Path):
+    """They fail at once and ask for more: the whole corpus could become error rows in a second."""
+    run: Job = job(TEXTS, workers=3)
+    assert run.run(LacksTheMount(tmp_path, 2)) == EXIT_DONE
     assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
-    [note] = [note for note in run.screen.notes if "cannot read the input" in note]
-    assert "input.parquet was taken away" in note
-    assert len({facts["worker"] for facts in run.screen.told("document_unread")}) == 1
-    assert len({row["worker"] for row in run.summaries().values()}) == 1
+    assert any("it cannot read what the driver can: input.parquet was taken away" in note for note in run.screen.notes)
+    assert {row["attempts"] for row in run.summaries().values()} == {1}
+    done_by, unread_by = (
+        {facts["worker"] for facts in run.screen.told(name)} for name in ("document_done", "document_unread")
+    )
+    assert len(done_by) == 1
+    assert unread_by
+    assert not done_by & unread_by
 
 
 @dataclass(frozen=True)
@@ -71,9 +87,9 @@ def write_unnoticed(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("attempt", ROUNDS)
-def test_rows_that_turn_bad_under_a_run_are_error_rows_once_every_worker_has_tried(attempt, job, monkeypatch):
-    """And no more than those. Who repairs the file has them done alone."""
-    monkeypatch.setattr(readers, "PAUSE_S", 0.1)
+def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(attempt, job, monkeypatch):
+    """Who repairs the file has them done alone."""
+    monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)
     run: Job = job(TEXTS[:9], workers=2)
     path = run.folder / "input.parquet"
     pq.write_table(pq.read_table(path), path, row_group_size=3)
@@ -94,12 +110,12 @@ def answers_nothing(source: Source, number: int) -> None:
     raise InputUnreachableError("503")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="changing a process's root needs root")
+@needs_root
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_store_that_nobody_reaches_makes_no_error_rows(attempt, job, monkeypatch, tmp_path: Path):
     """A document cannot help it: the run waits, and in the end it says so. The driver is told what S3 tells it then."""
-    monkeypatch.setattr(readers, "PAUSE_S", 0.1)
+    monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)
     run: Job = job(TEXTS)
 
     def after_planning(snapshot: Snapshot) -> None:
@@ -107,10 +123,29 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(attempt, job, monkeypat
         run.screen.on_show = lambda snapshot: None
 
     run.screen.on_show = after_planning
-    with monkeypatch.context() as patch, pytest.raises(StalledRunError, match=r"waiting: input.parquet:11, ") as said:
-        run.run(LacksTheMount(tmp_path / "empty"), stall_s=5, silence_s=12)
+    with monkeypatch.context() as patch, pytest.raises(StalledRunError, match=r"input.parquet:11") as said:
+        run.run(LacksTheMount(tmp_path, 1), stall_s=5, silence_s=12)
     assert exit_code(said.value) == EXIT_FAILED
     assert run.screen.told("document_unread")
+    assert any("it cannot read what nobody can: " in note for note in run.screen.notes)
     assert not list((run.output / "_run" / "parts").glob("*"))
     assert run.run() == EXIT_DONE
     assert {row["attempts"] for row in run.summaries().values()} == {1}
+
+
+def test_a_store_that_is_away_when_all_is_done_ends_the_run_for_now(job, monkeypatch):
+    """Exit 2 would tell a scheduler that running again changes nothing."""
+    run: Job = job(TEXTS)
+
+    def at_the_end(snapshot: Snapshot) -> None:
+        if snapshot.num_done == len(TEXTS):
+            patch.setattr(Source, "check_unchanged", answers_nothing)
+
+    run.screen.on_show = at_the_end
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match=r"^503; what is done is kept$") as said:
+        run.run()
+    assert exit_code(said.value) == EXIT_FAILED
+    run.screen.on_show = lambda snapshot: None
+    run.screen.events.clear()
+    assert run.run() == EXIT_DONE
+    assert not run.screen.told("document_leased"), "nothing is decoded again"
