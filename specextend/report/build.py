@@ -85,6 +85,7 @@ class _Done:
             "speed": _speed(tally),
             "time": {"busy_s": tally.busy_s, "shares": tally.time_shares},
             "retrieval": _retrieval(tally),
+            "retries": {"documents": tally.num_tried_again, "memory": tally.sums["num_memory_retries"]},
             "per_document": {name: _spread(values) for name, values in self.values.items()},
             "buckets": [_bucket(bucket, self.buckets[bucket]) for bucket in sorted(self.buckets)],
             "finish_reasons": _falling(self.counts["finish_reason"]),

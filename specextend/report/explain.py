@@ -24,7 +24,21 @@ def why_not_faster(report: dict[str, Any]) -> list[str]:
         f"{PHASE_NAMES[largest].capitalize()} takes {shares[largest]:.0%} of the workers' time, the most of all.",
         *_prefill_bound(shares),
         *_draft_cost(shares, report["acceptance"]),
+        *_done_again(report["retries"]),
     ]
+
+
+def _done_again(retries: dict[str, int]) -> list[str]:
+    """Work that was lost; the seconds of lost attempts are in no row."""
+    said = []
+    if retries["documents"]:
+        said.append(f"{retries['documents']:,} documents took a second attempt or more; the log says why.")
+    if retries["memory"]:
+        said.append(
+            f"Memory ran out {retries['memory']:,} times, and sequences began again: "
+            "lower decoding.max_batch_size or decoding.cache_gib."
+        )
+    return said
 
 
 def _prefill_bound(shares: dict[str, float]) -> list[str]:

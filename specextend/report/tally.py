@@ -22,11 +22,12 @@ SUMS = (
     "num_retrievals",
     "num_fallbacks",
     "num_hybrid_steps",
+    "num_memory_retries",
     "decode_s",
     "total_s",
     *PHASES,
 )
-COLUMNS = (*SUMS, "acceptance_histogram", "retrieval_coverage", "retrieval_churn")
+COLUMNS = (*SUMS, "attempts", "acceptance_histogram", "retrieval_coverage", "retrieval_churn")
 """What a tally reads of a summary row."""
 
 
@@ -35,6 +36,8 @@ class Tally:
     """Sums over documents done."""
 
     num_documents: int = 0
+    num_tried_again: int = 0
+    """Documents done at a second attempt or a later one."""
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0))
     acceptance_histogram: list[int] = field(default_factory=list)
     """Entry j: steps that accepted j draft tokens."""
@@ -47,6 +50,7 @@ class Tally:
     def add(self, rows: pa.Table) -> None:
         """Add summary rows (COLUMNS)."""
         self.num_documents += len(rows)
+        self.num_tried_again += int(_sum(pc.greater(rows["attempts"], 1)))
         for name in SUMS:
             self.sums[name] += _sum(rows[name])
         for histogram in rows["acceptance_histogram"].drop_null().to_pylist():

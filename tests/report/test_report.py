@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,14 @@ LONG = DecodingStats(
 )
 
 
-def done(row: int, stats: DecodingStats, reason: FinishReason = "stop", dropped: int = 0) -> dict[str, Any]:
+def done(
+    row: int, stats: DecodingStats, reason: FinishReason = "stop", dropped: int = 0, attempts: int = 1
+) -> dict[str, Any]:
     completion = Completion(str(row), [1, 2], "summary", reason, stats)
     prompt = Prompt([1], dropped, "middle")
-    return result_row(DocumentKey(0, row), f"id-{row}", completion, prompt, queue_s=0.25, worker="w0", attempts=1)
+    return result_row(
+        DocumentKey(0, row), f"id-{row}", completion, prompt, queue_s=0.25, worker="w0", attempts=attempts
+    )
 
 
 def failed(row: int, message: str = "the text is null") -> dict[str, Any]:
@@ -193,6 +198,19 @@ def test_a_run_that_did_nothing_but_fail_has_a_report(tmp_path):
     report = build_report(commit(tmp_path / "run", [failed(0, "no [bold]such[/bold] | thing\nat all")]))
     assert report["rows"]["done"] == 0
     assert "no [bold]such[/bold] | thing at all" in " ".join(render(report, width=200).split())
+
+
+def test_what_was_done_again_is_counted_and_said(run, tmp_path):
+    """Lost attempts are in no row's seconds, so without this nobody would find out where the night went."""
+    assert build_report(run)["retries"] == {"documents": 0, "memory": 0}
+    assert "attempt" not in render(build_report(run))
+    short_of_memory = replace(SHORT, num_memory_retries=3)
+    rows = [done(0, SHORT, attempts=2), done(1, short_of_memory, attempts=4), done(2, LONG)]
+    report = build_report(commit(tmp_path / "again", rows))
+    assert report["retries"] == {"documents": 2, "memory": 3}
+    text = " ".join(render(report).split())
+    assert "2 documents took a second attempt or more; the log says why." in text
+    assert "Memory ran out 3 times, and sequences began again: lower decoding.max_batch_size" in text
 
 
 def test_report_files_are_written_and_say_the_same(run):
