@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import TypeVar
@@ -13,8 +14,12 @@ from specextend.data.documents import DocumentError, Source
 from specextend.data.inputs import InputChangedError, InputUnreachableError
 from specextend.data.parquet import DAMAGED
 
+PATIENCE_S = 1.0
+"""Seconds after which a look is a long one, and all looks of a turn together are enough."""
 LOOK_S = 30.0
 """Seconds that a look may take; a store that has not answered by then answers nobody."""
+THREAD = "arbiter"
+"""Name of the thread that looks."""
 
 Value = TypeVar("Value")
 
@@ -31,33 +36,34 @@ class Verdict(Enum):
 
 
 class Arbiter:
-    """Reads documents again, in a thread of its own: a file system that never answers holds the driver once."""
+    """Reads documents again, in a thread of its own: a file system that does not answer holds the driver briefly.
 
-    def __init__(self, source: Source) -> None:
-        self._source = copy.copy(source)  # its own lock: a thread that hangs must not hold it against others
+    before_long: called when a look is a long one, for what must not wait.
+    """
+
+    def __init__(self, source: Source, before_long: Callable[[], object]) -> None:
+        self._source, self._before_long = source, before_long
         self._thread: threading.Thread | None = None
+        self._spent_s = 0.0
+
+    @property
+    def is_tired(self) -> bool:
+        """Whether it has looked long enough for a turn of the driver."""
+        return self._spent_s >= PATIENCE_S
+
+    def rest(self) -> None:
+        """A turn begins."""
+        self._spent_s = 0.0
 
     def judge(self, key: DocumentKey) -> Verdict:
         """Read a document. Raises InputChangedError where its file is another one than when the run began."""
-        return self._within(lambda: self._judge(key), Verdict.OUT_OF_REACH)
+        return self._within(lambda source: _judge(source, key), Verdict.OUT_OF_REACH)
 
     def doc_id(self, key: DocumentKey) -> str:
-        """A document's id, or its place in the input where the id cannot be read."""
-        return self._within(lambda: self._source.doc_id(key), self._source.place(key))
+        """A document's id, or its place where the id cannot be read. Raises InputChangedError."""
+        return self._within(lambda source: source.doc_id(key), self._source.place(key))
 
-    def _judge(self, key: DocumentKey) -> Verdict:
-        try:
-            self._source.check_unchanged(key.file)
-            self._source.read(key)
-        except InputUnreachableError:
-            return Verdict.OUT_OF_REACH
-        except DAMAGED:
-            return Verdict.DAMAGED
-        except DocumentError:  # such as a null text: a worker that reads it says so
-            return Verdict.READABLE
-        return Verdict.READABLE
-
-    def _within(self, look: Callable[[], Value], otherwise: Value) -> Value:
+    def _within(self, look: Callable[[Source], Value], otherwise: Value) -> Value:
         """What a look finds, raising what it raises; `otherwise` while it, or one before it, takes too long."""
         if self._thread is not None and self._thread.is_alive():
             return otherwise
@@ -66,13 +72,37 @@ class Arbiter:
 
         def run() -> None:
             try:
-                found.append(look())
+                found.append(look(copy.copy(self._source)))  # nothing remembered, and locks of its own
             except InputChangedError as error:
                 failed.append(error)
 
-        self._thread = threading.Thread(target=run, name="arbiter", daemon=True)
+        began = time.monotonic()
+        self._thread = threading.Thread(target=run, name=THREAD, daemon=True)
         self._thread.start()
-        self._thread.join(LOOK_S)
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            self._before_long()
+            self._thread.join(LOOK_S)
+        self._spent_s += time.monotonic() - began
         if failed:
             raise failed[0]
         return found[0] if found else otherwise
+
+
+def _judge(source: Source, key: DocumentKey) -> Verdict:
+    try:
+        source.check_unchanged(key.file)
+        source.read(key)
+    except InputUnreachableError:
+        return Verdict.OUT_OF_REACH
+    except DAMAGED as error:
+        is_reached = source.opens(key.file) and not isinstance(error, MemoryError)
+        return Verdict.DAMAGED if is_reached else Verdict.OUT_OF_REACH
+    except DocumentError:  # such as a null text: a worker that reads it says so
+        return Verdict.READABLE
+    return Verdict.READABLE
+
+
+def is_looking() -> bool:
+    """Whether a look has not come back: its thread can be inside a library that waits for it when the process ends."""
+    return any(thread.name == THREAD for thread in threading.enumerate())

@@ -12,6 +12,7 @@ from specextend.cluster.attempts import Attempt
 from specextend.cluster.display import Display, Fact
 from specextend.cluster.exits import InterruptedRunError, OutputError
 from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.leases import GivenUp, Lease
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Outcome, Suspected
 from specextend.cluster.metrics import Metrics
@@ -19,7 +20,7 @@ from specextend.cluster.output import writing
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
 from specextend.cluster.progress import Ledger
 from specextend.cluster.roster import Roster
-from specextend.cluster.scheduler import GivenUp, Lease, Scheduler
+from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.stall import StallGuard
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
@@ -81,9 +82,10 @@ class Driver:
     _arbiter: Arbiter = field(init=False)
     _hosts: dict[str, str] = field(default_factory=dict)
     """Of the workers that were ready once."""
+    _is_stopping: bool = False
 
     def __post_init__(self) -> None:
-        self._arbiter = Arbiter(self.source)
+        self._arbiter = Arbiter(self.source, self.committer.commit)
         self._guard = StallGuard(self.job.silence_s, self.clock())
 
     def run(self) -> None:
@@ -92,6 +94,7 @@ class Driver:
         Raises:
             InterruptedRunError: told to stop.
             WorkersFailError: no worker can be had.
+            InputChangedError: a file of the input is not what it was.
             StalledRunError: no worker has read or written a token for `job.silence_s`.
             LockLostError: another driver has taken the folder over.
             OutputError: the folder takes no more commits.
@@ -100,6 +103,7 @@ class Driver:
             while not self.scheduler.is_done:
                 self._turn()
         except InterruptedRunError:
+            self._is_stopping = True
             try:
                 self._collect(0.0)
             finally:
@@ -114,6 +118,7 @@ class Driver:
 
     def _turn(self) -> None:
         self.interrupt.check()
+        self._arbiter.rest()
         now = self.clock()
         for worker in self.roster.due(now, self.scheduler.num_open):
             self.pool.start(worker)
@@ -215,12 +220,14 @@ class Driver:
             self._fail(lease.key, lease.attempt, outcome, worker, now)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
-        """A worker could not read a document: the driver looks whose fault that is, once for a worker that waits."""
+        """A worker could not read a document: the driver looks whose fault that is, if it does not know."""
         self.display.event("document_unread", **_facts(worker, lease), message=failed.message)
-        if self.scheduler.is_blind(worker, now):
+        if not self.scheduler.sees(worker, lease.key.file, now):
             self.scheduler.unread(lease.lease_id, now)
             return
-        self.committer.commit()  # the look may take its time
+        if self._is_stopping or self._arbiter.is_tired:
+            self.scheduler.put_back(lease.lease_id, now)
+            return
         verdict, now = self._arbiter.judge(lease.key), self.clock()
         if verdict is Verdict.DAMAGED:
             for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message, now):
@@ -256,7 +263,7 @@ class Driver:
             self._fail(item.key, item.attempts, failed, worker, now)
 
     def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str, now: float) -> None:
-        doc_id = failed.doc_id or self._arbiter.doc_id(key)
+        doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self._arbiter.doc_id(key))
         row = error_row(
             key,
             doc_id,

@@ -11,6 +11,7 @@ from typing import Protocol
 from specextend.cluster.progress import TokenEstimate
 from specextend.core import DocumentKey
 from specextend.data.documents import DocumentError, Source
+from specextend.data.inputs import InputUnreachableError
 from specextend.data.prompts import Prompts
 
 SAMPLE_SIZE = 200
@@ -106,6 +107,8 @@ def tokens_per_byte(
             text = source.read(key).document.text
         except DocumentError:  # it becomes an error row when its turn comes
             continue
+        except OSError as error:  # it was read through a moment ago
+            raise InputUnreachableError(str(error)) from error
         num_tokens += len(prompts.encode_document(text))
         num_bytes += len(text.encode())
     return num_tokens / num_bytes if num_bytes else DEFAULT_TOKENS_PER_BYTE

@@ -20,8 +20,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from specextend.cluster.leases import Lease
 from specextend.cluster.messages import EngineBrokenError, Failed, Outcome, WorkerInfo, WorkerReport, first_line
-from specextend.cluster.scheduler import Lease
 from specextend.cluster.worker import EngineFactory, worker_actor
 from specextend.config import RunConfig
 from specextend.data.documents import Source

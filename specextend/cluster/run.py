@@ -18,6 +18,7 @@ from specextend.cluster.display import Display
 from specextend.cluster.driver import Committer, Driver
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunError, RefusedError, StoreError, exit_code
 from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.leases import Limits
 from specextend.cluster.lock import OutputLock, check_free
 from specextend.cluster.messages import first_line
 from specextend.cluster.metrics import Metrics
@@ -26,7 +27,7 @@ from specextend.cluster.plan import Plan, make_plan
 from specextend.cluster.pool import Pool
 from specextend.cluster.progress import Ledger
 from specextend.cluster.roster import Roster
-from specextend.cluster.scheduler import Limits, Scheduler
+from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
@@ -60,7 +61,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig) -> Prepared:
-    """Check input, models and prompt; writes nothing. Raises RefusedError."""
+    """Check input, models and prompt; writes nothing. Raises RefusedError, StoreError."""
     check_resources(config.target, config.job)
     try:
         output = resolve(config.output.path)
@@ -73,6 +74,8 @@ def prepare(config: RunConfig) -> Prepared:
         _check_run(config, prompts)
         _check_cache(config, facts)
         manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft))
+    except InputUnreachableError as error:
+        raise StoreError(str(error)) from error
     except (ValueError, OSError) as error:
         raise RefusedError(first_line(error)) from error
     return Prepared(config, output, source, facts, prompts, manifest)

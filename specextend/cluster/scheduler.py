@@ -7,135 +7,11 @@ are seconds of any monotonic clock that the caller passes in.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
+from specextend.cluster.leases import MAX_UNCHARGED_EXPOSURES, PAUSE_S, GivenUp, Held, Holder, Item, Lease, Limits
+from specextend.cluster.waiting import Waiting
 from specextend.core import DocumentKey
-
-MAX_UNCHARGED_EXPOSURES = 2
-"""Deaths a document may sit through, not known to have started, before it runs alone."""
-MAX_LOSSES = 10
-"""Nodes a document may lose before it is given up."""
-PAUSE_S = 10.0
-"""Seconds before a document that nobody could read is tried again, and before a worker that could not gets another."""
-LONGEST_PAUSE_S = 600.0
-"""Of such a worker, whose pause doubles as long as it reads nothing."""
-LENGTH_STEP = 1.1
-"""Documents whose lengths differ by less than about this factor go in input order."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """When a document or a worker has had enough."""
-
-    max_attempts: int = 3
-    """Charged attempts before a document becomes an error row."""
-    max_losses: int = MAX_LOSSES
-    """Uncharged ones, lost with their node."""
-    deadline_base_s: float = 600.0
-    """Seconds a document may take from the start of its prefill, whatever its length."""
-    deadline_s_per_token: float = 1.0
-    """Seconds more for each of its tokens."""
-    stall_s: float = 600.0
-    """Seconds without a step before a worker counts as hung."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """One document handed to one worker, once."""
-
-    lease_id: str
-    key: DocumentKey
-    num_tokens: int
-    """Prompt and output, estimated."""
-    attempt: int
-    """1 for the first; what the row's `attempts` becomes."""
-
-
-@dataclass(frozen=True, slots=True)
-class GivenUp:
-    """A document that becomes an error row."""
-
-    key: DocumentKey
-    attempts: int
-    error_class: str
-    message: str
-
-
-@dataclass(slots=True)
-class _Item:
-    """A document's standing."""
-
-    key: DocumentKey
-    num_tokens: int
-    attempts: int = 0
-    strikes: int = 0
-    """Attempts that may have ended by its fault, and taken neighbours along."""
-    losses: int = 0
-    exposures: int = 0
-    num_leases: int = 0
-
-    @property
-    def runs_alone(self) -> bool:
-        """Whether it may take neighbours with it."""
-        return self.strikes > 0 or max(self.exposures, self.losses) >= MAX_UNCHARGED_EXPOSURES
-
-
-@dataclass(slots=True)
-class _Held:
-    """A lease in force."""
-
-    lease: Lease
-    item: _Item
-    worker: str
-    started_at: float | None = None
-    is_queued: bool = False
-    """Whether the worker has said that its prefill has not begun."""
-
-
-@dataclass(slots=True)
-class _Worker:
-    """What a worker holds."""
-
-    leases: dict[str, _Held] = field(default_factory=dict)
-    alone: bool = False
-    takes_leases: bool = True
-    num_closing: int = 0
-    """Leases taken back whose call has not returned yet."""
-    expired_at_step: int | None = None
-    """The step counter when a lease was last taken back: until it moves, the engine may still hang in that one."""
-    num_steps: int = -1
-    moved_at: float = 0.0
-    blind_until: float = -math.inf
-    """It gets no leases until then, as it could not read one."""
-    pause_s: float = PAUSE_S
-    """Seconds of its next such pause."""
-
-    @property
-    def is_empty(self) -> bool:
-        """No lease, not even one being taken back."""
-        return not self.leases and not self.num_closing
-
-    @property
-    def may_hang(self) -> bool:
-        """Whether it may still be busy with a lease that was taken back from it."""
-        return self.expired_at_step is not None and self.expired_at_step == self.num_steps
-
-    @property
-    def num_taken(self) -> int:
-        """Leases, with those being taken back."""
-        return len(self.leases) + self.num_closing
-
-    @property
-    def num_before(self) -> int:
-        """Documents that keep it busy or wait for it."""
-        return len(self.leases) + self.may_hang
-
-    def queued(self) -> _Held | None:
-        """The longest of its leases that wait."""
-        waiting = [held for held in self.leases.values() if held.is_queued]
-        return max(waiting, key=lambda held: held.lease.num_tokens, default=None)
 
 
 class Scheduler:
@@ -148,17 +24,15 @@ class Scheduler:
         self._limits = limits
         self._leases_per_worker = leases_per_worker
         self._stem = stem
-        self._fresh: list[tuple[int, DocumentKey]] = []
-        self._alone: list[tuple[int, DocumentKey]] = []
+        self._fresh, self._alone = Waiting(), Waiting()
         self._later: list[tuple[float, DocumentKey]] = []
-        self._items: dict[DocumentKey, _Item] = {}
-        self._held: dict[str, _Held] = {}
-        self._workers: dict[str, _Worker] = {}
+        self._items: dict[DocumentKey, Item] = {}
+        self._held: dict[str, Held] = {}
+        self._workers: dict[str, Holder] = {}
         for key, num_tokens in documents:
             assert key not in self._items, f"{key} twice"
-            self._items[key] = _Item(key, num_tokens)
-            self._fresh.append(_rank(num_tokens, key))
-        heapq.heapify(self._fresh)
+            self._items[key] = Item(key, num_tokens)
+            self._fresh.put(key, num_tokens)
 
     @property
     def num_open(self) -> int:
@@ -178,27 +52,30 @@ class Scheduler:
     def join(self, worker: str, now: float) -> None:
         """A worker is ready for leases."""
         assert worker not in self._workers, f"{worker} joined twice"
-        self._workers[worker] = _Worker(moved_at=now)
+        self._workers[worker] = Holder(moved_at=now)
 
     def assign(self, now: float) -> list[tuple[str, Lease]]:
         """Leases to hand out now: charged documents alone on empty workers, the others longest first, spread."""
-        granted = []
         while self._later and self._later[0][0] <= now:
             self._enqueue(self._items[heapq.heappop(self._later)[1]])
-        takers = self._takers(now)
+        granted = []
+        takers = {name: worker for name, worker in self._workers.items() if worker.takes_leases}
         for name, worker in takers.items():
-            if self._alone and worker.is_empty:
+            if worker.is_empty and (key := self._take(self._alone, worker, now)) is not None:
                 worker.alone = True
-                granted.append((name, self._grant(name, heapq.heappop(self._alone)[1], now)))
+                granted.append((name, self._grant(name, key, now)))
         while self._fresh and (roomiest := self._roomiest(takers)) is not None:
-            granted.append((roomiest, self._grant(roomiest, heapq.heappop(self._fresh)[1], now)))
+            if (key := self._take(self._fresh, takers[roomiest], now)) is not None:
+                granted.append((roomiest, self._grant(roomiest, key, now)))
+            else:
+                del takers[roomiest]
         return granted
 
-    def _takers(self, now: float) -> dict[str, _Worker]:
-        """Workers that may get leases."""
-        return {
-            name: worker for name, worker in self._workers.items() if worker.takes_leases and worker.blind_until <= now
-        }
+    def _take(self, waiting: Waiting, worker: Holder, now: float) -> DocumentKey | None:
+        """The first document that a worker may have."""
+        if not waiting or None in (files := worker.blind_to(now)):
+            return None
+        return waiting.take(but_of=files)
 
     def rebalance(self, now: float) -> tuple[str, Lease] | None:
         """A lease taken back from the queue of a slow worker, and that worker: `assign` gives it to an idle one.
@@ -228,7 +105,7 @@ class Scheduler:
             held.is_queued = held.started_at is None and lease_id not in begun
             if held.started_at is None and lease_id in begun:
                 held.started_at = now
-                state.pause_s = PAUSE_S
+                state.has_read(held.item.key.file)
 
     def lease(self, lease_id: str) -> Lease | None:
         """The lease, while it is in force."""
@@ -241,7 +118,7 @@ class Scheduler:
 
     def waiting(self) -> list[DocumentKey]:
         """Open documents that no worker holds, in the order in which they will be leased."""
-        return [key for _, key in [*sorted(self._alone), *sorted(self._fresh), *sorted(self._later)]]
+        return [*self._alone.keys(), *self._fresh.keys(), *(key for _, key in sorted(self._later))]
 
     def holder(self, lease_id: str) -> str:
         """The worker that holds a lease in force."""
@@ -252,7 +129,7 @@ class Scheduler:
         held = self._release(lease_id)
         if held is None:
             return False
-        self._workers[held.worker].pause_s = PAUSE_S
+        self._workers[held.worker].has_read(held.item.key.file)
         del self._items[held.item.key]
         return True
 
@@ -282,16 +159,18 @@ class Scheduler:
 
     def unread(self, lease_id: str, now: float) -> float:
         """Its worker could not read it, others may: it waits again, uncharged; the seconds that the worker waits."""
+        held = self._held[lease_id]
+        self.put_back(lease_id, now)
+        return self._workers[held.worker].could_not_read(held.item.key.file, now)
+
+    def put_back(self, lease_id: str, now: float) -> None:
+        """It could not be read, and nobody has looked why: it waits again."""
         held = self._release(lease_id)
         assert held is not None
         self._enqueue(held.item)
         worker = self._workers[held.worker]
-        if worker.blind_until <= now:
-            worker.blind_until = now + worker.pause_s
-            worker.pause_s = min(2 * worker.pause_s, LONGEST_PAUSE_S)
         if all(other.started_at is None for other in worker.leases.values()):
             worker.moved_at = now  # it has answered, and nothing that it decodes may hang
-        return worker.blind_until - now
 
     def damaged(self, lease_id: str, error_class: str, message: str, now: float) -> list[GivenUp]:
         """Nobody can read it: charge the document of a lease in force, and let it wait for `PAUSE_S`."""
@@ -303,9 +182,9 @@ class Scheduler:
         heapq.heappush(self._later, (now + PAUSE_S, held.item.key))
         return []
 
-    def is_blind(self, worker: str, now: float) -> bool:
-        """Whether a worker waits because it could not read a document."""
-        return self._workers[worker].blind_until > now
+    def sees(self, worker: str, file: int, now: float) -> bool:
+        """Whether a worker may get documents of a file, or waits because it could not read one."""
+        return self._workers[worker].sees(file, now)
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
         """The call was lost for no fault of the document: it waits again, as if its node had died."""
@@ -347,7 +226,7 @@ class Scheduler:
         leases = self._drop(worker).leases.values()
         return [given_up for held in leases for given_up in self._count_loss(held.item, message)]
 
-    def _drop(self, worker: str) -> _Worker:
+    def _drop(self, worker: str) -> Holder:
         state = self._workers.pop(worker)
         for lease_id in state.leases:
             del self._held[lease_id]
@@ -357,27 +236,31 @@ class Scheduler:
         item, state = self._items[key], self._workers[worker]
         item.num_leases += 1
         lease_id = f"{self._stem}{key.file}-{key.row}-{item.num_leases}"
-        held = _Held(Lease(lease_id, key, item.num_tokens, item.attempts + 1), item, worker)
+        held = Held(Lease(lease_id, key, item.num_tokens, item.attempts + 1), item, worker)
         if state.is_empty:
             state.moved_at = now
         self._held[lease_id] = state.leases[lease_id] = held
         return held.lease
 
-    def _roomiest(self, takers: dict[str, _Worker]) -> str | None:
+    def _roomiest(self, takers: dict[str, Holder]) -> str | None:
         held = {name: worker.num_taken for name, worker in takers.items() if not worker.alone}
         name = min(held, key=held.__getitem__, default=None)
         return name if name is not None and held[name] < self._leases_per_worker else None
 
-    def _misplaced(self, now: float) -> _Held | None:
+    def _misplaced(self, now: float) -> Held | None:
         """The longest lease that waits at the busiest worker, if another one is idle."""
-        takers = [worker for worker in self._takers(now).values() if not worker.alone]
+        takers = [worker for worker in self._workers.values() if worker.takes_leases and not worker.alone]
         slow = max((worker for worker in takers if worker.queued()), key=lambda each: each.num_before, default=None)
-        idle = min((worker.num_taken for worker in takers if not worker.queued()), default=self._leases_per_worker)
-        if slow is None or idle >= self._leases_per_worker or slow.num_before < idle + 2:
+        held = slow.queued() if slow is not None else None
+        if slow is None or held is None:
             return None
-        return slow.queued()
+        idle = min(
+            (each.num_taken for each in takers if not each.queued() and each.sees(held.lease.key.file, now)),
+            default=self._leases_per_worker,
+        )
+        return held if idle < self._leases_per_worker and slow.num_before >= idle + 2 else None
 
-    def _release(self, lease_id: str) -> _Held | None:
+    def _release(self, lease_id: str) -> Held | None:
         held = self._held.pop(lease_id, None)
         if held is not None:
             worker = self._workers[held.worker]
@@ -385,7 +268,7 @@ class Scheduler:
             worker.alone = worker.alone and bool(worker.leases)
         return held
 
-    def _charge(self, item: _Item, error_class: str, message: str, *, is_certain: bool) -> list[GivenUp]:
+    def _charge(self, item: Item, error_class: str, message: str, *, is_certain: bool) -> list[GivenUp]:
         """Not `is_certain`: a neighbour may be to blame, so the last attempt is left for the document alone."""
         if not is_certain and item.attempts + 1 == self._limits.max_attempts:
             item.exposures = MAX_UNCHARGED_EXPOSURES
@@ -398,27 +281,20 @@ class Scheduler:
         self._enqueue(item)
         return []
 
-    def _count_loss(self, item: _Item, message: str) -> list[GivenUp]:
+    def _count_loss(self, item: Item, message: str) -> list[GivenUp]:
         item.losses += 1
         if item.losses >= self._limits.max_losses:
             return [self._give_up(item, "NodeLost", message)]
         self._enqueue(item)
         return []
 
-    def _expose(self, item: _Item) -> None:
+    def _expose(self, item: Item) -> None:
         item.exposures += 1
         self._enqueue(item)
 
-    def _enqueue(self, item: _Item) -> None:
-        heapq.heappush(self._alone if item.runs_alone else self._fresh, _rank(item.num_tokens, item.key))
+    def _enqueue(self, item: Item) -> None:
+        (self._alone if item.runs_alone else self._fresh).put(item.key, item.num_tokens)
 
-    def _give_up(self, item: _Item, error_class: str, message: str) -> GivenUp:
+    def _give_up(self, item: Item, error_class: str, message: str) -> GivenUp:
         del self._items[item.key]
         return GivenUp(item.key, max(item.attempts, 1), error_class, message)
-
-
-def _rank(num_tokens: int, key: DocumentKey) -> tuple[int, DocumentKey]:
-    """Longest first, by and large. Those of about one length in input order: a worker reads whole row groups, and one
-    whose rows were asked for from one end of the run to the other would be read once for every row.
-    """
-    return -round(math.log(max(1, num_tokens), LENGTH_STEP)), key

@@ -111,7 +111,10 @@ class Source:
         return f"{self.files[key.file].relative_path}:{key.row}"
 
     def doc_id(self, key: DocumentKey) -> str:
-        """The row's id alone, for an error row about a document that nobody could read; its place if that fails too."""
+        """The row's id alone, for an error row about a document that nobody could read; its place if that fails too.
+
+        Raises InputChangedError.
+        """
         column = self.options.id_column
         try:
             return self._id(key, None if column is None else self._row(key, [column]))
@@ -131,6 +134,16 @@ class Source:
             f"{file.relative_path} {what} after the run began; put back what was there and run again, "
             "or take another output folder"
         )
+
+    def opens(self, number: int) -> bool:
+        """Whether a file is there to be read, damaged or not; False: it is out of reach."""
+        try:
+            open_parquet(self._read_location(number)).close()
+        except OSError:
+            return False
+        except DAMAGED:
+            return True
+        return True
 
     def scan(self) -> Iterator[ScannedRow]:
         """Every row in key order, streaming; raises nothing for a bad row, `error_class` says it."""
@@ -165,6 +178,8 @@ class Source:
                 raise pa.ArrowInvalid(f"it holds {num_rows} rows, its footer says {file.num_rows}")
         except DAMAGED as error:
             self.check_unchanged(number)
+            if isinstance(error, OSError) and not self.opens(number):
+                raise InputUnreachableError(f"{file.relative_path} cannot be reached ({error}); run again") from error
             raise unreadable(file.relative_path, error) from error
         self.check_unchanged(number)
 
@@ -204,7 +219,7 @@ class Source:
         num_rows = self._group_rows(number)[group]
         try:
             parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(self._read_location(number)))
-            table = parquet.read_row_group(group, columns=columns)
+            table = parquet.read_row_group(group, columns=columns, use_threads=False)
             if len(table) != num_rows:
                 raise pa.ArrowInvalid(f"row group {group} holds {len(table)} rows, the footer says {num_rows}")
         except (pa.ArrowException, OSError) as error:

@@ -104,7 +104,9 @@ def _write_summaries(source: Source, number: int, results: Results, window: Wind
     if _is_written(location, schema):
         return
     with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for table in gathered(_summaries(source, number, results, window, schema)):
+        tables = _summaries(source, number, results, window, schema)
+        has_dictionary = any("dictionary<" in str(field.type) for field in schema)  # of which each table has its own
+        for table in (each for each, _ in tables) if has_dictionary else gathered(tables):
             writer.write_table(table)
 
 

@@ -27,7 +27,7 @@ class Listing:
 
 
 def list_input(path: str) -> Listing:
-    """Find the files of `input.path`. Raises InputError where there is none."""
+    """Find the files of `input.path`. Raises InputError where there is none, or InputUnreachableError."""
     try:
         location = resolve(path)
         info = location.filesystem.get_file_info(location.path)
@@ -43,7 +43,10 @@ def list_input(path: str) -> Listing:
     except UnicodeDecodeError as error:
         raise InputError(f"input.path {path} holds a name that is not UTF-8; rename it") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"input.path {path} cannot be listed: {_one_line(error)}") from error
+        is_away = isinstance(error, OSError) and is_uri(path)
+        raise (InputUnreachableError if is_away else InputError)(
+            f"input.path {path} cannot be listed: {_one_line(error)}"
+        ) from error
 
 
 def _list_folder(path: str, folder: Location) -> Listing:

@@ -35,7 +35,7 @@ def _done_again(retries: dict[str, int]) -> list[str]:
         said.append(f"{retries['documents']:,} documents took a second attempt or more; the log says why.")
     if retries["memory"]:
         said.append(
-            f"Memory ran out {retries['memory']:,} times, and sequences began again: "
+            f"Sequences began again {retries['memory']:,} times because memory ran out: "
             "lower decoding.max_batch_size or decoding.cache_gib."
         )
     return said

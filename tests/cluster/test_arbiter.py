@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster import arbiter
-from specextend.cluster.arbiter import Arbiter, Verdict
+from specextend.cluster.arbiter import Arbiter, Verdict, is_looking
 from specextend.core import DocumentKey
+from specextend.data import documents
 from specextend.data.documents import InputOptions, Source, open_source
 from specextend.data.inputs import InputChangedError
 
@@ -28,6 +29,10 @@ def source(path: Path) -> Source:
     return open_source(InputOptions(path=str(path), id_column="id"))
 
 
+def looking(source: Source) -> Arbiter:
+    return Arbiter(source, before_long=lambda: None)
+
+
 def spoil(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second group's texts become noise that nobody notices from outside."""
     column = pq.read_metadata(path).row_group(1).column(0)
@@ -40,13 +45,13 @@ def spoil(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_document_that_the_driver_reads_is_not_at_fault(source: Source):
     """A null text is a matter of the row, which a worker that reads it will say."""
-    verdicts = [Arbiter(source).judge(DocumentKey(0, row)) for row in range(3)]
+    verdicts = [looking(source).judge(DocumentKey(0, row)) for row in range(3)]
     assert verdicts == [Verdict.READABLE] * 3
 
 
 def test_a_damaged_group_is_the_documents_own_and_its_id_is_still_known(source: Source, path: Path, monkeypatch):
     spoil(path, monkeypatch)
-    judge = Arbiter(source)
+    judge = looking(source)
     assert [judge.judge(DocumentKey(0, row)) for row in range(3)] == [
         Verdict.READABLE,
         Verdict.DAMAGED,
@@ -61,22 +66,47 @@ def test_a_file_that_is_another_one_ends_the_run(source: Source, path: Path, is_
     if not is_there:
         path.unlink()
     with pytest.raises(InputChangedError):
-        Arbiter(source).judge(DocumentKey(0, 0))
+        looking(source).judge(DocumentKey(0, 0))
 
 
 def test_a_store_that_never_answers_is_asked_once_and_holds_nobody(source: Source, monkeypatch):
     """A hard NFS mount whose server is gone: the call does not return, and cannot be interrupted."""
-    answer, calls = threading.Event(), []
+    answer, calls, told = threading.Event(), [], []
 
     def hang(source: Source, number: int) -> None:
         calls.append(number)
         answer.wait()
 
     monkeypatch.setattr(arbiter, "LOOK_S", 0.1)
+    monkeypatch.setattr(arbiter, "PATIENCE_S", 0.1)
     monkeypatch.setattr(Source, "check_unchanged", hang)
-    judge = Arbiter(source)
+    judge = Arbiter(source, before_long=lambda: told.append("commit"))
+    assert not judge.is_tired
     assert judge.judge(DocumentKey(0, 0)) is Verdict.OUT_OF_REACH
+    assert told == ["commit"], "what is done is on disk before it gets long"
+    assert judge.is_tired
+    assert is_looking()
     assert judge.judge(DocumentKey(0, 2)) is Verdict.OUT_OF_REACH
     assert judge.doc_id(DocumentKey(0, 2)) == "a.parquet:2"
     assert len(calls) == 1
+    judge.rest()
+    assert not judge.is_tired
     answer.set()
+
+
+def test_a_file_that_can_be_asked_for_but_not_opened_is_out_of_reach(source: Source, monkeypatch):
+    """S3 whose key was taken away answers HEAD and not GET: that is no fault of a hundred thousand documents."""
+
+    def denied(location: object) -> None:
+        raise PermissionError("access denied")
+
+    monkeypatch.setattr(documents, "open_parquet", denied)
+    assert looking(source).judge(DocumentKey(0, 0)) is Verdict.OUT_OF_REACH
+
+
+def test_every_look_is_a_fresh_one(source: Source, path: Path, monkeypatch):
+    """What it remembers may be older than what the workers see."""
+    judge = looking(source)
+    assert judge.judge(DocumentKey(0, 1)) is Verdict.READABLE
+    spoil(path, monkeypatch)
+    assert judge.judge(DocumentKey(0, 1)) is Verdict.DAMAGED

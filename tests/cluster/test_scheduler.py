@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.cluster.scheduler import LONGEST_PAUSE_S, MAX_LOSSES, GivenUp, Lease, Limits, Scheduler
+from specextend.cluster.leases import LONGEST_PAUSE_S, MAX_LOSSES, GivenUp, Lease, Limits
+from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 
 LIMITS = Limits(max_attempts=2, deadline_base_s=10, deadline_s_per_token=1, stall_s=30)
@@ -230,10 +231,51 @@ def test_a_worker_that_cannot_read_waits_longer_and_longer_and_charges_nobody():
     now = 0.0
     for pause in (10, 20, 40, 80, 160, 320, 600, 600):
         assert fail_to_read(plan, now) == [0, 1, 2]
-        assert plan.is_blind("blind", now)
+        assert not plan.sees("blind", 0, now)
         assert plan.assign(now + pause - 1) == []
         now += pause
     assert [lease.attempt for _, lease in plan.assign(now)] == [1, 1, 1]
+
+
+def two_files(num_documents: int) -> Scheduler:
+    """As many documents of a first file as of a second; those of the first are longer."""
+    documents = [(DocumentKey(file, row), 50 - 40 * file) for file in range(2) for row in range(num_documents)]
+    return Scheduler(documents, LIMITS, leases_per_worker=3)
+
+
+def test_a_worker_that_cannot_read_one_file_gets_those_of_others():
+    """A file whose copy is stale on its node stands in nobody's way, though its documents are the longest."""
+    plan = two_files(4)
+    plan.join("half", 0)
+    assert fail_to_read(plan, 0) == [0, 1, 2]
+    grants = plan.assign(1)
+    assert [lease.key for _, lease in grants] == [DocumentKey(1, row) for row in range(3)]
+    for _, lease in grants:
+        plan.finish(lease.lease_id)
+    assert [lease.key for _, lease in plan.assign(2)] == [DocumentKey(1, 3)]
+    assert [lease.key for _, lease in plan.assign(10)] == [DocumentKey(0, 0), DocumentKey(0, 1)]
+
+
+def test_a_worker_that_reads_nothing_of_two_files_gets_nothing_of_any():
+    """A folder of a thousand files would otherwise be tried file by file."""
+    plan = Scheduler([(DocumentKey(file, 0), 5) for file in range(9)], LIMITS, leases_per_worker=1)
+    plan.join("blind", 0)
+    for file in range(2):
+        [(_, lease)] = plan.assign(0)
+        assert lease.key.file == file
+        plan.unread(lease.lease_id, 0)
+    assert plan.assign(9) == []
+    [(_, lease)] = plan.assign(10)
+    plan.finish(lease.lease_id)
+    assert plan.assign(10), "what it reads again ends that"
+
+
+def test_what_was_not_looked_into_is_leased_again_and_charged_to_nobody():
+    plan = scheduler([5])
+    plan.join("a", 0)
+    [(_, lease)] = plan.assign(0)
+    plan.put_back(lease.lease_id, 1)
+    assert [(worker, lease.attempt) for worker, lease in plan.assign(1)] == [("a", 1)]
 
 
 def test_what_one_worker_cannot_read_another_one_gets_at_once():
@@ -252,10 +294,11 @@ def test_a_worker_that_has_read_something_waits_briefly_the_next_time():
     plan = scheduler([5] * 3, leases_per_worker=1)
     plan.join("a", 0)
     assert fail_to_read(plan, 0) == [0]
-    [(_, lease)] = plan.assign(10)
+    assert fail_to_read(plan, 10) == [0]
+    [(_, lease)] = plan.assign(30)
     assert plan.finish(lease.lease_id)
-    assert fail_to_read(plan, 10) == [1]
-    assert granted(plan.assign(20)) == [1]
+    assert fail_to_read(plan, 30) == [1]
+    assert granted(plan.assign(40)) == [1]
 
 
 def test_a_charged_document_is_not_given_to_a_worker_that_waits():
@@ -347,7 +390,7 @@ def test_a_queue_behind_a_hang_is_emptied():
     assert granted(plan.assign(20), "b") == [1]
 
 
-EVENTS = ["finish", "finish", "report", "die", "lose", "unread", "damaged", "wait", "late", "close"]
+EVENTS = ["finish", "finish", "report", "die", "lose", "unread", "put back", "damaged", "wait", "late", "close"]
 
 
 class Simulation:
@@ -423,7 +466,7 @@ class Simulation:
             self.plan.report(worker, self.num_started, [lease.lease_id], self.now)
         elif event in ("die", "lose"):
             self.bury(worker, charge=event == "die")
-        elif event in ("unread", "damaged"):
+        elif event in ("unread", "put back", "damaged"):
             self.cannot_read(worker, lease, event)
         elif event == "wait":
             self.wait()
@@ -437,6 +480,8 @@ class Simulation:
         del self.workers[worker][lease.lease_id]
         if event == "unread":
             assert self.plan.unread(lease.lease_id, self.now) > 0
+        elif event == "put back":
+            self.plan.put_back(lease.lease_id, self.now)
         else:
             self.num_damaged[lease.key] += 1
             self.given_up += self.plan.damaged(lease.lease_id, "OSError", "bad", self.now)

@@ -207,3 +207,19 @@ def test_row_groups_are_gathered_by_what_they_keep_in_memory_not_by_what_they_sh
     large = [(row, 5 << 20), (row.slice(1), 5 << 20)] * 10
     assert [len(table) for table in gathered(large)] == [4, 4, 2]
     assert list(gathered([(row.slice(1), 1 << 40)] * 3)) == []
+
+
+def test_dictionaries_of_many_row_groups_are_not_made_one(tmp_path: Path, done: MakeRow) -> None:
+    """Their values together may be more than their index can tell apart, and then nobody could read the file."""
+    kind = pa.dictionary(pa.int8(), pa.string())
+    groups = [pa.array([f"{group}-{n}" for n in range(100)]).cast(kind) for group in range(3)]
+    schema = pa.schema({"text": pa.string(), "topic": kind})
+    with pq.ParquetWriter(tmp_path / "in.parquet", schema) as writer:
+        for group in groups:
+            writer.write_table(pa.table({"text": ["x"] * 100, "topic": group}, schema=schema))
+    source = open_source(InputOptions(path=str(tmp_path / "in.parquet"), passthrough=("topic",)))
+    output = resolve(str(tmp_path / "out"))
+    PartWriter(output, "0123abcd").commit([done(0, row) for row in range(300)])
+    finalize(source, output)
+    topics = pq.read_table(tmp_path / "out" / "summaries" / "part-00000.parquet", columns=["topic"])["topic"]
+    assert topics.to_pylist() == [f"{group}-{n}" for group in range(3) for n in range(100)]

@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.arbiter import Arbiter, Verdict
-from specextend.cluster.exits import LockHeldError
+from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code
 from specextend.cluster.lock import OutputLock, read_lock
+from specextend.cluster.run import prepare
+from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.documents import InputError, InputOptions, OutputOptions, Source, open_source
 from specextend.data.finalize import Counts, finalize, read_success, write_success
@@ -171,6 +173,20 @@ def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> No
         OutputLock(output, "0000000b").__enter__()
 
 
+@pytest.mark.parametrize("path", ["s3://corpus/in", "s3://corpus/in/*.parquet"])
+def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3: Endpoint, path: str) -> None:
+    """Exit 2 would keep a scheduler from trying again."""
+    upload("in/a.parquet", {"text": ["one"]})
+    config = RunConfig.load(CONFIG, [f"input.path={path}", "output.path=out", "input.id_column=null"])
+    s3.is_down = True
+    try:
+        with pytest.raises(StoreError, match="cannot be listed") as said:
+            prepare(config)
+    finally:
+        s3.is_down = False
+    assert exit_code(said.value) == EXIT_FAILED
+
+
 def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpoint) -> None:
     """The one comes back, so what is to be done can wait for it; and a document still has a name."""
     upload("in/a.parquet", {"text": ["one", "two", "three"], "id": ["x", "y", "z"]})
@@ -182,7 +198,7 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpo
         with pytest.raises((OSError, InputUnreachableError)):
             source.read(DocumentKey(0, 1))
         assert source.doc_id(DocumentKey(0, 1)) == "a.parquet:1"
-        assert Arbiter(source).judge(DocumentKey(0, 1)) is Verdict.OUT_OF_REACH
+        assert Arbiter(source, lambda: None).judge(DocumentKey(0, 1)) is Verdict.OUT_OF_REACH
     finally:
         s3.is_down = False
     source.check_unchanged(0)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.scheduler import Limits, Scheduler
+from specextend.cluster.leases import Limits
+from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(4)]

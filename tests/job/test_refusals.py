@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import threading
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from specextend.cluster.arbiter import THREAD
 from specextend.core import DocumentKey
 from specextend.data.documents import open_source
 from specextend.data.fingerprint import build_manifest, write_manifest
@@ -303,6 +306,22 @@ def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder
     assert ended.stderr.splitlines()[-1].startswith("error: Ray cannot be joined: Invalid address")
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "out" / "_run" / "lock").exists()
+
+
+def test_a_look_at_a_store_that_never_ends_does_not_hold_the_process(script, monkeypatch):
+    """Its thread is inside a library that waits for it when the process ends."""
+    codes, answer = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with pytest.raises(SystemExit) as ended:
+        script.end(3)
+    assert (ended.value.code, codes) == (3, [])
+    look = threading.Thread(target=answer.wait, name=THREAD)
+    look.start()
+    with pytest.raises(SystemExit):
+        script.end(1)
+    answer.set()
+    look.join()
+    assert codes == [1]
 
 
 def test_a_refusal_is_json_where_json_was_asked_for(call, tmp_path: Path):

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from specextend.cluster.leases import Lease
 from specextend.cluster.messages import Done, Failed, Suspected, WorkerInfo, WorkerReport
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned, StartFailed
-from specextend.cluster.scheduler import Lease
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
 from tests.properties.rows import done

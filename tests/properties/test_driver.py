@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from specextend.cluster.attempts import Attempt
 from specextend.cluster.driver import Committer, Driver
 from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.leases import Limits
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.progress import Ledger, TokenEstimate
 from specextend.cluster.roster import Roster
-from specextend.cluster.scheduler import Limits, Scheduler
+from specextend.cluster.scheduler import Scheduler
 from specextend.config import JobOptions, RunConfig
 from specextend.core import DocumentKey
 from specextend.data.documents import Source

@@ -7,7 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.cluster.scheduler import LENGTH_STEP, Limits, Scheduler
+from specextend.cluster.leases import Limits
+from specextend.cluster.scheduler import Scheduler
+from specextend.cluster.waiting import LENGTH_STEP
 from specextend.core import DocumentKey
 
 

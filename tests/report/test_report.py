@@ -210,7 +210,7 @@ def test_what_was_done_again_is_counted_and_said(run, tmp_path):
     assert report["retries"] == {"documents": 2, "memory": 3}
     text = " ".join(render(report).split())
     assert "2 documents took a second attempt or more; the log says why." in text
-    assert "Memory ran out 3 times, and sequences began again: lower decoding.max_batch_size" in text
+    assert "Sequences began again 3 times because memory ran out: lower decoding.max_batch_size" in text
 
 
 def test_report_files_are_written_and_say_the_same(run):
