@@ -173,7 +173,7 @@ def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> No
         OutputLock(output, "0000000b").__enter__()
 
 
-@pytest.mark.parametrize("path", ["s3://corpus/in", "s3://corpus/in/*.parquet"])
+@pytest.mark.parametrize("path", ["s3://corpus/in", pytest.param("s3://corpus/in/*.parquet", marks=pytest.mark.slow)])
 def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3: Endpoint, path: str) -> None:
     """Exit 2 would keep a scheduler from trying again."""
     upload("in/a.parquet", {"text": ["one"]})
@@ -187,6 +187,7 @@ def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3
     assert exit_code(said.value) == EXIT_FAILED
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpoint) -> None:
     """The one comes back, so what is to be done can wait for it; and a document still has a name."""
     upload("in/a.parquet", {"text": ["one", "two", "three"], "id": ["x", "y", "z"]})
