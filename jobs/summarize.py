@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     from specextend.cluster import exits  # torch and ray take seconds to import: not for --help
 
     try:
-        return status(arguments) if arguments.status else job(arguments)
+        return job(arguments) if arguments.status is None else status(arguments)
     except exits.SAID_IN_ONE_LINE as error:
         say(f"error: {error}", "error", arguments)
         return exits.exit_code(error)
@@ -64,13 +64,15 @@ def job(arguments: argparse.Namespace) -> int:
 
 def conclude(output: str) -> None:
     """What a person wants to see of a finished run: its tables, one summary, and where the rest is."""
+    from specextend.data.finalize import is_output_file
     from specextend.data.parquet import open_parquet, stream
     from specextend.data.storage import list_files, resolve
     from specextend.report import build_report, render
 
     print(printable(render(build_report(output)), keep="\n"), end="")
     folder = resolve(output).child("summaries")
-    tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in list_files(folder))
+    names = (name for name in list_files(folder) if is_output_file(name))
+    tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in names)
     if first := next((table.slice(0, 1).to_pylist() for each in tables for table in each if len(table)), None):
         print(f"\nSummary of {printable(first[0]['doc_id'])}:\n{printable(first[0]['summary'], keep=chr(10))}")
     print(f"\nsummaries: {output}/summaries\nreport: {output}/report.md")

@@ -31,12 +31,16 @@ class ConfigError(ValueError):
     """A key or value that cannot be; the message is one line that names the key and what is allowed."""
 
 
+MAX_WORKERS = 10_000
+"""More than one driver can lead."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
     """`job.*`: how the work is spread, when it is committed and given up. No value changes a summary."""
 
     workers: int = 1
-    """Actors, each with a target, a draft and a batch of its own."""
+    """Actors, each with a target, a draft and a batch of its own; MAX_WORKERS at most."""
     gpus_per_worker: float = 0.0
     """0 runs on the CPU."""
     cpus_per_worker: int = 1
@@ -64,6 +68,8 @@ class JobOptions:
     def __post_init__(self) -> None:
         for name in ("workers", "cpus_per_worker", "max_attempts", "commit_every_rows"):
             at_least(f"job.{name}", getattr(self, name), 1)
+        if self.workers > MAX_WORKERS:
+            raise ValueError(f"job.workers must be at most {MAX_WORKERS}, got {self.workers}")
         for name in ("gpus_per_worker", "commit_every_s", "deadline_s_per_token", "deadline_s", "grace_s"):
             at_least(f"job.{name}", getattr(self, name), 0)
         for name in ("deadline_base_s", "stall_s"):

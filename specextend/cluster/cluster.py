@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # not at run time: the actor of a claim must not load torch
 
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
 """Of a Ray that we start for ourselves: nothing large goes through it."""
+KNOCK_S = 10.0
+"""Seconds in which the head must take a connection."""
 _NAMESPACE = "specextend"
 _CLAIM_S = 10.0
 """Seconds that the name of a driver that has died may live on."""
@@ -50,6 +53,16 @@ def check_resources(target: TargetOptions, job: JobOptions) -> None:
     for key, count in there.items():
         if getattr(job, key) > count:
             raise RefusedError(f"job.{key} is {getattr(job, key):g} but this machine has {count}")
+
+
+def workers_that_fit(job: JobOptions) -> int:
+    """How many of `job.workers` a Ray of our own has room for at a time."""
+    import torch
+
+    fit = [num_cores() // job.cpus_per_worker]
+    if job.gpus_per_worker:
+        fit.append(int(torch.cuda.device_count() / job.gpus_per_worker))
+    return min(job.workers, *fit)
 
 
 @contextmanager
@@ -82,7 +95,18 @@ def _connect() -> None:
             logging_level=logging.WARNING,
         )
     else:
+        _knock(os.environ.get("RAY_ADDRESS", ""))
         ray.init(logging_level=logging.WARNING)
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nobody listens at `host:port`: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+        except OSError as error:
+            raise ConnectionError(f"nobody answers at {address} ({error})") from error
 
 
 @contextmanager

@@ -13,10 +13,18 @@ from typing import Any
 
 from specextend.attention.hybrid import load_backend
 from specextend.cluster.attempts import Attempt, version_changes
-from specextend.cluster.cluster import check_resources, claimed, connected, is_local
+from specextend.cluster.cluster import check_resources, claimed, connected, is_local, workers_that_fit
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Committer, Driver
-from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, OtherRunError, RefusedError, StoreError, exit_code
+from specextend.cluster.exits import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_TOO_MANY_ERRORS,
+    OtherRunError,
+    RefusedError,
+    StoreError,
+    exit_code,
+)
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.leases import Limits
 from specextend.cluster.lock import OutputLock, check_free
@@ -32,7 +40,7 @@ from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.documents import DocumentError, InputError, Source, open_source
-from specextend.data.finalize import Counts, finalize, read_success, remove_success, write_success
+from specextend.data.finalize import Counts, finalize, is_finalized, read_success, remove_success, write_success
 from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
 from specextend.data.inputs import InputUnreachableError
 from specextend.data.parts import PartWriter, Progress, pending, read_parts
@@ -44,6 +52,7 @@ from specextend.loading import GIB, load_engine, rows_per_sequence
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes
 
+FORCED = "ended by force; what was committed is there, run again to resume"
 EXTRA_LEASES = 2
 """Leases that wait at a worker beside those that decode."""
 
@@ -145,9 +154,15 @@ def run(
     check_same_run(prepared)
     run_id = secrets.token_hex(4)
     with OutputLock(prepared.output, run_id) as lock:
-        interrupt.last = lock.release
         changes = version_changes(prepared.output)
         attempt = Attempt(prepared.output, run_id, config)
+
+        def last() -> None:
+            lock.release()
+            display.note(f"the run did not stop within job.grace_s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
+            attempt.end(EXIT_INTERRUPTED, FORCED)
+
+        interrupt.last = last
         with writing(prepared.output):
             _sweep(prepared.output)
             attempt.begin()
@@ -207,7 +222,7 @@ class _Start:
         rows = [file.num_rows for file in self.prepared.source.files]
         keys = set(pending(rows, progress, retry_errors=retry_errors))
         counts = read_success(output)
-        if not keys and counts is not None and self._accepts(counts):
+        if not keys and counts is not None and self._accepts(counts) and is_finalized(self.prepared.source, output):
             self.display.note(f"complete already, {_say(counts)}")
             return EXIT_DONE
         work = self._read_through(keys) if keys else None
@@ -228,6 +243,11 @@ class _Start:
         self.report(self.prepared.config.output.path)
         self.display.note(_say(counts))
         if not self._accepts(counts):
+            share = self.prepared.config.job.max_error_fraction
+            self.display.note(
+                f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows "
+                f"{int(share * counts.rows)} failed rows; see errors/, --retry-errors does those rows again"
+            )
             return EXIT_TOO_MANY_ERRORS
         write_success(output, counts)
         return EXIT_DONE
@@ -239,6 +259,7 @@ class _Start:
         try:
             with connected(), claimed(self.prepared.output.path):
                 self.interrupt.install()
+                self._say_what_fits()
                 driver = self._driver(source, plan, ledger)
                 try:
                     driver.run()
@@ -246,6 +267,11 @@ class _Start:
                     driver.pool.close()
         finally:
             self.interrupt.install()  # ray.shutdown() has taken the handler of SIGTERM away
+
+    def _say_what_fits(self) -> None:
+        job = self.prepared.config.job
+        if is_local() and (fit := workers_that_fit(job)) < job.workers:
+            self.display.note(f"warning: this machine has room for {fit} of {job.workers} workers (job.workers)")
 
     def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
         """Where to read documents from, and what there is to do. Raises InputError for a file that breaks off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -58,10 +59,32 @@ def finalize(source: Source, output: Location) -> Counts:
     for folder in ("summaries", "errors"):
         remove_temporary_files(output.child(folder))
     for file in source.files:
-        name = f"part-{file.number:05d}.parquet"
+        name = _name(file.number)
         _write_summaries(source, file.number, results, window, output.child("summaries", name))
         _write_errors(file.number, results, output.child("errors", name))
     return counts
+
+
+def is_finalized(source: Source, output: Location) -> bool:
+    """Whether `summaries/` and `errors/` are what `finalize` would write: somebody may have taken a file away."""
+    results = find_results(output)
+    for file in source.files:
+        name = _name(file.number)
+        if not _is_written(output.child("summaries", name), _summaries_schema(source, file.number, results)):
+            return False
+        failed, errors = _failed(file.number, results), output.child("errors", name)
+        if not (_is_written(errors, _errors_schema(results, failed)) if len(failed) else not exists(errors)):
+            return False
+    return True
+
+
+def is_output_file(name: str) -> bool:
+    """Whether a file of `summaries/` or `errors/` is one of ours, by its name."""
+    return re.fullmatch(r"part-\d{5,}\.parquet", name) is not None
+
+
+def _name(number: int) -> str:
+    return f"part-{number:05d}.parquet"
 
 
 def write_success(output: Location, counts: Counts) -> None:
@@ -98,9 +121,7 @@ def _reconcile(source: Source, results: Results) -> Counts:
 
 
 def _write_summaries(source: Source, number: int, results: Results, window: Window, location: Location) -> None:
-    span = results.span(number)
-    done = np.arange(span.start, span.stop)[results.done[span.start : span.stop]]
-    schema = _with_digest(summary_schema(source.passthrough_fields), results.digest(done))
+    schema = _summaries_schema(source, number, results)
     if _is_written(location, schema):
         return
     with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
@@ -108,6 +129,12 @@ def _write_summaries(source: Source, number: int, results: Results, window: Wind
         has_dictionary = any("dictionary<" in str(field.type) for field in schema)  # of which each table has its own
         for table in (each for each, _ in tables) if has_dictionary else gathered(tables):
             writer.write_table(table)
+
+
+def _summaries_schema(source: Source, number: int, results: Results) -> pa.Schema:
+    span = results.span(number)
+    done = np.arange(span.start, span.stop)[results.done[span.start : span.stop]]
+    return _with_digest(summary_schema(source.passthrough_fields), results.digest(done))
 
 
 def _summaries(
@@ -166,12 +193,11 @@ def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _write_errors(number: int, results: Results, location: Location) -> None:
-    span = results.span(number)
-    failed = np.arange(span.start, span.stop)[~results.done[span.start : span.stop]]
+    failed = _failed(number, results)
     if not len(failed):
         delete(location)
         return
-    schema = _with_digest(ERROR_SCHEMA, results.digest(failed))
+    schema = _errors_schema(results, failed)
     if _is_written(location, schema):
         return
     with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
@@ -183,6 +209,16 @@ def _write_errors(number: int, results: Results, location: Location) -> None:
             writer.write_table(
                 pa.Table.from_arrays([keys, *(rows[name] for name in ERROR_SCHEMA.names[1:])], schema=schema)
             )
+
+
+def _failed(number: int, results: Results) -> NDArray[np.int64]:
+    """Positions of a file's error rows."""
+    span = results.span(number)
+    return np.arange(span.start, span.stop)[~results.done[span.start : span.stop]]
+
+
+def _errors_schema(results: Results, failed: NDArray[np.int64]) -> pa.Schema:
+    return _with_digest(ERROR_SCHEMA, results.digest(failed))
 
 
 def _with_digest(schema: pa.Schema, digest: str) -> pa.Schema:

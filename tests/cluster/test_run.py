@@ -58,6 +58,31 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
     assert len({row["worker"] for row in run.summaries().values()}) == 1
     assert len(run.summaries()) == 6
     assert not (run.output / "_SUCCESS").exists()
+    [why] = [note for note in run.screen.notes if note.startswith("exit 3, ")]
+    assert "job.max_error_fraction 0 allows 0 failed rows; see errors/" in why
+
+
+def test_files_that_were_taken_from_a_finished_run_are_written_again_and_nothing_is_decoded(job):
+    """`_SUCCESS` alone is no reason to say that all is there."""
+    run = job([*GOOD, "raise"], max_error_fraction=1.0)
+    assert run.run() == EXIT_DONE
+    before = {path: path.read_bytes() for folder in ("summaries", "errors") for path in (run.output / folder).iterdir()}
+    assert len(before) == 2
+    for path in before:
+        path.unlink()
+        assert run.run(NeverLoads()) == EXIT_DONE
+    assert {path: path.read_bytes() for path in before} == before
+    run.screen.notes.clear()
+    assert run.run(NeverLoads()) == EXIT_DONE
+    assert run.screen.notes == ["complete already, 7 rows: 6 done, 1 failed"]
+
+
+def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch):
+    """Otherwise somebody waits for 48 of 50 all night."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    run = job(["one"], workers=500)
+    assert run.run() == EXIT_DONE
+    assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
 
 
 def test_errors_within_the_allowed_fraction_are_a_success_without_decoding_again(job):

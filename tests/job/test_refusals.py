@@ -53,6 +53,7 @@ def assert_refused(ended: Ended, said: str, output: Path) -> None:
         (["decoding.temperature=-1"], "decoding.temperature must be at least 0"),
         (["decoding.max_batch_size=many"], "decoding.max_batch_size"),
         (["job.workers=0"], "job.workers must be at least 1"),
+        (["job.workers=99999999999999999999"], "job.workers must be at most 10000"),
         (["prompt.instruction='{document} and {document}'"], "prompt.instruction"),
         (["target.model=/nowhere/at/all"], "/nowhere/at/all does not exist"),
         (["draft.model=/nowhere/at/all"], "/nowhere/at/all"),
@@ -296,14 +297,25 @@ def test_the_status_of_no_run_is_refused(call, tmp_path: Path):
     ended = call("--status", str(tmp_path / "nowhere"))
     assert ended.code == 2
     assert "holds no run" in ended.stderr
+    ended = call("--status", "")  # a variable that is not set
+    assert (ended.code, ended.stderr) == (2, "error: a path must not be empty\n")
 
 
-def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder(corpus: Path, tmp_path, monkeypatch):
-    """The run had begun: the next start goes on with it."""
-    monkeypatch.setenv("RAY_ADDRESS", "no such address")
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:1", "nobody answers at 127.0.0.1:1 ([Errno 111] Connection refused); "),
+        pytest.param("no such address", "Invalid address", marks=pytest.mark.slow),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder(
+    corpus: Path, tmp_path: Path, monkeypatch, address: str, why: str
+):
+    """At once, and the run had begun: the next start goes on with it."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
     ended = summarize("--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc")
     assert ended.code == 1
-    assert ended.stderr.splitlines()[-1].startswith("error: Ray cannot be joined: Invalid address")
+    assert ended.stderr.splitlines()[-1].startswith(f"error: Ray cannot be joined: {why}")
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "out" / "_run" / "lock").exists()
 

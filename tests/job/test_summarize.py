@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -81,6 +83,15 @@ def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path], call):
     assert ended.code == 0
     assert "complete already" in ended.stderr
     assert {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()} == before
+
+
+def test_somebody_elses_file_among_the_summaries_is_not_read(demo: tuple[Ended, Path], tmp_path: Path, script, capsys):
+    """The run was a success; a note of somebody's must not turn that into a traceback."""
+    output = tmp_path / "copy"
+    shutil.copytree(demo[1], output)
+    pq.write_table(pa.table({"text": ["mine"]}), output / "summaries" / "a-note.parquet")
+    script.conclude(str(output))
+    assert "Summary of " in capsys.readouterr().out
 
 
 def test_a_folder_of_another_run_is_refused_with_the_difference(demo: tuple[Ended, Path], call):
@@ -181,6 +192,21 @@ def test_a_stopped_run_is_resumed_and_ends_as_if_it_had_not_been_stopped(tmp_pat
     assert summarize(*arguments, "--output", str(output), "--set", "decoding.max_batch_size=2").code == 0
     assert {path: path.read_bytes() for path in parts(output)}.items() >= kept.items()
     assert summaries(output) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path: Path, start):
+    """Who reads the log in the morning, or the folder, must not have to guess."""
+    arguments, output = long_corpus(tmp_path), tmp_path / "out"
+    process = start(*arguments, "--output", str(output), "--set", "job.grace_s=0")
+    wait_for(lambda: parts(output), "part")
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == 75
+    assert "the run did not stop within job.grace_s: ended by force; what was committed is there" in said
+    [attempt] = (output / "_run" / "attempts").iterdir()
+    assert json.loads(attempt.read_text())["exit_code"] == 75
+    assert not (output / "_run" / "lock").exists()
 
 
 def worker_pid(driver: subprocess.Popen[str]) -> int | None:
