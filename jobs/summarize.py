@@ -37,7 +37,8 @@ def job(arguments: argparse.Namespace) -> int:
     from specextend.cluster.dry_run import describe_dry_run, dry_run
     from specextend.cluster.exits import RefusedError
     from specextend.cluster.interrupt import Interrupt
-    from specextend.cluster.run import prepare, run
+    from specextend.cluster.prepare import prepare
+    from specextend.cluster.run import run
     from specextend.config import ConfigError, RunConfig
     from specextend.report import write_report
 

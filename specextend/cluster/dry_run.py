@@ -8,8 +8,9 @@ from typing import Any
 
 from specextend.cluster.exits import RefusedError, StoreError
 from specextend.cluster.plan import Plan, make_plan
+from specextend.cluster.prepare import Prepared
 from specextend.cluster.progress import TokenEstimate
-from specextend.cluster.run import Prepared, check_same_run, read_progress
+from specextend.cluster.run import check_same_run, read_progress
 from specextend.core import DocumentKey
 from specextend.data.documents import InputError
 from specextend.data.inputs import InputUnreachableError

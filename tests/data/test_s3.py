@@ -19,7 +19,7 @@ import pytest
 from specextend.cluster.arbiter import Arbiter, Verdict
 from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code
 from specextend.cluster.lock import OutputLock, read_lock
-from specextend.cluster.run import prepare
+from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.documents import InputError, InputOptions, OutputOptions, Source, open_source
