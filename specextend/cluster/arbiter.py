@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from specextend.core import DocumentKey
 from specextend.data.documents import DocumentError, Source
-from specextend.data.inputs import InputChangedError, InputUnreachableError
+from specextend.data.inputs import InputUnreachableError
 from specextend.data.parquet import DAMAGED
 
 PATIENCE_S = 1.0
@@ -68,12 +68,12 @@ class Arbiter:
         if self._thread is not None and self._thread.is_alive():
             return otherwise
         found: list[Value] = []
-        failed: list[InputChangedError] = []
+        failed: list[Exception] = []
 
         def run() -> None:
             try:
                 found.append(look(copy.copy(self._source)))  # nothing remembered, and locks of its own
-            except InputChangedError as error:
+            except Exception as error:  # noqa: BLE001  the driver raises it, whatever it is
                 failed.append(error)
 
         began = time.monotonic()

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specextend.cluster.exits import LockHeldError, LockLostError
+from specextend.cluster.messages import first_line
 from specextend.cluster.output import writing
 from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
@@ -74,6 +75,7 @@ class OutputLock:
         self._output, self._run_id, self._clock = output, run_id, clock
         self._beat_at = 0.0
         self._lost_to: str | None = None
+        self._why_silent = ""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
 
@@ -108,7 +110,8 @@ class OutputLock:
         if self._lost_to is not None:
             raise LockLostError(f"{self._output.path} was taken over by run {self._lost_to}")
         if self._clock() - self._beat_at > STALE_S:
-            raise LockLostError(f"{self._output.path}: no heartbeat could be written for {STALE_S:.0f} s")
+            why = f": {self._why_silent}" if self._why_silent else ""
+            raise LockLostError(f"{self._output.path}: no heartbeat could be written for {STALE_S:.0f} s{why}")
 
     def beat(self) -> None:
         """One heartbeat; finds out whether the lock is still ours. Raises OSError."""
@@ -124,8 +127,8 @@ class OutputLock:
         while self._lost_to is None and not self._closing.wait(HEARTBEAT_S):
             try:
                 self.beat()
-            except OSError:
-                continue  # `check` raises once the last good beat is too old
+            except OSError as error:  # `check` says so once the last good beat is too old
+                self._why_silent = first_line(error)
 
     def _write(self) -> None:
         now = self._clock()

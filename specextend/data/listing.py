@@ -143,5 +143,4 @@ def ask(location: Location, name: str) -> fs.FileInfo:
     try:
         return location.filesystem.get_file_info(location.path)
     except OSError as error:
-        message = " ".join(str(error).split())
-        raise InputUnreachableError(f"{name} cannot be reached ({message}); run again") from error
+        raise InputUnreachableError(f"{name} cannot be reached ({_one_line(error)}); run again") from error

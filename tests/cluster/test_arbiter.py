@@ -104,6 +104,21 @@ def test_a_file_that_can_be_asked_for_but_not_opened_is_out_of_reach(source: Sou
     assert looking(source).judge(DocumentKey(0, 0)) is Verdict.OUT_OF_REACH
 
 
+def test_a_driver_without_memory_finds_no_document_at_fault(source: Source, monkeypatch):
+    """Pyarrow's MemoryError is one of its own exceptions, like that of a damaged page."""
+
+    def starve(source: Source, key: DocumentKey) -> None:
+        raise pa.ArrowMemoryError("no room")
+
+    monkeypatch.setattr(Source, "read", starve)
+    assert looking(source).judge(DocumentKey(0, 0)) is Verdict.OUT_OF_REACH
+
+
+def test_what_nobody_foresaw_is_raised_and_not_lost_in_a_thread(source: Source):
+    with pytest.raises(IndexError, match="is not in the input"):
+        looking(source).judge(DocumentKey(0, 99))
+
+
 def test_every_look_is_a_fresh_one(source: Source, path: Path, monkeypatch):
     """What it remembers may be older than what the workers see."""
     judge = looking(source)

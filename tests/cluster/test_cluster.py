@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import ray
-from ray.exceptions import OutOfDiskError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfDiskError, RayTaskError
 
 from specextend.cluster import cluster
 from specextend.cluster.cluster import claimed
-from specextend.cluster.exits import LockHeldError
+from specextend.cluster.exits import ClusterError, LockHeldError
 from specextend.cluster.pool import unexpected
 
 
@@ -50,3 +50,17 @@ def test_a_result_that_finds_no_room_may_be_tried_again_and_a_mistake_of_ours_ma
         ray.get(answer.remote())
     failed = unexpected(caught.value)
     assert (failed.error_class, failed.stage, failed.retryable) == (type(cause).__name__, "worker", is_retryable)
+
+
+def test_a_cluster_that_grants_no_name_is_said_in_one_line(shared: None, monkeypatch):
+    """Its head may have died a moment ago."""
+
+    def lost(*arguments: object) -> None:
+        raise ActorUnavailableError("the head is gone\nstack", None)
+
+    monkeypatch.setattr(ray, "get", lost)
+    with (
+        pytest.raises(ClusterError, match=r"^Ray does not do as it is asked: .*; run again$"),
+        claimed("s3://bucket/new"),
+    ):
+        pass

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,25 @@ def test_a_driver_that_cannot_write_its_heartbeat_stops_before_others_may_start(
     with OutputLock(output, "00000001", clock=lambda: now[0]) as held:
         now[0] += lock.STALE_S + 1
         with pytest.raises(LockLostError, match="no heartbeat"):
+            held.check()
+
+
+def test_a_driver_says_why_its_heartbeat_could_not_be_written(output: Location, monkeypatch):
+    """The disk was full for a minute: without the reason somebody would look for a second driver."""
+    now, calls, second = [1000.0], [], threading.Event()
+
+    def full(location: Location, data: bytes) -> None:
+        calls.append(location)
+        if len(calls) == 2:  # by then the first failure was noted
+            second.set()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
+    with OutputLock(output, "00000001", clock=lambda: now[0]) as held:
+        monkeypatch.setattr(lock, "write_bytes", full)
+        assert second.wait(60)
+        now[0] += lock.STALE_S + 1
+        with pytest.raises(LockLostError, match=r"no heartbeat could be written for 60 s: No space left on device$"):
             held.check()
 
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from specextend.core import DocumentKey
+from specextend.data import documents
 from specextend.data.documents import InputChangedError, InputOptions, Source, open_source
 from specextend.data.finalize import finalize
+from specextend.data.inputs import InputUnreachableError
 from specextend.data.parts import PartWriter
 from specextend.data.regroup import regroup
 from specextend.data.storage import Location, list_files
@@ -127,3 +129,14 @@ def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_th
     said = again.communicate(timeout=LONGEST_S)[0]
     assert again.returncode == 0, said
     assert len(rows(output / "summaries")) == 16
+
+
+def test_a_file_that_can_be_asked_for_but_not_opened_is_out_of_reach_and_not_damaged(source: Source, monkeypatch):
+    """Running again helps; "repair it or take it out" would be wrong advice."""
+
+    def denied(location: object) -> None:
+        raise PermissionError("access denied")
+
+    monkeypatch.setattr(documents, "open_parquet", denied)
+    with pytest.raises(InputUnreachableError, match=r"cannot be reached \(access denied\); run again$"):
+        list(source.batches(0, ["text"]))
