@@ -1,21 +1,21 @@
-# Every target works from a clean clone: it builds what it needs and nothing twice.
+# Every target works from a clean clone. It builds what it needs, and nothing twice.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 CPUS := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 DEMO := out/demo
 
-# Local runs stay on this machine: Ray listens on loopback alone, joins no left-over cluster, reports nothing.
+# Local runs stay on this machine: Ray listens on loopback only, joins no cluster that was left running, reports nothing.
 export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER := 0
 export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ADDRESS := local
 
-.PHONY: setup models demo test test-all lint bench
+.PHONY: setup models demo test test-slow test-all lint bench
 setup: $(VENV)/.done
 models: .models/.done
 
-# On a machine without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu spares gigabytes of CUDA libraries.
+# On a machine without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes of CUDA libraries.
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("specextend needs Python 3.11 or newer; name one with PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -31,14 +31,17 @@ demo: setup models
 	rm -rf $(DEMO)
 	$(PY) jobs/summarize.py --config configs/smollm2.yaml --input examples/demo --output $(DEMO) --set job.cpus_per_worker=$(CPUS)
 
-# One process a core, of one thread each.
-test test-all: export HF_HUB_OFFLINE := 1
-test test-all: export OMP_NUM_THREADS := 1
+# One test process for each core, with one thread each.
+test test-slow test-all: export HF_HUB_OFFLINE := 1
+test test-slow test-all: export OMP_NUM_THREADS := 1
+PYTEST := $(PY) -m pytest -n $(CPUS) --dist worksteal
 test: setup models
-	$(PY) -m pytest -n $(CPUS) --dist worksteal -m 'not slow and not gpu'
+	$(PYTEST) -m 'not slow and not gpu'
 
-test-all: setup models
-	$(PY) -m pytest -n $(CPUS) --dist worksteal -m 'not gpu'
+test-slow: setup models
+	$(PYTEST) -m 'slow and not gpu'
+
+test-all: test test-slow
 
 lint: setup
 	$(PY) -m ruff check .
@@ -46,6 +49,6 @@ lint: setup
 	$(PY) -m mypy
 
 bench: setup models
-	$(PY) jobs/bench.py --config configs/smollm2.yaml --documents examples/govreport.parquet --per-bucket 5 \
+	$(PY) jobs/bench.py compare --config configs/smollm2.yaml --documents examples/govreport.parquet --per-bucket 5 \
 		--max-new-tokens 128 --sides autoregressive,specextend,draft,ngram,transformers,transformers-lookup \
 		--json out/compare.json

@@ -1,4 +1,4 @@
-"""Data sets, JSON Lines and folders of text files -> Parquet that jobs/summarize.py reads.
+"""Convert data sets, JSON Lines and folders of text files to Parquet for jobs/summarize.py.
 
 python jobs/prepare.py govreport --split test --limit 100 --output data/govreport.parquet
 python jobs/prepare.py jsonl documents.jsonl --text-field body --output data/documents.parquet
@@ -13,19 +13,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from specextend.core import printable
 from specextend.data.importers import HUB_DATASETS, read_hub, read_jsonl, read_text_folder, write_documents
 from specextend.data.storage import resolve
+from specextend.terminal import complain, guard_streams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, or 2 with one line for input or output that cannot be."""
+    """Run the command. Returns 0, or 2 with one line on stderr if the input or output is unusable."""
     options = _parser().parse_args(arguments)
     try:
         count = write_documents(_documents(options), resolve(options.output), options.limit)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
-    print(f"{count} documents in {options.output}")
+    print(printable(f"{count} documents in {options.output}"))
     return 0
 
 
@@ -63,4 +65,5 @@ def _documents(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    guard_streams()
     sys.exit(main())

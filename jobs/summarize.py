@@ -1,4 +1,4 @@
-"""Summarise a corpus: Parquet in, Parquet out, on Ray. See `--help`, and the README for the exit codes."""
+"""Summarise a corpus: Parquet in, Parquet out, on Ray. See `--help`; docs/output.md lists the exit codes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from pathlib import Path
 
 from specextend.cluster.environment import is_submitted, prepare_environment
 from specextend.core import printable
+from specextend.terminal import guard_streams
+
+STATUS_S = 300.0
+"""Seconds in which the state of a run must have been read."""
 
 for number in (signal.SIGTERM, signal.SIGINT):  # until the run has begun there is nothing to save
     signal.signal(number, lambda number, frame: os._exit(75))
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the job; the exit code of the process."""
+    """Run the job. Returns the exit code of the process."""
     prepare_environment(os.environ)
     from specextend.cluster import exits  # torch and ray take seconds to import: not for --help
 
     try:
         return job(arguments) if arguments.status is None else status(arguments)
     except exits.SAID_IN_ONE_LINE as error:
-        say(f"error: {error}", "error", arguments)
+        is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
+        say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
         return exits.exit_code(error)
     except exits.InterruptedRunError as error:
         say(f"interrupted: {error}; finished work is on disk, run again to resume", "interrupted", arguments)
@@ -32,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def job(arguments: argparse.Namespace) -> int:
-    """Dry run or run."""
+    """Run, or only say what there is to do (`--dry-run`). Returns the exit code."""
     from specextend.cluster.display import open_display
     from specextend.cluster.dry_run import describe_dry_run, dry_run
     from specextend.cluster.exits import RefusedError
@@ -40,6 +45,7 @@ def job(arguments: argparse.Namespace) -> int:
     from specextend.cluster.prepare import prepare
     from specextend.cluster.run import run
     from specextend.config import ConfigError, RunConfig
+    from specextend.core import first_line
     from specextend.report import write_report
 
     try:
@@ -48,7 +54,7 @@ def job(arguments: argparse.Namespace) -> int:
         raise RefusedError(str(error)) from error
     if arguments.dry_run:
         plan = dry_run(prepare(config), retry_errors=arguments.retry_errors)
-        print(printable(describe_dry_run(plan), keep="\n"))
+        print(describe_dry_run(plan))
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
         return 0
@@ -59,59 +65,69 @@ def job(arguments: argparse.Namespace) -> int:
         code = run(config, display, interrupt, retry_errors=arguments.retry_errors, report=write_report)
     finally:
         display.close()
-    conclude(config.output.path)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the run is over: what is left is to show it
+        signal.signal(number, lambda number, frame: os._exit(code))
+    try:
+        conclude(config.output.path)
+    except (OSError, ValueError) as error:  # a store that is away by now, a stdout that takes no more
+        say(f"the run ended with {code}, but cannot be shown: {first_line(error)}", "note", arguments)
     return code
 
 
 def conclude(output: str) -> None:
-    """What a person wants to see of a finished run: its tables, one summary, and where the rest is."""
-    from specextend.data.finalize import is_output_file
+    """Print what people want to see of a finished run: its tables, one summary, and where the rest is."""
     from specextend.data.parquet import open_parquet, stream
+    from specextend.data.run_folder import is_result_name, summaries_folder
     from specextend.data.storage import list_files, resolve
     from specextend.report import build_report, render
 
-    print(printable(render(build_report(output)), keep="\n"), end="")
-    folder = resolve(output).child("summaries")
-    names = (name for name in list_files(folder) if is_output_file(name))
+    print(render(build_report(output)), end="")
+    folder = summaries_folder(resolve(output))
+    names = (name for name in list_files(folder) if is_result_name(name))
     tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in names)
     if first := next((table.slice(0, 1).to_pylist() for each in tables for table in each if len(table)), None):
         print(f"\nSummary of {printable(first[0]['doc_id'])}:\n{printable(first[0]['summary'], keep=chr(10))}")
-    print(f"\nsummaries: {output}/summaries\nreport: {output}/report.md")
+    shown = printable(output)
+    print(f"\nsummaries: {shown}/summaries\nreport: {shown}/report.md")
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Say how far the run of an output folder is."""
-    from specextend.cluster.exits import RefusedError
-    from specextend.cluster.messages import first_line
+    """Print the status of the run in an output folder. Returns the exit code."""
+    from specextend.cluster.contact import within
+    from specextend.cluster.exits import RefusedError, StoreError
     from specextend.cluster.status import describe_status, read_status
+    from specextend.core import first_line
     from specextend.data.storage import resolve
 
     try:
-        found = read_status(resolve(arguments.status))
-    except (ValueError, OSError) as error:
+        found = within(STATUS_S, lambda: read_status(resolve(arguments.status)))
+    except ValueError as error:
         raise RefusedError(first_line(error)) from error
+    except OSError as error:
+        raise StoreError(f"--status {arguments.status} cannot be read: {first_line(error)}") from error
     print(describe_status(found))
     return 0
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:
-    """Command line values as `key.path=value`; --input and --output win over --set."""
+    """Collect the values of the command line as `key.path=value`; --input and --output win over --set."""
     paths = {"input.path": arguments.input, "output.path": arguments.output}
     return arguments.set + [f"{key}={json.dumps(value)}" for key, value in paths.items() if value is not None]
 
 
-def say(line: str, event: str, arguments: argparse.Namespace) -> None:
-    """To stderr: stdout is for results."""
-    from specextend.cluster.display import JsonDisplay
+def say(line: str, event: str, arguments: argparse.Namespace, keep: str = "") -> None:
+    """Write one line to stderr, if it takes it, because stdout is for results; `keep` as for `printable`."""
+    from specextend.cluster.display import Forgiving, JsonDisplay
 
+    stderr = Forgiving(sys.stderr)
     if arguments.log == "json":
-        JsonDisplay(lambda text: print(text, file=sys.stderr, flush=True)).note(line, event)
+        JsonDisplay(lambda text: print(text, file=stderr, flush=True)).note(line, event)
     else:
-        print(printable(line, keep="\n"), file=sys.stderr, flush=True)
+        print(printable(line, keep), file=stderr, flush=True)
 
 
 def parse() -> argparse.Namespace:
-    """The command line; wrong ones exit with 2."""
+    """Parse the command line. Exits with 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="summarize.py", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", help="a YAML file of configs/")
@@ -122,7 +138,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="say what there is to do; load and write nothing")
     parser.add_argument("--json", metavar="PATH", help="with --dry-run: write the plan there, too")
     parser.add_argument("--log", choices=["text", "json"], default="text", help="json: one line an event on stderr")
-    parser.add_argument("--retry-errors", action="store_true", help="do error rows again, and nothing else")
+    parser.add_argument(
+        "--retry-errors",
+        nargs="?",
+        choices=["retryable", "all"],
+        const="retryable",
+        default="none",
+        help="do those error rows again that another try may mend, and nothing else; =all: every error row",
+    )
     arguments = parser.parse_args()
     if arguments.json and not arguments.dry_run:
         parser.error("--json goes with --dry-run")
@@ -130,15 +153,22 @@ def parse() -> argparse.Namespace:
 
 
 def end(code: int) -> None:
-    """End the process, also where a store has never answered the driver: libraries would wait for that at exit."""
+    """End the process with that code. Where a store has never answered, libraries would wait for it at exit, and
+    Python ends with another code where stdout or stderr takes no more.
+    """
     from specextend.cluster.arbiter import is_looking
 
-    if is_looking():
-        sys.stdout.flush()
-        sys.stderr.flush()
+    is_flushed = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            is_flushed = False
+    if is_looking() or not is_flushed:
         os._exit(code)
     sys.exit(code)
 
 
 if __name__ == "__main__":
+    guard_streams()
     end(main(parse()))

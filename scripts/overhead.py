@@ -66,7 +66,7 @@ class NoOpEngine:
 
     num_steps = 0
     num_active = 0
-    max_prompt_tokens = 8192
+    max_tokens = 8192
 
     def __init__(self, config: RunConfig) -> None:
         self.tokenizer = load_tokenizer(config.target.model)

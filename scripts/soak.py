@@ -3,7 +3,8 @@
     python -m scripts.soak --json benchmarks/results/soak.json
 
 The victim is drawn with a seed among the workers and the driver; a killed driver is started again, as an operator
-would. At the end every input row must be one summary, in its place, and none may be an error. Exit code 1 if not.
+would. Besides, one of the places where workers run is broken: whoever is handed a document there is killed. At the end
+every input row must be one summary, in its place, and none may be an error. Exit code 1 if not.
 Nothing is simulated: the job is `jobs/summarize.py`, and the kills are kills.
 """
 
@@ -53,6 +54,8 @@ class SoakOptions:
     """Finished documents between two kills."""
     seed: int = 0
     """Of the documents and of the victims."""
+    sick: int = 1
+    """Number of the seat where every worker is killed, from 1; 0: none is."""
     folder: Path = ROOT / "out" / "soak"
     """Input and output; emptied first."""
 
@@ -66,7 +69,7 @@ class Kill:
     at_s: float
     """Seconds since the soak began."""
     victim: str
-    """`driver` or `worker`."""
+    """`driver`, `worker`, or `sick` for one on the broken seat."""
 
 
 @dataclass
@@ -85,11 +88,15 @@ class Soak:
         began, draw = time.monotonic(), random.Random(self.options.seed)
         next_kill = self.options.every
         while EXIT_DONE not in self.exit_codes and len(self.exit_codes) < MAX_STARTS:
+            log = Log(self.options.folder / "log.txt")
             with started(self.options) as driver:
                 while driver.poll() is None:
+                    for victim in log.handed_out_at(f"seat {self.options.sick}", driver.pid):
+                        self._kill(victim, "sick", committed_rows(self.output), time.monotonic() - began)
                     rows = committed_rows(self.output)
                     if rows >= next_kill and (victim := choose_victim(driver.pid, draw)) is not None:
-                        self._kill(victim, driver.pid, rows, time.monotonic() - began)
+                        what = "driver" if victim.pid == driver.pid else "worker"
+                        self._kill(victim, what, rows, time.monotonic() - began)
                         next_kill = rows + self.options.every
                     time.sleep(POLL_S)
                 self.exit_codes.append(driver.returncode)
@@ -102,12 +109,12 @@ class Soak:
         """The run's output folder."""
         return self.options.folder / "output"
 
-    def _kill(self, victim: psutil.Process, driver: int, rows: int, at_s: float) -> None:
+    def _kill(self, victim: psutil.Process, what: str, rows: int, at_s: float) -> None:
         try:
             victim.kill()
         except psutil.NoSuchProcess:  # it was faster
             return
-        self.kills.append(Kill(rows, round(at_s, 1), "driver" if victim.pid == driver else "worker"))
+        self.kills.append(Kill(rows, round(at_s, 1), what))
 
     def _record(self, seconds: float) -> dict[str, Any]:
         options = {name: value for name, value in asdict(self.options).items() if name != "folder"}
@@ -122,6 +129,42 @@ class Soak:
             "num_kills": Counter(kill.victim for kill in self.kills),
             **reconcile(self.options, self.output),
         }
+
+
+@dataclass
+class Log:
+    """The log of one start of the driver, read as it grows: who works where, and is handed documents."""
+
+    path: Path
+    _read: int = field(init=False)
+    _there: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Place and process of each worker."""
+
+    def __post_init__(self) -> None:
+        self._read = self.path.stat().st_size if self.path.exists() else 0
+
+    def handed_out_at(self, place: str, driver: int) -> list[psutil.Process]:
+        """Workers at a place that were handed a document since the last call."""
+        busy = set()
+        for event in self._new_events():
+            if event["event"] == "worker_ready":
+                self._there[event["worker"]] = (event["place"], event["pid"])
+            elif event["event"] == "document_leased":
+                where, pid = self._there[event["worker"]]
+                busy |= {pid} if where == place else set()
+        return [each for each in workers_of(driver) if each.pid in busy]
+
+    def _new_events(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+                if line.startswith(b"{"):
+                    yield json.loads(line)
 
 
 def write_documents(options: SoakOptions) -> None:
@@ -149,7 +192,7 @@ def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
         "job.commit_every_s": 1,
         "job.max_attempts": 10,
     }
-    command = [sys.executable, "jobs/summarize.py", "--config", str(CONFIG)]
+    command = [sys.executable, "jobs/summarize.py", "--config", str(CONFIG), "--log", "json"]
     command += ["--input", str(options.folder / "input"), "--output", str(options.folder / "output")]
     for key, value in settings.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
@@ -171,9 +214,14 @@ def committed_rows(output: Path) -> int:
 
 def choose_victim(driver: int, draw: random.Random) -> psutil.Process | None:
     """One of the workers, or the driver; None while no worker has started."""
-    process = psutil.Process(driver)
-    workers = [child for child in process.children(recursive=True) if is_worker(child)]
-    return draw.choice([*sorted(workers, key=lambda worker: worker.pid), process]) if workers else None
+    workers = workers_of(driver)
+    return draw.choice([*workers, psutil.Process(driver)]) if workers else None
+
+
+def workers_of(driver: int) -> list[psutil.Process]:
+    """The job's workers, by process id."""
+    children = psutil.Process(driver).children(recursive=True)
+    return sorted((child for child in children if is_worker(child)), key=lambda worker: worker.pid)
 
 
 def is_worker(process: psutil.Process) -> bool:
@@ -217,7 +265,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="soak.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("documents", "workers", "every", "seed"):
+    for name in ("documents", "workers", "every", "seed", "sick"):
         parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
     parser.add_argument("--folder", type=Path, default=default.folder, help="for input and output; emptied first")
     parser.add_argument("--json", type=Path, help="write what happened there")

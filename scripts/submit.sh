@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Submits jobs/summarize.py to a Ray cluster, shows its log, and exits with the job's own code: Ray's CLI knows 0 and 1 only.
+# Submits jobs/summarize.py to a Ray cluster, shows its log, and exits with the job's own code. Ray's CLI has only 0 and 1.
 #
 #   RAY_ADDRESS=http://127.0.0.1:8265 RAY_AUTH_MODE=token scripts/submit.sh --config configs/... --input ... --output ...
 #
-# A job that was stopped from outside (`ray job stop`) has no code of its own: 75, as it committed what was finished. One that
-# failed without a code never reached the driver, or lost it: 1.
+# A job that was stopped by `ray job stop` has no code of its own and counts as 75, because it committed what was finished.
+# A job that failed without a code never reached its driver or lost it, and counts as 1.
 set -euo pipefail
 : "${RAY_ADDRESS:?set it to the address of the dashboard, as http://127.0.0.1:8265}"
 job="specextend-$(date -u +%Y%m%dT%H%M%S)-$$"
@@ -24,7 +24,7 @@ while True:
         job = json.load(answer)
     if job["status"] not in ("PENDING", "RUNNING"):
         break
-    time.sleep(5)  # the log's connection was lost, the job was not
+    time.sleep(5)  # the connection to the log was lost, but the job goes on
 code = job["driver_exit_code"]
 if code is None:
     code = 75 if job["status"] == "STOPPED" else 1

@@ -1,14 +1,16 @@
-"""What the files of a checkpoint say without any weight being loaded: tensor shapes and hashes."""
+"""The files of a checkpoint, without loading any weight: tensor shapes, hashes, and pickles that are refused."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from specextend.file_hashes import file_sha256
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -23,6 +25,10 @@ _CONVERT = (
 )
 
 
+class ModelError(ValueError):
+    """A model that cannot be found, loaded or served; the message is one line."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a safetensors file."""
@@ -33,9 +39,9 @@ class TensorInfo:
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """Names, types and shapes of the tensors of a safetensors file, and a check that the file is whole.
+    """Read names, types and shapes of the tensors of a safetensors file, and check that the file is whole.
 
-    Raises ValueError in one line for a file that is a pickle, is no safetensors file or was cut short.
+    Raises ValueError in one line if it is a pickle, is no safetensors file or was cut short.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -66,41 +72,44 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def pickled_files(folder: Path) -> list[Path]:
-    """Files of a folder that are pickled weights by their names, in order; never opened."""
+    """List the files of a folder that are pickled weights by their names, in order; they are never opened."""
     found = sorted(path for pattern in _PICKLED for path in folder.glob(pattern))
     return [path for path in found if not path.name.startswith(_NOT_WEIGHTS)]
 
 
 def convert_pickles(files: Iterable[Path], to: Path) -> str:
-    """Why pickled weights are refused, and the command that writes them `to` a safetensors file."""
+    """Say why pickled weights are refused, and by which command they become the safetensors file `to`."""
     names = " ".join(shlex.quote(str(path)) for path in (to, *files))
     return f'which can run code and is refused; convert it with: python -c "{_CONVERT}" {names}'
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """SHA-256 over names and contents, in the order of the names; where the files lie does not matter."""
+    """Compute the SHA-256 over names and contents, in the order of the names; the files' folder does not matter."""
+    return combine_hashes({path.name: hash_file(path) for path in paths})
+
+
+def combine_hashes(hashes: Mapping[str, str]) -> str:
+    """Compute the SHA-256 over the names and hashes of files; the hashes may come from elsewhere."""
     total = hashlib.sha256()
-    for path in sorted(paths, key=lambda path: path.name):
-        total.update(f"{path.name}\0".encode() + hash_file(path).digest())
+    for name in sorted(hashes):
+        total.update(f"{name}\0".encode() + bytes.fromhex(hashes[name]))
     return total.hexdigest()
 
 
-def hash_file(path: Path) -> hashlib._Hash:
-    """SHA-256 of one file. A model's config is hashed without the library version that wrote it."""
-    if path.name in ("config.json", "generation_config.json"):
-        values = read_json(path)
-        kept = {key: value for key, value in values.items() if key not in _VERSION_KEYS}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256")
+def hash_file(path: Path) -> str:
+    """Compute the SHA-256 of a file; of a model's config without the library version that wrote it."""
+    if path.name not in ("config.json", "generation_config.json"):
+        return file_sha256(path)
+    kept = {key: value for key, value in read_json(path).items() if key not in _VERSION_KEYS}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ValueError in one line where it is none."""
+    """Read a JSON object from a file. Raises ValueError in one line if it is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} does not contain a JSON object")
     return values

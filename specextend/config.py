@@ -14,56 +14,72 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from specextend.data.documents import InputOptions, OutputOptions
+from specextend.core import one_line
+from specextend.data.inputs import InputOptions, OutputOptions
 from specextend.data.prompts import PromptOptions
-from specextend.decoding.options import (
+from specextend.decoding.decoding_options import (
     AttentionOptions,
     CacheOptions,
     DecodingOptions,
     TreeOptions,
     at_least,
 )
-from specextend.drafters.options import DraftOptions
-from specextend.models import TargetOptions, looks_like_path
+from specextend.drafters.draft_options import DraftOptions
+from specextend.model_files import looks_like_path
+from specextend.models import TargetOptions
 
 
 class ConfigError(ValueError):
-    """A key or value that cannot be; the message is one line that names the key and what is allowed."""
+    """A key or value is not allowed; the message is one line that names the key and what is allowed."""
 
 
 MAX_WORKERS = 10_000
-"""More than one driver can lead."""
+"""Largest `job.workers`; one driver could not lead more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """`job.*`: how the work is spread, when it is committed and given up. No value changes a summary."""
+    """`job.*`: How work is spread, when results are committed, and when a document, a worker or the run is given up.
+
+    No value changes a summary.
+    """
 
     workers: int = 1
-    """Actors, each with a target, a draft and a batch of its own; MAX_WORKERS at most."""
+    """Number of Ray actors, from 1 to 10,000. Each holds its own target, draft and batch."""
     gpus_per_worker: float = 0.0
-    """0 runs on the CPU."""
+    """GPUs reserved for each worker; 0 runs the models on the CPU."""
     cpus_per_worker: int = 1
-    """CPU cores, and the threads of torch on a CPU."""
+    """CPU cores reserved for each worker; on a CPU also the number of torch threads."""
     max_attempts: int = 3
-    """Attempts charged to a document before it becomes an error row."""
+    """Failed attempts after which a document becomes an error row: a dead or hung worker, a failed batch, a passed
+    deadline, text that nobody can read. Attempts that are lost with their whole node do not count."""
     max_error_fraction: float = 0.0
-    """Share of rows that may end as errors with exit 0."""
+    """Share of error rows, from 0 to 1, up to which a run ends with exit 0; with more of them it ends with exit 3."""
+    stop_error_fraction: float = 0.5
+    """Share of failed documents, from 0 to 1, above which a start stops early with exit 3, if it is also above
+    `max_error_fraction`. It is checked once 100 documents and a hundredth of all have ended; 1 never stops a run."""
     commit_every_rows: int = 64
+    """Finished documents after which the driver writes them to disk."""
     commit_every_s: float = 30.0
+    """Seconds that a finished document waits at most before the driver writes it to disk."""
     deadline_base_s: float = 600.0
-    """A document's deadline is this, from the start of its prefill, and more for each token."""
+    """Seconds that a document may take from the start of its prefill, whatever its length."""
     deadline_s_per_token: float = 1.0
-    """Seconds more for each token of prompt and output."""
+    """Seconds added to a document's deadline for each token of its prompt and of its longest possible output."""
+    start_s: float = 1800.0
+    """Seconds that a worker may take to load its models, counted from when it has a process, before it is replaced."""
     stall_s: float = 600.0
-    """Seconds without a step after which a worker is replaced."""
+    """Seconds without a prefill chunk or decoding step after which a worker counts as hung and is replaced."""
     silence_s: float = 3600.0
-    """Seconds without a token from any worker after which the run fails and names its documents; time for
-    `max_attempts` workers that hang one after the other."""
+    """Seconds without a token from any worker after which the run ends with exit 1 and names its documents. Must be
+    above `max_attempts` x `stall_s`, so that one document that hangs is given up first."""
     deadline_s: float = 0.0
-    """Seconds after which the job stops, to be resumed later; 0: never."""
+    """Seconds after its start at which the run stops with exit 75, to be resumed later; 0 sets no limit."""
     grace_s: float = 20.0
-    """Seconds for committing finished work after an interrupt."""
+    """Seconds that an interrupted run has to commit finished work before its process is ended by force."""
+    store_s: float = 300.0
+    """Seconds in which a file system or object store must answer, or the run ends with exit 1: that of the input at the
+    start, that of the output always."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "cpus_per_worker", "max_attempts", "commit_every_rows"):
@@ -72,7 +88,7 @@ class JobOptions:
             raise ValueError(f"job.workers must be at most {MAX_WORKERS}, got {self.workers}")
         for name in ("gpus_per_worker", "commit_every_s", "deadline_s_per_token", "deadline_s", "grace_s"):
             at_least(f"job.{name}", getattr(self, name), 0)
-        for name in ("deadline_base_s", "stall_s"):
+        for name in ("deadline_base_s", "start_s", "stall_s", "store_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name} must be above 0, got {getattr(self, name)}")
         if self.silence_s <= self.max_attempts * self.stall_s:
@@ -80,12 +96,13 @@ class JobOptions:
                 f"job.silence_s must be above job.max_attempts x job.stall_s = {self.max_attempts * self.stall_s:g}, "
                 f"got {self.silence_s:g}"
             )
-        if not 0 <= self.max_error_fraction <= 1:
-            raise ValueError(f"job.max_error_fraction must be in [0, 1], got {self.max_error_fraction}")
+        for name in ("max_error_fraction", "stop_error_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"job.{name} must be in [0, 1], got {getattr(self, name)}")
 
 
 class RunConfig(BaseModel):
-    """Everything a run is told. Frozen; an unknown key raises."""
+    """The whole configuration of a run. Frozen; an unknown key raises."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -110,16 +127,21 @@ class RunConfig(BaseModel):
         return self
 
     @property
+    def active_draft(self) -> DraftOptions | None:
+        """Return the draft's options; None in the mode that loads no draft."""
+        return None if self.decoding.mode == "autoregressive" else self.draft
+
+    @property
     def num_tree_levels(self) -> int:
-        """Levels of the deepest tree that the draft may propose."""
-        copies = self.draft is not None and self.draft.copies
-        return max(self.tree.depth, self.tree.ngram_depth) if copies else self.tree.depth
+        """Return the levels of the deepest tree that the draft may propose."""
+        has_ngrams = self.draft is not None and self.draft.has_ngrams
+        return max(self.tree.depth, self.tree.ngram_depth) if has_ngrams else self.tree.depth
 
     def max_tokens(self, context_length: int) -> int:
-        """Prompt and output tokens of one request, at most: the deepest tree behind them must fit the context.
+        """Return the most prompt and output tokens of one request: the tree behind them must fit the context.
 
-        The same in every mode and with every draft, so that all see the same prompt: copied text, which may be deeper,
-        never reaches past the last token that a request asks for.
+        It is the same in every mode and with every draft, so that all see the same prompt: n-gram drafts, which may be
+        deeper, never reach past the last token that a request asks for.
         """
         return context_length - self.tree.depth - 1
 
@@ -135,9 +157,9 @@ class RunConfig(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = (), *, allow_relative: bool = True) -> RunConfig:
-        """Read a YAML file, lay `key.path=value` overrides over it, check everything, make local paths absolute.
+        """Read a YAML file, apply `key.path=value` overrides, check everything, and make local paths absolute.
 
-        Values of overrides are YAML. With `allow_relative=False` a relative local path is refused instead. Raises
+        Values of overrides are YAML. allow_relative: if False, a relative local path is refused instead. Raises
         ConfigError.
         """
         values = read_yaml(Path(path))
@@ -147,7 +169,7 @@ class RunConfig(BaseModel):
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> RunConfig:
-        """A configuration from nested values as YAML gives them. Raises ConfigError."""
+        """Make a configuration from nested values as YAML gives them. Raises ConfigError."""
         try:
             return cls.model_validate_json(json.dumps(values, default=str))
         except ValidationError as error:
@@ -171,7 +193,7 @@ class RunConfig(BaseModel):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file's mapping. Raises ConfigError for no file, no mapping, broken YAML or a repeated key."""
+    """Read a YAML file's mapping. Raises ConfigError for no file, no mapping, broken YAML or a repeated key."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -179,34 +201,37 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
-        raise ConfigError(f"configuration {path} is no valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"configuration {path} is not valid YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"configuration {path} must hold sections ({', '.join(RunConfig.model_fields)})")
     return values
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML keeps the last of two equal keys without a word; here the second stops the program."""
+    """A loader that refuses a repeated key; YAML silently keeps the last of two."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
         if len(mapping) != len(node.value):
             names = [key.value for key, _ in node.value]
             twice = next((name for name in names if names.count(name) > 1), names[-1])
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice} stands there twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice} is repeated", node.start_mark)
         return mapping
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
-    """Lay one `key.path=value` over nested values."""
+    """Apply one `key.path=value` to nested values."""
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not name or not all(sections):
         raise ConfigError(f"--set takes key.path=value, got {override!r}")
     try:
         value = yaml.safe_load(text)
+        tokens = [token for token in yaml.scan(text) if not isinstance(token, yaml.StreamEndToken)]
     except yaml.YAMLError:
-        raise ConfigError(f"--set {key}: {text!r} is no valid YAML value; quote it") from None
+        raise ConfigError(f"--set {key}: {text!r} is not a valid YAML value; quote it") from None
+    if comment := text[tokens[-1].end_mark.index :].strip():
+        raise ConfigError(f"--set {key}: {comment!r} is a comment in YAML and would be left out; quote the value")
     for section in sections:
         if values.get(section) is None:
             values[section] = {}
@@ -217,7 +242,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _is_relative(section: str, options: Any, value: str) -> bool:
-    """Whether a value is a local path that depends on the current directory."""
+    """Return True if a value is a local path that depends on the current directory."""
     if not value or "://" in value or os.path.isabs(value):
         return False
     if section in ("input", "output") or value.endswith(".gguf"):
@@ -226,7 +251,7 @@ def _is_relative(section: str, options: Any, value: str) -> bool:
 
 
 def _sentence(detail: ErrorDetails) -> str:
-    """One of pydantic's errors as one line that names the key and what is allowed."""
+    """Turn one of pydantic's errors into a line that names the key and what is allowed."""
     # Behind section and key: the entry of a list, or which of several types was tried.
     key = ".".join(str(part) for at, part in enumerate(detail["loc"]) if at < 2 or isinstance(part, int))
     kind, message = detail["type"], " ".join(detail["msg"].split())

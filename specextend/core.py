@@ -1,4 +1,4 @@
-"""The nouns of the product that carry no tensors: what goes in, what comes out."""
+"""Documents, requests and completions: values without tensors; and how text and errors of others are shown."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from specextend.stats import DecodingStats
 
 FinishReason = Literal["stop", "length"]
 
+_UNSAFE = frozenset(("Cc", "Cf", "Co", "Cs", "Zl", "Zp"))
+"""Unicode categories of the characters that are escaped."""
+_NEEDED = frozenset("\u180e\u200b\u200c\u200d\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd") | frozenset(
+    map(chr, (*range(0x600, 0x606), *range(0x13430, 0x13440)))
+)
+"""Exceptions, because scripts are written with them: word and vowel separators, joiners, signs around numbers."""
+
 
 class DocumentKey(NamedTuple):
-    """Where a row stands in the input. Inside a job a row is its key, never its `doc_id`."""
+    """The place of a row in the input. Inside a job a row is identified by its key, never by its `doc_id`."""
 
     file: int
     """Number of the input file, in path order."""
     row: int
-    """Row in that file."""
+    """Row number in that file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen from the target's distribution."""
+    """Options for choosing the next token from the target's distribution."""
 
     temperature: float = 0.0
     """0 is greedy."""
@@ -73,9 +80,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine made of a request.
+    """The output of the engine for one request.
 
-    `token_ids` ends with the EOS or with the token that completes a stop string, `text` has neither.
+    `token_ids` ends with the EOS or with the token that completes a stop string; `text` contains neither.
     """
 
     request_id: str
@@ -86,5 +93,27 @@ class Completion:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text of documents as a terminal or a log may show it: each control character but those to `keep` as U+FFFD."""
-    return "".join("\ufffd" if unicodedata.category(each) == "Cc" and each not in keep else each for each in text)
+    r"""Escape text so that it is safe on a terminal, in a log line and in a report.
+
+    Control characters, line ends of every kind, characters that are invisible or reorder their neighbours, halves of
+    surrogate pairs and private-use characters become codes such as `\x1b` and `\u202e`, except those in `keep`. Text
+    in any language is left unchanged, including the joiners, separators and signs that its script needs.
+    """
+    return "".join(
+        character.encode("unicode_escape").decode() if _is_unsafe(character) and character not in keep else character
+        for character in text
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its class name if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip()
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's whole message, its lines joined."""
+    return " ".join(str(error).split())
+
+
+def _is_unsafe(character: str) -> bool:
+    return unicodedata.category(character) in _UNSAFE and character not in _NEEDED

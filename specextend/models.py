@@ -1,4 +1,4 @@
-"""Loads target, draft and tokenizer, and says from their files alone whether they can be served."""
+"""Models by transformers: what their configs say, whether they can be served, and loading them and their tokenizers."""
 
 from __future__ import annotations
 
@@ -8,28 +8,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
-from gguf import GGUFReader
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from specextend.checkpoint import (
-    TensorInfo,
-    convert_pickles,
-    hash_files,
-    pickled_files,
-    read_json,
-    read_safetensors_header,
-)
+from specextend.checkpoint import ModelError, TensorInfo, read_json
+from specextend.core import first_line
+from specextend.model_files import ModelFiles, check_weights, find_files, read_tensors
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -40,36 +31,21 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_CONFIG_FILES = ("config.json", "generation_config.json")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
-_WEIGHTS = "*.safetensors"
-
-
-class ModelError(ValueError):
-    """A model that cannot be found, loaded or served; the message is one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetOptions:
-    """`target.*`: the large model."""
+    """`target.*`: The large model, whose output the run produces."""
 
     model: str
-    """A Hub id, a local folder, or a GGUF file (a path that ends in .gguf)."""
+    """A name on the Hugging Face Hub, a local folder, or a GGUF file (a path that ends in `.gguf`)."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub id; none is the repository's default branch."""
+    """Branch, tag or commit of a Hub name; none stands for the default branch. A run keeps the commit that it began
+    with."""
     dtype: Dtype = "bfloat16"
-    """Of target and draft."""
+    """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or `float32`."""
     device: str = "auto"
-    """`auto` (cuda where there is one, else cpu), `cpu`, `cuda` or `cuda:<number>`."""
+    """`cpu`, `cuda`, `cuda:<number>`, or `auto`, which takes a GPU if there is one."""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -83,7 +59,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What a model's files say of it, without its weights."""
+    """The facts about a model that its files contain, without its weights."""
 
     name: str
     architecture: str
@@ -96,36 +72,36 @@ class ModelFacts:
     vocab_size: int
     """Rows of the embedding, padding included."""
     context_length: int
-    """Tokens, RoPE scaling counted in."""
+    """In tokens, with RoPE scaling."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end an output; empty where the model names none."""
+    """Tokens that end an output; empty if the model names none."""
 
     def kv_bytes_per_token(self, dtype: Dtype) -> int:
-        """Bytes that one token takes in the model's KV cache."""
+        """Return the bytes that one token takes in the model's KV cache."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPES[dtype].itemsize
 
 
 def read_facts(model: str, revision: str | None = None) -> ModelFacts:
-    """Facts of a model from its config. Raises ModelError for one that we cannot serve; fetches no weights."""
-    return _facts(_locate(model, revision, weights=False), model)
+    """Read the facts of a model from its config; fetches no weights. Raises ModelError if it cannot be served."""
+    return _facts(find_files(model, revision, weights=False), model)
 
 
 def check_model(model: str, revision: str | None = None) -> ModelFacts:
-    """As `read_facts`, and the weights must be there as whole safetensors files; their headers are read."""
-    read_facts(model, revision)  # a model that cannot be served is refused before its weights are fetched
-    location = _locate(model, revision, weights=True)
-    check_weights(location, model)
-    _check_shapes(location, model)
-    return _facts(location, model)
+    """Read the facts of a model, and check that its weights are whole safetensors files with the right shapes.
+
+    Only headers are read. Weights that only the Hub has are not fetched: it is asked for their headers. Raises
+    ModelError.
+    """
+    location = find_files(model, revision, weights=False)
+    facts = _facts(location, model)  # refuses a model that cannot be served before its weights are examined
+    if location.gguf_file:
+        check_weights(location, model)
+    else:
+        _check_shapes(location, model, read_tensors(location, model, revision))
+    return facts
 
 
-def model_folder(model: str, revision: str | None = None) -> Path | None:
-    """Where a model's files lie, weights included; None for a GGUF file, which is all there is of its model."""
-    location = _locate(model, revision, weights=True)
-    return None if location.gguf_file else location.folder
-
-
-def _facts(location: Location, model: str) -> ModelFacts:
+def _facts(location: ModelFiles, model: str) -> ModelFacts:
     config = _read_config(location, model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelFacts(
@@ -143,15 +119,15 @@ def _facts(location: Location, model: str) -> ModelFacts:
 
 
 def load_target(options: TargetOptions, attn_implementation: str) -> PreTrainedModel:
-    """The target, ready for inference. `attn_implementation` is a name that transformers knows."""
+    """Load the target for inference. attn_implementation: a name that transformers knows."""
     return load_causal_lm(options.model, options.revision, options.dtype, options.device, attn_implementation)
 
 
 def load_causal_lm(
     model: str, revision: str | None, dtype: Dtype, device: str, attn_implementation: str
 ) -> PreTrainedModel:
-    """A causal LM in eval mode without gradients. Raises ModelError before any weight is read."""
-    location = _locate(model, revision, weights=True)
+    """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read."""
+    location = find_files(model, revision, weights=True)
     config = _read_config(location, model)
     check_weights(location, model)
     with _quiet():
@@ -170,28 +146,28 @@ def load_causal_lm(
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer that lies beside a model, with its chat template. Raises ModelError where there is none."""
-    location = _locate(model, revision, weights=False)
+    """Load the tokenizer beside a model, with its chat template. Raises ModelError if there is none."""
+    location = find_files(model, revision, weights=False)
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(
                 location.folder, trust_remote_code=False, use_fast=True, **location.gguf_argument()
             )
     except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception
-        raise ModelError(f"{model} has no tokenizer that can be loaded: {_first_line(error)}") from None
+        raise ModelError(f"{model} has no tokenizer that can be loaded: {first_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"{model} has no fast tokenizer (tokenizer.json), which is needed")
     return tokenizer
 
 
 def tokens_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 of a tokenizer's vocabulary: which token each id is, however its file spells that."""
+    """Compute the SHA-256 of a tokenizer's vocabulary: which token each id is, however its file spells that."""
     by_id = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device of a `target.device` value. Raises ModelError for a GPU that is not there."""
+    """Return the torch device of a `target.device` value. Raises ModelError for a GPU that is not there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     resolved = torch.device(device)
@@ -201,7 +177,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """Tokens a model can hold.
+    """Return how many tokens a model can hold.
 
     `linear` and `yarn` stretch the length before scaling by their factor, whether `max_position_embeddings` gives
     the length before (Vicuna 16k, Qwen2.5) or after (Qwen3 with YaRN); `llama3` always gives the length after.
@@ -215,9 +191,9 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def rope_frequencies(values: dict[str, Any], head_dim: int, model: str) -> tuple[torch.Tensor, float]:
-    """inv_freq [head_dim / 2] of a Llama config's RoPE keys, and the factor on its sines and cosines.
+    """Compute inv_freq [head_dim / 2] from a Llama config's RoPE keys, and the factor on its sines and cosines.
 
-    Raises ModelError for a RoPE that is not served.
+    Raises ModelError if that RoPE is not served.
     """
     try:
         with _quiet():
@@ -227,69 +203,12 @@ def rope_frequencies(values: dict[str, Any], head_dim: int, model: str) -> tuple
     except ModelError:
         raise
     except Exception as error:  # noqa: BLE001  on a broken config third parties raise anything
-        raise ModelError(f"{model} has a RoPE that transformers cannot read: {_first_line(error)}") from None
+        raise ModelError(f"{model} has a RoPE that transformers cannot read: {first_line(error)}") from None
     return rotary.inv_freq, rotary.attention_scaling
 
 
-def weight_hashes(model: str, revision: str | None = None) -> dict[str, str]:
-    """SHA-256 of a model's `weights` (its config with them) and of its `tokenizer`. Loads nothing.
-
-    Where the files lie and which library version wrote the config does not matter.
-    """
-    location = _locate(model, revision, weights=True)
-    check_weights(location, model)
-    if location.gguf_file:
-        return dict.fromkeys(("weights", "tokenizer"), hash_files([location.folder / location.gguf_file]))
-    configs, tokenizer = (
-        [location.folder / name for name in names if (location.folder / name).is_file()]
-        for names in (_CONFIG_FILES, _TOKENIZER_FILES)
-    )
-    return {"weights": hash_files([*location.folder.glob(_WEIGHTS), *configs]), "tokenizer": hash_files(tokenizer)}
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where a model's files lie on this machine."""
-
-    folder: Path
-    gguf_file: str | None = None
-
-    def gguf_argument(self) -> dict[str, str]:
-        """What transformers must be told to read a GGUF file."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
-
-
-def _locate(model: str, revision: str | None, *, weights: bool) -> Location:
-    """A GGUF file, a local folder, or the Hub's files fetched into its cache (the large ones only for `weights`)."""
-    path = Path(model)
-    if model.endswith(".gguf"):
-        if not path.is_file():
-            raise ModelError(f"{model} does not exist")
-        return Location(path.parent, path.name)
-    if path.is_dir():
-        return Location(path)
-    if looks_like_path(model):
-        raise ModelError(f"{model} does not exist; a model is a Hub id, a local folder or a .gguf file")
-    return Location(_fetch(model, revision, weights=weights))
-
-
-def looks_like_path(model: str) -> bool:
-    """Whether a name can only be a place on disk: a Hub id is `name` or `owner/name`."""
-    return Path(model).is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or Path(model).exists()
-
-
-def _fetch(model: str, revision: str | None, *, weights: bool) -> Path:
-    patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, "*.safetensors.index.json", *([_WEIGHTS] if weights else [])]
-    try:
-        with _quiet():
-            return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        name = f"{model} at revision {revision}" if revision else model
-        raise ModelError(f"{name} is no local folder and cannot be had from the Hub: {_first_line(error)}") from None
-
-
-def _read_config(location: Location, model: str) -> PreTrainedConfig:
-    """The model's config, checked: see `check_supported`."""
+def _read_config(location: ModelFiles, model: str) -> PreTrainedConfig:
+    """Read a model's config and check it, as `check_supported` does."""
     if not location.gguf_file:
         if not (location.folder / "config.json").is_file():
             raise ModelError(f"{model} has no config.json")
@@ -298,13 +217,13 @@ def _read_config(location: Location, model: str) -> PreTrainedConfig:
         with _quiet():
             config = AutoConfig.from_pretrained(location.folder, trust_remote_code=False, **location.gguf_argument())
     except Exception as error:  # noqa: BLE001  on a broken file third parties raise anything
-        raise ModelError(f"{model} has a config that transformers cannot read: {_first_line(error)}") from None
+        raise ModelError(f"{model} has a config that transformers cannot read: {first_line(error)}") from None
     check_supported(config, model)
     return config
 
 
 def _check_raw_config(raw: dict[str, Any], model: str) -> None:
-    """Refuse by `config.json` what must not even reach transformers: unknown architectures, quantized weights."""
+    """Raise ModelError for a config that must not reach transformers: unknown architecture, quantized weights."""
     model_type = raw.get("model_type")
     if model_type not in ARCHITECTURES:
         raise ModelError(f"{model} is of type {model_type!r}; served are {', '.join(ARCHITECTURES)}")
@@ -317,14 +236,14 @@ def _check_raw_config(raw: dict[str, Any], model: str) -> None:
 
 
 def check_supported(config: PreTrainedConfig, model: str) -> None:
-    """Raise ModelError for an architecture, RoPE type or attention window that we have not proven lossless."""
+    """Raise ModelError for an architecture, RoPE type or attention window that has not been proven lossless."""
     if config.model_type not in ARCHITECTURES:
         raise ModelError(f"{model} is of type {config.model_type!r}; served are {', '.join(ARCHITECTURES)}")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ROPE_TYPES:
         raise ModelError(f"{model} has RoPE type {rope.get('rope_type')!r}; served are {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{model} turns only a part of each head (partial_rotary_factor), which is not served")
+        raise ModelError(f"{model} rotates only a part of each head (partial_rotary_factor), which is not served")
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others:
         raise ModelError(f"{model} has layers of type {', '.join(sorted(others))}; served is full_attention")
@@ -336,36 +255,9 @@ def check_supported(config: PreTrainedConfig, model: str) -> None:
         )
 
 
-def check_weights(location: Location, model: str) -> None:
-    """Raise ModelError unless there are whole safetensors files or a GGUF; pickled weights are never opened."""
-    if location.gguf_file:
-        _check_gguf(location.folder / location.gguf_file)
-    else:
-        _check_safetensors(location.folder, model)
-
-
-def _check_safetensors(folder: Path, model: str) -> None:
-    files = sorted(folder.glob(_WEIGHTS))
-    if not files:
-        found = "none (to convert a Hub repository's pickles, fetch it with: hf download ID --local-dir DIR)"
-        if pickled := pickled_files(folder):
-            found = f"only a pickle ({pickled[0].name}), {convert_pickles(pickled, folder / 'model.safetensors')}"
-        raise ModelError(f"{model} must have weights as safetensors; it has {found}")
-    for file in files:
-        try:
-            read_safetensors_header(file)
-        except ValueError as error:
-            raise ModelError(f"{model}: {error}") from None
-
-
-def _check_shapes(location: Location, model: str) -> None:
-    """Raise ModelError where a tensor of the architecture is not in the files, or of another shape there."""
-    if location.gguf_file:
-        return
+def _check_shapes(location: ModelFiles, model: str, found: dict[str, TensorInfo]) -> None:
+    """Raise ModelError if a tensor of the architecture is not among those found, or has another shape there."""
     config = _read_config(location, model)
-    found: dict[str, TensorInfo] = {}
-    for file in sorted(location.folder.glob(_WEIGHTS)):
-        found |= read_safetensors_header(file)
     with torch.device("meta"), _quiet():
         expected: dict[str, torch.Tensor] = AutoModelForCausalLM.from_config(config).state_dict()
     for name, tensor in expected.items():
@@ -376,14 +268,7 @@ def _check_shapes(location: Location, model: str) -> None:
             raise ModelError(f"{model}: {name} is {list(info.shape)}, config.json says {list(tensor.shape)}")
 
 
-def _check_gguf(file: Path) -> None:
-    try:
-        GGUFReader(file)  # maps every tensor, reads none
-    except Exception as error:  # noqa: BLE001  on a broken file it raises anything
-        raise ModelError(f"{file} is no GGUF file, or is cut short: {_first_line(error)}") from None
-
-
-def _eos_token_ids(location: Location, config: PreTrainedConfig) -> tuple[int, ...]:
+def _eos_token_ids(location: ModelFiles, config: PreTrainedConfig) -> tuple[int, ...]:
     eos = config.eos_token_id
     if (location.folder / "generation_config.json").is_file() and not location.gguf_file:
         named = GenerationConfig.from_pretrained(location.folder).eos_token_id
@@ -391,7 +276,7 @@ def _eos_token_ids(location: Location, config: PreTrainedConfig) -> tuple[int, .
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
 
-def _weight_arguments(location: Location, config: PreTrainedConfig) -> dict[str, Any]:
+def _weight_arguments(location: ModelFiles, config: PreTrainedConfig) -> dict[str, Any]:
     if not location.gguf_file:
         return {"config": config, "use_safetensors": True}
     unpack = getattr(transformers, "GgufConfig", None)  # older releases unpack always and have no such option
@@ -399,7 +284,7 @@ def _weight_arguments(location: Location, config: PreTrainedConfig) -> dict[str,
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:
-    """The weights are plain tensors now; without these marks the model moves and saves like any other."""
+    """Remove the marks of quantization: the weights are plain tensors now, and move and save like any others."""
     for owner, names in (
         (model.config, ("quantization_config",)),
         (model, ("hf_quantizer", "is_quantized", "quantization_method")),
@@ -411,7 +296,7 @@ def _forget_quantization(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars or advice from third parties while a model loads; errors are raised, not logged."""
+    """Silence progress bars and advice from third parties while a model loads; errors are raised, not logged."""
     verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -423,7 +308,3 @@ def _quiet() -> Iterator[None]:
         transformers.logging.set_verbosity(verbosity)
         if bars:
             transformers.logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,119 +1,239 @@
-"""Whether a draft fits its target, and what the pair is, by their files alone."""
+"""Target and draft: whether they fit, what their files hold, and how a draft of each kind is loaded."""
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from specextend.checkpoint import hash_files
-from specextend.drafters.eagle_config import load_eagle_config
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specextend.attention.hf import IMPLEMENTATION
+from specextend.checkpoint import ModelError, hash_files
+from specextend.config import RunConfig
+from specextend.decoding.cache import aligned
+from specextend.decoding.decoding_options import CacheOptions
+from specextend.decoding.drafter import Drafter
+from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.model import CachedModel
+from specextend.drafters.causal import CausalDrafter, DraftNetwork
+from specextend.drafters.draft_options import DraftKind, DraftOptions
+from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
+from specextend.drafters.eagle_network import EagleNetwork, PublishedNetwork
 from specextend.drafters.formats import is_ours, read_head, read_vocabulary, weight_files
-from specextend.drafters.options import DraftOptions
-from specextend.drafters.reduced import ReducedVocabulary, read_reduced
+from specextend.drafters.merged import MergedDrafter
+from specextend.drafters.ngram import NgramDrafter
+from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
+from specextend.drafters.small_lm import ModelNetwork, ReducedVocabulary, read_reduced
+from specextend.model_files import find_beside, published_hashes, weight_hashes
 from specextend.models import (
-    ModelError,
     ModelFacts,
     TargetOptions,
     check_model,
+    load_causal_lm,
     load_tokenizer,
-    model_folder,
     rope_frequencies,
     tokens_sha256,
-    weight_hashes,
 )
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id")
 
+HashesOf = Callable[[str, str | None], dict[str, str]]
+"""Hashes of a model and revision: `weight_hashes` or `published_hashes`."""
+
 
 def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
-    """The target's facts, once it is known that both models can be served and speak the same tokens.
+    """Return the target's facts if both models can be served and have the same tokens.
 
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
     """
     facts = check_model(target.model, target.revision)
-    if draft is None or draft.kind == "ngram":
-        return facts
-    if draft.kind == "eagle":
-        _check_eagle(facts, target, draft.model)
-    else:
-        _check_model(facts, target, draft)
+    if draft is not None and draft.kind != "ngram":
+        KINDS[draft.kind].check(draft, facts, target)
     return facts
 
 
 def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, str]:
-    """SHA-256 of `target`, `tokenizer` and `draft`: what the files hold, not where they lie."""
-    hashes = weight_hashes(target.model, target.revision)
+    """Compute the SHA-256 of `target`, `tokenizer` and `draft`: what the files hold, not where they are.
+
+    For a Hub id these are the Hub's own hashes if it answers, so weights are not fetched.
+    """
+    return _pair_hashes(target, draft, published_hashes)
+
+
+def check_files(target: TargetOptions, draft: DraftOptions | None, expected: Mapping[str, str]) -> None:
+    """Raise ModelError unless the files on this machine, fetched if necessary, have the hashes of `pair_hashes`."""
+    found = _pair_hashes(target, draft, weight_hashes)
+    for part, sha256 in found.items():
+        if sha256 != expected[part]:
+            model = draft.model if part == "draft" and draft is not None else target.model
+            raise ModelError(
+                f"the {part} in {model} on {platform.node()} is not the run's: its files have the hash {sha256[:12]}, "
+                f"the run's {expected[part][:12]}; put the run's files there"
+            )
+
+
+def _pair_hashes(target: TargetOptions, draft: DraftOptions | None, hashes_of: HashesOf) -> dict[str, str]:
+    hashes = hashes_of(target.model, target.revision)
     named = {"target": hashes["weights"], "tokenizer": hashes["tokenizer"]}
-    if draft is None or draft.kind == "ngram":
-        return named
-    if draft.kind == "eagle":
-        folder = Path(draft.model)
-        return named | {"draft": hash_files([folder / "config.json", *weight_files(folder)])}
-    return named | {"draft": weight_hashes(draft.model, draft.revision)["weights"]}
+    if draft is not None and draft.kind != "ngram":
+        named["draft"] = KINDS[draft.kind].sha256(draft, hashes_of)
+    return named
+
+
+def load_drafter(
+    config: RunConfig, cache: CacheOptions, target: CachedModel, lm_head: Tensor, num_rows: int
+) -> Drafter:
+    """Load the drafter that `draft.kind` and `draft.ngram` name, with caches for as many tokens as the target's.
+
+    lm_head: weight [V, C] of the target's LM head. num_rows: rows of the target's cache.
+    """
+    draft = config.draft
+    assert draft is not None, "the configuration names a draft in every mode but autoregressive"
+    if draft.kind == "ngram":
+        return NgramDrafter(config.tree, target.device)
+    scratch = aligned(config.tree.most_nodes * config.num_tree_levels + cache.draft_prefill_window + PREFILL_CHUNK)
+    num_working_rows = num_rows + config.decoding.max_batch_size * scratch
+    setting = DraftSetting(config.target, target, lm_head, num_working_rows, cache.draft_prefill_window)
+    network = KINDS[draft.kind].load(draft, setting)
+    visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
+    tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
+    if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
+        tree_attention = "hybrid" if visible is None else "dense"
+    drafter = CausalDrafter(network, config.tree, tree_attention, visible)
+    return MergedDrafter(drafter, config.tree, target.device) if draft.ngram else drafter
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetting:
+    """The target, and the room, that a draft's network is loaded for."""
+
+    options: TargetOptions
+    target: CachedModel
+    lm_head: Tensor
+    """Weight [V, C] of the target's LM head."""
+    num_rows: int
+    """Rows of each cache of the draft."""
+    prefill_window: int
 
 
 def reduced_vocabulary(draft: DraftOptions) -> ReducedVocabulary | None:
-    """The reduced vocabulary of a draft of kind `model`; None where it has none. Raises ModelError in one line."""
-    folder = model_folder(draft.model, draft.revision)
+    """Read the reduced vocabulary of a draft of kind `model`; None if it has none. Raises ModelError in one line."""
+    folder = find_beside(draft.model, draft.revision, VOCABULARY_FILE)
     try:
         return None if folder is None else read_reduced(folder)
     except ValueError as error:
         raise ModelError(str(error)) from None
 
 
-def _check_eagle(target: ModelFacts, target_options: TargetOptions, folder: str) -> None:
+def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
     tokens = None
     try:
-        if is_ours(folder):
-            config = load_eagle_config(folder)
+        if is_ours(draft.model):
+            config = load_eagle_config(draft.model)
             hidden_size, vocab_size, tokens = config.hidden_size, config.vocab_size, config.tokens_sha256
         else:
-            hidden_size, vocab_size = _check_published(target, folder)
+            hidden_size, vocab_size = _check_published(draft.model, facts)
     except ValueError as error:
         raise ModelError(str(error)) from None
-    _check_equal("hidden_size", folder, hidden_size, target.name, target.hidden_size)
-    _check_equal("vocab_size", folder, vocab_size, target.name, target.vocab_size)
-    _check_same_tokens(folder, tokens, target, target_options)
+    _check_equal("hidden_size", draft.model, hidden_size, facts.name, facts.hidden_size)
+    _check_equal("vocab_size", draft.model, vocab_size, facts.name, facts.vocab_size)
+    _check_same_tokens(draft.model, tokens, target)
 
 
-def _check_published(target: ModelFacts, folder: str) -> tuple[int, int]:
-    """The target's hidden size and vocabulary that a published head was made for, its own parts checked."""
+def _check_published(folder: str, facts: ModelFacts) -> tuple[int, int]:
+    """Check a published head's own parts; return the hidden size and vocabulary size of the target it was made for."""
     head = read_head(folder)
     rope_frequencies(head.rope, head.head_dim, folder)
     read_vocabulary(head)
     try:
-        head.hidden_layers(target.num_layers)
+        head.hidden_layers(facts.num_layers)
     except ValueError as error:
-        raise ModelError(f"draft {folder} does not fit target {target.name}: {error}") from None
+        raise ModelError(f"draft {folder} does not fit target {facts.name}: {error}") from None
     return head.target_hidden_size, head.vocab_size
 
 
-def _check_model(target: ModelFacts, target_options: TargetOptions, draft: DraftOptions) -> None:
-    facts = check_model(draft.model, draft.revision)
+def _check_model(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
+    own = check_model(draft.model, draft.revision)
     if (reduced := reduced_vocabulary(draft)) is not None:  # such a draft has no tokenizer of its own
-        _check_equal("target_vocab_size", draft.model, reduced.target_vocab_size, target.name, target.vocab_size)
-        _check_same_tokens(draft.model, reduced.tokens_sha256, target, target_options)
+        _check_equal("target_vocab_size", draft.model, reduced.target_vocab_size, facts.name, facts.vocab_size)
+        _check_same_tokens(draft.model, reduced.tokens_sha256, target)
         return
-    _check_equal("vocab_size", draft.model, facts.vocab_size, target.name, target.vocab_size)
-    ours = load_tokenizer(target_options.model, target_options.revision)
+    _check_equal("vocab_size", draft.model, own.vocab_size, facts.name, facts.vocab_size)
+    ours = load_tokenizer(target.model, target.revision)
     theirs = load_tokenizer(draft.model, draft.revision)
     for name in _SPECIAL_TOKENS:
-        _check_equal(name, draft.model, getattr(theirs, name), target.name, getattr(ours, name))
-    _check_tokens(draft.model, theirs.get_vocab(), target, ours.get_vocab())
+        _check_equal(name, draft.model, getattr(theirs, name), facts.name, getattr(ours, name))
+    _check_vocabulary(draft.model, theirs.get_vocab(), facts, ours.get_vocab())
 
 
-def _check_tokens(draft: str, theirs: dict[str, int], target: ModelFacts, ours: dict[str, int]) -> None:
-    """The same id must be the same token in both, up to the last that a model can choose."""
+def _check_vocabulary(draft: str, theirs: dict[str, int], facts: ModelFacts, ours: dict[str, int]) -> None:
+    """Raise ModelError unless each id that a model can choose is the same token in both vocabularies."""
     by_id = [{token_id: token for token, token_id in vocabulary.items()} for vocabulary in (theirs, ours)]
-    for token_id in range(target.vocab_size):
-        _check_equal(f"token {token_id}", draft, by_id[0].get(token_id), target.name, by_id[1].get(token_id))
+    for token_id in range(facts.vocab_size):
+        _check_equal(f"token {token_id}", draft, by_id[0].get(token_id), facts.name, by_id[1].get(token_id))
 
 
-def _check_same_tokens(draft: str, tokens: str | None, target: ModelFacts, options: TargetOptions) -> None:
-    """Where a draft without a tokenizer says whose tokens it speaks, they must be the target's."""
-    if tokens is not None and tokens != tokens_sha256(load_tokenizer(options.model, options.revision)):
-        raise ModelError(f"draft {draft} does not fit target {target.name}: it was trained for another tokenizer")
+def _check_same_tokens(draft: str, tokens: str | None, target: TargetOptions) -> None:
+    """Raise ModelError if a draft without a tokenizer names another vocabulary (`tokens_sha256`) than the target's."""
+    if tokens is not None and tokens != tokens_sha256(load_tokenizer(target.model, target.revision)):
+        raise ModelError(f"draft {draft} does not fit target {target.model}: it was trained for another tokenizer")
 
 
 def _check_equal(what: str, draft: str, theirs: object, target: str, ours: object) -> None:
     if theirs != ours:
-        raise ModelError(f"draft {draft} does not fit target {target}: {what} is {theirs!r} and {ours!r}")
+        raise ModelError(f"draft {draft} does not fit target {target}: {what} is {theirs!r}, the target's is {ours!r}")
+
+
+def _hash_eagle(draft: DraftOptions, hashes_of: HashesOf) -> str:
+    folder = Path(draft.model)
+    return hash_files([folder / "config.json", *weight_files(folder)])
+
+
+def _hash_model(draft: DraftOptions, hashes_of: HashesOf) -> str:
+    return hashes_of(draft.model, draft.revision)["weights"]
+
+
+def _load_eagle(draft: DraftOptions, setting: DraftSetting) -> DraftNetwork:
+    return _load_own(draft.model, setting) if is_ours(draft.model) else _load_published(draft.model, setting)
+
+
+def _load_own(folder: str, setting: DraftSetting) -> EagleNetwork:
+    target = setting.target
+    weights = load_file(f"{folder}/{WEIGHTS_FILE}", device=str(target.device))
+    cast = {name: weight.to(target.dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
+    return EagleNetwork(load_eagle_config(folder), cast, target, setting.lm_head, setting.num_rows)
+
+
+def _load_published(folder: str, setting: DraftSetting) -> PublishedNetwork:
+    head = read_head(folder)
+    rope = rope_frequencies(head.rope, head.head_dim, folder)
+    hidden_layers = head.hidden_layers(setting.target.config.num_hidden_layers)
+    return PublishedNetwork(head, setting.target, setting.lm_head, setting.num_rows, rope, hidden_layers)
+
+
+def _load_model(draft: DraftOptions, setting: DraftSetting) -> ModelNetwork:
+    device = str(setting.target.device)
+    model = load_causal_lm(draft.model, draft.revision, setting.options.dtype, device, IMPLEMENTATION)
+    cached = CachedModel(model, setting.target.attend, setting.num_rows)
+    return ModelNetwork(cached, setting.num_rows, setting.prefill_window, PREFILL_CHUNK, reduced_vocabulary(draft))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The functions for one kind of draft."""
+
+    check: Callable[[DraftOptions, ModelFacts, TargetOptions], None]
+    """Raises ModelError, in one line, if the draft does not fit the target."""
+    sha256: Callable[[DraftOptions, HashesOf], str]
+    """Hashes what the draft's files hold."""
+    load: Callable[[DraftOptions, DraftSetting], DraftNetwork]
+
+
+KINDS: dict[DraftKind, Kind] = {
+    "eagle": Kind(_check_eagle, _hash_eagle, _load_eagle),
+    "model": Kind(_check_model, _hash_model, _load_model),
+}
+"""Every `draft.kind` that has a model; `ngram` has none."""

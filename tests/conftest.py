@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
+
+from tests.hub_server import Hub, serving
 
 os.environ.update(
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # despite its name: listen on loopback only, on Linux too
@@ -24,3 +29,38 @@ def _own_cache_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hugging Face Hub on loopback, and an empty cache in front of it."""
+    from huggingface_hub import constants  # it reads the environment when it is imported
+
+    with serving() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        files = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        yield hub
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """Name of a family -> its tiny pair, written once a process. Nobody writes into a pair's folders."""
+    from tests.tiny_models import FAMILIES, write_pair
+
+    return cache(lambda name: write_pair(tmp_path_factory.mktemp(name), FAMILIES[name]))
+
+
+@pytest.fixture(scope="session")
+def references(pairs):
+    """(family, prompt length, new tokens) -> transformers' greedy output for `random_prompt`, made once a process."""
+    from tests import reference_outputs, tiny_models
+
+    load = cache(lambda family: tiny_models.load_reference(pairs(family)))
+    return cache(
+        lambda family, length, max_new_tokens: reference_outputs.generate(
+            load(family), tiny_models.random_prompt(length), max_new_tokens
+        )
+    )

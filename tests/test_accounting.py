@@ -9,7 +9,8 @@ import torch
 
 from specextend.decoding.engine import Engine
 from specextend.stats import DecodingStats
-from tests.tiny_models import FAMILIES, Pair, random_prompt, request, tiny_engine, tiny_model, write_model, write_pair
+from tests.covering import covering
+from tests.tiny_models import FAMILIES, Pair, random_prompt, request, tiny_engine, tiny_model, write_model
 
 NEW = 30
 DEPTH = 4
@@ -18,8 +19,8 @@ LENGTHS = (200, 90, 41, 15, 300)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+def pair(pairs):
+    return pairs("llama")
 
 
 def stats_of(engine: Engine, lengths=LENGTHS, max_new_tokens: int = NEW) -> list[DecodingStats]:
@@ -31,8 +32,7 @@ def busy(stats: DecodingStats) -> float:
     return sum(getattr(stats, name) for name in SHARES)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("draft", ["same", "good", "bad", "eagle"])
+@pytest.mark.parametrize(("draft", "batch"), covering(["same", "good", "bad", "eagle"], [1, 3], strength=1))
 def test_counts_add_up(draft, batch, pair):
     """The identities of the data contract; steps are counted before the cut at a stop."""
     for stats in stats_of(tiny_engine(pair, draft, decoding__max_batch_size=batch)):
@@ -139,19 +139,18 @@ def test_progress_tells_of_running_requests_alone(pair):
 
 def trees_and_stats(engine: Engine) -> tuple[list, list[DecodingStats]]:
     """Every proposed tree (token ids, parents), and the rows' statistics."""
-    trees, propose = [], engine._drafter.propose
+    trees, propose = [], engine.drafter.propose
 
     def recording(rows):
         proposed = propose(rows)
         trees.extend((tree.token_ids.tolist(), tree.parents.tolist()) for tree in proposed)
         return proposed
 
-    engine._drafter.propose = recording
+    engine.drafter.propose = recording
     return trees, stats_of(engine)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "retrieval"])
-@pytest.mark.parametrize("draft", ["good", "bad", "eagle"])
+@pytest.mark.parametrize(("draft", "policy"), [("good", "retrieval"), ("bad", "streaming"), ("eagle", "retrieval")])
 def test_a_budget_that_holds_everything_gives_the_drafts_of_full(draft, policy, pair):
     """Cache policies differ in what they show, and in nothing else: same trees, same acceptance."""
     full_trees, full = trees_and_stats(tiny_engine(pair, draft, cache__policy="full"))
@@ -179,10 +178,3 @@ def test_retrievals_follow_their_schedule(refresh, expected, pair):
         assert stats.num_retrievals in expected
         if refresh == "every":
             assert stats.num_retrievals == 1 + (stats.num_spec_steps - 1) // 3
-
-
-def test_coverage_retrieves_no_more_than_it_looks(pair):
-    """A look every 3 steps costs the scores alone; the selection stays where it covers as much as at first."""
-    rows = stats_of(tiny_engine(pair, "bad", cache__refresh="coverage"))
-    looks = sum(1 + (stats.num_spec_steps - 1) // 3 for stats in rows)
-    assert len(rows) < sum(stats.num_retrievals for stats in rows) < looks

@@ -11,8 +11,8 @@ from specextend.decoding.engine import Engine
 from specextend.decoding.speculation import FIRST_PAUSE
 from specextend.decoding.step_costs import CostTable, StepCosts
 from specextend.stats import DecodingStats
-from tests.reference_outputs import Ties, generate
-from tests.tiny_models import FAMILIES, load_reference, random_prompt, request, tiny_engine, write_pair
+from tests.reference_outputs import Ties
+from tests.tiny_models import random_prompt, request, tiny_engine
 
 LENGTHS = (300, 41, 150)
 NEW = 50
@@ -21,14 +21,8 @@ SIZES = (1, 2, 4, 9)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
-
-
-@pytest.fixture(scope="module")
-def references(pair):
-    model = load_reference(pair)
-    return {length: generate(model, random_prompt(length), NEW) for length in LENGTHS}
+def pair(pairs):
+    return pairs("llama")
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +93,9 @@ def check_counts(stats: DecodingStats, depth: int = 4) -> None:
     assert stats.num_hybrid_steps <= stats.num_spec_steps
 
 
-@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
-    ("draft", "policy"),
-    [("same", "full"), ("bad", "streaming"), ("eagle", "retrieval"), ("eagle3", "retrieval")],
+    ("draft", "policy", "batch"),
+    [("same", "full", 3), ("bad", "streaming", 1), ("eagle", "retrieval", 3), ("eagle3", "retrieval", 1)],
 )
 def test_output_does_not_depend_on_when_speculation_pauses(draft, policy, batch, pair, references, sampled):
     """A draft that comes back late has many tokens to catch up with: each step of a mixed batch is tried here."""
@@ -110,7 +103,9 @@ def test_output_does_not_depend_on_when_speculation_pauses(draft, policy, batch,
     pause_at_random(engine, seed=0)
     ties, total = Ties(), DecodingStats()
     for completion in run(engine):
-        ties.assert_equal(completion.token_ids, references[int(completion.request_id)], completion.request_id)
+        ties.assert_equal(
+            completion.token_ids, references("llama", int(completion.request_id), NEW), completion.request_id
+        )
         check_counts(completion.stats)
         total.add(completion.stats)
     assert not ties.found
@@ -124,7 +119,7 @@ def test_trees_that_always_lose_are_given_up(pair, references):
     for batch in (1, 3):
         engine = adaptive_engine(pair, "good", lambda rows: 1.0, lambda: 5.0, batch)
         for completion in run(engine):
-            assert completion.token_ids == references[int(completion.request_id)].token_ids
+            assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
             check_counts(completion.stats)
             assert (completion.stats.num_spec_steps, completion.stats.num_fallbacks) == (2, 1)
 
@@ -134,8 +129,8 @@ def test_plain_steps_ask_nothing_of_the_draft(pair):
     engine = adaptive_engine(pair, "good", lambda rows: 1.0, lambda: 5.0)
     calls, widths = [], []
     for name in ("propose", "absorb", "select"):
-        setattr(engine._drafter, name, recording(getattr(engine._drafter, name), calls, name))
-    engine._target.forward_with_features = recording(engine._target.forward_with_features, widths)
+        setattr(engine.drafter, name, recording(getattr(engine.drafter, name), calls, name))
+    engine.target.forward_with_features = recording(engine.target.forward_with_features, widths)
     [completion] = run(engine, lengths=(300,))
     assert completion.stats.num_plain_steps > 40
     assert calls == ["select", "absorb", "propose", "absorb", "propose"]
@@ -162,16 +157,16 @@ def test_speculation_comes_back_when_drafting_gets_cheap(pair, references):
         return 5.0 if len(steps) < 60 else 0.0
 
     engine = adaptive_engine(pair, "same", lambda rows: 1.0, drafting, cache__policy="full")
-    absorb, sizes = engine._drafter.absorb, []
+    absorb, sizes = engine.drafter.absorb, []
 
     def absorbing(rows, token_ids, features):
         sizes.append(len(token_ids[0]))
         assert [len(each) for each in token_ids] == [len(each) for each in features]
         return absorb(rows, token_ids, features)
 
-    engine._drafter.absorb = absorbing
+    engine.drafter.absorb = absorbing
     [completion] = run(engine, lengths=(300,))
-    assert completion.token_ids == references[300].token_ids
+    assert completion.token_ids == references("llama", 300, NEW).token_ids
     stats = completion.stats
     assert stats.num_fallbacks == 1
     assert stats.num_spec_steps > 5
@@ -188,7 +183,7 @@ def test_a_draft_that_catches_up_proposes_what_it_would_have(draft, pair):
             pause_at_random(engine, seed=1)
         else:
             engine._adaptive.decide = lambda sequences: None
-        trees, propose = {}, engine._drafter.propose
+        trees, propose = {}, engine.drafter.propose
 
         def proposing(rows):
             [sequence] = engine._active.values()
@@ -196,7 +191,7 @@ def test_a_draft_that_catches_up_proposes_what_it_would_have(draft, pair):
             trees[sequence.length] = [tree.token_ids.tolist(), tree.parents.tolist()]
             return [tree]
 
-        engine._drafter.propose = proposing
+        engine.drafter.propose = proposing
         run(engine, lengths=(300,))
         return trees
 
@@ -214,7 +209,7 @@ def test_dear_rows_make_small_trees(batch, pair, references):
         engine = adaptive_engine(pair, "same", verify, lambda: 0.0, batch, cache__policy="full")
         total = DecodingStats()
         for completion in run(engine):
-            assert completion.token_ids == references[int(completion.request_id)].token_ids
+            assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
             check_counts(completion.stats)
             total.add(completion.stats)
         sizes[name] = total.num_draft_tokens / max(1, total.num_spec_steps)
@@ -239,7 +234,7 @@ def test_auto_attention_follows_the_length(pair, references):
     engine._costs = StepCosts(CostTable({"dense": dense, "hybrid": hybrid}))
     for completion in run(engine):
         stats = completion.stats
-        assert completion.token_ids == references[int(completion.request_id)].token_ids
+        assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
         if completion.request_id == "41":
             assert stats.num_hybrid_steps < stats.num_spec_steps
         else:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +22,11 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a name imports only from lines above its own, and from itself.
 LAYERS = (
-    {"stats"},
+    {"stats", "file_hashes"},
     {"core", "checkpoint"},
-    {"attention"},
+    {"hub"},
+    {"model_files"},
+    {"attention", "terminal"},
     {"decoding"},
     {"models", "data", "drafters"},
     {"config"},
@@ -43,7 +46,7 @@ OWNERS = {
         "specextend/training/",
         "scripts/",
     ),
-    "huggingface_hub": ("specextend/models.py",),
+    "huggingface_hub": ("specextend/hub.py",),
     "flash_attn": ("specextend/attention/flash.py",),
     "triton": ("specextend/attention/",),
     "datasets": ("specextend/data/importers.py",),
@@ -165,6 +168,19 @@ def test_no_failure_is_swallowed(path):
 def test_a_module_is_named_for_what_it_holds(path):
     """`utils` is where nouns go to be forgotten."""
     assert path.stem not in ("utils", "helpers", "common", "misc"), f"{name_of(path)}: name it for its noun"
+
+
+def test_no_two_modules_or_classes_share_a_name():
+    """Whoever searches for a name must find one thing."""
+    modules = Counter(path.stem for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    classes = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    )
+    twice = [name for names in (modules, classes) for name, count in names.items() if count > 1]
+    assert not twice, f"rename one of each: {', '.join(twice)}"
 
 
 def option_classes() -> Iterator[type]:

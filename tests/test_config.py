@@ -27,10 +27,10 @@ KEYS = {
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop max_batch_size cache_gib",
     "attention": "backend tree",
     "tree": "nodes max_nodes depth ngram_depth threshold",
-    "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers "
-    "score_heads chunk_boundaries",
-    "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction commit_every_rows commit_every_s "
-    "deadline_base_s deadline_s_per_token stall_s silence_s deadline_s grace_s",
+    "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers",
+    "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction stop_error_fraction "
+    "commit_every_rows commit_every_s deadline_base_s deadline_s_per_token start_s stall_s silence_s deadline_s "
+    "grace_s store_s",
 }
 
 
@@ -122,7 +122,9 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("tree.nodes", "--set takes key.path=value, got 'tree.nodes'"),
         ("tree.=3", "--set takes key.path=value, got 'tree.=3'"),
         ("input.path.deep=3", "--set input.path.deep: path is a value, not a section"),
-        ("input.path=[", "--set input.path: '[' is no valid YAML value"),
+        ("input.text_column=the text #1", "--set input.text_column: '#1' is a comment in YAML and would be left out"),
+        ("input.id_column=#id", "--set input.id_column: '#id' is a comment in YAML and would be left out"),
+        ("input.path=[", "--set input.path: '[' is not a valid YAML value"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_what_is_allowed(config_file, override, message):
@@ -148,8 +150,8 @@ def test_a_missing_section_or_key_is_named(config_file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tree: {nodes: 3}\ntree: {depth: 2}\n", "key tree stands there twice"),
-        ("tree: {nodes: 3", "is no valid YAML"),
+        ("tree: {nodes: 3}\ntree: {depth: 2}\n", "key tree is repeated"),
+        ("tree: {nodes: 3", "is not valid YAML"),
         ("- a\n", "must hold sections (input, output, target"),
         ("", "must hold sections"),
         (None, "cannot be read"),
@@ -197,6 +199,14 @@ def test_an_eagle_head_is_always_a_local_folder(config_file, tmp_path):
     """`models/x` could be read as a Hub id."""
     config = RunConfig.load(config_file, ["draft.kind=eagle", "draft.model=models/x"])
     assert config.draft.model == str(tmp_path / "models" / "x")
+
+
+@pytest.mark.parametrize(("mode", "is_active"), [("autoregressive", False), ("tree", True), ("specextend", True)])
+def test_plain_decoding_has_no_active_draft(config_file, mode, is_active):
+    """A draft that is named but not used must be neither checked, hashed nor loaded."""
+    config = RunConfig.load(config_file, [f"decoding.mode={mode}"])
+    assert config.draft is not None
+    assert config.active_draft == (config.draft if is_active else None)
 
 
 @pytest.mark.parametrize("key", ["input.path", "output.path", "target.model"])

@@ -18,7 +18,8 @@ from specextend.decoding.engine import BatchError, Engine
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.ngram import NgramDrafter
 from specextend.stats import DecodingStats
-from tests.tiny_models import CONTEXT_LENGTH, FAMILIES, Pair, random_prompt, request, tiny_engine, write_pair
+from tests.covering import covering
+from tests.tiny_models import CONTEXT_LENGTH, Pair, random_prompt, request, tiny_engine
 
 DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle")
 POLICIES = ("full", "streaming", "retrieval")
@@ -26,8 +27,8 @@ NEW = 24
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+def pair(pairs):
+    return pairs("llama")
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +60,11 @@ def assert_nothing_is_left(engine: Engine, num_rows: int) -> None:
     assert engine.num_active == 0
     assert engine.progress() == {}
     assert not engine._cancelled
-    assert engine._target.cache.rows.num_free == num_rows
-    assert sorted(engine._admission._places) == list(range(len(engine._admission._places)))
-    assert is_whole(engine._target.cache.rows)
-    drafter = engine._drafter
-    assert getattr(drafter, "_rows", {}) == {}
+    assert engine.target.cache.rows.num_free == num_rows
+    assert sorted(engine._admission._slots) == list(range(len(engine._admission._slots)))
+    assert is_whole(engine.target.cache.rows)
+    drafter = engine.drafter
+    assert getattr(drafter, "_slots", {}) == {}
     drafter = getattr(drafter, "_draft", drafter)
     if not isinstance(drafter, NgramDrafter):
         assert_no_draft_is_left(drafter)
@@ -80,13 +81,11 @@ def assert_no_draft_is_left(drafter: CausalDrafter) -> None:
     assert cache.working.rows.num_free == cache.working.keys.shape[1]
 
 
-@pytest.mark.parametrize("other", [3, 20, 900])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "policy", "other"), covering(DRAFTS, POLICIES, [3, 20, 900]))
 def test_a_b_a(draft, policy, other, pair, alone):
     """The public code keeps the last document's chunks: a short one after a long one crashes or reads empty rows."""
     engine = tiny_engine(pair, draft, cache__policy=policy)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     first, between, second = (
         run(engine, request(name, random_prompt(length), NEW))[0]
         for name, length in (("a", 200), ("b", other), ("a", 200))
@@ -108,12 +107,11 @@ def test_a_b_a_in_one_stream(draft, pair):
     assert counts(first.stats) == counts(second.stats) == counts(third.stats)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "policy"), covering(DRAFTS, POLICIES, strength=1))
 def test_sequences_join_and_leave(draft, policy, pair, alone):
     """Seven requests through three places: each says what it says alone, whoever sits beside it."""
     engine = tiny_engine(pair, draft, cache__policy=policy, decoding__max_batch_size=3)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     sizes = [(200, 24), (3, 5), (90, 40), (41, 1), (600, 12), (17, 30), (33, 2)]
     seen = []
 
@@ -140,7 +138,7 @@ def until(engine: Engine, num_tokens: int, then, *requests):
 def test_a_cancelled_request_leaves_nothing(draft, pair, alone):
     """No completion follows, its rows come back, its neighbour does not notice."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     requests = request("gone", random_prompt(150), 1500), request("stays", random_prompt(200), NEW)
     completions = list(engine.generate(until(engine, 5, lambda: engine.cancel("gone"), *requests)))
     assert [(each.request_id, each.token_ids) for each in completions] == [("stays", alone(200))]
@@ -149,14 +147,14 @@ def test_a_cancelled_request_leaves_nothing(draft, pair, alone):
 
 def at_call(engine: Engine, call: int, action: Callable[[], None]) -> None:
     """Do something within the target's `call`-th attention from now: 3 a prefill chunk, 6 a verification."""
-    attend, numbers = engine._target.attend, itertools.count(1)
+    attend, numbers = engine.target.attend, itertools.count(1)
 
     def attend_and_act(*arguments):
         if next(numbers) == call:
             action()
         return attend(*arguments)
 
-    engine._target.attend = attend_and_act
+    engine.target.attend = attend_and_act
 
 
 def fail() -> None:
@@ -166,7 +164,7 @@ def fail() -> None:
 def test_cancelling_works_from_another_thread(pair):
     """A driver's deadline runs beside the engine, which sits in a step at that moment."""
     engine = tiny_engine(pair, "bad")
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     reached = threading.Event()
     at_call(engine, 20, reached.set)
 
@@ -184,7 +182,7 @@ def test_cancelling_works_from_another_thread(pair):
 def test_a_prefill_is_cancelled_between_its_chunks(pair, alone):
     """A prompt of minutes must not be read to its end for nobody."""
     engine = tiny_engine(pair)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     at_call(engine, 1, lambda: engine.cancel("gone"))
     assert run(engine, request("gone", random_prompt(1500), NEW)) == []
     assert engine.num_steps == 1
@@ -195,7 +193,7 @@ def test_a_prefill_is_cancelled_between_its_chunks(pair, alone):
 def test_a_request_that_waits_for_rows_can_be_cancelled(pair, alone):
     """It has left the source and is not in the batch yet; it must not run later, when nobody waits for it."""
     engine = tiny_engine(pair, decoding__max_batch_size=3, decoding__cache_gib=0.0009)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     assert num_rows == 1280
     at_call(engine, 20, lambda: engine.cancel("waits"))
     sizes = {"runs": 600, "waits": 700, "last": 30}
@@ -213,12 +211,11 @@ def test_cancelling_what_is_not_there_does_nothing(pair, alone):
     assert run(engine, request("b", random_prompt(30), NEW), request("a", random_prompt(30), NEW))[1].request_id == "a"
 
 
-@pytest.mark.parametrize("call", [1, 2, 20])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "call"), covering(DRAFTS, [1, 2, 20], strength=1))
 def test_a_request_that_fails_alone_is_an_error_and_the_next_one_runs(draft, call, pair, alone):
     """In prefill, and in the middle of a verification."""
     engine = tiny_engine(pair, draft)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     at_call(engine, call, fail)
     errors = []
     requests = request("fails", random_prompt(200), NEW), request("runs", random_prompt(90), NEW)
@@ -233,7 +230,7 @@ def test_a_request_that_fails_alone_is_an_error_and_the_next_one_runs(draft, cal
 def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(blame, pair, alone):
     """Only one sequence alone can be blamed; who asks is told which ones it was."""
     engine = tiny_engine(pair, decoding__max_batch_size=2)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     at_call(engine, 20, fail)
     requests = [request(str(n), random_prompt(n), NEW) for n in (200, 90, 50)]
     errors = []
@@ -259,7 +256,7 @@ def test_a_token_that_the_model_does_not_know_fails_its_request_alone(pair, alon
 def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     """A caller may stop listening; what runs is dropped."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     completions = engine.generate(request(str(n), random_prompt(n), n) for n in (10, 60, 90, 200))
     assert next(completions).request_id == "10"
     assert engine.num_active == 2
@@ -270,7 +267,7 @@ def test_closing_the_generator_early_frees_everything(draft, pair, alone):
 
 def test_a_failing_source_frees_everything(pair):
     engine = tiny_engine(pair, decoding__max_batch_size=3)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
 
     def source():
         yield request("a", random_prompt(90), NEW)
@@ -312,7 +309,7 @@ def test_a_request_that_can_never_fit_is_refused(mode, pair, alone):
     """
     engine = tiny_engine(pair, decoding__mode=mode)
     room = CONTEXT_LENGTH - 5
-    assert engine.max_prompt_tokens == room
+    assert engine.max_tokens == room
     requests = request("big", random_prompt(2000), room - 1999), request("a", random_prompt(30), NEW)
     message = rf"^prompt \(2000\) and max_new_tokens \({room - 1999}\) exceed the {room} tokens"
     with pytest.raises(ValueError, match=message):
@@ -330,13 +327,12 @@ def test_a_request_that_exceeds_the_whole_cache_is_refused(pair):
         run(engine, request("big", random_prompt(1700), 100))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "policy"), covering(DRAFTS, POLICIES, strength=1))
 def test_the_longest_request_that_fits_runs_to_its_end(draft, policy, pair, alone):
     """The last tree still finds rows and positions."""
     engine = tiny_engine(pair, draft, cache__policy=policy)
     max_new_tokens = 30
-    length = engine.max_prompt_tokens - max_new_tokens
+    length = engine.max_tokens - max_new_tokens
     [completion] = run(engine, request("a", random_prompt(length), max_new_tokens))
     assert completion.token_ids == alone(length, max_new_tokens)
 
@@ -366,8 +362,7 @@ def with_eos(pair: Pair, folder: Path, *eos_token_ids: int) -> Pair:
     return Pair(str(folder), pair.drafts)
 
 
-@pytest.mark.parametrize("position", [0, 1, 7])
-@pytest.mark.parametrize("draft", ["same", "bad"])
+@pytest.mark.parametrize(("draft", "position"), [("same", 0), ("bad", 0), ("same", 1), ("same", 7), ("bad", 7)])
 def test_output_ends_with_its_eos(draft, position, pair, alone, tmp_path):
     """Any of several EOS ids, as first token or inside an accepted path; no token past it, no text of it."""
     expected = alone(90)

@@ -23,8 +23,8 @@ NUM_SEEDS = 600
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
+def pair(pairs):
+    return pairs("llama")
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +51,23 @@ def autoregressive(pair):
     return outputs(tiny_engine(pair, decoding__mode="autoregressive"))
 
 
-@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(
-    ("mode", "draft"),
+    ("mode", "draft", "batch"),
     [
-        ("autoregressive", "good"),
-        ("tree", "good"),
-        ("tree", "eagle"),
-        ("full", "bad"),
-        ("streaming", "good"),
-        ("retrieval", "good"),
-        ("retrieval", "bad"),
-        ("retrieval", "eagle"),
-        ("retrieval", "eagle3"),
-        ("tree", "ngram"),
-        ("retrieval", "ngram"),
-        ("streaming", "merged-good"),
-        ("retrieval", "merged-eagle"),
+        ("autoregressive", "good", 4),
+        ("tree", "good", 1),
+        ("tree", "eagle", 4),
+        ("full", "bad", 1),
+        ("streaming", "good", 4),
+        ("retrieval", "good", 1),
+        ("retrieval", "good", 4),
+        ("retrieval", "bad", 4),
+        ("retrieval", "eagle", 4),
+        ("retrieval", "eagle3", 4),
+        ("tree", "ngram", 1),
+        ("retrieval", "ngram", 4),
+        ("streaming", "merged-good", 1),
+        ("retrieval", "merged-eagle", 4),
     ],
 )
 def test_a_seed_gives_the_same_text_in_every_mode_and_batch(mode, draft, batch, pair, autoregressive):

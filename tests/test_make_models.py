@@ -9,8 +9,9 @@ import torch
 
 from scripts.make_models import GGUF_FILE, ROOT, build, extract_gguf
 from scripts.tiny_models import write_tiny_models
-from specextend.drafters.options import DraftOptions
-from specextend.models import TargetOptions, load_target, load_tokenizer, weight_hashes
+from specextend.drafters.draft_options import DraftOptions
+from specextend.model_files import weight_hashes
+from specextend.models import TargetOptions, load_target, load_tokenizer
 from specextend.pairing import check_pair
 
 CORPUS = ROOT / "examples" / "govreport.parquet"

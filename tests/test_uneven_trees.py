@@ -9,22 +9,16 @@ import torch
 
 from specextend.decoding.tree import DraftTree, root_only, stack_trees, tree_mask
 from specextend.stats import DecodingStats
-from tests.reference_outputs import Ties, generate
-from tests.tiny_models import FAMILIES, load_reference, random_prompt, request, tiny_engine, write_pair
+from tests.reference_outputs import Ties
+from tests.tiny_models import random_prompt, request, tiny_engine
 
 LENGTHS = (300, 37, 129)
 NEW = 40
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
-
-
-@pytest.fixture(scope="module")
-def references(pair):
-    model = load_reference(pair)
-    return {length: generate(model, random_prompt(length), NEW) for length in LENGTHS}
+def pair(pairs):
+    return pairs("llama")
 
 
 def cut(tree: DraftTree, size: int) -> DraftTree:
@@ -35,25 +29,26 @@ def cut(tree: DraftTree, size: int) -> DraftTree:
 def engine_with_trees_cut(pair, draft: str, batch: int, sizes: list[int]):
     """An engine whose draft shows trees of random `sizes`, root included; and the draft tokens it showed."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=batch)
-    propose, random, shown = engine._drafter.propose, Random(0), []
+    propose, random, shown = engine.drafter.propose, Random(0), []
 
     def proposing(rows):
         trees = [cut(tree, random.choice(sizes)) for tree in propose(rows)]
         shown.extend(len(tree.token_ids) - 1 for tree in trees)
         return trees
 
-    engine._drafter.propose = proposing
+    engine.drafter.propose = proposing
     return engine, shown
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("draft", ["same", "bad", "eagle"])
+@pytest.mark.parametrize(("draft", "batch"), [("same", 1), ("same", 3), ("bad", 3), ("eagle", 3)])
 def test_output_does_not_depend_on_the_sizes_of_trees(draft, batch, pair, references):
     """Padding that could be accepted would show here: token 0, below the root, is a token like any other."""
     engine, shown = engine_with_trees_cut(pair, draft, batch, [1, 2, 5, 9])
     total, ties = DecodingStats(), Ties()
     for completion in engine.generate([request(str(length), random_prompt(length), NEW) for length in LENGTHS]):
-        ties.assert_equal(completion.token_ids, references[int(completion.request_id)], completion.request_id)
+        ties.assert_equal(
+            completion.token_ids, references("llama", int(completion.request_id), NEW), completion.request_id
+        )
         total.add(completion.stats)
     assert not ties.found
     assert total.num_draft_tokens == sum(shown), "padding is no draft token"
@@ -64,15 +59,15 @@ def test_output_does_not_depend_on_the_sizes_of_trees(draft, batch, pair, refere
 def test_a_batch_of_roots_is_a_plain_step(pair, references):
     """Nothing proposed: one row a sequence, no mask, no histogram."""
     engine, _ = engine_with_trees_cut(pair, "good", 3, [1])
-    widths, forward = set(), engine._target.forward
+    widths, forward = set(), engine.target.forward
 
     def recording(token_ids, positions, plan):
         widths.add((token_ids.shape[1], plan.mask is None))
         return forward(token_ids, positions, plan)
 
-    engine._target.forward = recording
+    engine.target.forward = recording
     for completion in engine.generate([request(str(length), random_prompt(length), NEW) for length in LENGTHS]):
-        assert completion.token_ids == references[int(completion.request_id)].token_ids
+        assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
         assert completion.stats.num_plain_steps == completion.stats.num_output_tokens - 1
         assert completion.stats.acceptance_histogram == []
     assert widths == {(300, True), (37, True), (129, True), (1, True)}, "prefill and plain steps, nothing else"

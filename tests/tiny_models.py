@@ -28,7 +28,7 @@ from specextend.core import Request, SamplingParams
 from specextend.decoding.engine import Engine
 from specextend.drafters.eagle_config import VOCABULARY as VOCABULARY_TENSOR
 from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig
-from specextend.drafters.reduced import FILE as DRAFT_VOCABULARY_FILE
+from specextend.drafters.small_lm import FILE as DRAFT_VOCABULARY_FILE
 from specextend.loading import load_engine
 from tests.published_heads import WRITERS
 

@@ -18,7 +18,7 @@ from specextend.attention.plan import KeySpan
 
 
 def load() -> Any:
-    """The package's function.
+    """Return the package's function.
 
     Raises:
         ValueError: flash-attn is not installed.
@@ -31,7 +31,7 @@ def load() -> Any:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, T, H, D] over the span's rows of k, v [R, K, D].
+    """Attend with q [B, T, H, D] to the span's rows of k, v [R, K, D].
 
     Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32 (natural log), -inf where a span is empty.
     """

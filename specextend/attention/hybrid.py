@@ -1,4 +1,4 @@
-"""One forward's attention: a kernel call a span, merged (METHOD: Hybrid Tree Attention)."""
+"""Hybrid tree attention (arXiv 2505.20776, section 3): a kernel call for each span of keys, and their merge."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from specextend.attention import flash, reference, sdpa
-from specextend.attention.merge import merge_states
 from specextend.attention.plan import AttentionPlan, KeySpan
 
 Attend = Callable[[Tensor, Tensor, Tensor, KeySpan, float], tuple[Tensor, Tensor]]
 
 
 def load_backend(name: str, device: torch.device) -> Attend:
-    """The backend called `name`; `auto` is the fastest that is proven on the device.
+    """Return the backend called `name`; `auto` is the fastest that is proven on the device.
 
     Raises:
         ValueError: no such backend, or its package is not installed.
@@ -31,8 +30,17 @@ def load_backend(name: str, device: torch.device) -> Attend:
 
 
 def attend_plan(attend: Attend, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """Attention of q [B, T, H, D] over the rows of k, v [R, K, D] that the plan names. Returns [B, T, H, D]."""
+    """Attend with q [B, T, H, D] to the rows of k, v [R, K, D] that the plan names. Returns [B, T, H, D]."""
     out, lse = attend(q, k, v, plan.spans[0], scale)
     for span in plan.spans[1:]:
         out = merge_states(out, lse, *attend(q, k, v, span, scale))
     return out
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+    """Merge the results of attention over two disjoint key sets. out [..., D], lse [...] fp32.
+
+    An empty set has lse -inf and any finite out; at most one of the two is empty.
+    """
+    weight_a = torch.sigmoid(lse_a - lse_b).unsqueeze(-1)
+    return torch.lerp(out_b.float(), out_a.float(), weight_a).to(out_a.dtype)

@@ -32,23 +32,23 @@ class KeySpan:
     biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def bias(
-        self, row: int, dtype: torch.dtype, device: torch.device, repeats: int = 1, num_rows: int = 0
+        self, b: int, dtype: torch.dtype, device: torch.device, repeats: int = 1, num_rows: int = 0
     ) -> Tensor | None:
-        """[max(repeats * T, num_rows), S] additive form of sequence `row`'s mask, `repeats` times one below the other.
+        """Return sequence b's mask as a bias [max(repeats * T, num_rows), S], `repeats` times from top to bottom.
 
-        Rows behind those see all. Made once a forward and shared by all layers.
+        The rows behind those see everything. It is made once a forward and shared by all layers.
         """
         if self.mask is None:
             return None
-        if (row, dtype) not in self.biases:
-            bias = additive(self.mask[row].to(device), self.lengths[row], dtype).repeat(repeats, 1)
+        if (b, dtype) not in self.biases:
+            bias = additive(self.mask[b].to(device), self.lengths[b], dtype).repeat(repeats, 1)
             missing = max(0, num_rows - bias.shape[0])
-            self.biases[row, dtype] = torch.nn.functional.pad(bias, (0, 0, 0, missing))
-        return self.biases[row, dtype]
+            self.biases[b, dtype] = torch.nn.functional.pad(bias, (0, 0, 0, missing))
+        return self.biases[b, dtype]
 
 
 def additive(mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """[T, length] of 0 and -inf from a bool mask [T, M] over the last M keys."""
+    """Turn a bool mask [T, M] over the last M keys into a bias [T, length] of 0 and -inf."""
     mask = mask[:, max(0, mask.shape[1] - length) :]
     bias = torch.zeros(mask.shape[0], length, dtype=dtype, device=mask.device)
     bias[:, length - mask.shape[1] :].masked_fill_(~mask, float("-inf"))
@@ -86,12 +86,12 @@ class AttentionPlan:
         self.spans = self._windowed() if self.window is not None else self._split()
 
     def new_rows(self, device: torch.device) -> Tensor:
-        """[B * T] int64: the cache rows that this forward writes."""
+        """Return the cache rows [B * T] int64 that this forward writes."""
         ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)])
         return (ends[:, None] + torch.arange(-self.num_new, 0)).flatten().to(device)
 
     def _split(self) -> tuple[KeySpan, ...]:
-        """Prefix without a mask and the masked rest, or both in one span for dense tree attention."""
+        """Split the keys into the unmasked prefix and the masked rest; one span for dense tree attention."""
         if self.num_new == 1 and self.mask is None:  # a plain step: one query sees every row
             return (KeySpan(self.starts, self.lengths),)
         if self.mask is not None and self.tree == "dense":
@@ -103,7 +103,7 @@ class AttentionPlan:
         return (KeySpan(self.starts, prefix), tail) if any(prefix) else (tail,)
 
     def _windowed(self) -> tuple[KeySpan, ...]:
-        """A band: query t of a causal chunk sees the `window` rows up to its own."""
+        """Make the span of a band: query t of a causal chunk sees the `window` rows up to its own."""
         assert self.window is not None
         assert self.mask is None, "a window goes with causal chunks"
         reach = [min(length, self.num_new + self.window - 1) for length in self.lengths]

@@ -19,36 +19,36 @@ _LEAST_ROWS = 64
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, T, H, D] over the span's rows of k, v [R, K, D].
+    """Attend with q [B, T, H, D] to the span's rows of k, v [R, K, D].
 
     Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32 (natural log), -inf where a span is empty.
     """
     kernel = _attend_cpu if q.device.type == "cpu" else _attend_cuda
-    results = [kernel(q[row : row + 1], k, v, span, row, scale) for row in range(q.shape[0])]
+    results = [kernel(q[b : b + 1], k, v, span, b, scale) for b in range(q.shape[0])]
     if len(results) == 1:
         return results[0]
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 
 
-def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale: float) -> tuple[Tensor, Tensor]:
-    length = span.lengths[row]
+def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
+    length = span.lengths[b]
     if length == 0:  # the kernel divides by the number of keys
         return _nothing(q)
-    rows = slice(span.starts[row], span.starts[row] + length)
+    rows = slice(span.starts[b], span.starts[b] + length)
     key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
     if span.causal or (q.shape[1] == 1 and span.mask is None):
         out, lse = _flash_cpu(q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=None, scale=scale)
         return out.transpose(1, 2), lse.transpose(1, 2)
     group = q.shape[2] // k.shape[1]
     num_rows = max(group * q.shape[1], _LEAST_ROWS if length >= _LEAST_ROWS else 0)
-    bias = span.bias(row, q.dtype, q.device, group, num_rows)  # the kernel wants the query's dtype
+    bias = span.bias(b, q.dtype, q.device, group, num_rows)  # the kernel wants the query's dtype
     return _attend_folded(q, key, value, bias, num_rows, scale)
 
 
 def _attend_folded(
     q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, num_rows: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The queries of a head group as `num_rows` rows of one head, the last of them of nothing: each key is read once.
+    """Attend with a head group's queries as rows of one head, padded to `num_rows`, so that each key is read once.
 
     `bias` [num_rows, S] is the same for all heads.
     """
@@ -64,15 +64,15 @@ def _attend_folded(
     return out, lse[0, :, :used].reshape(num_heads, num_queries).T.unsqueeze(0)
 
 
-def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, row: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Flash where there is no mask, the memory-efficient kernel where there is; heads are repeated for both."""
-    if span.lengths[row] == 0:
+def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend by flash if there is no mask, by the memory-efficient kernel if there is; heads are repeated for both."""
+    if span.lengths[b] == 0:
         return _nothing(q)
-    rows = slice(span.starts[row], span.starts[row] + span.lengths[row])
+    rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
     group = q.shape[2] // k.shape[1]
     query = q.transpose(1, 2)
     key, value = (x[rows].repeat_interleave(group, dim=1).transpose(0, 1).unsqueeze(0) for x in (k, v))
-    bias = span.bias(row, q.dtype, q.device)
+    bias = span.bias(b, q.dtype, q.device)
     if bias is None and q.dtype != torch.float32:
         out, lse, *_ = _flash_cuda(query, key, value, 0.0, span.causal, False, scale=scale)
     else:
@@ -86,6 +86,6 @@ def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    """The same [T, S] bias in rows of a multiple of 16 elements, as the memory-efficient kernel requires."""
+    """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel requires."""
     padding = -bias.shape[1] % 16
     return torch.nn.functional.pad(bias, (0, padding))[:, : bias.shape[1]][None, None]

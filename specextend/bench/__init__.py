@@ -1,1 +1,1 @@
-"""bench"""
+"""Benchmarks: comparison of sides, tree sizes, memory of a prefill, and the value of retrieval."""

@@ -1,50 +1,53 @@
-"""The same documents through every decoding mode and through transformers, side by side."""
+"""`compare`: the same documents through every side, their measurements, and the figures made of them.
+
+Figures are speeds, ratios for each document, agreement of the tokens, and what a decoding step consists of.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
-from specextend.bench.documents import BenchDocument, choose_documents
-from specextend.bench.environment import environment, use_configured_threads
-from specextend.bench.figures import figures
-from specextend.bench.measurement import Side
-from specextend.bench.rounds import Say, run_rounds
-from specextend.bench.sides import SideName, default_sides, describe_sides, draft_name, load_side, side_config
+from specextend.bench.sides import (
+    Measurement,
+    Side,
+    SideName,
+    default_sides,
+    describe_sides,
+    draft_name,
+    load_side,
+    side_config,
+)
+from specextend.bench.workload import (
+    BenchDocument,
+    BenchOptions,
+    Say,
+    bench_documents,
+    describe,
+    missing_buckets,
+    use_configured_threads,
+)
 from specextend.config import RunConfig
-from specextend.data.documents import open_source
-from specextend.data.prompts import Prompts
-from specextend.models import load_tokenizer, read_facts
-from specextend.report.buckets import bucket_name
+from specextend.report.statistics import PHASES, Spread, bucket_name, spread
+from specextend.stats import DecodingStats, ratio
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchOptions:
-    """What to measure on. Decoding is greedy and one document at a time, whatever the configuration says."""
-
-    buckets: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    """Prompt lengths: upper bounds in tokens."""
-    per_bucket: int = 3
-    """Documents of each."""
-    max_new_tokens: int = 64
-    """Tokens decoded of each document, at most."""
-
-    def __post_init__(self) -> None:
-        if not self.buckets:
-            raise ValueError("name one bucket at least")
-        for name in ("per_bucket", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+WARM_UP_TOKENS = 16
+"""Most tokens that a side decodes before it is measured."""
+SPEEDS = ("decode_tokens_per_s", "end_to_end_tokens_per_s")
+BASES = ("autoregressive", "transformers", "transformers-lookup")
+"""Sides to which every other side is compared."""
+ALSO = (("specextend", "tree"),)
+"""Further pairs: the first side is compared to the second."""
 
 
 def compare(
     config: RunConfig, options: BenchOptions, say: Say, sides: Sequence[SideName] | None = None
 ) -> dict[str, Any]:
-    """Measure `sides` on the configuration's input; figures as JSON values. None: all that the configuration can run.
+    """Measure `sides`, by default all that the configuration can run, and return figures as JSON values.
 
-    Raises ValueError for input, models or options that cannot be.
+    Raises ValueError if the input, a model or an option cannot be used.
     """
     sides = sides or default_sides(config)
     described = describe_sides(config, sides)
@@ -52,7 +55,7 @@ def compare(
     own = [side_config(config, name) for name in sides]
     documents = bench_documents(config, options, [side for side in own if side is not None])
     for bucket in missing_buckets(options, documents):
-        say(f"no whole document of {bucket_name(bucket)} fits")
+        say(f"no whole document of the bucket {bucket_name(bucket)} fits")
     header = describe(config, options, documents) | {
         "configured_draft": None if config.draft is None else draft_name(config.draft),
         "sides": described,
@@ -65,40 +68,189 @@ def compare(
     return {"kind": "compare", **header, **figures(records)}
 
 
-def bench_documents(config: RunConfig, options: BenchOptions, sides: Sequence[RunConfig] = ()) -> list[BenchDocument]:
-    """The documents to run on, rendered by the configuration's template, that fit it and each of `sides` whole."""
-    tokenizer = load_tokenizer(config.target.model, config.target.revision)
-    facts = read_facts(config.target.model, config.target.revision)
-    return choose_documents(
-        open_source(config.input),
-        Prompts(tokenizer, config.prompt, min(each.max_tokens(facts.context_length) for each in (config, *sides))),
-        buckets=options.buckets,
-        per_bucket=options.per_bucket,
-        max_new_tokens=options.max_new_tokens,
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The measurements of one document on every side."""
+
+    document: BenchDocument
+    measurements: dict[str, Measurement]
+
+
+def run_rounds(
+    sides: Mapping[str, Side], documents: Sequence[BenchDocument], max_new_tokens: int, say: Say
+) -> Iterator[Record]:
+    """Warm every side up on the shortest document, then measure every document on every side.
+
+    The sides take turns on each document and in going first, so that a machine that slows down slows all of them.
+    """
+    shortest = min(documents, key=lambda document: len(document.prompt_token_ids))
+    for name, side in sides.items():
+        say(f"warming up {name}")
+        side.run(shortest.prompt_token_ids, min(WARM_UP_TOKENS, max_new_tokens))
+    for index, document in enumerate(documents):
+        measurements = {
+            name: sides[name].run(document.prompt_token_ids, max_new_tokens) for name in _rotate([*sides], index)
+        }
+        say(f"{index + 1}/{len(documents)} {document.doc_id}: {_speeds(measurements)}")
+        yield Record(document, {name: measurements[name] for name in sides})
+
+
+def _rotate(names: list[str], index: int) -> list[str]:
+    first = index % len(names)
+    return names[first:] + names[:first]
+
+
+def _speeds(measurements: Mapping[str, Measurement]) -> str:
+    return ", ".join(
+        f"{name} {measured.decode_tokens_per_s or 0:.1f}" for name, measured in sorted(measurements.items())
     )
 
 
-def missing_buckets(options: BenchOptions, documents: Sequence[BenchDocument]) -> list[int]:
-    """The buckets without a document."""
-    found = {document.bucket for document in documents}
-    return [bucket for bucket in options.buckets if bucket not in found]
-
-
-def _without_own_paths(config: RunConfig) -> dict[str, Any]:
-    """The configuration; no output, and local paths relative to here, as figures are published."""
-    values = config.model_dump(mode="json", exclude={"output"})
-    for section, key in (("input", "path"), ("target", "model"), ("draft", "model")):
-        path = (values.get(section) or {}).get(key)
-        if path and os.path.isabs(path):
-            values[section][key] = os.path.relpath(path)
-    return values
-
-
-def describe(config: RunConfig, options: BenchOptions, documents: Sequence[BenchDocument]) -> dict[str, Any]:
-    """What a reader must know to judge the figures."""
+def figures(records: Sequence[Record]) -> dict[str, Any]:
+    """Compute the figures of each length bucket and of all documents, and the agreement of greedy tokens."""
+    buckets = sorted({record.document.bucket for record in records})
+    groups = {bucket_name(bucket): [r for r in records if r.document.bucket == bucket] for bucket in buckets}
+    by_bucket = {name: _group(group) for name, group in groups.items()}
     return {
-        "environment": environment(config),
-        "config": _without_own_paths(config),
-        "max_new_tokens": options.max_new_tokens,
-        "doc_ids": [document.doc_id for document in documents],
+        "all": _group(records),
+        "buckets": by_bucket,
+        "lowest_bucket": {
+            pair: lowest_bucket(by_bucket, pair) for pair in by_bucket[bucket_name(buckets[0])]["ratios"]
+        },
+        "agreement": {f"{a}/{b}": agreement(records, a, b) for a, b in _compared(records)},
+        "documents": [_document(record) for record in records],
     }
+
+
+def speed_ratios(records: Iterable[Record], a: str, b: str, speed: str) -> Spread | None:
+    """Compute the spread over documents of side a's speed divided by side b's on the same document."""
+    return spread(
+        ratio(x, y) if x is not None and y is not None else None
+        for record in records
+        for x, y in [(getattr(record.measurements[a], speed), getattr(record.measurements[b], speed))]
+    )
+
+
+def lowest_bucket(by_bucket: Mapping[str, Any], pair: str) -> dict[str, Any]:
+    """Find, for each speed, the bucket with the lowest median ratio; None if no bucket has a ratio."""
+    lowest: dict[str, Any] = {}
+    for speed in SPEEDS:
+        ratios = {name: group["ratios"][pair][speed] for name, group in by_bucket.items()}
+        medians = {name: measured["median"] for name, measured in ratios.items() if measured is not None}
+        name = min(medians, key=medians.__getitem__, default=None)
+        lowest[speed] = None if name is None else {"bucket": name, "median": medians[name]}
+    return lowest
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Return the index of the first token in which two outputs differ, or None if they are equal."""
+    return next((i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
+
+
+def agreement(records: Sequence[Record], a: str, b: str) -> dict[str, Any]:
+    """Count the documents with equal tokens, and say where the others first differ.
+
+    In fp32 any difference is an error of ours; in bf16 kernels round differently, and a near tie may fall either way.
+    """
+    found = [
+        (record.document.doc_id, first_difference(record.measurements[a].token_ids, record.measurements[b].token_ids))
+        for record in records
+    ]
+    differences = {doc_id: index for doc_id, index in found if index is not None}
+    return {"documents": len(found), "equal": len(found) - len(differences), "first_differences": differences}
+
+
+def total_stats(records: Iterable[Record], name: str) -> DecodingStats | None:
+    """Sum the counts and seconds of one side; None if it has none."""
+    total = DecodingStats()
+    for record in records:
+        stats = record.measurements[name].stats
+        if stats is None:
+            return None
+        total.add(stats)
+    return total
+
+
+def step_ms(stats: DecodingStats) -> dict[str, float | None]:
+    """Compute the milliseconds of a decoding step by phase; `draft` includes the pass over the prompt's last token."""
+    steps = stats.num_spec_steps + stats.num_plain_steps
+    phases = ("draft_s", "verify_s", "retrieval_s")
+    each = {name.removesuffix("_s"): ratio(1e3 * getattr(stats, name), steps) for name in phases}
+    return {**each, "whole": ratio(1e3 * stats.decode_s, steps)}
+
+
+def _group(records: Sequence[Record]) -> dict[str, Any]:
+    return {
+        "documents": len(records),
+        "sides": {name: _side(records, name) for name in records[0].measurements},
+        "ratios": {
+            f"{a}/{b}": {speed: spread_json(speed_ratios(records, a, b, speed)) for speed in SPEEDS}
+            for a, b in _pairs(records)
+        },
+    }
+
+
+def _side(records: Sequence[Record], name: str) -> dict[str, Any]:
+    measured = [record.measurements[name] for record in records]
+    side: dict[str, Any] = {
+        "output_tokens": sum(len(each.token_ids) for each in measured),
+        **{speed: spread_json(spread(getattr(each, speed) for each in measured)) for speed in SPEEDS},
+        "total_s": spread_json(spread(each.total_s for each in measured)),
+        "tokens_per_step": ratio(
+            sum(each.num_decoded_tokens for each in measured), sum(each.num_steps for each in measured)
+        ),
+    }
+    stats = total_stats(records, name)
+    if stats is not None:
+        busy = sum(getattr(stats, phase) for phase in PHASES)
+        side |= {
+            "num_spec_steps": stats.num_spec_steps,
+            "num_plain_steps": stats.num_plain_steps,
+            "num_fallbacks": stats.num_fallbacks,
+            "mean_acceptance_length": stats.mean_acceptance_length,
+            "acceptance_histogram": stats.acceptance_histogram,
+            "retrieval_coverage": stats.retrieval_coverage,
+            "step_ms": step_ms(stats),
+            "time_shares": {phase.removesuffix("_s"): ratio(getattr(stats, phase), busy) for phase in PHASES},
+        }
+    return side
+
+
+def _document(record: Record) -> dict[str, Any]:
+    document = record.document
+    return {
+        "doc_id": document.doc_id,
+        "bucket": bucket_name(document.bucket),
+        "num_prompt_tokens": len(document.prompt_token_ids),
+        "sides": {name: _measured(measured) for name, measured in record.measurements.items()},
+    }
+
+
+def _measured(measured: Measurement) -> dict[str, Any]:
+    stats = measured.stats
+    return {
+        "num_output_tokens": len(measured.token_ids),
+        "num_first_tokens": measured.num_first_tokens,
+        "num_steps": measured.num_steps,
+        "decode_s": measured.decode_s,
+        "total_s": measured.total_s,
+        **{speed: getattr(measured, speed) for speed in SPEEDS},
+        "mean_acceptance_length": None if stats is None else stats.mean_acceptance_length,
+    }
+
+
+def _pairs(records: Sequence[Record]) -> list[tuple[str, str]]:
+    names = records[0].measurements.keys()
+    over_bases = [(a, b) for b in BASES if b in names for a in names if a != b]
+    return over_bases + [(a, b) for a, b in ALSO if a in names and b in names]
+
+
+def _compared(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Choose the pairs whose tokens are compared: each side with the first base that was run."""
+    pairs = _pairs(records)
+    return [pair for pair in pairs if pair[1] == pairs[0][1] or pair in ALSO]
+
+
+def spread_json(measured: Spread | None) -> dict[str, Any] | None:
+    """Convert a spread to JSON values."""
+    return None if measured is None else asdict(measured)

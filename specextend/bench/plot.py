@@ -1,4 +1,4 @@
-"""Benchmark figures as SVG: text stays text, and the same JSON gives the same bytes."""
+"""Benchmark figures as SVG. Text stays text, and the same JSON gives the same bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from specextend.bench.compare_tables import DECODE, side_label
+from specextend.bench.result_tables import DECODE, side_label
 from specextend.bench.retrieval_tables import Cell, cache_label, distinct, length_name
 
 # Okabe and Ito's colours, told apart with any colour vision, without the yellow that is faint on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-Look = dict[str, Any]
-"""How a line is drawn, as keywords of matplotlib."""
+LineStyle = dict[str, Any]
+"""How a line is drawn: keywords of matplotlib."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "specextend",
@@ -40,10 +40,10 @@ STYLE: dict[Any, Any] = {
 
 
 def plot(result: dict[str, Any]) -> bytes:
-    """The SVG of one section's figures. Raises ValueError for a section that has no drawing."""
-    draw = _DRAWINGS.get(result.get("kind", ""))
+    """Draw the figures of one section as SVG. Raises ValueError if the section has no drawing."""
+    draw = _DRAWINGS.get(result["kind"])
     if draw is None:
-        raise ValueError(f"drawn are the sections {', '.join(_DRAWINGS)}, not {result.get('kind')!r}")
+        raise ValueError(f"there are drawings for the sections {', '.join(_DRAWINGS)}, not for {result['kind']!r}")
     with rc_context(STYLE):
         figure = draw(result)
         svg = io.BytesIO()
@@ -52,17 +52,17 @@ def plot(result: dict[str, Any]) -> bytes:
 
 
 def draw_compare(result: dict[str, Any]) -> Figure:
-    """Decoding speed over autoregressive by length: median of documents and range. Raises ValueError without it."""
+    """Draw decoding speed over autoregressive by length, as median and range. Raises ValueError without that side."""
     base = "autoregressive"
     sides = [name for name in result["sides"] if name != base]
     if base not in result["sides"] or not sides:
-        raise ValueError(f"a drawing of compare needs the side {base} and another")
+        raise ValueError(f"a drawing of compare needs the side {base} and another; measure with both")
     figure = Figure(figsize=(8.0, 4.0))
     axes = figure.add_subplot()
     for number, name in enumerate(sides):
         offset = 0.8 * ((number + 0.5) / len(sides) - 0.5)
         ratios = [group["ratios"][f"{name}/{base}"][DECODE] for group in result["buckets"].values()]
-        _points(axes, ratios, offset, _look(number), side_label(result, name))
+        _points(axes, ratios, offset, _line_style(number), side_label(result, name))
     axes.axhline(1.0, color="#444444", linewidth=1.0, linestyle="--", label=base)
     axes.margins(y=0.1)
     names = [f"{name}\nn = {group['documents']}" for name, group in result["buckets"].items()]
@@ -76,19 +76,19 @@ def draw_compare(result: dict[str, Any]) -> Figure:
 
 
 def draw_retrieval(result: dict[str, Any]) -> Figure:
-    """Acceptance length by prompt length: a column for each kind of document, a row for each draft, a line a cache."""
+    """Draw acceptance by prompt length: a column for each kind of document, a row for each draft, a line per cache."""
     cells: list[Cell] = [cell for cell in result["cells"] if cell["acceptance_length"] is not None]
     if not cells:
         raise ValueError("no cell has an acceptance length to draw")
     kinds, drafts = distinct(cell["kind"] for cell in cells), distinct(cell["draft"] for cell in cells)
-    looks = _cache_looks(cells)
+    styles = _cache_styles(cells)
     figure = Figure(figsize=(2.0 * len(kinds) + 1.2, 1.7 * len(drafts) + 0.8), layout="constrained")
     panels = figure.subplots(len(drafts), len(kinds), squeeze=False, sharex=True, sharey="col")
     for (row, draft), (column, kind) in product(enumerate(drafts), enumerate(kinds)):
         axes = panels[row][column]
         own = [cell for cell in cells if (cell["draft"], cell["kind"]) == (draft, kind)]
-        for number, (cache, look) in enumerate(looks.items()):
-            _line(axes, [cell for cell in own if cache_label(cell) == cache], look, number - (len(looks) - 1) / 2)
+        for number, (cache, style) in enumerate(styles.items()):
+            _line(axes, [cell for cell in own if cache_label(cell) == cache], style, number - (len(styles) - 1) / 2)
         axes.set_xscale("log", base=2)
         axes.set_xticks(result["lengths"], [length_name(length) for length in result["lengths"]])
         axes.minorticks_off()
@@ -99,49 +99,49 @@ def draw_retrieval(result: dict[str, Any]) -> Figure:
     figure.supxlabel("prompt, tokens up to", fontsize=9)
     figure.supylabel("acceptance length: mean of documents, sd", fontsize=9)
     figure.suptitle(_machine(result), fontsize=9)
-    lines = [Line2D([], [], label=cache, **look) for cache, look in looks.items()]
+    lines = [Line2D([], [], label=cache, **style) for cache, style in styles.items()]
     figure.legend(handles=lines, loc="outside right upper", title="the draft sees")
     return figure
 
 
-def _cache_looks(cells: list[Cell]) -> dict[str, Look]:
-    """Of each cache by its label: a policy has a colour, a number of visible tokens a marker and a dash."""
+def _cache_styles(cells: list[Cell]) -> dict[str, LineStyle]:
+    """Give each policy a colour, and each number of visible tokens a marker and a dash; by the label of the cache."""
     policies = distinct(cell["policy"] for cell in cells)
     budgets = distinct(cell["cache_tokens"] for cell in cells if cell["cache_tokens"] is not None)
-    looks = {}
+    styles = {}
     for cell in cells:
         budget = 0 if cell["cache_tokens"] is None else budgets.index(cell["cache_tokens"])
-        look = _look(policies.index(cell["policy"])) | {"linestyle": DASHES[budget % len(DASHES)]}
-        looks[cache_label(cell)] = look | {"marker": MARKERS[budget % len(MARKERS)]}
-    return looks
+        style = _line_style(policies.index(cell["policy"])) | {"linestyle": DASHES[budget % len(DASHES)]}
+        styles[cache_label(cell)] = style | {"marker": MARKERS[budget % len(MARKERS)]}
+    return styles
 
 
-def _line(axes: Axes, cells: list[Cell], look: Look, aside: float) -> None:
-    """One cache: mean and standard deviation at each length, moved aside so that error bars can be told apart."""
+def _line(axes: Axes, cells: list[Cell], style: LineStyle, aside: float) -> None:
+    """Draw mean and standard deviation of one cache at each length, moved aside so that error bars do not overlap."""
     measured = [(cell["length"], cell["acceptance_length"]) for cell in sorted(cells, key=itemgetter("length"))]
     places, means = [length * (1 + 0.04 * aside) for length, _ in measured], [each["mean"] for _, each in measured]
-    axes.plot(places, means, **look)
+    axes.plot(places, means, **style)
     sds = [each["sd"] or 0.0 for _, each in measured]
-    _bars(axes, places, [(mean - sd, mean + sd) for mean, sd in zip(means, sds, strict=True)], look)
+    _bars(axes, places, [(mean - sd, mean + sd) for mean, sd in zip(means, sds, strict=True)], style)
 
 
-def _points(axes: Axes, ratios: list[dict[str, Any] | None], offset: float, look: Look, label: str) -> None:
-    """One side: a marker and a range for each bucket that has a ratio."""
+def _points(axes: Axes, ratios: list[dict[str, Any] | None], offset: float, style: LineStyle, label: str) -> None:
+    """Draw a marker and a range of one side for each bucket that has a ratio."""
     found = [(place + offset, each) for place, each in enumerate(ratios) if each is not None]
     places = [place for place, _ in found]
-    axes.plot(places, [each["median"] for _, each in found], label=label, **look | {"linestyle": "none"})
-    _bars(axes, places, [(each["min"], each["max"]) for _, each in found], look)
+    axes.plot(places, [each["median"] for _, each in found], label=label, **style | {"linestyle": "none"})
+    _bars(axes, places, [(each["min"], each["max"]) for _, each in found], style)
 
 
-def _bars(axes: Axes, places: list[float], spans: list[tuple[float, float]], look: Look) -> None:
-    """Vertical bars as one path, which keeps the file small."""
+def _bars(axes: Axes, places: list[float], spans: list[tuple[float, float]], style: LineStyle) -> None:
+    """Draw vertical bars as one path, which keeps the file small."""
     xs = [x for place in places for x in (place, place, math.nan)]
     ys = [y for low, high in spans for y in (low, high, math.nan)]
-    axes.plot(xs, ys, **look | {"marker": "none", "linestyle": "-"})
+    axes.plot(xs, ys, **style | {"marker": "none", "linestyle": "-"})
 
 
-def _look(number: int) -> Look:
-    """Colour and marker of the line `number`."""
+def _line_style(number: int) -> LineStyle:
+    """Return colour and marker of the line `number`."""
     return {
         "color": COLORS[number % len(COLORS)],
         "marker": MARKERS[number % len(MARKERS)],

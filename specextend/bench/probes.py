@@ -1,8 +1,8 @@
-"""Probe documents: real text with something in it that must be said again, word for word, far behind it.
+"""Probes: real text that hides something which the answer must repeat word for word.
 
-`passkey`: one number; `needles`: four to eight codes, all asked for; `quote`: a passage of the text itself. The answer
-is known, so a draft can be held to it token by token; which of its tokens can only come from the far place, the
-needle, is known as well.
+`passkey` hides one number, `needles` four to eight codes, all of which are asked for; `quote` asks for a passage of the
+text itself. The answer is known, so a draft can be compared with it token by token. So is its needle: the tokens that
+can only come from the hidden place.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _WORDS = (
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _QUOTE_TOKENS = (48, 128)
 _QUOTE_QUESTION = "Repeat the passage that begins with"
-_GIVEN_WORDS = 6  # of a quote, told in the question
-_FAR = 0.5  # a quote ends in this part of the text
-_MAX_WORDS = 80  # what is longer is no sentence but a table
+_GIVEN_WORDS = 6  # words of a quote that the question gives
+_FAR = 0.5  # a quote ends in this first part of the text
+_MAX_WORDS = 80  # anything longer is not a sentence but a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +44,27 @@ class Probe:
     doc_id: str
     kind: ProbeKind
     length: int
-    """Prompt tokens at most."""
+    """Most prompt tokens."""
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
     sources: list[int | None]
-    """Of each answer token, the prompt position of the needle token that it repeats; None where it is of the rest."""
+    """For each answer token, the prompt position of the needle token that it repeats; None for the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """The pieces of a probe before it is tokens."""
+    """The text of a probe before tokenization."""
 
     sentences: list[str]
     question: str
     answer: list[tuple[str, bool]]
-    """Pieces of text, and whether each is needle."""
+    """(text, True if it is needle), in order."""
     kept: frozenset[str]
-    """Sentences that must stay when the prompt turns out too long."""
+    """Sentences that must stay if the prompt is too long."""
 
 
 def sentences_of(text: str) -> list[str]:
-    """A text's sentences, white space evened out; without what is too long to be one."""
+    """Split a text into sentences with single spaces, and drop whatever is too long to be one."""
     pieces = _SENTENCE_END.split(" ".join(text.split()))
     return [piece for piece in pieces if piece and len(piece.split()) <= _MAX_WORDS]
 
@@ -73,16 +73,16 @@ class ProbeMaker:
     """Makes probes of any length from the sentences of real texts."""
 
     def __init__(self, tokenizer: Any, system: str, texts: Sequence[str], seed: int) -> None:
-        """`texts`: each is taken whole, in seeded order, until a probe is long enough. `system`: as `prompt.system`."""
+        """Texts are used whole, in seeded order, until a probe is long enough; `system` is `prompt.system`."""
         self._tokenizer, self._seed = tokenizer, seed
         self._prompts = Prompts(tokenizer, PromptOptions(instruction="{document}", system=system), 1 << 30)
         self._texts = [sentences_of(text) for text in texts]
         self._sizes = [[self._count(sentence) for sentence in sentences] for sentences in self._texts]
 
     def make(self, kind: ProbeKind, length: int, number: int) -> Probe:
-        """Probe `number` of a kind, whose prompt has at most `length` tokens and a sentence less at the least.
+        """Make probe `number` of a kind, whose prompt has at most `length` tokens and at least a sentence less.
 
-        Raises ValueError where the texts are too short for it.
+        Raises ValueError if the texts are too short for it.
         """
         random = Random(f"{self._seed}-{kind}-{length}-{number}")
         build: dict[ProbeKind, Callable[[Random, int], _Draft]] = {
@@ -127,7 +127,9 @@ class ProbeMaker:
         filler = self._filler(random, length, [f"{_QUOTE_QUESTION} {'word ' * _GIVEN_WORDS}"])
         passages = self._passages(filler)
         if not passages:
-            raise ValueError(f"no passage of {_QUOTE_TOKENS[0]} to {_QUOTE_TOKENS[1]} tokens in a text of {length}")
+            raise ValueError(
+                f"a text of {length} tokens has no passage of {_QUOTE_TOKENS[0]} to {_QUOTE_TOKENS[1]} tokens to quote"
+            )
         chosen = random.choice(passages)
         passage = " ".join(filler[chosen.start : chosen.stop])
         begin = " ".join(passage.split()[:_GIVEN_WORDS])
@@ -140,7 +142,7 @@ class ProbeMaker:
         )
 
     def _passages(self, filler: list[str]) -> list[range]:
-        """Runs of sentences that can be asked for: of the right length, far enough back, known by their beginning."""
+        """Find passages to ask for: of the right length, far enough back, and identified by their first words."""
         ends = [0, *accumulate(self._count(sentence) for sentence in filler)]
         text = " ".join(filler)
         found = []
@@ -155,7 +157,7 @@ class ProbeMaker:
 
     @staticmethod
     def _scatter(random: Random, filler: list[str], needles: list[str]) -> list[str]:
-        """Needles between sentences of the filler. Raises ValueError where it has too few."""
+        """Insert needles between sentences of the filler. Raises ValueError if it has too few."""
         if len(filler) < len(needles):
             raise ValueError(
                 f"{len(needles)} needles do not fit between {len(filler)} sentences; choose a larger length"
@@ -167,7 +169,7 @@ class ProbeMaker:
         return sentences
 
     def _filler(self, random: Random, length: int, others: list[str]) -> list[str]:
-        """Sentences for a prompt of `length` tokens that holds `others` as well."""
+        """Collect sentences for a prompt of `length` tokens that also holds `others`."""
         room = length - self._prompts.num_template_tokens - sum(map(self._count, [_INTRODUCTION, *others]))
         filler: list[str] = []
         for index in random.sample(range(len(self._texts)), len(self._texts)):
@@ -183,7 +185,7 @@ class ProbeMaker:
         return self._prompts.render(text, 0).token_ids
 
     def _encode(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
-        """The answer's tokens, and which hold some of a needle piece."""
+        """Tokenize the answer, and tell which tokens hold a part of a needle."""
         text = "".join(piece for piece, _ in pieces)
         is_needle = [flag for piece, flag in pieces for _ in piece]
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -194,9 +196,9 @@ class ProbeMaker:
 
 
 def _sources(prompt: list[int], answer: list[int], needle: list[bool]) -> list[int | None]:
-    """Where each run of needle tokens stands in the prompt; None for other tokens and runs that are not found.
+    """Find each run of needle tokens in the prompt; None for other tokens and for runs that are not found.
 
-    A run is looked for with the token before it, which tells two equal codes apart.
+    A run is searched together with the tokens before it, which tell two equal codes apart.
     """
     sources: list[int | None] = [None] * len(answer)
     for first in (i for i, flag in enumerate(needle) if flag and (i == 0 or not needle[i - 1])):

@@ -1,8 +1,8 @@
-"""A draft and a cache policy held against a recording: what the engine would have accepted, without the target.
+"""Replays: what the engine would accept of a draft under a cache policy, computed from a trace without the target.
 
-The draft is driven as the engine drives it, one document at a time, whole trees. A tree's accepted path is the longest
-one that follows the target's choices along the known text; where the target's own choice is another token than the
-text's, the path ends and the text goes on.
+The draft is driven as the engine drives it, one document at a time, with whole trees. The accepted path of a tree is
+the longest one that follows the target's choices along the known text. Where the target would choose another token than
+the text has, the path ends, and the replay continues with the text.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from specextend.bench.recording import Recording
-from specextend.decoding.chunks import Chunks
+from specextend.bench.trace import Trace
+from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.drafter import Drafter
 from specextend.decoding.engine import PREFILL_CHUNK
-from specextend.decoding.options import CacheOptions
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.tree import DraftTree
 from specextend.stats import DecodingStats
@@ -27,20 +26,20 @@ _ROW = 0
 
 @runtime_checkable
 class FirstLevel(Protocol):
-    """A drafter that has a distribution over the root's children; a copying one has none."""
+    """A drafter that has a distribution over the root's children; an n-gram drafter has none."""
 
     def first_level(self, row: int) -> tuple[Tensor | None, Tensor]:
-        """Token ids [V] (None: all of the target's, in order) and their logits [V]."""
+        """Return token ids [V] (None: all of the target's, in order) and their logits [V]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Of the target's next token from the draft's first level, both over the draft's vocabulary."""
+    """Distance between the target's next-token distribution and the draft's, both over the draft's vocabulary."""
 
     total_variation: float
-    """Half the sum of absolute differences, 0 to 1."""
+    """Half the sum of absolute differences, from 0 to 1."""
     kl: float
-    """Nats, of the draft's distribution from the target's: the sum of p log(p / q)."""
+    """Sum of p log(p / q) in nats, p of the target and q of the draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +47,46 @@ class ReplayedStep:
     """One verification."""
 
     first: int
-    """Number of the first known token that it decides."""
+    """Index of the first known token that it decides."""
     num_accepted: int
     num_nodes: int
-    """Draft tokens of the tree."""
+    """Number of draft tokens in the tree."""
     agrees: bool
-    """Whether the likeliest child of the root is the target's choice; no where nothing was proposed."""
+    """True if the root's likeliest child is the target's choice; False if nothing was proposed."""
     divergence: Divergence | None
     num_visible: int
-    """Tokens that the draft saw."""
+    """Number of tokens that the draft saw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of a document."""
+    """The steps of one document."""
 
     steps: list[ReplayedStep]
     stats: DecodingStats
-    """Retrievals only."""
+    """Statistics of retrievals only."""
     selections: list[tuple[int, Tensor]] = field(default_factory=list)
-    """From which known token on which positions [S] of the text before were shown; later text is visible, too."""
+    """(index of a known token, positions [S] of earlier text visible from it on); later text is visible as well."""
 
 
 class Replayer:
-    """Replays one recording with one drafter, which must have room for a document of its length."""
+    """Replays one trace with one drafter, which needs room for a document of that length."""
 
-    def __init__(
-        self, recording: Recording, drafter: Drafter, options: CacheOptions, chunks: Chunks, num_layers: int
-    ) -> None:
-        """`chunks` of the prompt by `options`; `num_layers` of the target."""
-        self._recording, self._drafter = recording, drafter
-        self._features = recording.features(drafter.hidden_layers)
-        self._policy, self._heads = CachePolicy(options), options.score_heads
-        self._policy.chunks = chunks
+    def __init__(self, trace: Trace, drafter: Drafter, options: CacheOptions, num_layers: int) -> None:
+        """`num_layers` is the target's."""
+        self._trace, self._drafter = trace, drafter
+        self._features = trace.features(drafter.hidden_layers)
+        self._policy, self._chunk_size = CachePolicy(options), options.chunk_size
         self._layers = scored_layers(options, num_layers)
         self._replay = Replay([], DecodingStats())
 
     def run(self, scale: float) -> Replay:
-        """Every step up to the end of the text. `scale` is the target's attention's.
+        """Replay every step up to the end of the text; `scale` is that of the target's attention.
 
-        Raises ValueError where the draft's caches are too small.
+        Raises ValueError if the draft's caches are too small.
         """
-        recording = self._recording
-        num_prompt, num_new = recording.num_prompt_tokens, recording.max_new_tokens
+        trace = self._trace
+        num_prompt, num_new = trace.num_prompt_tokens, trace.max_new_tokens
         if not self._drafter.admit(_ROW, num_prompt, num_new):
             raise ValueError(f"the draft has no room for {num_prompt} + {num_new} tokens; choose smaller lengths")
         try:
@@ -101,25 +97,22 @@ class Replayer:
         return self._replay
 
     def _run(self, scale: float) -> None:
-        recording = self._recording
-        num_prompt_tokens = recording.num_prompt_tokens
-        prompt = torch.tensor(recording.prompt_token_ids, device=self._features.device)
+        trace = self._trace
+        num_prompt_tokens = trace.num_prompt_tokens
+        prompt = torch.tensor(trace.prompt_token_ids, device=self._features.device)
         features = self._features[:num_prompt_tokens].split(PREFILL_CHUNK)
         for chunk, chunk_features in zip(prompt.split(PREFILL_CHUNK), features, strict=True):
             self._drafter.prefill(_ROW, chunk, chunk_features)
         self._select(0, scale)
         self._absorb(0, 1)
         decided = 1
-        while decided < recording.num_counted:
+        while decided < trace.num_counted:
             step = self._step(decided)
             self._replay.steps.append(step)
             before, decided = decided, decided + step.num_accepted + 1
-            if decided >= recording.num_counted:
+            if decided >= trace.num_counted:
                 return
-            if step.num_nodes:
-                self._policy.observe(step.num_accepted)
-            else:
-                self._policy.observe_plain()
+            self._policy.count_step()
             if self._policy.is_due(num_prompt_tokens + decided - 1):
                 self._select(decided - 1, scale)
             self._absorb(before, decided)
@@ -129,7 +122,7 @@ class Replayer:
         divergence = self._diverge(first)
         [tree] = self._drafter.propose([_ROW])
         num_visible = len(self._replay.selections[-1][1]) + first - self._replay.selections[-1][0]
-        choices, known = self._recording.choice_token_ids, self._recording.known_token_ids
+        choices, known = self._trace.choice_token_ids, self._trace.known_token_ids
         edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
         child = {edge: node for node, edge in enumerate(edges)}
         node, at = child.get((0, choices[first])), first
@@ -140,41 +133,39 @@ class Replayer:
         return ReplayedStep(first, at - first, len(tree.token_ids) - 1, agrees, divergence, num_visible)
 
     def _select(self, decided: int, scale: float) -> None:
-        """Choose what the draft sees, by the query of the last committed token, `decided` known ones being behind."""
-        recording, num_tokens = self._recording, self._recording.num_prompt_tokens + decided
+        """Choose what the draft sees by the query of the last committed token, after `decided` known tokens."""
+        trace, num_tokens = self._trace, self._trace.num_prompt_tokens + decided
         mass = None
         if self._layers:
-            queries = [recording.queries[layer][decided] for layer in self._layers]
-            keys = [recording.keys[layer][:num_tokens] for layer in self._layers]
-            mass = mean_mass(queries, keys, self._policy.chunks, scale, self._heads)
-        if self._policy.still_covers(mass):
-            return
+            queries = [trace.queries[layer][decided] for layer in self._layers]
+            keys = [trace.keys[layer][:num_tokens] for layer in self._layers]
+            mass = mean_mass(queries, keys, self._chunk_size, scale)
         positions = self._policy.select(num_tokens, mass, self._replay.stats)
         self._replay.selections.append((decided, positions))
         self._drafter.select(_ROW, positions.to(self._features.device))
 
     def _absorb(self, start: int, stop: int) -> None:
-        """Give the draft the known tokens `start` to `stop`, the last of them the new root."""
-        first = self._recording.num_prompt_tokens - 1
-        new = self._recording.known_token_ids[start:stop]
+        """Give the draft the known tokens `start` to `stop`; the last becomes the new root."""
+        first = self._trace.num_prompt_tokens - 1
+        new = self._trace.known_token_ids[start:stop]
         self._drafter.absorb([_ROW], [new], [self._features[first + start : first + stop]])
 
     def _diverge(self, first: int) -> Divergence | None:
         if not isinstance(self._drafter, FirstLevel):
             return None
         vocabulary, logits = self._drafter.first_level(_ROW)
-        target = self._recording.logits[first]
+        target = self._trace.logits[first]
         return diverge(target if vocabulary is None else target[vocabulary], logits)
 
 
 def diverge(target_logits: Tensor, draft_logits: Tensor) -> Divergence:
-    """Of two distributions over the same tokens, from their logits [V]; in fp32."""
+    """Compare two distributions over the same tokens, given by their logits [V], in fp32."""
     p, q = (logits.float().log_softmax(-1) for logits in (target_logits, draft_logits))
     return Divergence(float((p.exp() - q.exp()).abs().sum()) / 2, float((p.exp() * (p - q)).sum()))
 
 
 def _likeliest_child(tree: DraftTree) -> int | None:
-    """The token of the root's likeliest child."""
+    """Return the token of the root's likeliest child."""
     children = (tree.parents == 0).nonzero().flatten()
     if len(children) == 0:
         return None

@@ -1,22 +1,24 @@
-"""The figures of `retrieval` as tables: a line for each draft and cache, a column for each length."""
+"""The figures of `retrieval` as tables: a row for each draft and cache, a column for each prompt length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from specextend.report.buckets import bucket_name
+import pyarrow as pa
+
+from specextend.report.statistics import bucket_name
 from specextend.report.tables import Section
 
-LENGTHS = "prompt, tokens up to"
 MOST_LAYERS = 8
-"""Layers that a table lists, beside the last."""
+"""Number of layers that a table lists, beside the last one."""
 Cell = dict[str, Any]
 
 
 def retrieval_tables(result: dict[str, Any]) -> list[Section]:
-    """Acceptance by length for each kind of document; needles apart from the rest; divergence; the studies."""
-    cells, studies = result["cells"], result["studies"]
+    """Build the tables of acceptance by kind of document, needles, divergence, layers and retrieval's own choices."""
+    cells = [{**cell, "cache": cache_label(cell)} for cell in result["cells"]]
     kinds = distinct(cell["kind"] for cell in cells)
     sections = [_acceptance(result, kind, [cell for cell in cells if cell["kind"] == kind]) for kind in kinds]
     if probes := [cell for cell in cells if cell["categories"]]:
@@ -24,38 +26,62 @@ def retrieval_tables(result: dict[str, Any]) -> list[Section]:
     sections.append(_divergence(cells, kinds))
     if result["layers"]:
         sections.append(_layers(result["layers"]))
-    if studies:
-        sections.append(_studies(studies))
+    if result["studies"]:
+        sections.append(_studies(result["studies"]))
     return sections
 
 
 def cache_label(cell: Cell) -> str:
-    """What the draft sees: the policy, and of how many tokens."""
+    """Name what the draft sees: the cache policy and its number of visible tokens."""
     tokens = cell["cache_tokens"]
     return cell["policy"] if tokens is None else f"{cell['policy']} {tokens:,}"
 
 
 def length_name(length: int) -> str:
-    """`2K`; `7,000` for what is no multiple of 1,024."""
+    """Name a prompt length: `2K`, or `7,000` if it is no multiple of 1,024."""
     return bucket_name(length) if length % 1024 == 0 else f"{length:,}"
 
 
-def distinct(names: Iterable[Any]) -> list[Any]:
-    """Each once, in the order of its first place."""
-    return [*dict.fromkeys(names)]
+def distinct(items: Iterable[Any]) -> list[Any]:
+    """Drop repeated items and keep the order."""
+    return [*dict.fromkeys(items)]
 
 
 def mean_sd(measured: Cell | None) -> str:
-    """Mean and standard deviation, n behind them."""
+    """Format mean, standard deviation and n."""
     if measured is None:
         return "-"
     sd = "" if measured["sd"] is None else f" ± {measured['sd']:.2f}"
     return f"{measured['mean']:.2f}{sd} (n={measured['n']})"
 
 
+def _pool(cells: Iterable[Cell], *keys: str) -> defaultdict[tuple[Any, ...], str]:
+    """Format the mean over the documents of all cells that agree in `keys`: (*keys, measure) -> text, or `-`."""
+    rows = [
+        {**{key: cell[key] for key in keys}, "measure": name, "n": each["n"], "sum": each["n"] * each["mean"]}
+        for cell in cells
+        for name, each in _measures(cell)
+    ]
+    grouped = pa.Table.from_pylist(rows).group_by([*keys, "measure"], use_threads=False)
+    sums = grouped.aggregate([("n", "sum"), ("sum", "sum")]).to_pylist()
+    means = {tuple(row[key] for key in (*keys, "measure")): f"{row['sum_sum'] / row['n_sum']:.2f}" for row in sums}
+    return defaultdict(lambda: "-", means)
+
+
+def _measures(cell: Cell) -> Iterator[tuple[str, Cell]]:
+    """Yield the measures that a cell has; those of needle tokens and of the rest are named `needle accepted` etc."""
+    for name in ("acceptance_length", "agreement", "divergence", "coverage"):
+        if cell[name] is not None:
+            yield name, cell[name]
+    for category, measured in cell["categories"].items():
+        for name in ("accepted", "agreement", "visible"):
+            if measured[name] is not None:
+                yield f"{category} {name}", measured[name]
+
+
 def _acceptance(result: dict[str, Any], kind: str, cells: list[Cell]) -> Section:
     lengths = [length for length in result["lengths"] if any(cell["length"] == length for cell in cells)]
-    found = {(cell["draft"], cache_label(cell), cell["length"]): mean_sd(cell["acceptance_length"]) for cell in cells}
+    found = {(cell["draft"], cell["cache"], cell["length"]): mean_sd(cell["acceptance_length"]) for cell in cells}
     rows = [
         [draft, cache, *(found.get((draft, cache, length), "-") for length in lengths)]
         for draft, cache in distinct((draft, cache) for draft, cache, _ in found)
@@ -64,64 +90,48 @@ def _acceptance(result: dict[str, Any], kind: str, cells: list[Cell]) -> Section
     return Section(f"Acceptance length, {kind}: mean of documents ± sd", header, rows, ["cache"])
 
 
-def pooled(measured: Iterable[Cell | None]) -> str:
-    """The mean of all documents of several spreads."""
-    found = [each for each in measured if each is not None]
-    num_documents = sum(each["n"] for each in found)
-    return f"{sum(each['mean'] * each['n'] for each in found) / num_documents:.2f}" if found else "-"
-
-
-def _grouped(cells: Iterable[Cell], *names: str) -> dict[tuple[str, ...], list[Cell]]:
-    """Cells by the columns `names` and by what the draft sees."""
-    groups: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((*(cell[name] for name in names), cache_label(cell)), []).append(cell)
-    return groups
-
-
 def _needles(result: dict[str, Any], cells: list[Cell]) -> Section:
-    """By length for the needle; over all lengths for the rest and for how often the needle was in view."""
-    rows = []
-    for names, group in _grouped(cells, "kind", "draft").items():
-        found = {cell["length"]: cell["categories"]["needle"] for cell in group}
-        shares = [mean_sd(found[length]["accepted"]) if length in found else "-" for length in result["lengths"]]
-        needle = [cell["categories"]["needle"] for cell in group]
-        rest = [cell["categories"]["rest"] for cell in group]
-        rows.append(
-            [
-                *names,
-                *shares,
-                *(pooled(each[name] for each in needle) for name in ("accepted", "agreement", "visible")),
-                pooled(each["accepted"] for each in rest),
-            ]
-        )
+    """Show needle tokens by length, then means over all lengths: needle tokens, their visibility, and the rest."""
+    keys = ("kind", "draft", "cache")
+    pooled = _pool(cells, *keys)
+    found = {(*(cell[key] for key in keys), cell["length"]): cell["categories"]["needle"]["accepted"] for cell in cells}
+    measures = ("needle accepted", "needle agreement", "needle visible", "rest accepted")
+    rows = [
+        [
+            *group,
+            *(mean_sd(found.get((*group, length))) for length in result["lengths"]),
+            *(pooled[*group, measure] for measure in measures),
+        ]
+        for group in distinct(key[:-1] for key in found)
+    ]
     lengths = [length_name(length) for length in result["lengths"]]
     header = ["kind", "draft", "cache", *lengths, "all", "first guess right", "in view", "rest"]
     return Section("Share of needle and quote tokens that a tree held", header, rows, header[1:3])
 
 
 def _divergence(cells: list[Cell], kinds: list[str]) -> Section:
-    """Over all lengths."""
-    rows = []
-    for names, group in _grouped(cells, "draft").items():
-        of_kind = {kind: [cell for cell in group if cell["kind"] == kind] for kind in kinds}
-        texts = [
-            f"{pooled(cell['divergence'] for cell in own)} / {pooled(cell['agreement'] for cell in own)}"
-            for own in of_kind.values()
+    """Show means over all lengths."""
+    pooled = _pool(cells, "draft", "cache", "kind")
+    rows = [
+        [
+            *group,
+            *(f"{pooled[*group, kind, 'divergence']} / {pooled[*group, kind, 'agreement']}" for kind in kinds),
         ]
-        rows.append([*names, *texts])
+        for group in distinct((cell["draft"], cell["cache"]) for cell in cells)
+    ]
     title = "Draft against target at a step's first token: total variation / share of first guesses that are right"
     return Section(title, ["draft", "cache", *kinds], rows, ["cache"])
 
 
 def _layers(found: list[Cell]) -> Section:
-    """The layers that show the needle most often, and the last one."""
+    """Show the layers that show the needle most often, and the last one."""
     views = distinct((cell["kind"], cell["heads"]) for cell in found)
-    shown: dict[int, list[float]] = {}
-    for cell in found:
-        shown.setdefault(cell["layer"], []).append(0.0 if cell["shown"] is None else cell["shown"]["mean"])
-    ranked = sorted(shown, key=lambda layer: (-sum(shown[layer]), layer))
-    listed = ranked[:MOST_LAYERS] if max(shown) in ranked[:MOST_LAYERS] else [*ranked[:MOST_LAYERS], max(shown)]
+    shown = [
+        {"layer": cell["layer"], "mean": 0.0 if cell["shown"] is None else cell["shown"]["mean"]} for cell in found
+    ]
+    sums = pa.Table.from_pylist(shown).group_by("layer", use_threads=False).aggregate([("mean", "sum")])
+    ranked = sums.sort_by([("mean_sum", "descending"), ("layer", "ascending")])["layer"].to_pylist()
+    listed = distinct([*ranked[:MOST_LAYERS], max(ranked)])
     cells = {(cell["kind"], cell["heads"], cell["layer"]): mean_sd(cell["shown"]) for cell in found}
     rows = [[str(layer), *(cells[(*view, layer)] for view in views)] for layer in listed]
     header = ["layer", *(f"{kind}, {heads}" for kind, heads in views)]
@@ -129,21 +139,14 @@ def _layers(found: list[Cell]) -> Section:
 
 
 def _studies(cells: list[Cell]) -> Section:
-    """Over all lengths."""
-    groups: dict[tuple[str, str, str], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell["study"], cell["draft"], cell["kind"]), []).append(cell)
-    rows = []
-    for names, group in groups.items():
-        needle = [cell["categories"]["needle"] for cell in group if cell["categories"]]
-        rows.append(
-            [
-                *names,
-                pooled(cell["acceptance_length"] for cell in group),
-                *(pooled(each[name] for each in needle) for name in ("accepted", "visible")),
-                pooled(cell["coverage"] for cell in group),
-            ]
-        )
+    """Show means over all lengths."""
+    keys = ("study", "draft", "kind")
+    pooled = _pool(cells, *keys)
+    measures = ("acceptance_length", "needle accepted", "needle visible", "coverage")
+    rows = [
+        [*group, *(pooled[*group, measure] for measure in measures)]
+        for group in distinct(tuple(cell[key] for key in keys) for cell in cells)
+    ]
     caches = ", ".join(distinct(map(cache_label, cells)))
     header = ["choice", "draft", "kind", "acceptance length", "needle tokens in a tree", "in view", "coverage"]
     return Section(f"Which attention to trust ({caches})", header, rows, header[1:3])

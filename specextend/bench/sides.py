@@ -1,43 +1,87 @@
-"""What is compared: our engine in each of its modes and with each of its drafts, and transformers' own `generate`."""
+"""The sides of a comparison: our engine in each mode and with each draft, and transformers' own `generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
-from specextend.bench.generate import LOOKUP, TransformersSide
-from specextend.bench.measurement import Measurement, Side
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
 from specextend.config import RunConfig
-from specextend.core import Completion, Request
-from specextend.decoding.options import Mode
-from specextend.drafters.options import DraftOptions
+from specextend.core import Request
+from specextend.decoding.decoding_options import Mode
+from specextend.decoding.engine import Engine
+from specextend.drafters.draft_options import DraftOptions
 from specextend.loading import load_engine
 from specextend.models import load_causal_lm, read_facts
+from specextend.stats import DecodingStats, ratio
 
 DraftName = Literal["draft", "ngram", "merged"]
-"""A draft of mode `specextend`: the configuration's model alone, n-grams alone, both in one tree."""
+"""Drafts of mode `specextend`: the configuration's model alone, n-grams alone, or both in one tree."""
 SideName = Literal[Mode, DraftName, "transformers", "transformers-lookup"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 DRAFTS: tuple[DraftName, ...] = get_args(DraftName)
 SIDES: tuple[SideName, ...] = (*MODES, *DRAFTS, "transformers", "transformers-lookup")
+LOOKUP: Mapping[str, int] = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
+"""Options of prompt lookup: transformers' default number of tokens, after matches of three tokens where its default is
+two. On six reports, 5 or 10 tokens after matches of 2 or 3 all gave 1.51 to 1.57 tokens a step."""
 
 
-class EngineLike(Protocol):
-    """What a benchmark needs of an engine."""
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Tokens, counts and seconds of one document decoded greedily."""
 
-    def generate(self, source: Iterable[Request | None]) -> Iterator[Completion]:
-        """Decode requests."""
+    token_ids: list[int]
+    decode_s: float
+    """From the first token to the last."""
+    total_s: float
+    """From the start to the last token."""
+    num_steps: int
+    """Forward passes of the target after prefill."""
+    num_first_tokens: int = 1
+    """Tokens present when `decode_s` begins: more than one if the pass over the prompt verifies a guess as well."""
+    stats: DecodingStats | None = None
+    """Statistics of our engine."""
+
+    @property
+    def num_decoded_tokens(self) -> int:
+        """Count the tokens decoded in `decode_s`."""
+        return len(self.token_ids) - self.num_first_tokens
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Compute decoded tokens per second; None if there are none."""
+        return ratio(self.num_decoded_tokens, self.decode_s) if self.num_decoded_tokens else None
+
+    @property
+    def end_to_end_tokens_per_s(self) -> float | None:
+        """Compute output tokens per second, prefill included."""
+        return ratio(len(self.token_ids), self.total_s)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Compute decoded tokens per forward pass of the target: 1 in plain decoding."""
+        return ratio(self.num_decoded_tokens, self.num_steps)
+
+
+class Side(Protocol):
+    """One way to decode a document greedily."""
+
+    def run(self, prompt_token_ids: list[int], max_new_tokens: int) -> Measurement:
+        """Decode and measure."""
 
 
 class EngineSide:
     """Our engine, one document at a time."""
 
-    def __init__(self, engine: EngineLike) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def run(self, prompt_token_ids: list[int], max_new_tokens: int) -> Measurement:
-        """Decode and measure; seconds are the engine's own."""
+        """Decode and measure by the engine's own statistics."""
         request = Request(request_id="bench", prompt_token_ids=prompt_token_ids, max_new_tokens=max_new_tokens)
         [completion] = self._engine.generate([request])
         stats = completion.stats
@@ -46,14 +90,14 @@ class EngineSide:
 
 
 def draft_name(draft: DraftOptions) -> DraftName:
-    """What a configured draft is called among the sides."""
+    """Name the side that has this draft."""
     if draft.kind == "ngram":
         return "ngram"
     return "merged" if draft.ngram else "draft"
 
 
 def default_sides(config: RunConfig) -> tuple[SideName, ...]:
-    """Every side that the configuration can run, without the one that is `specextend` under another name."""
+    """List the sides that the configuration can run, without the one that equals `specextend`."""
     if config.draft is None:
         left_out: set[str] = {"tree", "specextend", "draft", "merged"}
     elif config.draft.kind == "ngram":
@@ -64,14 +108,14 @@ def default_sides(config: RunConfig) -> tuple[SideName, ...]:
 
 
 def in_mode(config: RunConfig, mode: Mode) -> RunConfig:
-    """The same configuration in another mode, one sequence at a time. Raises ValueError where it lacks a draft."""
+    """Put the configuration into a mode, one sequence at a time. Raises ValueError if it lacks the draft."""
     if config.draft is None and mode != "autoregressive":
         raise ValueError(f"the configuration names no draft, which {mode} needs; set draft.kind and draft.model")
     return config.model_copy(update={"decoding": replace(config.decoding, mode=mode, max_batch_size=1)})
 
 
 def with_draft(config: RunConfig, name: DraftName) -> RunConfig:
-    """The same configuration with another draft, in mode `specextend`. Raises ValueError where it has no such draft."""
+    """Give the configuration another draft, in mode `specextend`. Raises ValueError if it names no model for it."""
     if name == "ngram":
         draft = DraftOptions(kind="ngram")
     elif config.draft is None or config.draft.kind == "ngram":
@@ -83,14 +127,14 @@ def with_draft(config: RunConfig, name: DraftName) -> RunConfig:
 
 
 def side_config(config: RunConfig, name: SideName) -> RunConfig | None:
-    """The configuration of a side of our engine; None for transformers. Raises ValueError where it cannot be."""
+    """Return the configuration of a side; None for transformers. Raises ValueError if the side is impossible."""
     if name in MODES:
         return in_mode(config, name)
     return with_draft(config, name) if name in DRAFTS else None
 
 
 def describe_sides(config: RunConfig, names: Sequence[SideName]) -> dict[str, dict[str, Any]]:
-    """What each side runs, as JSON values: the engine's mode and draft, or `generate`'s options. Loads nothing."""
+    """Describe each side as JSON values: the engine's mode and draft, or `generate`'s options. Loads nothing."""
     return {name: _describe(config, name) for name in names}
 
 
@@ -98,12 +142,12 @@ def _describe(config: RunConfig, name: SideName) -> dict[str, Any]:
     own = side_config(config, name)
     if own is None:
         return {"generate": {**_generate_options(name)}}
-    draft = None if own.decoding.mode == "autoregressive" or own.draft is None else draft_name(own.draft)
+    draft = None if own.active_draft is None else draft_name(own.active_draft)
     return {"mode": own.decoding.mode, "draft": draft}
 
 
 def load_side(name: SideName, config: RunConfig) -> Side:
-    """Load one side. Raises ValueError for a model that cannot be served."""
+    """Load one side. Raises ValueError if its model cannot be served."""
     own = side_config(config, name)
     if own is not None:
         return EngineSide(load_engine(own))
@@ -115,3 +159,70 @@ def load_side(name: SideName, config: RunConfig) -> Side:
 
 def _generate_options(name: SideName) -> dict[str, int]:
     return {**LOOKUP} if name == "transformers-lookup" else {}
+
+
+class TransformersSide:
+    """`generate(do_sample=False)` of a stock model with its own sdpa attention and dynamic cache."""
+
+    def __init__(self, model: Any, eos_token_ids: Iterable[int], options: Mapping[str, int] | None = None) -> None:
+        """`options` are further values of `GenerationConfig`, such as LOOKUP."""
+        self._model = model
+        self._eos_token_ids = [*eos_token_ids]
+        self._options = options or {}
+
+    def run(self, prompt_token_ids: list[int], max_new_tokens: int) -> Measurement:
+        """Decode and measure."""
+        prompt = torch.tensor([prompt_token_ids], device=self._model.device)
+        clock = TokenClock(prompt.device)
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=self._eos_token_ids or None,
+            pad_token_id=self._eos_token_ids[0] if self._eos_token_ids else 0,
+            **self._options,
+        )
+        begin = clock.now()
+        output = self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+        end = clock.now()
+        assert clock.first_token_at is not None, "generate makes one token at least"
+        return Measurement(
+            output[0, len(prompt_token_ids) :].tolist(),
+            decode_s=end - clock.first_token_at,
+            total_s=end - begin,
+            num_steps=clock.num_passes - 1,
+            num_first_tokens=clock.first_length - len(prompt_token_ids),
+        )
+
+
+class TokenClock(StoppingCriteria):
+    """A stopping criterion that never stops: it notes when the first tokens came, and counts the target's passes.
+
+    `generate` calls it after each pass, which brings one token, or all that prompt lookup got accepted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.first_token_at: float | None = None
+        self.first_length = 0
+        """Prompt and output tokens after the pass over the prompt."""
+        self.num_passes = 0
+        """Forward passes, the one over the prompt included."""
+
+    def now(self) -> float:
+        """Return the time in seconds once the device has finished its work."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Count a pass; input_ids [1, prompt and output so far]."""
+        if self.first_token_at is None:
+            self.first_token_at = self.now()
+            self.first_length = input_ids.shape[1]
+        self.num_passes += 1
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -1,4 +1,4 @@
-"""What a retrieval study runs on: real documents of given lengths, and probes made of them."""
+"""Documents of a retrieval study: real documents of given lengths, and probes made of them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specextend.bench.documents import BenchDocument
 from specextend.bench.probes import PROBE_KINDS, ProbeKind, ProbeMaker
+from specextend.bench.workload import BenchDocument
 from specextend.config import RunConfig
-from specextend.data.documents import DocumentError, open_source
-from specextend.data.inputs import InputOptions
+from specextend.data.inputs import DocumentError, InputOptions
 from specextend.data.prompts import Prompts
+from specextend.data.source import open_source
 
 CORPORA = ("govreport", "pg19")
 """Kinds of real documents: `<kind>.parquet` of the folder of examples."""
 KINDS: tuple[str, ...] = (*CORPORA, *PROBE_KINDS)
-_LEAST, _MOST = 0.75, 4 / 3  # of a length: shorter documents are of another one, longer ones would lose too much
+_LEAST, _MOST = 0.75, 4 / 3  # shares of a length: shorter documents belong to another one, longer ones lose too much
 _PROBE_TEXT_TOKENS = 4096  # longer texts may be what a draft was trained on
 
 
 @dataclass(frozen=True, slots=True)
 class StudyDocument:
-    """A prompt, and the answer where it is known."""
+    """A prompt, and its answer if that is known."""
 
     document: BenchDocument
     kind: str
     answer_token_ids: list[int] | None = None
-    """None: the target's own greedy output is what counts."""
+    """The known answer; None: the target's own greedy output counts."""
     sources: list[int | None] | None = None
     """As `Probe.sources`."""
     num_dropped_tokens: int = 0
-    """Of a document that was cut to its length."""
+    """Tokens cut from a document that was too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class _Text:
 
 
 class StudyDocuments:
-    """Reads the corpora once, and makes documents of any kind and length from them."""
+    """Chooses documents of any kind and length; reads each corpus once."""
 
     def __init__(self, config: RunConfig, folder: str, tokenizer: Any, max_tokens: int, seed: int) -> None:
-        """`folder` of the corpora; `max_tokens`: prompt and output of one request, at most."""
+        """`folder` holds the corpora; `max_tokens` limits prompt and output of one request together."""
         self._config, self._folder, self._tokenizer, self._seed = config, folder, tokenizer, seed
         self._max_tokens = max_tokens
         self._whole = Prompts(tokenizer, replace(config.prompt, max_prompt_tokens=None), 1 << 30)
@@ -53,9 +53,9 @@ class StudyDocuments:
         self._maker: ProbeMaker | None = None
 
     def choose(self, kind: str, length: int, count: int, max_new_tokens: int) -> list[StudyDocument]:
-        """`count` documents of `kind` with at most `length` prompt tokens; fewer where a corpus has no more.
+        """Choose `count` documents of `kind` with at most `length` prompt tokens, or fewer if the corpus has no more.
 
-        Raises ValueError for a corpus that cannot be read or is too short for probes.
+        Raises ValueError if a corpus cannot be read or is too short for probes.
         """
         if kind in CORPORA:
             return self._real(kind, length, max_new_tokens)[:count]
@@ -72,7 +72,7 @@ class StudyDocuments:
         return StudyDocument(document, kind, probe.answer_token_ids, probe.sources)
 
     def _real(self, kind: str, length: int, max_new_tokens: int) -> list[StudyDocument]:
-        """Whole documents first, the longest before shorter ones, then those that lose least when cut."""
+        """List whole documents, the longest first, then those that lose least when cut."""
         prompts = Prompts(self._tokenizer, replace(self._config.prompt, max_prompt_tokens=length), self._max_tokens)
         near = [each for each in self._read(kind) if _LEAST * length < each.num_prompt_tokens <= _MOST * length]
         near.sort(key=lambda each: abs(length - each.num_prompt_tokens) + (each.num_prompt_tokens > length) * length)

@@ -1,4 +1,4 @@
-"""Which tree is fastest here: nodes x depth x threshold, each against plain decoding on the same documents."""
+"""`sweep`: tree sizes (nodes x depth x threshold), each against plain decoding on the same documents."""
 
 from __future__ import annotations
 
@@ -7,36 +7,48 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from specextend.bench.compare import BenchOptions, bench_documents, describe
-from specextend.bench.documents import BenchDocument
-from specextend.bench.environment import use_configured_threads
-from specextend.bench.figures import SPEEDS, agreement, speed_ratios, step_ms, total_stats
-from specextend.bench.measurement import Side
-from specextend.bench.rounds import Record, Say, run_rounds
-from specextend.bench.sides import load_side
+from specextend.bench.compare import (
+    SPEEDS,
+    Record,
+    agreement,
+    run_rounds,
+    speed_ratios,
+    spread_json,
+    step_ms,
+    total_stats,
+)
+from specextend.bench.sides import Side, load_side
+from specextend.bench.workload import (
+    BenchDocument,
+    BenchOptions,
+    Say,
+    bench_documents,
+    describe,
+    use_configured_threads,
+)
 from specextend.config import RunConfig
-from specextend.decoding.options import TreeOptions
-from specextend.report.spread import spread
+from specextend.decoding.decoding_options import TreeOptions
+from specextend.report.statistics import spread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
-    """The trees to try."""
+class TreeGrid:
+    """Tree sizes to try, in every combination."""
 
     nodes: tuple[int, ...] = (8, 16, 24)
     depths: tuple[int, ...] = (4, 6)
     thresholds: tuple[float, ...] = (0.05, 0.1)
 
     def trees(self) -> list[TreeOptions]:
-        """Every combination. Raises ValueError for one that cannot be."""
+        """List every combination. Raises ValueError if one is impossible."""
         combinations = product(self.nodes, self.depths, self.thresholds)
         return [TreeOptions(nodes=nodes, depth=depth, threshold=threshold) for nodes, depth, threshold in combinations]
 
 
-def sweep(config: RunConfig, options: BenchOptions, grid: Grid, say: Say) -> dict[str, Any]:
-    """Measure each tree; figures as JSON values, the fastest first.
+def sweep(config: RunConfig, options: BenchOptions, grid: TreeGrid, say: Say) -> dict[str, Any]:
+    """Measure each tree, and return figures as JSON values, the fastest tree first.
 
-    Plain decoding runs beside every tree, so that trees measured minutes apart compare by their ratios.
+    Plain decoding runs beside every tree, so that trees measured minutes apart can be compared by their ratios.
     """
     use_configured_threads(config)
     trees = grid.trees()
@@ -65,7 +77,7 @@ def _measure(
 
 
 def point(records: Sequence[Record]) -> dict[str, Any]:
-    """The figures of one tree."""
+    """Compute the figures of one tree."""
     stats = total_stats(records, "specextend")
     assert stats is not None, "our engine counts"
     ratios = {speed: speed_ratios(records, "specextend", "autoregressive", speed) for speed in SPEEDS}
@@ -73,8 +85,8 @@ def point(records: Sequence[Record]) -> dict[str, Any]:
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_histogram": stats.acceptance_histogram,
-        "decode_tokens_per_s": None if speeds is None else asdict(speeds),
-        "ratios": {name: None if measured is None else asdict(measured) for name, measured in ratios.items()},
+        "decode_tokens_per_s": spread_json(speeds),
+        "ratios": {name: spread_json(measured) for name, measured in ratios.items()},
         "step_ms": step_ms(stats),
         "agreement": agreement(records, "specextend", "autoregressive"),
     }

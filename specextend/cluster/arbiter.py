@@ -9,10 +9,11 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import TypeVar
 
+from specextend.cluster.lock import HEARTBEAT
 from specextend.core import DocumentKey
-from specextend.data.documents import DocumentError, Source
-from specextend.data.inputs import InputUnreachableError
+from specextend.data.inputs import DocumentError, InputUnreachableError
 from specextend.data.parquet import DAMAGED
+from specextend.data.source import Source
 
 PATIENCE_S = 1.0
 """Seconds after which a look is a long one, and all looks of a turn together are enough."""
@@ -24,7 +25,7 @@ THREAD = "arbiter"
 Value = TypeVar("Value")
 
 
-class Verdict(Enum):
+class Ruling(Enum):
     """What the driver found."""
 
     READABLE = auto()
@@ -55,9 +56,9 @@ class Arbiter:
         """A turn begins."""
         self._spent_s = 0.0
 
-    def judge(self, key: DocumentKey) -> Verdict:
+    def judge(self, key: DocumentKey) -> Ruling:
         """Read a document. Raises InputChangedError where its file is another one than when the run began."""
-        return self._within(lambda source: _judge(source, key), Verdict.OUT_OF_REACH)
+        return self._within(lambda source: _judge(source, key), Ruling.OUT_OF_REACH)
 
     def doc_id(self, key: DocumentKey) -> str:
         """A document's id, or its place where the id cannot be read. Raises InputChangedError."""
@@ -89,20 +90,22 @@ class Arbiter:
         return found[0] if found else otherwise
 
 
-def _judge(source: Source, key: DocumentKey) -> Verdict:
+def _judge(source: Source, key: DocumentKey) -> Ruling:
     try:
         source.check_unchanged(key.file)
         source.read(key)
     except InputUnreachableError:
-        return Verdict.OUT_OF_REACH
+        return Ruling.OUT_OF_REACH
     except DAMAGED as error:
         is_reached = source.opens(key.file) and not isinstance(error, MemoryError)
-        return Verdict.DAMAGED if is_reached else Verdict.OUT_OF_REACH
+        return Ruling.DAMAGED if is_reached else Ruling.OUT_OF_REACH
     except DocumentError:  # such as a null text: a worker that reads it says so
-        return Verdict.READABLE
-    return Verdict.READABLE
+        return Ruling.READABLE
+    return Ruling.READABLE
 
 
 def is_looking() -> bool:
-    """Whether a look has not come back: its thread can be inside a library that waits for it when the process ends."""
-    return any(thread.name == THREAD for thread in threading.enumerate())
+    """Whether a look, or a heartbeat, has not come back: its thread can be inside a library that waits for it when the
+    process ends.
+    """
+    return any(thread.name in (THREAD, HEARTBEAT) for thread in threading.enumerate())

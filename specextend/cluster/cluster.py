@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from specextend.cluster.exits import ClusterError, LockHeldError, RefusedError
-from specextend.cluster.messages import first_line
+from specextend.core import first_line
 
 if TYPE_CHECKING:  # not at run time: the actor of a claim must not load torch
     from specextend.config import JobOptions

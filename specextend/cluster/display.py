@@ -1,4 +1,4 @@
-"""Where a run shows how far it is and what happens to it: a bar, lines, or JSON for machines."""
+"""Displays of a run's progress and events: a bar, plain lines, or JSON for machines."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from specextend.cluster.progress import Snapshot
 from specextend.core import printable
+from specextend.terminal import raw_stream, wrap_streams
 
 LINE_EVERY_S = 30.0
 Fact = str | int | float | None
@@ -22,26 +24,26 @@ LogFormat = Literal["text", "json"]
 
 
 class Display(Protocol):
-    """Where a run shows how far it is and what happens to it."""
+    """Shows the progress of a run and what happens in it."""
 
     def begin(self, run_id: str) -> None:
-        """Say which start this is."""
+        """Name this start of the run."""
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Show it, if it is time to."""
+        """Show the progress, if enough time has passed since the last one."""
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """Say that something happened, to people and machines."""
+        """Report something to people and machines."""
 
     def event(self, name: str, **facts: Fact) -> None:
-        """Say to machines what would be too much for people."""
+        """Report something to machines only, because people would find it too detailed."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 def describe(snapshot: Snapshot) -> str:
-    """A snapshot in one line."""
+    """Describe a snapshot in one line."""
     rate, length = snapshot.output_tokens_per_s, snapshot.mean_acceptance_length
     parts = [
         f"{snapshot.num_done}/{snapshot.num_rows} done",
@@ -55,7 +57,7 @@ def describe(snapshot: Snapshot) -> str:
 
 
 def describe_eta(seconds: float | None) -> str:
-    """`1:02:03 left`, rounded up to seconds."""
+    """Describe the time left as `1:02:03 left`, rounded up to seconds."""
     if seconds is None:
         return "time left unknown yet"
     whole = math.ceil(seconds)
@@ -63,14 +65,14 @@ def describe_eta(seconds: float | None) -> str:
 
 
 class Pace:
-    """Says when it is time again."""
+    """Limits how often something is done."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._last: float | None = None
 
     def is_due(self, now: float) -> bool:
-        """Whether the last time that it was is `every_s` ago; the first time it is."""
+        """Return True if `every_s` have passed since the last True, and the first time."""
         if self._last is not None and now - self._last < self._every_s:
             return False
         self._last = now
@@ -78,99 +80,133 @@ class Pace:
 
 
 class LineDisplay:
-    """A plain line every 30 s: what a log can hold."""
+    """Writes a plain line every 30 s, for logs."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
-        """`write` takes a line without its end."""
+        """Write through `write`, which takes a line without its line end."""
         self._write, self._pace = write, Pace(LINE_EVERY_S)
 
     def begin(self, run_id: str) -> None:
-        """Nothing that people need."""
+        """Do nothing: people do not need this."""
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """One line, if the last is old enough."""
+        """Write one line, if the last one is old enough."""
         if self._pace.is_due(now):
             self._write(describe(snapshot))
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """One line, now."""
+        """Write one line now."""
         self._write(printable(message))
 
     def event(self, name: str, **facts: Fact) -> None:
-        """Nothing that people need."""
+        """Do nothing: people do not need this."""
 
     def close(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
 
 class BarDisplay:
-    """A bar on a terminal."""
+    """Draws a progress bar on a terminal."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(BarColumn(bar_width=24), TextColumn("{task.description}"), console=console)
+        description = TextColumn("{task.description}", markup=False)
+        self._progress = Progress(BarColumn(bar_width=24), description, console=console)
         self._task = self._progress.add_task("starting", total=1.0)
         self._progress.start()
+        if console.is_terminal:
+            wrap_streams()  # until the bar ends, rich prints above it what others write there, and would obey its codes
 
     def begin(self, run_id: str) -> None:
-        """Nothing that people need."""
+        """Do nothing: people do not need this."""
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Move the bar."""
+        """Update the bar."""
         self._progress.update(self._task, completed=snapshot.fraction, description=describe(snapshot))
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """A line above the bar."""
-        self._progress.console.print(printable(message), markup=False, highlight=False)
+        """Print a line above the bar."""
+        self._progress.console.print(printable(message), markup=False, highlight=False, emoji=False)
 
     def event(self, name: str, **facts: Fact) -> None:
-        """Nothing that people need."""
+        """Do nothing: people do not need this."""
 
     def close(self) -> None:
-        """End the bar where it is."""
+        """Stop drawing and leave the bar as it is."""
         self._progress.stop()
 
 
 class JsonDisplay:
-    """One object a line and event: `time`, `run`, `event`, `message` where people would be told one, and facts.
+    """Writes one JSON object per event and line: `time`, `run`, `event`, facts, and `message` if people get one.
 
-    Facts about a document are its key (`file`, `row`), its id (`document`) once it was read, `worker` and `attempt`.
+    The facts about a document are its key (`file`, `row`), its id (`document`) once it has been read, `worker` and
+    `attempt`.
     """
 
     def __init__(self, write: Callable[[str], None]) -> None:
-        """`write` takes a line without its end."""
+        """Write through `write`, which takes a line without its line end."""
         self._write, self._pace = write, Pace(LINE_EVERY_S)
         self._run_id: str | None = None
 
     def begin(self, run_id: str) -> None:
-        """Every line from now on names this start."""
+        """Name this start in every line from now on."""
         self._run_id = run_id
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """An event, if the last is old enough."""
+        """Write an event, if the last one is old enough."""
         if self._pace.is_due(now):
             self.event("progress", **asdict(snapshot))
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """An event with a message."""
+        """Write an event with a message."""
         self.event(event, message=message, **facts)
 
     def event(self, name: str, **facts: Fact) -> None:
-        """One line. Facts that are None are left out; all is escaped to ASCII, so no text can break the line."""
+        """Write one line, escaped to ASCII, so that no text can break it. Facts that are None or NaN are left out."""
         head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run": self._run_id, "event": name}
-        self._write(json.dumps({key: value for key, value in (head | facts).items() if value is not None}))
+        self._write(json.dumps({key: value for key, value in (head | facts).items() if _is_known(value)}))
 
     def close(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is nothing to restore."""
+
+
+def _is_known(fact: Fact) -> bool:
+    """Return True unless a fact is missing or a number that JSON cannot express: NaN or infinity."""
+    return fact is not None and not (isinstance(fact, float) and not math.isfinite(fact))
+
+
+class Forgiving:
+    """A text stream that drops what cannot be written: a full disk or a closed terminal under a log ends no run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or do not."""
+        with suppress(OSError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or do not."""
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Display:
-    """JSON if asked for; else a bar where `stream` (stderr) is a terminal, or lines."""
+    """Open the display for `stream` (stderr by default): JSON if asked for, a bar on a terminal, lines elsewhere.
+
+    What cannot be written is dropped.
+    """
     stream = stream or sys.stderr
     if log == "text" and stream.isatty():
-        return BarDisplay(Console(file=stream))
+        return BarDisplay(Console(file=cast(TextIO, Forgiving(raw_stream(stream)))))
+    forgiving = Forgiving(stream)
 
     def write(line: str) -> None:
-        stream.write(line + "\n")
-        stream.flush()
+        forgiving.write(line + "\n")
+        forgiving.flush()
 
     return JsonDisplay(write) if log == "json" else LineDisplay(write)

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specextend.cluster.arbiter import Arbiter, Verdict
+from specextend.cluster.arbiter import Arbiter, Ruling
 from specextend.cluster.attempts import Attempt
+from specextend.cluster.clock import AwakeClock
 from specextend.cluster.display import Display, Fact
 from specextend.cluster.exits import InterruptedRunError, OutputError
 from specextend.cluster.interrupt import Interrupt
-from specextend.cluster.leases import GivenUp, Lease
+from specextend.cluster.leases import GivenUp, Lease, Tried
 from specextend.cluster.lock import OutputLock
-from specextend.cluster.messages import Done, Failed, Outcome, Suspected
+from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.output import writing
+from specextend.cluster.places import Place, Spot
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
 from specextend.cluster.progress import Ledger
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.stall import StallGuard
+from specextend.cluster.stall import ErrorGuard, StallGuard
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
-from specextend.data.documents import Source
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
+from specextend.data.source import Source
 from specextend.data.storage import Location
 
 TICK_S = 0.2
@@ -49,17 +51,22 @@ class Committer:
         self._rows.append(row)
 
     def commit_if_due(self, now: float) -> None:
-        """Write a part if it is time to. Raises LockLostError, also when there is nothing to write."""
-        self._lock.check()
+        """Write a part if it is time to. Raises LockLostError, LockGoneError, also when there is nothing to write."""
+        self._lock.check_heard()
         if len(self._rows) >= self._every_rows or (self._rows and now - self._oldest >= self._every_s):
             self.commit()
 
     def commit(self) -> None:
-        """Write what there is. Raises LockLostError where the folder is not ours any more, OutputError."""
-        self._lock.check()
+        """Write what there is. Raises LockLostError, LockGoneError, OutputError."""
         with writing(self._output):
             self._writer.commit(self._rows)
         self._rows = []
+
+    def remember(self, attempt: Attempt, charges: Mapping[DocumentKey, Tried]) -> None:
+        """Write down which open documents have been charged. Raises as `commit` does."""
+        self._lock.check()
+        with writing(self._output):
+            attempt.charged(charges)
 
 
 @dataclass(slots=True)
@@ -77,8 +84,9 @@ class Driver:
     attempt: Attempt
     source: Source
     job: JobOptions
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = field(default_factory=AwakeClock)
     _guard: StallGuard = field(init=False)
+    _errors: ErrorGuard = field(init=False)
     _arbiter: Arbiter = field(init=False)
     _hosts: dict[str, str] = field(default_factory=dict)
     """Of the workers that were ready once."""
@@ -87,6 +95,8 @@ class Driver:
     def __post_init__(self) -> None:
         self._arbiter = Arbiter(self.source, self.committer.commit)
         self._guard = StallGuard(self.job.silence_s, self.clock())
+        limit = max(self.job.stop_error_fraction, self.job.max_error_fraction)
+        self._errors = ErrorGuard(limit, self.scheduler.num_open)
 
     def run(self) -> None:
         """Until every document is done or given up; what is finished is on disk whatever happens.
@@ -96,7 +106,9 @@ class Driver:
             WorkersFailError: no worker can be had.
             InputChangedError: a file of the input is not what it was.
             StalledRunError: no worker has read or written a token for `job.silence_s`.
+            TooManyErrorsError: most documents fail.
             LockLostError: another driver has taken the folder over.
+            LockGoneError: somebody has removed its lock.
             OutputError: the folder takes no more commits.
         """
         try:
@@ -120,8 +132,9 @@ class Driver:
         self.interrupt.check()
         self._arbiter.rest()
         now = self.clock()
-        for worker in self.roster.due(now, self.scheduler.num_open):
+        for worker in self.roster.due(now, self.scheduler.num_wanted):
             self.pool.start(worker)
+        self.scheduler.expect(self.roster.coming(now))
         if (taken := self.scheduler.rebalance(now)) is not None:
             self.display.event("lease_taken_back", **_facts(*taken))
             self.pool.cancel(taken[1].lease_id)
@@ -132,6 +145,8 @@ class Driver:
         self._enforce(self.clock())
         self._check_silence()
         self.committer.commit_if_due(self.clock())
+        if not self.scheduler.is_done:
+            self._errors.check()
         now = self.clock()
         snapshot = self.ledger.snapshot(now, self.roster.num_ready)
         self.display.show(snapshot, now)
@@ -140,6 +155,11 @@ class Driver:
     def _collect(self, timeout_s: float) -> None:
         for event in self.pool.wait(timeout_s):
             self._handle(event, self.clock())
+        self._remember_charges()
+
+    def _remember_charges(self) -> None:
+        if (charges := self.scheduler.charges()) is not None:
+            self.committer.remember(self.attempt, charges)
 
     def _check_silence(self) -> None:
         if self._guard.is_stalled(self.clock()):
@@ -161,18 +181,15 @@ class Driver:
             self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
             self.metrics.worker_lost(worker, "stalled")
             self.pool.kill(worker)
-            self.roster.died(worker, reason)
+            self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
             self.ledger.running(worker, [])
             self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker, now)
+        self._remember_charges()
 
     def _handle(self, event: Event, now: float) -> None:
         match event:
             case Ready(worker, info):
-                self.roster.ready(worker)
-                self._hosts[worker] = info.host
-                self.attempt.worker_started(info)
-                self.display.event("worker_ready", worker=worker, host=info.host, pid=info.pid, device=info.device)
-                self.scheduler.join(worker, now)
+                self._ready(worker, info, now)
             case StartFailed(worker, reason):
                 pause = self.roster.failed(worker, reason, now)
                 message = f"{worker} could not be built, next try in {pause:.0f} s: {reason}"
@@ -189,11 +206,31 @@ class Driver:
                 self.ledger.running(worker, [(key, report.outputs[name]) for name, key in held.items()])
                 self.metrics.running(worker, {name: report.outputs[name] for name in held})
             case Dying(worker, reason):
-                self.scheduler.suspend(worker)
-                self.roster.died(worker, reason)
+                self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
                 self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
             case Died():
                 self._died(event, now)
+
+    def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
+        """Let a worker take documents, unless it is where others have died one after the other."""
+        self.roster.ready(worker)
+        self._hosts[worker] = info.host
+        self.attempt.worker_started(info)
+        device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
+        place = Place(info.node_id, Spot(info.host, device))
+        facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
+        self.display.event("worker_ready", **facts, pid=info.pid, device=info.device)
+        if (rest := self.scheduler.join(worker, place, now)) is None:
+            return
+        why = f"{rest.num_deaths} workers died there in a row and no document was done: {rest.last_words}"
+        where = f"{info.host} ({device}, {info.device})"
+        if math.isinf(rest.seconds):
+            self.roster.leave_out(worker)
+            message = f"{where} is left out, {worker} there gets no documents any more: {why}"
+            self.display.note(message, "place_left_out", **facts, reason=why)
+        else:
+            message = f"{where} rests, {worker} there gets no documents for {rest.seconds:.0f} s: {why}"
+            self.display.note(message, "place_rests", **facts, reason=why)
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
         """An outcome counts only while its lease is in force."""
@@ -212,6 +249,8 @@ class Driver:
         self.scheduler.finish(lease.lease_id)
         self._guard.ended(now)
         if isinstance(outcome, Done):
+            self.scheduler.produced(worker)
+            self._errors.done()
             self.display.event("document_done", **_facts(worker, lease), **_result(outcome))
             self.metrics.done(worker, lease.lease_id, outcome.stats)
             self.ledger.finish(lease.key, outcome.stats)
@@ -229,13 +268,13 @@ class Driver:
             self.scheduler.put_back(lease.lease_id, now)
             return
         verdict, now = self._arbiter.judge(lease.key), self.clock()
-        if verdict is Verdict.DAMAGED:
+        if verdict is Ruling.DAMAGED:
             for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message, now):
                 self._guard.ended(now)
                 self._fail(item.key, item.attempts, failed, worker, now)
             return
         pause_s = self.scheduler.unread(lease.lease_id, now)
-        who = "nobody can" if verdict is Verdict.OUT_OF_REACH else "the driver can"
+        who = "nobody can" if verdict is Ruling.OUT_OF_REACH else "the driver can"
         host, reason = self._hosts[worker], failed.message
         message = f"{worker} on {host} waits {pause_s:.0f} s, it cannot read what {who}: {reason}"
         self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=reason)
@@ -276,6 +315,7 @@ class Driver:
         facts = _where(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
         message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
         self.display.note(message, "document_failed", **facts, error_class=failed.error_class)
+        self._errors.failed(doc_id, failed)
         self.metrics.failed(failed.error_class)
         self.ledger.finish(key, None)
         self.committer.add(row, now)

@@ -7,21 +7,21 @@ from statistics import median
 from typing import Any
 
 from specextend.cluster.exits import RefusedError, StoreError
-from specextend.cluster.plan import Plan, make_plan
+from specextend.cluster.planning import Plan, make_plan
 from specextend.cluster.prepare import Prepared
 from specextend.cluster.progress import TokenEstimate
-from specextend.cluster.run import check_same_run, read_progress
+from specextend.cluster.run import check_same_run, read_progress, say_left_out
 from specextend.core import DocumentKey
-from specextend.data.documents import InputError
-from specextend.data.inputs import InputUnreachableError
-from specextend.data.parts import pending
+from specextend.data.audit import describe_skipped
+from specextend.data.inputs import InputError, InputUnreachableError
+from specextend.data.parts import Retry, pending
 from specextend.loading import GIB, rows_per_sequence
 
 
-def dry_run(prepared: Prepared, *, retry_errors: bool = False) -> dict[str, Any]:
+def dry_run(prepared: Prepared, *, retry_errors: Retry = "none") -> dict[str, Any]:
     """The plan of a start as JSON values. Raises OtherRunError where the folder holds another run, RefusedError."""
     config, source = prepared.config, prepared.source
-    progress = read_progress(prepared.output) if check_same_run(prepared) else None
+    progress = read_progress(prepared) if check_same_run(prepared) else None
     rows = [file.num_rows for file in source.files]
     keys = set(pending(rows, progress, retry_errors=retry_errors)) if progress else _all_keys(rows)
     decoding = config.decoding
@@ -34,6 +34,7 @@ def dry_run(prepared: Prepared, *, retry_errors: bool = False) -> dict[str, Any]
     return {
         "rows": source.num_rows,
         "rows_to_do": len(keys),
+        "error_rows_left_out": len(progress.final) if progress and retry_errors == "retryable" else 0,
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
         "audit": _audit(prepared, plan),
@@ -44,6 +45,7 @@ def dry_run(prepared: Prepared, *, retry_errors: bool = False) -> dict[str, Any]
         "prompt_lengths": plan.buckets(),
         "cache": _cache(prepared, plan),
         "time": "not measured",
+        "models": prepared.models,
         "fingerprint": prepared.manifest["fingerprint"],
     }
 
@@ -54,6 +56,7 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
     lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
     lines = [
         f"{plan['rows_to_do']} of {plan['rows']} rows to do, {sum(plan['rows_rejected'].values())} of them rejected",
+        *([say_left_out(plan["error_rows_left_out"])] if plan["error_rows_left_out"] else []),
         *_table(("input", "rows", "they are"), audit),
         f"about {plan['prompt_tokens']:,} prompt tokens, {plan['output_tokens_at_most']:,} output tokens at most",
         *_table(("prompt tokens", "rows"), lengths),
@@ -84,6 +87,8 @@ def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     ]
     refused = ("columns of a wrong type", "null ids", "repeated ids")  # `prepare` has found none
     found += [(check, 0, "refused") for check in refused]
+    if skipped := prepared.source.skipped:
+        found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
 
 

@@ -20,6 +20,7 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     Without `RAY_ADDRESS` the job starts such a Ray rather than join whatever was left running on this machine.
     """
     environment.setdefault("RAY_DEDUP_LOGS", "0")
+    environment.setdefault("RAY_COLOR_PREFIX", "0")  # of the workers' lines; stderr would show the codes of colours
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ADDRESS", "local")
     if environment["RAY_ADDRESS"] != "local":

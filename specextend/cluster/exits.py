@@ -16,11 +16,15 @@ class RefusedError(ValueError):
 
 
 class LockHeldError(RuntimeError):
-    """Another driver holds the output folder: exit 4."""
+    """Another driver holds the output folder and is alive: exit 4."""
 
 
 class LockLostError(LockHeldError):
     """Another driver took the output folder over while this one did not beat: nothing more may be committed."""
+
+
+class LockGoneError(RuntimeError):
+    """Somebody removed the lock, perhaps a driver that took over and is done: exit 1. Nothing more may be committed."""
 
 
 class OtherRunError(ValueError):
@@ -36,7 +40,7 @@ class ClusterError(RuntimeError):
 
 
 class StoreError(RuntimeError):
-    """The input's store does not answer: exit 1. What is done is kept; run again to resume."""
+    """The store of the input or of the models does not answer: exit 1. What is done is kept; run again to resume."""
 
 
 class StalledRunError(RuntimeError):
@@ -47,6 +51,10 @@ class OutputError(RuntimeError):
     """The output folder takes no more files: exit 1. What was committed before is there; run again to resume."""
 
 
+class TooManyErrorsError(RuntimeError):
+    """Most documents fail, and the run has stopped early: exit 3. What is done is kept."""
+
+
 class InterruptedRunError(Exception):
     """The run was told to stop; run again to resume: exit 75."""
 
@@ -54,12 +62,14 @@ class InterruptedRunError(Exception):
 SAID_IN_ONE_LINE = (
     RefusedError,
     LockHeldError,
+    LockGoneError,
     OtherRunError,
     OutputError,
     StoreError,
     ClusterError,
     WorkersFailError,
     StalledRunError,
+    TooManyErrorsError,
 )
 """What a user can do something about: no traceback."""
 
@@ -70,6 +80,7 @@ def exit_code(error: BaseException) -> int:
         RefusedError: EXIT_REFUSED,
         LockHeldError: EXIT_LOCKED,
         OtherRunError: EXIT_OTHER_RUN,
+        TooManyErrorsError: EXIT_TOO_MANY_ERRORS,
         InterruptedRunError: EXIT_INTERRUPTED,
     }
     return next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_FAILED)

@@ -1,24 +1,28 @@
-"""SIGTERM, SIGINT and the job's own deadline: finished work is committed, then exit 75."""
+"""Being told to stop: SIGTERM, SIGINT, or the job's deadline. Finished work is committed, then exit 75."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from specextend.cluster.exits import EXIT_INTERRUPTED, InterruptedRunError
 
 LAST_S = 3.0
 """Seconds that the last call before the process is ended may take."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupt:
     """Remembers that the run was told to stop. Check it often: nothing is stopped by itself.
 
-    `grace_s` after that the process ends with 75 whatever it is doing, so that no one has to kill it.
+    `grace_s` after that the process ends with 75 whatever it is doing, so that no one has to kill it: also where the
+    main thread is inside a library and runs no signal handler.
     """
 
     def __init__(self, grace_s: float, deadline_s: float = 0.0) -> None:
@@ -30,12 +34,19 @@ class Interrupt:
         self._reason: str | None = None
         self._told = threading.Event()
         self._over = threading.Event()
+        self._wakeup: int | None = None
+        """Where the system writes the number of each signal at once, whatever the main thread does."""
         threading.Thread(target=self._watch, name="grace", daemon=True).start()
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT. Call it again after ray.init(), which installs handlers of its own."""
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, self._handle)
+        if self._wakeup is None:
+            heard, self._wakeup = os.pipe()
+            os.set_blocking(self._wakeup, False)
+            threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
 
     def check(self) -> None:
         """Raise InterruptedRunError once the run was told to stop."""
@@ -57,10 +68,31 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.tell(f"{signal.Signals(number).name} received")
 
+    def _listen(self, heard: int) -> None:
+        while numbers := os.read(heard, 64):
+            for number in set(_SIGNALS).intersection(numbers):
+                self._handle(number, None)
+
     def _watch(self) -> None:
-        self._told.wait()
+        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        if not self._told.wait(left_s):
+            self.tell("job.deadline_s has passed")
         if not self._over.wait(self._grace_s):
-            last = threading.Thread(target=self.last, daemon=True)  # it may raise, or wait for a dead file system
-            last.start()
-            last.join(LAST_S)
-            os._exit(EXIT_INTERRUPTED)
+            end_process(EXIT_INTERRUPTED, self.last)
+
+
+def end_process(code: int, last: Callable[[], object]) -> None:
+    """End the process from any thread, whatever the others do, after a call that may raise or never come back."""
+
+    def leave() -> None:
+        try:
+            last()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+
+    thread = threading.Thread(target=leave, daemon=True)
+    thread.start()
+    thread.join(LAST_S)
+    os._exit(code)

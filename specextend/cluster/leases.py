@@ -6,8 +6,10 @@ Times are seconds of any monotonic clock that the caller passes in.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from specextend.cluster.places import Place, Spot
 from specextend.core import DocumentKey
 
 MAX_UNCHARGED_EXPOSURES = 2
@@ -61,6 +63,18 @@ class GivenUp:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """Says how often earlier starts of the run have tried a document."""
+
+    attempts: int
+    """All that were charged."""
+    struck: frozenset[Spot] = frozenset()
+    """Where."""
+    forgiven: int = 0
+    """Those of them that ended in an error row which is to be done again: they do not count towards `max_attempts`."""
+
+
 @dataclass(slots=True)
 class Item:
     """A document's standing."""
@@ -68,11 +82,20 @@ class Item:
     key: DocumentKey
     num_tokens: int
     attempts: int = 0
+    forgiven: int = 0
+    """Attempts that do not count towards `max_attempts`."""
     strikes: int = 0
     """Attempts that may have ended by its fault, and taken neighbours along."""
+    struck: set[Spot] = field(default_factory=set)
+    """Where it was held when something ended that way, charged or not."""
     losses: int = 0
     exposures: int = 0
     num_leases: int = 0
+
+    @property
+    def num_counted(self) -> int:
+        """Attempts that count towards `max_attempts`."""
+        return self.attempts - self.forgiven
 
     @property
     def runs_alone(self) -> bool:
@@ -111,9 +134,15 @@ class Pause:
 class Holder:
     """What a worker holds."""
 
+    place: Place
+    rests_until: float = -math.inf
     leases: dict[str, Held] = field(default_factory=dict)
     alone: bool = False
+    is_reserved: bool = False
+    """Kept from filling up again: a document waits for it to run empty."""
     takes_leases: bool = True
+    is_trusted: bool = True
+    """Whether its death says something about its documents; known once it takes no leases any more."""
     num_closing: int = 0
     """Leases taken back whose call has not returned yet."""
     expired_at_step: int | None = None
@@ -159,6 +188,11 @@ class Holder:
         return self.expired_at_step is not None and self.expired_at_step == self.num_steps
 
     @property
+    def holds_struck(self) -> bool:
+        """Return True where all that it holds was struck elsewhere, too: that explains its death."""
+        return bool(self.leases) and all(held.item.struck - {self.place.spot} for held in self.leases.values())
+
+    @property
     def num_taken(self) -> int:
         """Leases, with those being taken back."""
         return len(self.leases) + self.num_closing
@@ -172,3 +206,14 @@ class Holder:
         """The longest of its leases that wait."""
         waiting = [held for held in self.leases.values() if held.is_queued]
         return max(waiting, key=lambda held: held.lease.num_tokens, default=None)
+
+
+def nearest_to_empty(workers: Mapping[str, Holder], file: int, now: float) -> str | None:
+    """Choose the worker that can read a file and seems to run empty first; it stays the same one until it is empty."""
+
+    def order(name: str) -> tuple[bool, bool, int]:
+        worker = workers[name]
+        return not worker.is_empty, not worker.is_reserved, worker.num_taken
+
+    free = (name for name, worker in workers.items() if not worker.alone and worker.sees(file, now))
+    return min(free, key=order, default=None)

@@ -4,151 +4,286 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from types import TracebackType
 
-from specextend.cluster.exits import LockHeldError, LockLostError
-from specextend.cluster.messages import first_line
-from specextend.cluster.output import writing
-from specextend.data.storage import Location, delete, read_bytes, write_bytes
+from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, RefusedError
+from specextend.cluster.output import using, writing
+from specextend.core import first_line
+from specextend.data.run_folder import lock_file, records_folder
+from specextend.data.storage import Location, delete, is_folder, read_bytes, write_bytes
 
+HEARTBEAT = "heartbeat"
+"""Name of the thread that beats."""
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
-"""Seconds without a heartbeat after which anyone may take the lock over."""
+"""Seconds without a change of the lock after which anyone may take it over."""
+DOUBT_S = 45.0
+"""Seconds without a heartbeat after which a driver looks who holds its folder before it writes there; nobody can have
+taken it earlier."""
 SETTLE_S = 2.0
 """Seconds to wait where a file system cannot exclude a second writer; the last one wins and the first one sees it."""
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the lock of somebody who may be dead."""
+LAST_S = 5.0
+"""Seconds that the end of a run waits for a heartbeat that does not come back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LockHolder:
     """Who holds an output folder."""
 
     run_id: str
     host: str
     pid: int
     heartbeat: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch, by the holder's clock."""
     pid_namespace: str = ""
-    """What makes the pid mean something: boot and process namespace of the host."""
+    """Makes the pid mean something: boot and process namespace of the host."""
 
-    def is_alive(self, now: float) -> bool:
-        """Whether it beat lately, and its process is not known to be gone."""
-        if now - self.heartbeat > STALE_S:
+    def is_gone(self, host: str) -> bool:
+        """Return True where its process is known to have ended: it was on `host`, this machine."""
+        if (self.host, self.pid_namespace) != (host, _pid_namespace()):
             return False
-        if (self.host, self.pid_namespace) != (socket.gethostname(), _pid_namespace()):
-            return True
-        return self.pid != os.getpid() and _is_running(self.pid)
+        return self.pid == os.getpid() or not _is_running(self.pid)
+
+    def seems_alive(self, now: float) -> bool:
+        """Guess from one look, by two clocks that may differ; who must know watches the heartbeat."""
+        return abs(now - self.heartbeat) <= STALE_S and not self.is_gone(socket.gethostname())
 
     def __str__(self) -> str:
         return f"run {self.run_id} (process {self.pid} on {self.host})"
 
 
-def read_lock(output: Location) -> Holder | None:
-    """The holder named by `_run/lock`, alive or not; None where there is no lock, or half of one."""
-    data = read_bytes(_lock_file(output))
-    if data is None:
-        return None
+def read_lock(output: Location) -> LockHolder | None:
+    """The holder named by `_run/lock`, alive or not; None where there is no lock, or a file that is none."""
+    data = read_bytes(lock_file(output))
+    return None if data is None else parse_lock(data)
+
+
+def parse_lock(data: bytes) -> LockHolder | None:
+    """The holder that a lock file names; None for a file that is no lock. Unknown fields are left out."""
+    known = {field.name for field in fields(LockHolder)}
     try:
-        fields: dict[str, Any] = json.loads(data)
-        return Holder(**fields)
-    except (ValueError, TypeError):
+        holder = LockHolder(**{name: value for name, value in json.loads(data).items() if name in known})
+        is_a_time = isinstance(holder.heartbeat, int | float) and math.isfinite(holder.heartbeat)
+    except (ValueError, TypeError, AttributeError, OverflowError):
         return None
+    texts = (holder.run_id, holder.host, holder.pid_namespace)
+    is_sound = all(isinstance(text, str) for text in texts) and isinstance(holder.pid, int)
+    return holder if is_sound and is_a_time else None
 
 
-def check_free(output: Location) -> None:
-    """Raise LockHeldError where a living driver holds the folder; changes nothing."""
-    holder = read_lock(output)
-    if holder is not None and holder.is_alive(time.time()):
-        raise LockHeldError(f"{output.path} is held by {holder}")
+class FolderLock:
+    """The lock of an output folder, without a thread: `try_take` until it is ours, then `beat` and `check`.
 
+    A holder is dead when its process is known to be gone, or when its lock has not changed for STALE_S by our own
+    clock: clocks of two machines are never compared. clock: wall time. monotonic: time that nobody sets. host: ours.
+    """
 
-class OutputLock:
-    """Holds `_run/lock` from entry to exit of a `with` block. Entering raises LockHeldError, OutputError."""
+    def __init__(
+        self,
+        output: Location,
+        run_id: str,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        host: str = "",
+    ) -> None:
+        self._output, self._run_id, self._host = output, run_id, host or socket.gethostname()
+        self._clock, self._monotonic = clock, monotonic
+        self._seen: bytes | None = None
+        """The foreign lock that is watched."""
+        self._since = 0.0
+        """When the watched lock was first seen as it is, or when ours was written."""
+        self._is_settling = False
+        self._mutex = threading.Lock()
+        self._written = 0.0
+        self._beat_at = (monotonic(), clock())
+        self._lost: LockHeldError | LockGoneError | None = None
 
-    def __init__(self, output: Location, run_id: str, clock: Callable[[], float] = time.time) -> None:
-        self._output, self._run_id, self._clock = output, run_id, clock
-        self._beat_at = 0.0
-        self._lost_to: str | None = None
-        self._why_silent = ""
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
+    @property
+    def watched(self) -> str:
+        """The lock that `try_take` waits for, in a line; empty where it waits for none."""
+        if self._seen is None:
+            return ""
+        if (holder := parse_lock(self._seen)) is None:
+            path = lock_file(self._output).path
+            return f"{path} is no lock that this version knows; it is taken over if it is the same {STALE_S:.0f} s on"
+        return f"{self._output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign of life"
 
-    def __enter__(self) -> OutputLock:
-        with writing(self._output), _exclusive(self._output) as is_exclusive:
-            holder = read_lock(self._output)
-            if holder is not None and holder.is_alive(self._clock()):
-                raise LockHeldError(f"{self._output.path} is held by {holder}")
+    def try_take(self) -> bool:
+        """One look: True once the folder is ours, False while that has to wait.
+
+        Raises LockHeldError, RefusedError where the lock is a folder, OSError.
+        """
+        if self._is_settling:
+            return self._settle()
+        if self._output.is_local:
+            os.makedirs(records_folder(self._output).path, exist_ok=True)
+        with _exclusive(self._output) as is_exclusive:
+            found = self._read_any()
+            if found is not None and not self._is_dead(found):
+                return False
             self._write()
         if not is_exclusive:
-            time.sleep(SETTLE_S)
-            self.beat()
-            if self._lost_to is not None:
-                raise LockHeldError(f"{self._output.path} was taken by run {self._lost_to} at the same moment")
-        self._thread.start()
-        return self
+            self._is_settling, self._since = True, self._monotonic()
+        return is_exclusive
 
-    def __exit__(self, *error: object) -> None:
-        self._closing.set()
-        self._thread.join()
-        self.release()
+    def check_heard(self) -> None:
+        """Raise LockLostError or LockGoneError once a heartbeat has found out that the folder is not ours."""
+        if self._lost is not None:
+            raise self._lost
+
+    def check(self) -> None:
+        """Raise LockLostError or LockGoneError where the folder is not ours; OutputError where nobody can tell.
+
+        Asks the store only where the last heartbeat was a while ago: a driver that was suspended, or whose clock was
+        set, goes on if nobody has come in the meantime.
+        """
+        self.check_heard()
+        seconds = max(now - then for now, then in zip(self._times(), self._beat_at, strict=True))
+        if seconds <= DOUBT_S and self._clock() >= self._beat_at[1]:
+            return
+        self.confirm()
+
+    def confirm(self) -> None:
+        """Look now who holds the folder; raises as `check`."""
+        try:
+            self.beat()
+        except OSError as error:
+            why = first_line(error)
+            raise OutputError(f"{self._output.path}: its lock cannot be confirmed ({why}); run again") from error
+        self.check_heard()
+
+    def beat(self) -> None:
+        """One heartbeat; finds out whether the lock is still ours. Raises OSError."""
+        with self._mutex, _exclusive(self._output):
+            if self._lost is not None:
+                return
+            data = read_bytes(lock_file(self._output))
+            holder = None if data is None else parse_lock(data)
+            if data is None:
+                self._lost = LockGoneError(f"{self._output.path}: somebody removed _run/lock; run again to resume")
+            elif holder is None or holder.run_id != self._run_id:
+                self._lost = LockLostError(f"{self._output.path} was taken over by {holder or 'somebody'}")
+            else:
+                self._write()
 
     def release(self) -> None:
         """Remove the lock if it is ours."""
         with suppress(OSError):  # a lock that cannot be removed goes stale, and hides no error that came before
             holder = read_lock(self._output)
             if holder is not None and holder.run_id == self._run_id:
-                delete(_lock_file(self._output))
+                delete(lock_file(self._output))
 
-    def check(self) -> None:
-        """Raise LockLostError when another driver has taken over, or may have."""
-        if self._lost_to is not None:
-            raise LockLostError(f"{self._output.path} was taken over by run {self._lost_to}")
-        if self._clock() - self._beat_at > STALE_S:
-            why = f": {self._why_silent}" if self._why_silent else ""
-            raise LockLostError(f"{self._output.path}: no heartbeat could be written for {STALE_S:.0f} s{why}")
+    def _is_dead(self, found: bytes) -> bool:
+        """Whether the lock of another driver may be taken over. Raises LockHeldError where that driver lives."""
+        holder = parse_lock(found)
+        if holder is not None and holder.is_gone(self._host):
+            return True
+        if self._seen is not None and found != self._seen:
+            raise LockHeldError(f"{self._output.path} is held by {holder or 'a driver of another version'}")
+        if self._seen is None:
+            self._seen, self._since = found, self._monotonic()
+        return self._monotonic() - self._since >= STALE_S
 
-    def beat(self) -> None:
-        """One heartbeat; finds out whether the lock is still ours. Raises OSError."""
+    def _settle(self) -> bool:
+        if self._monotonic() - self._since < SETTLE_S:
+            return False
+        self._is_settling = False
         holder = read_lock(self._output)
-        if holder is None:
-            self._lost_to = "unknown (the lock is gone)"
-        elif holder.run_id != self._run_id:
-            self._lost_to = holder.run_id
-        else:
-            self._write()
+        if holder is None or holder.run_id != self._run_id:
+            raise LockHeldError(f"{self._output.path} was taken by {holder or 'somebody'} at the same moment")
+        return True
 
-    def _keep(self) -> None:
-        while self._lost_to is None and not self._closing.wait(HEARTBEAT_S):
-            try:
-                self.beat()
-            except OSError as error:  # `check` says so once the last good beat is too old
-                self._why_silent = first_line(error)
+    def _times(self) -> tuple[float, float]:
+        return self._monotonic(), self._clock()
+
+    def _read_any(self) -> bytes | None:
+        try:
+            return read_bytes(lock_file(self._output))
+        except OSError as error:
+            if is_folder(lock_file(self._output)):
+                raise RefusedError(f"{lock_file(self._output).path} is a folder; remove it") from error
+            raise
 
     def _write(self) -> None:
-        now = self._clock()
-        holder = Holder(self._run_id, socket.gethostname(), os.getpid(), now, _pid_namespace())
-        write_bytes(_lock_file(self._output), json.dumps(asdict(holder)).encode())
-        self._beat_at = now
+        """Write a lock of ours that differs from the last one, whatever the clock says."""
+        times = self._times()
+        self._written = times[1] if times[1] != self._written else math.nextafter(self._written, math.inf)
+        holder = LockHolder(self._run_id, self._host, os.getpid(), self._written, _pid_namespace())
+        write_bytes(lock_file(self._output), json.dumps(asdict(holder)).encode())
+        self._beat_at = times
 
 
-def _lock_file(output: Location) -> Location:
-    return output.child("_run", "lock")
+class OutputLock(FolderLock):
+    """Holds `_run/lock` from entry to exit of a `with` block, with a heartbeat in a thread of its own.
+
+    say: told that there is somebody to wait for. checkpoint: called while waiting; may raise. Entering raises
+    LockHeldError, OutputError.
+    """
+
+    def __init__(
+        self,
+        output: Location,
+        run_id: str,
+        clock: Callable[[], float] = time.time,
+        say: Callable[[str], object] = lambda line: None,
+        checkpoint: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__(output, run_id, clock)
+        self._say, self._checkpoint = say, checkpoint
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=HEARTBEAT, daemon=True)
+
+    def __enter__(self) -> OutputLock:
+        said = ""
+        try:
+            while not self._take():
+                if self.watched not in ("", said):
+                    said = self.watched
+                    self._say(said)
+                self._checkpoint()
+                time.sleep(LOOK_EVERY_S)
+        except BaseException:
+            if self._is_settling:
+                self.release()
+            raise
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        self._thread.join(LAST_S)
+        with using(self._output):
+            self.release()
+
+    def _take(self) -> bool:
+        with writing(self._output):
+            return self.try_take()
+
+    def _keep(self) -> None:
+        while self._lost is None and not self._closing.wait(HEARTBEAT_S):
+            with suppress(OSError):  # `check` looks for itself once the last good beat is too old
+                self.beat()
 
 
 @contextmanager
 def _exclusive(output: Location) -> Iterator[bool]:
     """Keep other processes out while a lock is examined and taken; yields False where the file system cannot."""
-    if not output.is_local:
+    folder = records_folder(output).path
+    if not output.is_local or not os.path.isdir(folder):
         yield False
         return
-    folder = output.child("_run").path
-    os.makedirs(folder, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         yield _flock(handle)

@@ -1,4 +1,4 @@
-"""What the driver and its workers say to each other. Small values that pickle; no Ray."""
+"""The messages between the driver and its workers: small values that can be pickled, without Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specextend.stats import DecodingStats
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A document's result: a row of a part, and its counts."""
+    """The result of a document: a row of a part, and its counts."""
 
     row: dict[str, Any]
     stats: DecodingStats
@@ -18,21 +18,21 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A document that cannot be done; where `stage` is `read` and `retryable` holds, by this worker now."""
+    """A document that cannot be processed; if `stage` is `read` and it is `retryable`, not by this worker now."""
 
     doc_id: str
-    """Empty where it was not read."""
+    """Empty if the document was not read."""
     error_class: str
     message: str
     stage: str
     """`read`, `prompt` or `decode`."""
     retryable: bool
-    """Whether another machine or another day may help."""
+    """True if another machine or a later try may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspected:
-    """A batch failed in which the document was: it may be to blame, or a neighbour. Alone there is no doubt."""
+    """A document whose batch failed: it or a neighbour is to blame. It is tried again alone, which leaves no doubt."""
 
     error_class: str
     message: str
@@ -42,28 +42,25 @@ Outcome = Done | Failed | Suspected
 
 
 class EngineBrokenError(RuntimeError):
-    """The engine raised outside any step of requests: the worker must be replaced."""
+    """The engine failed as a whole, not over a request: the worker must be replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Where a worker runs."""
+    """The place where a worker runs."""
 
     node_id: str
     host: str
     pid: int
     device: str
+    accelerators: tuple[str, ...] = ()
+    """What Ray has given it, such as `GPU 3`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """A poll's answer."""
+    """The answer to a poll."""
 
     num_steps: int
     outputs: dict[str, int]
-    """Lease id -> output tokens so far, of leases whose prefill has begun."""
-
-
-def first_line(error: BaseException) -> str:
-    """An exception's message, or its class where it has none, in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Lease id -> output tokens so far, for leases whose prefill has begun."""

@@ -20,11 +20,13 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from specextend.cluster.clock import AwakeClock
 from specextend.cluster.leases import Lease
-from specextend.cluster.messages import EngineBrokenError, Failed, Outcome, WorkerInfo, WorkerReport, first_line
+from specextend.cluster.messages import EngineBrokenError, Failed, Outcome, WorkerInfo, WorkerReport
 from specextend.cluster.worker import EngineFactory, worker_actor
 from specextend.config import RunConfig
-from specextend.data.documents import Source
+from specextend.core import first_line
+from specextend.data.source import Source
 
 POLL_S = 2.0
 """Seconds between two polls of a worker."""
@@ -44,7 +46,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """A worker's constructor failed."""
+    """A worker's models could not be loaded."""
 
     worker: str
     reason: str
@@ -103,6 +105,9 @@ class _Actor:
 
     handle: Any
     info: WorkerInfo | None = None
+    host: str = ""
+    """Once there is a process."""
+    loads_since: float | None = None
     polled_at: float = 0.0
     is_polling: bool = False
     dying_since: float | None = None
@@ -118,7 +123,7 @@ class _Call:
     """What a reference is the answer to."""
 
     worker: str
-    kind: Literal["ready", "run", "poll"]
+    kind: Literal["begun", "ready", "run", "poll"]
     lease: Lease | None = None
 
 
@@ -132,7 +137,7 @@ class Pool:
     num_leases: int
     poll_s: float = POLL_S
     verdict_s: float = VERDICT_S
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = field(default_factory=AwakeClock)
     _actors: dict[str, _Actor] = field(default_factory=dict)
     _calls: dict[Any, _Call] = field(default_factory=dict)
     _runs: dict[str, Any] = field(default_factory=dict)
@@ -144,6 +149,7 @@ class Pool:
             self._source_ref = ray.put(self.source)
         handle = worker_actor(self.config, self.num_leases).remote(self.config, self._source_ref, self.factory)
         self._actors[worker] = _Actor(handle)
+        self._calls[handle.begun.remote()] = _Call(worker, "begun")
         self._calls[handle.ready.remote()] = _Call(worker, "ready")
 
     def run(self, worker: str, lease: Lease) -> None:
@@ -174,7 +180,7 @@ class Pool:
             ready = []
             time.sleep(timeout_s)
         events = [event for reference in ready for event in self._answer(reference)]
-        return events + self._verdicts()
+        return events + self._verdicts() + self._overdue_starts()
 
     def close(self) -> None:
         """End every worker."""
@@ -202,6 +208,9 @@ class Pool:
             return self._actor_failed(call, actor, error)
         except RayError as error:
             return self._call_failed(call, actor, error)
+        if call.kind == "begun":
+            actor.host, actor.loads_since = value, self.clock()
+            return []
         if call.kind == "ready":
             actor.info = value
             return [Ready(call.worker, value)]
@@ -212,9 +221,8 @@ class Pool:
         return [Returned(call.worker, call.lease, value)]
 
     def _actor_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
-        if call.kind == "ready":
-            self._forget(call.worker)
-            return [StartFailed(call.worker, _last_line(error))]
+        if call.kind in ("begun", "ready"):
+            return self._start_failed(call.worker, actor, _last_line(error))
         if not isinstance(error, ActorUnavailableError):
             actor.is_out_of_reach = False
             return self._dies(call.worker, actor, "its process ended")
@@ -224,9 +232,8 @@ class Pool:
         return self._dies(call.worker, actor, "it is out of reach")
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
-        if call.kind == "ready":
-            self._forget(call.worker)
-            return [StartFailed(call.worker, _last_line(error))]
+        if call.kind in ("begun", "ready"):
+            return self._start_failed(call.worker, actor, _last_line(error))
         if isinstance(error, RayTaskError) and isinstance(error.cause, EngineBrokenError):
             actor.has_spoken = True
             return self._dies(call.worker, actor, first_line(error.cause))
@@ -237,6 +244,21 @@ class Pool:
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
             return [Returned(call.worker, call.lease, unexpected(error))]
         return [CallLost(call.worker, call.lease, first_line(error))]
+
+    def _start_failed(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
+        self._forget(worker)
+        return [StartFailed(worker, f"{reason} (on {actor.host})" if actor.host else reason)]
+
+    def _overdue_starts(self) -> list[Event]:
+        """Workers that hang while they load; one that waits for its resources does not load yet."""
+        now, limit_s = self.clock(), self.config.job.start_s
+        late = {
+            name: actor
+            for name, actor in self._actors.items()
+            if actor.info is None and actor.loads_since is not None and now - actor.loads_since > limit_s
+        }
+        reason = f"its models were not loaded within {limit_s:.0f} s (job.start_s)"
+        return [event for name, actor in late.items() for event in self._start_failed(name, actor, reason)]
 
     def _dies(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
         if actor.dying_since is not None:

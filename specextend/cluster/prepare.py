@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specextend.attention.hybrid import load_backend
 from specextend.cluster.cluster import check_resources, is_local
-from specextend.cluster.exits import RefusedError, StoreError
-from specextend.cluster.messages import first_line
+from specextend.cluster.contact import knock, within
+from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
-from specextend.data.documents import DocumentError, Source, open_source
-from specextend.data.fingerprint import build_manifest
-from specextend.data.inputs import InputUnreachableError
+from specextend.core import first_line
+from specextend.data.fingerprint import build_manifest, differences, read_manifest
+from specextend.data.inputs import DocumentError, InputUnreachableError
 from specextend.data.prompts import Prompts
+from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
+from specextend.hub import HubUnreachableError
 from specextend.loading import GIB, rows_per_sequence
+from specextend.model_files import current_commit, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes
+
+_WRONG = (ValueError, PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""What no later try mends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,32 +34,109 @@ class Prepared:
     """A run that may begin: everything was checked that can be without loading a model."""
 
     config: RunConfig
+    """Revisions of models are commits."""
     output: Location
     source: Source
     facts: ModelFacts
     prompts: Prompts
     manifest: dict[str, Any]
+    """The output folder's own where it holds this run already."""
+    models: Models
+    notes: tuple[str, ...]
+    """What a user wants to know of the models' revisions."""
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Check input, models and prompt; writes nothing. Raises RefusedError, StoreError."""
+Models = dict[str, dict[str, str | None]]
+"""`target` and `draft`: the `model` and `revision` that were asked for, and the `commit` that this is on the Hub."""
+
+
+def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) -> Prepared:
+    """Check input, models and prompt; writes nothing. Raises RefusedError, StoreError, OtherRunError.
+
+    checkpoint: called while a store is waited for; may raise.
+    """
     check_resources(config.target, config.job)
-    try:
+    for key, path in (("input.path", config.input.path), ("output.path", config.output.path)):
+        knock(key, path, config.job.store_s, checkpoint)
+    with _refusals():
         output = resolve(config.output.path)
         source = open_source(config.input, config.output)
-        draft = config.draft if config.decoding.mode != "autoregressive" else None
+    recorded = _recorded_in_time(output, config.job.store_s, checkpoint)
+    with _refusals():
+        config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
+        draft = config.active_draft
         facts = check_pair(config.target, draft)
         scored_layers(config.cache, facts.num_layers)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
         prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length))
         _check_run(config, prompts)
         _check_cache(config, facts)
-        manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft))
-    except InputUnreachableError as error:
+        manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft), models)
+    if recorded is not None and not differences(recorded, manifest):
+        manifest = recorded
+    return Prepared(config, output, source, facts, prompts, manifest, models, notes)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise what a block finds as RefusedError, or as StoreError where a later try may find otherwise."""
+    try:
+        yield
+    except (InputUnreachableError, HubUnreachableError) as error:
         raise StoreError(str(error)) from error
-    except (ValueError, OSError) as error:
+    except _WRONG as error:
         raise RefusedError(first_line(error)) from error
-    return Prepared(config, output, source, facts, prompts, manifest)
+    except OSError as error:
+        raise StoreError(f"{first_line(error)}; run again") from error
+
+
+def read_recorded(output: Location) -> dict[str, Any] | None:
+    """The manifest that the output folder holds, or None. Raises OtherRunError for one that is not ours, StoreError."""
+    try:
+        return read_manifest(output)
+    except ValueError as error:
+        raise OtherRunError(str(error)) from error
+    except OSError as error:
+        raise StoreError(f"{output.path} cannot be read: {first_line(error)}") from error
+
+
+def _recorded_in_time(output: Location, limit_s: float, checkpoint: Callable[[], object]) -> dict[str, Any] | None:
+    """Return what `read_recorded` does; raise StoreError if the store does not answer within `limit_s`."""
+    try:
+        return within(limit_s, lambda: read_recorded(output), checkpoint)
+    except TimeoutError as error:
+        raise StoreError(f"{output.path} cannot be read: {error}; run again") from error
+
+
+def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfig, Models, tuple[str, ...]]:
+    """Put commits in the place of branches and tags, so that every worker loads the same files.
+
+    A name that the run's manifest has `recorded` keeps the commit that it stood for then. Returns the configuration,
+    what goes into the manifest, and notes for the user. Raises ModelError.
+    """
+    models: Models = {}
+    notes: list[str] = []
+    changed: dict[str, Any] = {}
+    for name, options in (("target", config.target), ("draft", config.active_draft)):
+        if options is None or not options.model:
+            continue
+        asked = {"model": options.model, "revision": options.revision}
+        known = recorded.get(name, {})
+        is_known = bool(known.get("commit")) and known.items() >= asked.items()
+        commit = known["commit"] if is_known else resolve_revision(options.model, options.revision)
+        models[name] = asked | {"commit": commit}
+        if commit is not None and commit != options.revision:
+            changed[name] = replace(options, revision=commit)
+            newer = current_commit(options.model, options.revision) if is_known else commit
+            notes.append(_say_commit(name, options.model, options.revision, commit, newer))
+    return config.model_copy(update=changed), models, tuple(notes)
+
+
+def _say_commit(name: str, model: str, revision: str | None, commit: str, newer: str | None) -> str:
+    line = f"{name} {model} ({revision or 'default branch'}) is commit {commit}"
+    if newer in (None, commit):
+        return line
+    return f"{line}, with which this run began; the Hub has {newer} by now, which only a run of its own takes"
 
 
 def _check_run(config: RunConfig, prompts: Prompts) -> None:

@@ -6,44 +6,54 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from specextend.cluster.attempts import Attempt, version_changes
+from specextend.cluster.attempts import Attempt, read_charges, version_changes
 from specextend.cluster.cluster import claimed, connected, is_local, workers_that_fit
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Committer, Driver
 from specextend.cluster.exits import (
     EXIT_DONE,
+    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TOO_MANY_ERRORS,
+    LockGoneError,
+    LockHeldError,
     OtherRunError,
+    OutputError,
     RefusedError,
     StoreError,
     exit_code,
 )
-from specextend.cluster.interrupt import Interrupt
-from specextend.cluster.leases import Limits
-from specextend.cluster.lock import OutputLock, check_free
-from specextend.cluster.messages import first_line
+from specextend.cluster.interrupt import Interrupt, end_process
+from specextend.cluster.leases import Limits, Tried
+from specextend.cluster.lock import OutputLock
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.output import writing
-from specextend.cluster.plan import Plan, make_plan
+from specextend.cluster.output import OutputGate, reading, using, writing
+from specextend.cluster.planning import Plan, make_plan
 from specextend.cluster.pool import Pool
-from specextend.cluster.prepare import Prepared, prepare
+from specextend.cluster.prepare import Prepared, prepare, read_recorded
 from specextend.cluster.progress import Ledger
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.worker import EngineFactory
+from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.config import RunConfig
-from specextend.core import DocumentKey
-from specextend.data.documents import InputError, Source
-from specextend.data.finalize import Counts, finalize, is_finalized, read_success, remove_success, write_success
-from specextend.data.fingerprint import differences, read_manifest, write_manifest
-from specextend.data.inputs import InputUnreachableError
-from specextend.data.parts import PartWriter, Progress, pending, read_parts
-from specextend.data.regroup import regroup
+from specextend.core import DocumentKey, first_line
+from specextend.data.finalize import finalize, is_finalized
+from specextend.data.fingerprint import differences, write_manifest
+from specextend.data.inputs import InputError, InputUnreachableError
+from specextend.data.parts import DamagedPartError, PartWriter, Progress, Retry, StrangePartError, pending, read_parts
+from specextend.data.run_folder import (
+    Counts,
+    read_success,
+    records_folder,
+    remove_success,
+    starts_folder,
+    write_success,
+)
+from specextend.data.source import Source, regroup, remove_copies
 from specextend.data.storage import Location, remove_temporary_files
 from specextend.loading import load_engine
 
@@ -54,10 +64,7 @@ EXTRA_LEASES = 2
 
 def check_same_run(prepared: Prepared) -> bool:
     """Whether the output folder holds this run already. Raises OtherRunError where it holds another."""
-    try:
-        recorded = read_manifest(prepared.output)
-    except ValueError as error:
-        raise OtherRunError(str(error)) from error
+    recorded = read_recorded(prepared.output)
     if recorded is None:
         return False
     if lines := differences(recorded, prepared.manifest):
@@ -65,12 +72,24 @@ def check_same_run(prepared: Prepared) -> bool:
     return True
 
 
-def read_progress(output: Location) -> Progress:
-    """What the parts hold. Raises RefusedError for a damaged one."""
+def read_progress(prepared: Prepared) -> Progress:
+    """What the parts hold. Raises RefusedError for a damaged one, OtherRunError for one of another run."""
     try:
-        return read_parts(output)
+        return read_parts(prepared.output, prepared.manifest["fingerprint"])
+    except StrangePartError as error:
+        raise OtherRunError(str(error)) from error
     except ValueError as error:
         raise RefusedError(str(error)) from error
+
+
+def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:
+    """Find how often earlier starts have tried each document; what ended in an error row is forgiven on a retry."""
+    charges = read_charges(output)
+    tried: dict[DocumentKey, Tried] = {}
+    for key in (charges.keys() | progress.attempts.keys()) - progress.done:
+        charged, forgiven = charges.get(key, Tried(0)), progress.attempts.get(key, 0)
+        tried[key] = Tried(max(charged.attempts, forgiven), charged.struck, forgiven)
+    return tried
 
 
 def run(
@@ -78,53 +97,58 @@ def run(
     display: Display,
     interrupt: Interrupt,
     *,
-    retry_errors: bool = False,
-    report: Callable[[str], object] = lambda output: None,
+    retry_errors: Retry = "none",
+    report: Callable[..., object] = lambda output, folder, **options: None,
     factory: EngineFactory = load_engine,
 ) -> int:
     """Run or resume a job; the exit code is 0 or 3.
 
-    report: writes the run's report, given the output folder. factory: makes a worker's engine, on the worker.
-    Raises RefusedError, LockHeldError, OtherRunError, OutputError, InterruptedRunError, and what ends a run unforeseen.
+    report: writes the run's report; takes what `write_report` takes. factory: makes a worker's engine, on the worker.
+    Raises RefusedError, LockHeldError, LockGoneError, OtherRunError, OutputError, StoreError, InterruptedRunError, and
+    what ends a run unforeseen. Ends the process where the output's store does not answer.
     """
-    prepared = prepare(config)
-    check_free(prepared.output)
-    check_same_run(prepared)
+    prepared = prepare(config, interrupt.check)
+    interrupt.check()
+    gate = OutputGate(config.job.store_s, lambda: _give_up(config, display))
+    prepared = replace(prepared, output=prepared.output.behind(gate))
     run_id = secrets.token_hex(4)
-    with OutputLock(prepared.output, run_id) as lock:
-        changes = version_changes(prepared.output)
-        attempt = Attempt(prepared.output, run_id, config)
+    try:
+        with reading(prepared.output):
+            check_same_run(prepared)
+        with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
+            gate.fence = lock
+            attempt = Attempt(prepared.output, run_id, config, prepared.models)
+            interrupt.last = _last(lock, attempt, display)
+            start = _Start(prepared, lock, run_id, attempt, display, interrupt, report, factory)
+            return start.run_recorded(retry_errors)
+    finally:
+        gate.close()
 
-        def last() -> None:
-            lock.release()
-            display.note(f"the run did not stop within job.grace_s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
-            attempt.end(EXIT_INTERRUPTED, FORCED)
 
-        interrupt.last = last
-        with writing(prepared.output):
-            _sweep(prepared.output)
-            attempt.begin()
-        display.begin(run_id)
-        display.event("run_started", host=socket.gethostname(), pid=os.getpid())
-        for change in changes:
-            display.note(f"warning: since the last start, {change}")
-        try:
-            code = _Start(prepared, lock, run_id, attempt, display, interrupt, report, factory).run(retry_errors)
-        except BaseException as error:
-            with suppress(OSError):  # where the disk is full that is what there is to tell, and `error` says it
-                attempt.end(exit_code(error), first_line(error))
-            display.event("run_ended", exit_code=exit_code(error), reason=first_line(error))
-            raise
-        with writing(prepared.output):
-            attempt.end(code)
-        display.event("run_ended", exit_code=code)
-        interrupt.disarm()
-        return code
+def _give_up(config: RunConfig, display: Display) -> None:
+    """End the process: what it waits for may never come back, and cannot be stopped."""
+    what = f"no answer from the store of {config.output.path}, or of the input, for {config.job.store_s:g} s"
+    reason = f"{what}; what was committed is there, run again to resume"
+    end_process(
+        EXIT_FAILED,
+        lambda: display.note(f"error: {reason}", "run_ended", exit_code=EXIT_FAILED, reason=reason),
+    )
+
+
+def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], None]:
+    """What is to be done before the process is ended by force."""
+
+    def last() -> None:
+        lock.release()
+        display.note(f"the run did not stop within job.grace_s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
+        attempt.end(EXIT_INTERRUPTED, FORCED)
+
+    return last
 
 
 def _sweep(output: Location) -> None:
     """Remove what drivers that were killed while they wrote have left beside the files of a run."""
-    for folder in (output, output.child("_run"), output.child("_run", "attempts")):
+    for folder in (output, records_folder(output), starts_folder(output)):
         remove_temporary_files(folder)
 
 
@@ -138,31 +162,69 @@ class _Start:
     attempt: Attempt
     display: Display
     interrupt: Interrupt
-    report: Callable[[str], object]
+    report: Callable[..., object]
     factory: EngineFactory
 
-    def run(self, retry_errors: bool) -> int:
+    def run_recorded(self, retry_errors: Retry) -> int:
+        """`run`, between the begin and the end of its record."""
+        output, display = self.prepared.output, self.display
+        with writing(output):
+            changes = version_changes(output)
+            _sweep(output)
+            self.attempt.begin()
+        display.begin(self.run_id)
+        display.event("run_started", host=socket.gethostname(), pid=os.getpid())
+        for note in self.prepared.notes:
+            display.note(note, "model_revision")
+        for change in changes:
+            display.note(f"warning: since the last start, {change}")
+        if self.prepared.source.warning:
+            display.note(f"warning: {self.prepared.source.warning}")
+        try:
+            code = self.run(retry_errors)
+        except BaseException as error:
+            self._record_failure(error)
+            display.event("run_ended", exit_code=exit_code(error), reason=first_line(error))
+            raise
+        with writing(output):
+            self.attempt.end(code)
+        display.event("run_ended", exit_code=code)
+        self.interrupt.disarm()
+        return code
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Where the disk is full or the lock is lost that is what there is to tell, and `error` says it."""
+        with suppress(OSError, OutputError, LockHeldError, LockGoneError), using(self.prepared.output):
+            self.attempt.end(exit_code(error), first_line(error))
+
+    def run(self, retry_errors: Retry) -> int:
         """Decode what is left to do, then finalize.
 
-        Raises RefusedError for an input that breaks off or changes, StoreError for one that is out of reach.
+        Raises RefusedError for an input that breaks off or changes and for damaged parts, OtherRunError for parts of
+        another run, StoreError for an input that is out of reach.
         """
         try:
             return self._run(retry_errors)
         except InputUnreachableError as error:
             raise StoreError(f"{error}; what is done is kept") from error
-        except InputError as error:
+        except StrangePartError as error:
+            raise OtherRunError(str(error)) from error
+        except (InputError, DamagedPartError) as error:
             raise RefusedError(str(error)) from error
 
-    def _run(self, retry_errors: bool) -> int:
+    def _run(self, retry_errors: Retry) -> int:
         output = self.prepared.output
-        is_begun = check_same_run(self.prepared)
-        progress = read_progress(output)
         rows = [file.num_rows for file in self.prepared.source.files]
-        keys = set(pending(rows, progress, retry_errors=retry_errors))
-        counts = read_success(output)
-        if not keys and counts is not None and self._accepts(counts) and is_finalized(self.prepared.source, output):
-            self.display.note(f"complete already, {_say(counts)}")
-            return EXIT_DONE
+        with reading(output):
+            is_begun = check_same_run(self.prepared)
+            progress = read_progress(self.prepared)
+            keys = set(pending(rows, progress, retry_errors=retry_errors))
+            if retry_errors == "retryable" and progress.final:
+                self.display.note(say_left_out(len(progress.final)))
+            counts = read_success(output)
+            if not keys and counts and self._accepts(counts) and is_finalized(self.prepared.source, output):
+                self.display.note(f"complete already, {_say(counts)}")
+                return EXIT_DONE
         work = self._read_through(keys) if keys else None
         with writing(output):
             if not is_begun:
@@ -170,35 +232,47 @@ class _Start:
             remove_success(output)
         if work is not None:
             num_errors = len(progress.errors.keys() - keys)
-            self._decode(*work, Ledger(work[1].estimates, len(progress.done), num_errors))
-        self.interrupt.check()
+            with reading(output):
+                tried = tried_before(output, progress)
+            self._decode(*work, Ledger(work[1].estimates, len(progress.done), num_errors), tried)
         with writing(output):
-            return self._conclude(finalize(self.prepared.source, output))
+            return self._conclude(finalize(self.prepared.source, output, self._checkpoint))
+
+    def _checkpoint(self) -> None:
+        """Called between steps of what takes long: stop if told to, and note that there is progress."""
+        self.interrupt.check()
+        self.prepared.output.touch()
 
     def _conclude(self, counts: Counts) -> int:
-        """The report, and `_SUCCESS` last, or not at all."""
+        """The report, and `_SUCCESS` last, or not at all. The report can be interrupted, `_SUCCESS` not any more."""
         output = self.prepared.output
-        self.report(self.prepared.config.output.path)
+        code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
+        self._checkpoint()
+        remove_copies(output)
+        self.report(
+            self.prepared.config.output.path, output, ending=self.attempt.ending(code), checkpoint=self._checkpoint
+        )
         self.display.note(_say(counts))
-        if not self._accepts(counts):
+        if code == EXIT_TOO_MANY_ERRORS:
             share = self.prepared.config.job.max_error_fraction
             self.display.note(
                 f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows "
-                f"{int(share * counts.rows)} failed rows; see errors/, --retry-errors does those rows again"
+                f"{int(share * counts.rows)} failed rows; see errors/, --retry-errors does the retryable ones again"
             )
-            return EXIT_TOO_MANY_ERRORS
+            return code
+        self.lock.confirm()
         write_success(output, counts)
-        return EXIT_DONE
+        return code
 
     def _accepts(self, counts: Counts) -> bool:
         return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
 
-    def _decode(self, source: Source, plan: Plan, ledger: Ledger) -> None:
+    def _decode(self, source: Source, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
         try:
             with connected(), claimed(self.prepared.output.path):
                 self.interrupt.install()
                 self._say_what_fits()
-                driver = self._driver(source, plan, ledger)
+                driver = self._driver(source, plan, ledger, tried)
                 try:
                     driver.run()
                 finally:
@@ -213,23 +287,23 @@ class _Start:
 
     def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
         """Where to read documents from, and what there is to do. Raises InputError for a file that breaks off."""
-        with writing(self.prepared.output):
-            source = regroup(self.prepared.source, self.prepared.output)
-        return source, self._plan(source, keys)
+        output = self.prepared.output
+        with writing(output):
+            source = regroup(self.prepared.source, output, self._checkpoint)
+        with using(output):
+            return source, self._plan(source, keys)
 
     def _plan(self, source: Source, keys: set[DocumentKey]) -> Plan:
         decoding = self.prepared.config.decoding
         begin = time.monotonic()
-        plan = make_plan(
-            source, self.prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.interrupt.check
-        )
+        plan = make_plan(source, self.prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self._checkpoint)
         self.display.note(
             f"{len(keys)} of {source.num_rows} rows to do, about {plan.num_prompt_tokens():,} prompt tokens "
             f"(planned in {time.monotonic() - begin:.1f} s)"
         )
         return plan
 
-    def _driver(self, source: Source, plan: Plan, ledger: Ledger) -> Driver:
+    def _driver(self, source: Source, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
         config, job = self.prepared.config, self.prepared.config.job
         limits = Limits(
             max_attempts=job.max_attempts,
@@ -238,11 +312,12 @@ class _Start:
             stall_s=job.stall_s,
         )
         num_leases = config.decoding.max_batch_size + EXTRA_LEASES
-        output = self.prepared.output
-        writer = PartWriter(output, self.run_id)
+        output, manifest = self.prepared.output, self.prepared.manifest
+        with writing(output):
+            writer = PartWriter(output, self.run_id, manifest["fingerprint"])
         return Driver(
-            scheduler=Scheduler(plan.work(), limits, num_leases, f"{self.run_id}-"),
-            pool=Pool(config, source, self.factory, num_leases),
+            scheduler=Scheduler(plan.work(), limits, num_leases, f"{self.run_id}-", tried),
+            pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),
             roster=Roster(job.workers),
             committer=Committer(output, writer, self.lock, job.commit_every_rows, job.commit_every_s),
             ledger=ledger,
@@ -253,6 +328,14 @@ class _Start:
             source=source,
             job=job,
         )
+
+
+def say_left_out(num_final: int) -> str:
+    """Tell a user of `--retry-errors` what it does not do."""
+    return (
+        f"{num_final} error rows are left as they are: by their `retryable` another try does not mend them; "
+        "--retry-errors=all does them, too"
+    )
 
 
 def _say(counts: Counts) -> str:

@@ -6,33 +6,64 @@ are seconds of any monotonic clock that the caller passes in.
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from specextend.cluster.leases import MAX_UNCHARGED_EXPOSURES, PAUSE_S, GivenUp, Held, Holder, Item, Lease, Limits
-from specextend.cluster.waiting import Waiting
+from specextend.cluster.leases import (
+    MAX_UNCHARGED_EXPOSURES,
+    PAUSE_S,
+    GivenUp,
+    Held,
+    Holder,
+    Item,
+    Lease,
+    Limits,
+    Tried,
+    nearest_to_empty,
+)
+from specextend.cluster.places import Coming, Place, Places, Rest
+from specextend.cluster.waiting import Rank, Waiting, rank
 from specextend.core import DocumentKey
+
+ALONE_SHARE = 4
+"""One worker in so many, and at least one, may be kept for documents that run alone while others wait."""
 
 
 class Scheduler:
     """Leases documents to workers, longest first."""
 
     def __init__(
-        self, documents: Iterable[tuple[DocumentKey, int]], limits: Limits, leases_per_worker: int, stem: str = ""
+        self,
+        documents: Iterable[tuple[DocumentKey, int]],
+        limits: Limits,
+        leases_per_worker: int,
+        stem: str = "",
+        tried: Mapping[DocumentKey, Tried] | None = None,
     ) -> None:
-        """`documents`: keys, each once, with their estimated tokens. `stem` begins every lease id."""
+        """`documents`: keys, each once, with their estimated tokens. `stem` begins every lease id.
+
+        tried: those that earlier starts have charged. One that has not become an error row runs alone.
+        """
         self._limits = limits
         self._leases_per_worker = leases_per_worker
         self._stem = stem
-        self._fresh, self._alone = Waiting(), Waiting()
+        self._places = Places()
+        self._fresh = Waiting()
+        self._alone: list[Rank] = []
+        self._has_charged = False
         self._later: list[tuple[float, DocumentKey]] = []
         self._items: dict[DocumentKey, Item] = {}
         self._held: dict[str, Held] = {}
         self._workers: dict[str, Holder] = {}
         for key, num_tokens in documents:
             assert key not in self._items, f"{key} twice"
-            self._items[key] = Item(key, num_tokens)
-            self._fresh.put(key, num_tokens)
+            before = (tried or {}).get(key, Tried(0))
+            counted = before.attempts - before.forgiven
+            self._items[key] = item = Item(
+                key, num_tokens, before.attempts, before.forgiven, strikes=counted, struck=set(before.struck)
+            )
+            self._enqueue(item)
 
     @property
     def num_open(self) -> int:
@@ -49,33 +80,77 @@ class Scheduler:
         """Nothing is open."""
         return not self._items
 
-    def join(self, worker: str, now: float) -> None:
-        """A worker is ready for leases."""
+    @property
+    def num_wanted(self) -> int:
+        """Count the workers that open documents can use: one each, beside those that are where something has died."""
+        struck = {spot for _, key in self._alone for spot in self._items[key].struck}
+        places = [worker.place for worker in self._workers.values()]
+        return self.num_open + sum(self._places.num_deaths(place) > 0 or place.spot in struck for place in places)
+
+    def expect(self, coming: Coming) -> None:
+        """Note the workers that are being built: a document that was charged everywhere else waits for them."""
+        self._places.expect(coming)
+
+    def join(self, worker: str, place: Place, now: float) -> Rest | None:
+        """Note that a worker is ready. Returns its rest where others have died one after the other."""
         assert worker not in self._workers, f"{worker} joined twice"
-        self._workers[worker] = Holder(moved_at=now)
+        rest = self._places.arrive(place)
+        self._workers[worker] = Holder(place, now + (rest.seconds if rest else 0.0), moved_at=now)
+        return rest
 
     def assign(self, now: float) -> list[tuple[str, Lease]]:
         """Leases to hand out now: charged documents alone on empty workers, the others longest first, spread."""
         while self._later and self._later[0][0] <= now:
             self._enqueue(self._items[heapq.heappop(self._later)[1]])
+        takers = self._takers(now)
+        return [*self._assign_alone(takers, now), *self._assign_fresh(takers, now)]
+
+    def _takers(self, now: float) -> dict[str, Holder]:
+        """Select the workers that take leases now."""
+        return {
+            name: worker
+            for name, worker in self._workers.items()
+            if worker.takes_leases and worker.rests_until <= now and not self._places.is_left_out(worker.place)
+        }
+
+    def _assign_alone(self, takers: dict[str, Holder], now: float) -> list[tuple[str, Lease]]:
+        """Grant charged documents to empty workers; for one that finds none, keep a worker from filling up again."""
+        most = max(1, len(takers) // ALONE_SHARE) if self._fresh else len(takers)
+        room = most - sum(worker.alone for worker in takers.values())
+        chosen: set[str] = set()
         granted = []
-        takers = {name: worker for name, worker in self._workers.items() if worker.takes_leases}
+        for entry in list(self._alone):
+            if len(chosen) >= room:
+                break
+            item = self._items[entry[1]]
+            seeing = {worker.place for worker in self._workers.values() if worker.sees(item.key.file, now)}
+            allowed = self._places.for_retry(item.struck, seeing)
+            free = {name: worker for name, worker in takers.items() if name not in chosen and worker.place in allowed}
+            if (name := nearest_to_empty(free, item.key.file, now)) is None:
+                continue
+            chosen.add(name)
+            if takers[name].is_empty:
+                self._alone.remove(entry)
+                granted.append((name, self._grant(name, item.key, now)))
+                takers[name].alone = True
         for name, worker in takers.items():
-            if worker.is_empty and (key := self._take(self._alone, worker, now)) is not None:
-                worker.alone = True
-                granted.append((name, self._grant(name, key, now)))
+            worker.is_reserved = name in chosen and not worker.alone
+        return granted
+
+    def _assign_fresh(self, takers: dict[str, Holder], now: float) -> list[tuple[str, Lease]]:
+        granted = []
+        takers = {name: worker for name, worker in takers.items() if not (worker.alone or worker.is_reserved)}
         while self._fresh and (roomiest := self._roomiest(takers)) is not None:
-            if (key := self._take(self._fresh, takers[roomiest], now)) is not None:
+            files = takers[roomiest].blind_to(now)
+            if None not in files and (key := self._fresh.take(but_of=files)) is not None:
                 granted.append((roomiest, self._grant(roomiest, key, now)))
             else:
                 del takers[roomiest]
         return granted
 
-    def _take(self, waiting: Waiting, worker: Holder, now: float) -> DocumentKey | None:
-        """The first document that a worker may have."""
-        if not waiting or None in (files := worker.blind_to(now)):
-            return None
-        return waiting.take(but_of=files)
+    def _capacity(self, worker: Holder) -> int:
+        """Count the leases that a worker may hold."""
+        return 1 if self._places.is_on_trial(worker.place) else self._leases_per_worker
 
     def rebalance(self, now: float) -> tuple[str, Lease] | None:
         """A lease taken back from the queue of a slow worker, and that worker: `assign` gives it to an idle one.
@@ -90,9 +165,15 @@ class Scheduler:
         self._enqueue(held.item)
         return held.worker, held.lease
 
-    def suspend(self, worker: str) -> None:
-        """Hand nothing more to a worker that is gone, until `leave` or `lose` says what that means."""
-        self._workers[worker].takes_leases = False
+    def suspend(self, worker: str) -> bool:
+        """Hand nothing more to a worker that is gone, until `leave` or `lose` says what that means.
+
+        Returns True where its documents explain its end.
+        """
+        state = self._workers[worker]
+        state.takes_leases = False
+        state.is_trusted = self._places.is_trusted(state.place)  # before its successor counts as one that comes
+        return state.holds_struck
 
     def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> None:
         """A worker's step counter, and its leases whose prefill has begun; its others wait."""
@@ -118,7 +199,7 @@ class Scheduler:
 
     def waiting(self) -> list[DocumentKey]:
         """Open documents that no worker holds, in the order in which they will be leased."""
-        return [*self._alone.keys(), *self._fresh.keys(), *(key for _, key in sorted(self._later))]
+        return [*(key for _, key in self._alone), *self._fresh.keys(), *(key for _, key in sorted(self._later))]
 
     def holder(self, lease_id: str) -> str:
         """The worker that holds a lease in force."""
@@ -132,6 +213,18 @@ class Scheduler:
         self._workers[held.worker].has_read(held.item.key.file)
         del self._items[held.item.key]
         return True
+
+    def produced(self, worker: str) -> None:
+        """Note that a worker has done a document: its place is trusted again."""
+        self._places.produced(self._workers[worker].place)
+
+    def charges(self) -> dict[DocumentKey, Tried] | None:
+        """List open documents that may have ended workers; None if none was charged since the last call."""
+        if not self._has_charged:
+            return None
+        self._has_charged = False
+        charged = (item for item in self._items.values() if item.strikes)
+        return {item.key: Tried(item.attempts, frozenset(item.struck)) for item in charged}
 
     def overdue(self, now: float) -> list[Lease]:
         """Leases past their document's deadline."""
@@ -149,13 +242,14 @@ class Scheduler:
         worker.expired_at_step = worker.num_steps
         held = self._release(lease_id)
         assert held is not None
-        return self._charge(held.item, "DeadlineExceeded", message, is_certain=True)
+        return self._charge(held.item, worker.place, "DeadlineExceeded", message, is_certain=True)
 
     def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
         """Its batch failed, and perhaps by its fault: charge the document of a lease in force."""
         held = self._release(lease_id)
         assert held is not None
-        return self._charge(held.item, error_class, message, is_certain=False)
+        place = self._workers[held.worker].place
+        return self._charge(held.item, place, error_class, message, is_certain=False)
 
     def unread(self, lease_id: str, now: float) -> float:
         """Its worker could not read it, others may: it waits again, uncharged; the seconds that the worker waits."""
@@ -177,7 +271,7 @@ class Scheduler:
         held = self._release(lease_id)
         assert held is not None
         held.item.attempts += 1
-        if held.item.attempts >= self._limits.max_attempts:
+        if held.item.num_counted >= self._limits.max_attempts:
             return [self._give_up(held.item, error_class, message)]
         heapq.heappush(self._later, (now + PAUSE_S, held.item.key))
         return []
@@ -208,23 +302,31 @@ class Scheduler:
     def leave(self, worker: str, error_class: str, message: str) -> list[GivenUp]:
         """A worker died: charge what it had started, free the rest.
 
-        A document that ran alone is charged even when the worker died before it could say that it had started,
-        unless the worker made no step since it was told to drop another one: then that one may be what hangs.
+        A document that ran alone, or on trial, is charged even when the worker died before it could say that it had
+        started, unless the worker made no step since it was told to drop another one: then that one may be what hangs.
+        At a place that is not trusted nobody is charged: what had started runs alone, elsewhere.
         """
+        if self._workers[worker].takes_leases:
+            self.suspend(worker)
         state = self._drop(worker)
-        certain = state.alone and not state.may_hang
-        given_up = []
+        is_alone = state.alone or (len(state.leases) == 1 and self._places.is_on_trial(state.place))
+        certain = is_alone and not state.may_hang
+        self._places.died(state.place, message, is_explained=state.holds_struck)
+        given_up: list[GivenUp] = []
         for held in state.leases.values():
-            if held.started_at is not None or certain:
-                given_up += self._charge(held.item, error_class, message, is_certain=state.alone)
-            else:
+            if held.started_at is None and not certain:
                 self._expose(held.item)
+            elif state.is_trusted:
+                given_up += self._charge(held.item, state.place, error_class, message, is_certain=is_alone)
+            else:
+                self._set_apart(held.item, state.place)
         return given_up
 
     def lose(self, worker: str, message: str) -> list[GivenUp]:
         """A worker went down with its node: nobody is charged."""
-        leases = self._drop(worker).leases.values()
-        return [given_up for held in leases for given_up in self._count_loss(held.item, message)]
+        state = self._drop(worker)
+        self._places.depart(state.place)
+        return [given_up for held in state.leases.values() for given_up in self._count_loss(held.item, message)]
 
     def _drop(self, worker: str) -> Holder:
         state = self._workers.pop(worker)
@@ -243,22 +345,19 @@ class Scheduler:
         return held.lease
 
     def _roomiest(self, takers: dict[str, Holder]) -> str | None:
-        held = {name: worker.num_taken for name, worker in takers.items() if not worker.alone}
-        name = min(held, key=held.__getitem__, default=None)
-        return name if name is not None and held[name] < self._leases_per_worker else None
+        held = {name: each.num_taken for name, each in takers.items() if each.num_taken < self._capacity(each)}
+        return min(held, key=held.__getitem__, default=None)
 
     def _misplaced(self, now: float) -> Held | None:
         """The longest lease that waits at the busiest worker, if another one is idle."""
-        takers = [worker for worker in self._workers.values() if worker.takes_leases and not worker.alone]
+        takers = [worker for worker in self._takers(now).values() if not worker.alone]
         slow = max((worker for worker in takers if worker.queued()), key=lambda each: each.num_before, default=None)
         held = slow.queued() if slow is not None else None
         if slow is None or held is None:
             return None
-        idle = min(
-            (each.num_taken for each in takers if not each.queued() and each.sees(held.lease.key.file, now)),
-            default=self._leases_per_worker,
-        )
-        return held if idle < self._leases_per_worker and slow.num_before >= idle + 2 else None
+        free = [each for each in takers if not each.queued() and each.num_taken < self._capacity(each)]
+        idle = min((each.num_taken for each in free if each.sees(held.lease.key.file, now)), default=None)
+        return held if idle is not None and slow.num_before >= idle + 2 else None
 
     def _release(self, lease_id: str) -> Held | None:
         held = self._held.pop(lease_id, None)
@@ -268,18 +367,25 @@ class Scheduler:
             worker.alone = worker.alone and bool(worker.leases)
         return held
 
-    def _charge(self, item: Item, error_class: str, message: str, *, is_certain: bool) -> list[GivenUp]:
+    def _charge(self, item: Item, place: Place, error_class: str, message: str, *, is_certain: bool) -> list[GivenUp]:
         """Not `is_certain`: a neighbour may be to blame, so the last attempt is left for the document alone."""
-        if not is_certain and item.attempts + 1 == self._limits.max_attempts:
-            item.exposures = MAX_UNCHARGED_EXPOSURES
-            self._enqueue(item)
+        if not is_certain and item.num_counted + 1 == self._limits.max_attempts:
+            self._set_apart(item, place)
             return []
         item.attempts += 1
         item.strikes += 1
-        if item.attempts >= self._limits.max_attempts:
+        item.struck.add(place.spot)
+        if item.num_counted >= self._limits.max_attempts:
             return [self._give_up(item, error_class, message)]
+        self._has_charged = True
         self._enqueue(item)
         return []
+
+    def _set_apart(self, item: Item, place: Place) -> None:
+        """Let a document run alone from now on, and elsewhere if it can; uncharged."""
+        item.exposures = MAX_UNCHARGED_EXPOSURES
+        item.struck.add(place.spot)
+        self._enqueue(item)
 
     def _count_loss(self, item: Item, message: str) -> list[GivenUp]:
         item.losses += 1
@@ -293,7 +399,10 @@ class Scheduler:
         self._enqueue(item)
 
     def _enqueue(self, item: Item) -> None:
-        (self._alone if item.runs_alone else self._fresh).put(item.key, item.num_tokens)
+        if item.runs_alone:
+            bisect.insort(self._alone, rank(item.num_tokens, item.key))
+        else:
+            self._fresh.put(item.key, item.num_tokens)
 
     def _give_up(self, item: Item, error_class: str, message: str) -> GivenUp:
         del self._items[item.key]

@@ -9,33 +9,27 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol
 
 import ray
 import torch
 
-from specextend.cluster.messages import (
-    Done,
-    EngineBrokenError,
-    Failed,
-    Outcome,
-    Suspected,
-    WorkerInfo,
-    WorkerReport,
-    first_line,
-)
+from specextend.cluster.messages import Done, EngineBrokenError, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
 from specextend.config import RunConfig
-from specextend.core import Completion, DocumentKey, Request, SamplingParams
-from specextend.data.documents import DocumentError, InputError, Row, Source
+from specextend.core import Completion, DocumentKey, Request, SamplingParams, first_line
+from specextend.data.inputs import DocumentError, InputError, Row
 from specextend.data.parquet import DAMAGED
 from specextend.data.prompts import Prompt, Prompts
 from specextend.data.schema import result_row
+from specextend.data.source import Source
+from specextend.decoding.admission import is_device_error, is_out_of_memory
 from specextend.decoding.engine import BatchError
-from specextend.decoding.failures import is_device_error, is_out_of_memory
+from specextend.pairing import check_files
+from specextend.terminal import wrap_streams
 
 DEVICE_EXIT_CODE = 70
 """Of a worker whose GPU context is beyond use."""
@@ -55,7 +49,7 @@ class EngineLike(Protocol):
         """Grows with every prefill chunk and every decoding step."""
 
     @property
-    def max_prompt_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Prompt and output tokens of one request, at most."""
 
     @property
@@ -75,6 +69,20 @@ class EngineLike(Protocol):
 
 
 EngineFactory = Callable[[RunConfig], EngineLike]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFactory:
+    """Makes engines of the very files that the driver has recorded: on a machine with other ones it raises."""
+
+    factory: EngineFactory
+    hashes: Mapping[str, str]
+    """Of the run's models, by `target`, `tokenizer` and `draft`."""
+
+    def __call__(self, config: RunConfig) -> EngineLike:
+        """Compare the files on this machine, then build the engine. Raises ModelError."""
+        check_files(config.target, config.active_draft, self.hashes)
+        return self.factory(config)
 
 
 def document_seed(run_seed: int, doc_id: str) -> int:
@@ -116,27 +124,43 @@ class Inbox:
 class Worker:
     """Holds an engine and answers `run` with a document's outcome. Made into an actor by `worker_actor`."""
 
+    _engine: EngineLike
+    _prompts: Prompts
+
     def __init__(self, config: RunConfig, source: Source, factory: EngineFactory) -> None:
-        """Loads the models. Raises whatever keeps them from loading."""
-        if not config.job.gpus_per_worker:
-            torch.set_num_threads(config.job.cpus_per_worker)
-        self._config, self._source = config, source
-        self._engine = factory(config)
-        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_prompt_tokens)
+        """Load nothing yet: the driver is to know when the loading begins."""
+        wrap_streams()  # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a text
+        self._config, self._source, self._factory = config, source, factory
         self._inbox = Inbox()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[str, asyncio.Future[Completion | Failed | Suspected]] = {}
-        self._handed_out: dict[str, Request] = {}  # to the engine, and not settled; the engine thread's own
+        self._handed_out: dict[str, Request] = {}  # to the engine, and neither settled nor cancelled
         self._broken: EngineBrokenError | None = None
         self._name = f"{os.uname().nodename}:{os.getpid()}"
-        threading.Thread(target=self._serve, name="engine", daemon=True).start()
+
+    async def begun(self) -> str:
+        """Answer as soon as there is a process, with its host."""
+        return os.uname().nodename
 
     async def ready(self) -> WorkerInfo:
-        """Returns once the models are loaded."""
-        device = torch.cuda.get_device_name() if self._config.job.gpus_per_worker else "cpu"
+        """Load the models; returns once they are loaded. Raises whatever keeps them from loading."""
+        device = await asyncio.get_running_loop().run_in_executor(None, self.load)
         context = ray.get_runtime_context()
-        return WorkerInfo(context.get_node_id(), os.uname().nodename, os.getpid(), device)
+        given = context.get_accelerator_ids() if self._config.job.gpus_per_worker else {}
+        accelerators = tuple(
+            f"{kind} {number}" for kind, numbers in sorted(given.items()) for number in sorted(numbers)
+        )
+        return WorkerInfo(context.get_node_id(), os.uname().nodename, os.getpid(), device, accelerators)
+
+    def load(self) -> str:
+        """Load the models and start the engine; the name of their device."""
+        if not self._config.job.gpus_per_worker:
+            torch.set_num_threads(self._config.job.cpus_per_worker)
+        self._engine = self._factory(self._config)
+        self._prompts = Prompts(self._engine.tokenizer, self._config.prompt, self._engine.max_tokens)
+        threading.Thread(target=self._serve, name="engine", daemon=True).start()
+        return torch.cuda.get_device_name() if self._config.job.gpus_per_worker else "cpu"
 
     async def run(self, lease_id: str, key: DocumentKey, attempt: int) -> Outcome:
         """One lease: read, render, decode. A cancelled call drops its sequence between two steps.
@@ -210,6 +234,7 @@ class Worker:
             raise
         finally:
             self._waiting.pop(request.request_id, None)
+            self._handed_out.pop(request.request_id, None)
 
     def _serve(self) -> None:
         """The engine thread: one endless `generate`, begun again after a batch that failed."""
@@ -231,6 +256,8 @@ class Worker:
             request = self._inbox.take(block=self._engine.num_active == 0)
             if request is not None:
                 self._handed_out[request.request_id] = request
+                if request.request_id not in self._waiting:  # cancelled before it stood there
+                    self._handed_out.pop(request.request_id, None)
             yield request
 
     def _on_batch_error(self, error: BatchError) -> None:
@@ -239,7 +266,7 @@ class Worker:
         traceback.print_exception(cause, file=sys.stderr)
         for name in error.request_ids:
             self._settle(name, Suspected(type(cause).__name__, first_line(cause)))
-        for request in self._handed_out.values():
+        for request in list(self._handed_out.values()):
             if request.request_id in self._waiting:  # not cancelled since
                 self._inbox.put(request)
         self._handed_out.clear()

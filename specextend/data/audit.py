@@ -1,28 +1,189 @@
-"""What must hold of the input before anything is loaded: files that open, columns of the right type, unique ids."""
+"""The audit of the input before a model is loaded: which files it has, and that their columns and ids are usable."""
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import fs
 
+from specextend.core import one_line
 from specextend.data.inputs import InputError, InputFile, InputOptions, InputUnreachableError, unreadable
-from specextend.data.listing import Listing, ask
-from specextend.data.parquet import DAMAGED, columns_bytes, document_columns, is_text, open_parquet, plain_text
+from specextend.data.parquet import DAMAGED, is_text, largest_group_bytes, open_parquet, plain_text
+from specextend.data.run_folder import SUMMARIES, result_name
 from specextend.data.schema import SUMMARY_SCHEMA
-from specextend.data.storage import Location
+from specextend.data.storage import Location, is_uri, resolve
 
+_SUFFIXES = (".parquet", ".pq", ".parq")
+"""Extensions of Parquet files in a folder, in upper or lower case."""
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip")
 MOST_PROBLEMS = 5
-"""Files that a message tells of; the others are counted."""
+"""Most files that one message describes; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of an input path, in path order."""
+
+    root: Location
+    """The folder, the glob before its first component with a wildcard, or the file's folder."""
+    pattern: tuple[str, ...]
+    """The glob's components below the root; empty for a folder or a file."""
+    is_folder: bool
+    relative_paths: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each file."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Number of files in a folder that are not read, by extension; hidden files (`_`, `.`) are not counted."""
+
+
+def list_input(path: str) -> Listing:
+    """Find the files of `input.path`. Raises InputError if there are none, InputUnreachableError without an answer."""
+    try:
+        location = resolve(path)
+        info = location.filesystem.get_file_info(location.path)
+        if info.type == fs.FileType.File:
+            return Listing(location.parent, (), False, (location.name,), (info.size,))
+        if info.type == fs.FileType.Directory:
+            return _list_folder(path, location)
+        if not _has_wildcard(location.path):
+            raise InputError(f"input.path {path} does not exist; give a Parquet file, a folder or a glob")
+        return _list_glob(path, location)
+    except InputError:
+        raise
+    except UnicodeDecodeError as error:
+        raise InputError(f"input.path {path} contains a name that is not UTF-8; rename it") from error
+    except (OSError, ValueError) as error:
+        is_away = isinstance(error, OSError) and is_uri(path)
+        raise (InputUnreachableError if is_away else InputError)(
+            f"input.path {path} cannot be listed ({one_line(error)}); "
+            + ("run again" if is_away else "give a path that can be read")
+        ) from error
+
+
+def _list_folder(path: str, folder: Location) -> Listing:
+    found = [
+        (name, size)
+        for name, size in _files_below(folder, recursive=True)
+        if not any(_is_hidden(part) for part in name.split("/"))
+    ]
+    files = [(name, size) for name, size in found if name.lower().endswith(_SUFFIXES)]
+    skipped = Counter(_ending(name) for name, _ in found if not name.lower().endswith(_SUFFIXES))
+    if not files:
+        there = f", only {describe_skipped(skipped)}" if skipped else ""
+        raise InputError(
+            f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a folder that holds some, "
+            "or a glob (jobs/prepare.py makes Parquet of JSONL and text)"
+        )
+    names, sizes = zip(*files, strict=True)
+    return Listing(folder, (), True, names, sizes, skipped)
+
+
+def describe_skipped(skipped: Mapping[str, int]) -> str:
+    """Describe how many files of a folder are not read, by extension."""
+    return ", ".join(f"{count:,} {ending}" for ending, count in sorted(skipped.items()))
+
+
+def _ending(name: str) -> str:
+    """Return a file's extension together with that of its compression: `.jsonl.gz`."""
+    stem, ending = os.path.splitext(name.rsplit("/", 1)[-1])
+    if ending.lower() in _COMPRESSED:
+        ending = os.path.splitext(stem)[1] + ending
+    return ending or "without an extension"
+
+
+def _list_glob(path: str, location: Location) -> Listing:
+    parts = location.path.split("/")
+    first = next(i for i, part in enumerate(parts) if _has_wildcard(part))
+    root, pattern = Location(location.filesystem, "/".join(parts[:first]) or "/"), tuple(parts[first:])
+    files = [
+        (name, size)
+        for name, size in _files_below(root, recursive=len(pattern) > 1 or pattern == ("**",))
+        if glob_matches(tuple(name.split("/")), pattern)
+    ]
+    if not files:
+        raise InputError(f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` does not)")
+    names, sizes = zip(*files, strict=True)
+    return Listing(root, pattern, False, names, sizes)
+
+
+def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Return True if path components match glob components.
+
+    `**` stands for any number of components. A hidden name matches only a pattern that begins with `_` or `.` too.
+    """
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        goes_on = bool(parts) and not _is_hidden(parts[0]) and glob_matches(parts[1:], pattern)
+        return goes_on or glob_matches(parts, pattern[1:])
+    if not parts or (_is_hidden(parts[0]) and not _is_hidden(pattern[0])):
+        return False
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and glob_matches(parts[1:], pattern[1:])
+
+
+def check_apart(listing: Listing, output: str) -> None:
+    """Raise InputError unless no file of the run would be input, and no input file is in the output folder."""
+    try:
+        folder = resolve(output)
+    except ValueError as error:
+        raise InputError(f"output.path: {error}") from error
+    if folder.filesystem.get_file_info(folder.path).type == fs.FileType.File:
+        raise InputError(f"output.path {output} is a file; give a folder")
+    if not folder.filesystem.equals(listing.root.filesystem):
+        return
+    root, target = _real_parts(listing.root), _real_parts(folder)
+    inside = target[: len(root)] == root
+    if inside and listing.is_folder:
+        raise InputError(f"output.path {output} is inside the input folder; give one beside it")
+    written = (*target[len(root) :], SUMMARIES, result_name(0))
+    if inside and listing.pattern and glob_matches(written, listing.pattern):
+        raise InputError(f"output.path {output} would hold files that the input's glob matches; give a folder outside")
+    for name in listing.relative_paths:
+        if _real_parts(listing.root.child(name))[: len(target)] == target:
+            raise InputError(f"the input file {name} is inside output.path {output}; give another output folder")
+
+
+def _real_parts(location: Location) -> tuple[str, ...]:
+    """Return the path's components, with symbolic links resolved on a local file system."""
+    path = os.path.realpath(location.path) if location.is_local else location.path
+    return tuple(part for part in path.split("/") if part)
+
+
+def _files_below(folder: Location, *, recursive: bool) -> list[tuple[str, int]]:
+    """List a folder's files as (path relative to the folder, bytes), in path order."""
+    infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True))
+    prefix = folder.path.rstrip("/") + "/"
+    return sorted((info.path.removeprefix(prefix), info.size) for info in infos if info.is_file)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(("_", "."))
+
+
+def _has_wildcard(path: str) -> bool:
+    return any(character in path for character in "*[?")
+
+
+def ask(location: Location, name: str) -> fs.FileInfo:
+    """Ask the store about a file, called `name` in messages. Raises InputUnreachableError if it does not answer."""
+    try:
+        return location.filesystem.get_file_info(location.path)
+    except OSError as error:
+        raise InputUnreachableError(f"{name} cannot be reached ({one_line(error)}); run again") from error
 
 
 def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
-    """The files with their row counts, and the passthrough columns' fields.
+    """Audit the files; return them with their row counts, and the fields of the passthrough columns.
 
-    Raises InputError, in one line: what is wrong with files comes all at once, then ids that are repeated.
+    Raises InputError in one line, which tells of all unusable files, or else of repeated ids.
     """
     _check_passthrough_names(options)
     files, fields, ids, problems = [], [], [], []
@@ -30,7 +191,7 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
         try:
             file, its_fields, its_ids = _audit_file(listing, number, options)
         except InputUnreachableError:
-            raise  # of the next file there will be no more to know
+            raise  # the store will not answer for the next file either
         except InputError as error:
             problems.append(str(error))
         else:
@@ -47,7 +208,7 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
 def _audit_file(
     listing: Listing, number: int, options: InputOptions
 ) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray]:
-    """A file, its passthrough fields, and its ids where there is a column of them. Raises InputError."""
+    """Audit one file; return it, its passthrough fields, and its ids if it has a column of them. Raises InputError."""
     name, size = listing.relative_paths[number], listing.sizes[number]
     location = listing.root.child(name)
     try:
@@ -56,8 +217,7 @@ def _audit_file(
             fields = [parquet.schema_arrow.field(column) for column in options.passthrough]
             ids = _read_ids(name, parquet, options.id_column)
             rows = _group_rows(parquet.metadata)
-            groups = range(len(rows))
-            largest = max((columns_bytes(parquet, i, document_columns(options)) for i in groups), default=0)
+            largest = largest_group_bytes(parquet, options.document_columns)
         modified_ns = ask(location, name).mtime_ns
         return InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns), fields, ids
     except DAMAGED as error:
@@ -67,7 +227,7 @@ def _audit_file(
 
 
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
-    """Rows of each row group. Raises ArrowInvalid where they cannot be, or do not add up."""
+    """Return the rows of each row group. Raises ArrowInvalid if they are impossible or do not add up."""
     rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
         raise pa.ArrowInvalid(f"its row groups hold {sum(rows)} rows, its footer says {metadata.num_rows}")
@@ -75,7 +235,7 @@ def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
 
 
 def footer_sha256(location: Location) -> str:
-    """Hash of a Parquet file's footer: its schema, row groups and where their data lies."""
+    """Hash a Parquet file's footer: its schema, its row groups and the places of their data."""
     with location.filesystem.open_input_file(location.path) as file:
         size = file.size()
         length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
@@ -93,7 +253,7 @@ def _is_id(kind: pa.DataType) -> bool:
 def _check_passthrough_names(options: InputOptions) -> None:
     ours = [name for name in options.passthrough if name in SUMMARY_SCHEMA.names]
     if ours:
-        raise InputError(f"input.passthrough names {', '.join(ours)}, a column of ours; rename it in the input")
+        raise InputError(f"input.passthrough names {', '.join(ours)}, which summaries have already; rename it")
 
 
 def _check_columns(file: str, schema: pa.Schema, options: InputOptions) -> None:
@@ -115,11 +275,11 @@ def _check_columns(file: str, schema: pa.Schema, options: InputOptions) -> None:
             raise InputError(f"{file} has {len(found)} columns named {column!r} (input.{option}); rename all but one")
         kind = schema.field(found[0]).type
         if not is_right(kind):
-            raise InputError(f"{file}: column {column!r} (input.{option}) is {kind}, it must be {what}")
+            raise InputError(f"{file}: column {column!r} (input.{option}) is {kind}, but must be {what}")
 
 
 def _read_ids(file: str, parquet: pq.ParquetFile, column: str | None) -> pa.ChunkedArray:
-    """The ids of a file as strings, none without a column. Raises InputError for one that is null or not text."""
+    """Read a file's ids as strings; none without an id column. Raises InputError if one is null or not UTF-8."""
     if column is None:
         return pa.chunked_array([], pa.large_string())
     ids = parquet.read(columns=[column])[column]
@@ -132,7 +292,7 @@ def _read_ids(file: str, parquet: pq.ParquetFile, column: str | None) -> pa.Chun
     try:
         return plain_text(ids)
     except pa.ArrowInvalid as error:
-        raise InputError(f"{file}: column {column!r} (input.id_column) holds an id that is not UTF-8") from error
+        raise InputError(f"{file}: an id in column {column!r} (input.id_column) is not UTF-8; repair it") from error
 
 
 def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:
@@ -149,7 +309,7 @@ def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:
     ]
     raise InputError(
         f"ids must be unique over all files: {num_repeated:,} repeated, the first is {repeated!r} in "
-        f"{' and '.join(places[:2])}"
+        f"{' and '.join(places[:2])}; make them different, or leave out input.id_column"
     )
 
 
@@ -163,14 +323,14 @@ def _rows_with(column: pa.ChunkedArray, value: str) -> Iterator[int]:
 
 
 def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:
-    """One field per passthrough column; a column without values in one file takes its type from the others."""
+    """Find one type for each passthrough column; a column without values in one file takes its type from the others."""
     unified = []
     for position, column in enumerate(options.passthrough):
         kinds = [
             (file_fields[position].type, name) for file_fields, name in zip(fields, listing.relative_paths, strict=True)
         ]
         typed = [(kind, name) for kind, name in kinds if not pa.types.is_null(kind)]
-        kind, first = (typed or [(pa.string(), "")])[0]  # no values anywhere: of a type that every reader takes
+        kind, first = (typed or [(pa.string(), "")])[0]  # no values anywhere: a type that every reader knows
         for other, name in typed:
             if other != kind:
                 raise InputError(

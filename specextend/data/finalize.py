@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.data.documents import Source
-from specextend.data.results import Results, Window, find_results
+from specextend.data.parts import Results, Window, find_results
+from specextend.data.run_folder import Counts, errors_folder, result_name, summaries_folder
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
-from specextend.data.storage import (
-    Location,
-    atomic_output,
-    delete,
-    exists,
-    read_bytes,
-    remove_temporary_files,
-    write_bytes,
-)
+from specextend.data.source import Source
+from specextend.data.storage import Location, atomic_output, delete, exists, remove_temporary_files
 
 _DIGEST = b"specextend.results"
 _CHUNK_ROWS = 4096
@@ -35,72 +25,42 @@ class ReconciliationError(RuntimeError):
     """Rows in are not rows done plus errors: nothing is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Rows in = done + errors."""
-
-    rows: int
-    done: int
-    errors: int
-
-
-def finalize(source: Source, output: Location) -> Counts:
+def finalize(source: Source, output: Location, checkpoint: Callable[[], object] = lambda: None) -> Counts:
     """Write `summaries/` and `errors/` from the parts, one row per document in input order.
 
-    Bounded memory; each file is there whole or not at all; one that would not change is not rewritten; an errors
-    file whose rows are done by now is deleted. Passthrough columns are read from the input itself. Raises
-    ReconciliationError, and InputError for an input that changed or cannot be read.
+    Memory is bounded. Each file is there whole or not at all; one that would not change is not rewritten; an errors
+    file whose rows are done by now is deleted. Passthrough columns are read from the input itself. checkpoint: called
+    between tables; may raise. Raises ReconciliationError, DamagedPartError, StrangePartError, and InputError for an
+    input that changed or cannot be read.
     """
     for file in source.files:
+        checkpoint()
         source.check_unchanged(file.number)
     results = find_results(output)
     counts = _reconcile(source, results)
     window = Window(results)
-    for folder in ("summaries", "errors"):
-        remove_temporary_files(output.child(folder))
+    for folder in (summaries_folder(output), errors_folder(output)):
+        remove_temporary_files(folder)
     for file in source.files:
-        name = _name(file.number)
-        _write_summaries(source, file.number, results, window, output.child("summaries", name))
-        _write_errors(file.number, results, output.child("errors", name))
+        name = result_name(file.number)
+        checkpoint()
+        summaries = _summaries(source, file.number, results, window, checkpoint)
+        _write_summaries(source, file.number, results, summaries, summaries_folder(output).child(name))
+        _write_errors(file.number, results, errors_folder(output).child(name))
     return counts
 
 
 def is_finalized(source: Source, output: Location) -> bool:
-    """Whether `summaries/` and `errors/` are what `finalize` would write: somebody may have taken a file away."""
+    """Return True if `summaries/` and `errors/` are what `finalize` would write: a file may have been taken away."""
     results = find_results(output)
     for file in source.files:
-        name = _name(file.number)
-        if not _is_written(output.child("summaries", name), _summaries_schema(source, file.number, results)):
+        name = result_name(file.number)
+        if not _is_written(summaries_folder(output).child(name), _summaries_schema(source, file.number, results)):
             return False
-        failed, errors = _failed(file.number, results), output.child("errors", name)
+        failed, errors = _failed(file.number, results), errors_folder(output).child(name)
         if not (_is_written(errors, _errors_schema(results, failed)) if len(failed) else not exists(errors)):
             return False
     return True
-
-
-def is_output_file(name: str) -> bool:
-    """Whether a file of `summaries/` or `errors/` is one of ours, by its name."""
-    return re.fullmatch(r"part-\d{5,}\.parquet", name) is not None
-
-
-def _name(number: int) -> str:
-    return f"part-{number:05d}.parquet"
-
-
-def write_success(output: Location, counts: Counts) -> None:
-    """Write `_SUCCESS`, the last file of a run that exits 0."""
-    write_bytes(output.child("_SUCCESS"), (json.dumps(asdict(counts)) + "\n").encode())
-
-
-def remove_success(output: Location) -> None:
-    """Remove `_SUCCESS` before anything in the folder changes."""
-    delete(output.child("_SUCCESS"))
-
-
-def read_success(output: Location) -> Counts | None:
-    """The counts of a finished run, or None."""
-    data = read_bytes(output.child("_SUCCESS"))
-    return None if data is None else Counts(**json.loads(data))
 
 
 def _reconcile(source: Source, results: Results) -> Counts:
@@ -120,13 +80,14 @@ def _reconcile(source: Source, results: Results) -> Counts:
     return Counts(source.num_rows, done, source.num_rows - done)
 
 
-def _write_summaries(source: Source, number: int, results: Results, window: Window, location: Location) -> None:
+def _write_summaries(
+    source: Source, number: int, results: Results, tables: Iterator[tuple[pa.Table, int]], location: Location
+) -> None:
     schema = _summaries_schema(source, number, results)
     if _is_written(location, schema):
         return
     with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        tables = _summaries(source, number, results, window, schema)
-        has_dictionary = any("dictionary<" in str(field.type) for field in schema)  # of which each table has its own
+        has_dictionary = any("dictionary<" in str(field.type) for field in schema)  # each table has its own dictionary
         for table in (each for each, _ in tables) if has_dictionary else gathered(tables):
             writer.write_table(table)
 
@@ -138,12 +99,13 @@ def _summaries_schema(source: Source, number: int, results: Results) -> pa.Schem
 
 
 def _summaries(
-    source: Source, number: int, results: Results, window: Window, schema: pa.Schema
+    source: Source, number: int, results: Results, window: Window, checkpoint: Callable[[], object]
 ) -> Iterator[tuple[pa.Table, int]]:
-    """The summaries of a file, some rows at a time, in row order, and the bytes that such rows keep in memory."""
-    span = results.span(number)
+    """Yield the summaries of a file in row order, some rows at a time, each with the bytes that they keep in memory."""
+    span, schema = results.span(number), _summaries_schema(source, number, results)
     begin = span.start
     for columns, num_rows in _passthrough(source, number):
+        checkpoint()
         rows = window.rows(begin, begin + num_rows)
         table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
         yield _rows_where(table, results.done[begin : begin + num_rows]), table.nbytes
@@ -152,9 +114,9 @@ def _summaries(
 
 
 def gathered(tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
-    """The same rows in tables worth a row group: a writer keeps what it knows of each group until the file is whole.
+    """Join tables until they are worth a row group: a writer keeps its facts about each group until the file is whole.
 
-    tables: each with the bytes that holding it takes, which for slices is more than they show.
+    tables: each with the bytes that it keeps in memory, which for a slice is more than its own size.
     """
     waiting: list[pa.Table] = []
     num_rows = num_bytes = 0
@@ -171,13 +133,13 @@ def gathered(tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
 
 
 def _rows_where(table: pa.Table, mask: NDArray[np.bool_]) -> pa.Table:
-    """Some rows of a table, as slices of it: Arrow's own filter does not know every type, such as string views."""
+    """Select rows of a table as slices of it: Arrow's own filter does not know every type, such as string views."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
     return pa.concat_tables([table.slice(0, 0), *(table.slice(begin, end - begin) for begin, end in edges.tolist())])
 
 
 def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:
-    """Passthrough columns of a file and their number of rows, some rows at a time, in row order."""
+    """Yield the passthrough columns of a file and their number of rows, some rows at a time, in row order."""
     fields = source.passthrough_fields
     if not fields:
         num_rows = source.files[number].num_rows
@@ -188,8 +150,12 @@ def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedA
 
 
 def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """A column without values takes the type it has in the other files."""
-    return pa.chunked_array([pa.nulls(len(values), kind)]) if pa.types.is_null(values.type) else values
+    """Give a column without values the type it has in the other files, and write out text that was read compact."""
+    if pa.types.is_null(values.type):
+        return pa.chunked_array([pa.nulls(len(values), kind)])
+    if pa.types.is_dictionary(values.type) and not pa.types.is_dictionary(kind):
+        return values.cast(values.type.value_type).cast(kind, safe=False)
+    return values
 
 
 def _write_errors(number: int, results: Results, location: Location) -> None:
@@ -212,7 +178,7 @@ def _write_errors(number: int, results: Results, location: Location) -> None:
 
 
 def _failed(number: int, results: Results) -> NDArray[np.int64]:
-    """Positions of a file's error rows."""
+    """Return the positions of a file's error rows."""
     span = results.span(number)
     return np.arange(span.start, span.stop)[~results.done[span.start : span.stop]]
 
@@ -227,7 +193,7 @@ def _with_digest(schema: pa.Schema, digest: str) -> pa.Schema:
 
 
 def _is_written(location: Location, schema: pa.Schema) -> bool:
-    """Whether the file is there and holds the very columns and results that `schema`'s digest names."""
+    """Return True if the file exists and holds the very columns and results that `schema`'s digest names."""
     if not exists(location):
         return False
     try:

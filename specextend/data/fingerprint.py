@@ -7,85 +7,141 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specextend.data.documents import Source
+from specextend.core import printable
+from specextend.data.run_folder import manifest_file
+from specextend.data.source import Source
 from specextend.data.storage import Location, create_bytes, read_bytes
 
 VERSION = 1
 
-_FREE = ("input.path", "output.path", "job", "decoding.max_batch_size", "target.device")
-"""May change from one start to the next: where things lie, and how many machines do them."""
-_HASHED = ("target.model", "draft.model")
-"""Paths of weights, whose hashes stand for them."""
+_FREE = (
+    "input.path",
+    "input.num_tokens_column",
+    "output.path",
+    "job",
+    "decoding.max_batch_size",
+    "decoding.cache_gib",
+    "attention.backend",
+    "target.device",
+)
+"""Options that may change from one start to the next: where files are, and in what order and on which machines
+documents are done."""
+_HASHED = ("target.model", "target.revision", "draft.model", "draft.revision")
+"""Options that name weights: the hashes of the weights stand for them."""
+RETIRED: dict[str, Any] = {"cache.chunk_boundaries": "fixed", "cache.score_heads": "mean"}
+"""Options that no longer exist, each with the JSON value by which the code now always acts."""
+ADDED: dict[str, Any] = {}
+"""Options that older versions did not have, each with the JSON value by which those acted."""
 
 
-def build_manifest(source: Source, config: Mapping[str, Any], hashes: Mapping[str, str]) -> dict[str, Any]:
-    """The manifest of a run: `{"version", "fingerprint", "identity": {"files", "hashes", "config"}, "config"}`.
+def build_manifest(
+    source: Source,
+    config: Mapping[str, Any],
+    hashes: Mapping[str, str],
+    models: Mapping[str, Mapping[str, str | None]] | None = None,
+) -> dict[str, Any]:
+    """Build a manifest: `{"version", "fingerprint", "identity": {"files", "hashes", "config"}, "config", "models"}`.
 
     config: the whole configuration as nested JSON values (`RunConfig.model_dump(mode="json")`); what may change
     without making it another run is left out of `identity`. hashes: of target and draft weights and tokenizer, by
-    name (`target`, `draft`, `tokenizer`).
+    name (`target`, `draft`, `tokenizer`). models: how target and draft were named, and the commits that they are.
     """
     files = {
         file.relative_path: {"size": file.size, "rows": file.num_rows, "footer_sha256": file.footer_sha256}
         for file in source.files
     }
-    values = {name: value for name, value in _flat(config) if not _is_free(name)}
-    identity = {"files": files, "hashes": dict(hashes), "config": values}
-    return {"version": VERSION, "fingerprint": fingerprint(identity), "identity": identity, "config": dict(config)}
+    identity = {"files": files, "hashes": dict(hashes), "config": _binding(dict(_flat(config)))}
+    return {
+        "version": VERSION,
+        "fingerprint": fingerprint(identity),
+        "identity": identity,
+        "config": dict(config),
+        "models": {name: dict(model) for name, model in (models or {}).items()},
+    }
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
-    """SHA-256 of the canonical JSON: keys sorted, no spaces, no NaN."""
+    """Compute the SHA-256 of the canonical JSON: keys sorted, no spaces, no NaN."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(output: Location) -> dict[str, Any] | None:
-    """The manifest of an output folder, or None. Raises ValueError for one that cannot be read."""
-    location = _place(output)
+    """Read the manifest of an output folder; None if there is none. Raises ValueError if it cannot be read."""
+    location = manifest_file(output)
     data = read_bytes(location)
     if data is None:
         return None
     try:
         manifest = json.loads(data)
         if manifest["version"] != VERSION or manifest["fingerprint"] != fingerprint(manifest["identity"]):
-            raise ValueError("its version or fingerprint is not what it should be")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{location.path} is not a manifest of ours ({error}); use another output folder") from error
+            raise ValueError("its version or fingerprint is wrong")
+        if not _is_whole(manifest):
+            raise ValueError("a section is missing")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{location.path} is not a manifest that this version can read ({error}); use another output folder"
+        ) from error
     return dict(manifest)
 
 
+def num_input_rows(manifest: Mapping[str, Any]) -> int:
+    """Return how many rows all input files have."""
+    return sum(file["rows"] for file in manifest["identity"]["files"].values())
+
+
 def write_manifest(output: Location, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest once; raises FileExistsError where there is one."""
-    location = _place(output)
+    """Write the manifest. Raises FileExistsError if there is one."""
+    location = manifest_file(output)
     if not create_bytes(location, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()):
         raise FileExistsError(location.path)
 
 
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One line for each value in which two manifests' identities differ; empty if the fingerprints are equal.
+    """Return one line for each value in which two manifests' identities differ; none if they are of the same run.
 
-    A line names the value, what the output folder has, and what this run has.
+    A line names the value, what the output folder has, and what this run has. Values that make no difference any more
+    are passed over, so that a run of an older version can be resumed; its fingerprint may then be another.
     """
     before, after = dict(_flat_identity(recorded)), dict(_flat_identity(current))
     names = [*before, *(name for name in after if name not in before)]
     return [
-        f"{name}: {_say(before, name)} there, {_say(after, name)} here"
+        printable(f"{name}: {_say(before, name)} there, {_say(after, name)} here")
         for name in names
         if _say(before, name) != _say(after, name)
     ]
 
 
-def _place(output: Location) -> Location:
-    return output.child("_run", "manifest.json")
+def _is_whole(manifest: Mapping[str, Any]) -> bool:
+    """Return True if everything that readers take for granted is there and has the right type."""
+    identity, config = manifest["identity"], manifest["config"]
+    sections = (config, *(identity[name] for name in ("files", "hashes", "config")))
+    if not all(isinstance(section, dict) for section in sections):
+        return False
+    is_text = all(isinstance(value, str) for value in identity["hashes"].values())
+    files = identity["files"].values()
+    return is_text and all(
+        isinstance(file["rows"], int) and isinstance(file["size"], int) and isinstance(file["footer_sha256"], str)
+        for file in files
+    )
+
+
+def _binding(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep those of a configuration's flat values that make a run what it is."""
+    return {name: value for name, value in values.items() if not _is_free(name) and not _says_nothing(name, value)}
 
 
 def _is_free(name: str) -> bool:
     return any(name == free or name.startswith(f"{free}.") for free in _FREE + _HASHED)
 
 
+def _says_nothing(name: str, value: Any) -> bool:
+    """Return True for an option with the value that the code acts by, or acted by, without it."""
+    return any(name in table and table[name] == value for table in (RETIRED, ADDED))
+
+
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested sections as (dotted name, value)."""
+    """Flatten nested sections to (dotted name, value)."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -95,7 +151,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _flat_identity(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     identity = manifest["identity"]
-    yield from identity["config"].items()
+    yield from _binding(identity["config"]).items()
     for name, value in identity["hashes"].items():
         yield f"weights of {name}", value[:12]
     for path, file in identity["files"].items():

@@ -12,11 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specextend.core import one_line
 from specextend.data.inputs import InputError
 from specextend.data.storage import Location, atomic_output
 
 DOCUMENT_SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string()), ("reference", pa.string())])
-"""What is written: id, text, and a reference summary where the data set has one."""
+"""The columns that are written: id, text, and a reference summary if the data set has one."""
 
 _GROUP_ROWS = 64
 _GROUP_BYTES = 1 << 20
@@ -24,7 +25,7 @@ _GROUP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
-    """Where a public data set lies and which of its columns are ours."""
+    """A public data set: its repository and the columns that we read."""
 
     repository: str
     id_column: str | None
@@ -41,9 +42,9 @@ HUB_DATASETS = {
 
 
 def read_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
-    """Documents of GovReport, BookSum or PG-19, streamed from the Hugging Face Hub.
+    """Stream documents of GovReport, BookSum or PG-19 from the Hugging Face Hub.
 
-    Raises InputError, in one line, where `datasets` is missing, the Hub is not reached, or the split is unknown.
+    Raises InputError, in one line, if `datasets` is missing, the Hub cannot be reached, or the split is unknown.
     """
     if name not in HUB_DATASETS:
         raise InputError(f"unknown data set {name!r}; known are {', '.join(HUB_DATASETS)}")
@@ -64,15 +65,15 @@ def _hub_rows(known: HubDataset, split: str) -> Iterator[dict[str, Any]]:
     try:
         yield from datasets.load_dataset(known.repository, split=split, streaming=True)
     except ConnectionError as error:
-        raise InputError(f"the Hugging Face Hub is not reached, {known.repository} cannot be fetched") from error
+        raise InputError(f"the Hugging Face Hub cannot be reached to fetch {known.repository}; run again") from error
     except (ValueError, OSError) as error:
-        raise InputError(f"{known.repository}, split {split!r}: {' '.join(str(error).split())}") from error
+        raise InputError(f"{known.repository}, split {split!r}: {one_line(error)}") from error
 
 
 def read_jsonl(path: Path, text_field: str, id_field: str | None) -> Iterator[dict[str, Any]]:
-    """Documents of a JSON Lines file, one object a line; empty lines are skipped. The id defaults to `<file>:<line>`.
+    """Stream documents of a JSON Lines file, one object per line; empty lines are skipped.
 
-    Raises InputError naming the line that has no such text.
+    Without `id_field` the id is `<file>:<line>`. Raises InputError naming the line that has no such text or id.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -96,12 +97,12 @@ def _jsonl_document(place: str, line: str, text_field: str, id_field: str | None
     reference = values.get("reference") if isinstance(values.get("reference"), str) else None
     for text in (doc_id, values[text_field], reference or ""):
         if not _is_utf8(text):
-            raise InputError(f"{place} holds half of a surrogate pair, which is no character; repair it")
+            raise InputError(f"{place} contains half of a surrogate pair, which is not a character; repair it")
     return {"id": doc_id, "text": values[text_field], "reference": reference}
 
 
 def _is_utf8(text: str) -> bool:
-    """Whether text can be stored: JSON may escape half a character."""
+    """Return True if text can be stored: JSON may escape half a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -110,16 +111,16 @@ def _is_utf8(text: str) -> bool:
 
 
 def read_text_folder(folder: Path, pattern: str = "*.txt") -> Iterator[dict[str, Any]]:
-    """One document a file, searched recursively, in path order; the id is the path below `folder`.
+    """Stream one document per file, searched recursively, in path order; the id is the path below `folder`.
 
-    Raises InputError for no file or one that is not UTF-8.
+    Raises InputError if there is no file, or one that is not UTF-8.
     """
     paths = sorted(path for path in folder.rglob(pattern) if path.is_file())
     if not paths:
-        raise InputError(f"{folder} holds no {pattern}; give a folder of text files")
+        raise InputError(f"{folder} contains no {pattern}; give a folder of text files")
     for path in paths:
         if not _is_utf8(str(path)):
-            raise InputError(f"{path} has a name that is not UTF-8, and names are ids; rename it")
+            raise InputError(f"the name of {path} is not UTF-8, so it cannot be an id; rename it")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -128,9 +129,9 @@ def read_text_folder(folder: Path, pattern: str = "*.txt") -> Iterator[dict[str,
 
 
 def write_documents(documents: Iterable[dict[str, Any]], output: Location, limit: int | None = None) -> int:
-    """Write documents as one Parquet file, whole or not at all; returns how many.
+    """Write documents as one Parquet file, whole or not at all; return how many.
 
-    Streams: row groups end at 1 MiB of text or 64 rows. limit: documents at most. Raises InputError for none.
+    Streams: row groups end at 1 MiB of text or 64 rows. limit: most documents. Raises InputError if there are none.
     """
     written = 0
     with atomic_output(output) as path, pq.ParquetWriter(path, DOCUMENT_SCHEMA, compression="zstd") as writer:
@@ -138,7 +139,7 @@ def write_documents(documents: Iterable[dict[str, Any]], output: Location, limit
             writer.write_table(pa.Table.from_pylist(group, schema=DOCUMENT_SCHEMA))
             written += len(group)
         if not written:
-            raise InputError("there is no document to write")
+            raise InputError("there are no documents to write; give a source that has some")
     return written
 
 

@@ -1,41 +1,35 @@
-"""The nouns of the input: its options, its errors, its files and rows."""
+"""The options, errors, files and rows of the input."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specextend.core import Document, DocumentKey
+from specextend.core import Document, DocumentKey, one_line, printable
 from specextend.data.storage import holds_secret
 
 
 class InputError(ValueError):
-    """The input cannot be run at all: exit 2. The message is one printable line and says what to do."""
+    """The whole input is unusable: exit 2. The message is one printable line that says what to do."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
-def printable(text: str) -> str:
-    """One line of text that a terminal shows as it is: names and ids may hold line ends and escape codes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
-
-
 class InputChangedError(InputError):
-    """A file is not what it was when the run began: what is left cannot be done from it."""
+    """A file has changed since the run began, so the remaining documents cannot be read from it."""
 
 
 class InputUnreachableError(InputError):
-    """The store of a file does not answer: nothing is known about the file itself."""
+    """The store that holds a file does not answer, so nothing is known about the file itself."""
 
 
 def unreadable(file: str, error: Exception) -> InputError:
-    """A file that is no Parquet, or not to its end."""
-    message = " ".join(str(error).split())
-    return InputError(f"{file} cannot be read as Parquet ({message}); repair it or take it out")
+    """Return the error for a file that is not Parquet, or is damaged."""
+    return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); repair it or take it out")
 
 
 class DocumentError(Exception):
-    """One document cannot be done: a row in `errors/`, the job goes on. Pickles.
+    """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
     error_class: `NullText`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens` (stage `read`) or `PromptTooLong` (stage
     `prompt`). doc_id: set by `Source.read`, empty when raised by `Prompts.render`, which has no id.
@@ -57,19 +51,24 @@ class DocumentError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputOptions:
-    """`input.*`"""
+    """`input.*`: Where the documents are, and which columns hold what."""
 
     path: str
-    """A Parquet file, a folder of them (searched recursively) or a glob; a local path or a URI."""
+    """A Parquet file, a folder or a glob; a local path or a URI.
+
+    A folder is searched recursively for files that end in `.parquet`, `.pq` or `.parq`, in upper or lower case. The
+    path of a URI is taken as it is written (`s3://bucket/a b#1`); only a `file://` URI is percent-encoded."""
     text_column: str = "text"
+    """The string column with the documents."""
     id_column: str | None = None
-    """A string or integer column; without it the id is `<path relative to the root>:<row in file>`."""
+    """A string or integer column with unique ids; without it the id is `<path relative to the input>:<row in file>`."""
     passthrough: tuple[str, ...] = ()
-    """Input columns copied to the summaries, types kept."""
+    """Columns of any type that are copied to the summaries."""
     max_new_tokens_column: str | None = None
     """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
     num_tokens_column: str | None = None
-    """An integer column with the document's length in tokens; spares the planning pass over the text."""
+    """An integer column with the documents' lengths in tokens, which spares the planning pass over the text. In a file
+    where a value is null or below 1 the text is read after all, and such a document's length is estimated from it."""
 
     def __post_init__(self) -> None:
         for name in ("path", "text_column", "id_column", "max_new_tokens_column", "num_tokens_column"):
@@ -81,13 +80,19 @@ class InputOptions:
         if repeated:
             raise ValueError(f"input.passthrough names {', '.join(sorted(repeated))} more than once")
 
+    @property
+    def document_columns(self) -> list[str]:
+        """Return the columns that a document is read from."""
+        wanted = (self.text_column, self.id_column, self.max_new_tokens_column)
+        return list(dict.fromkeys(column for column in wanted if column is not None))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions:
-    """`output.*`"""
+    """`output.*`: Where the results go."""
 
     path: str
-    """The run's folder, a local path or a URI; made when missing."""
+    """The folder of the run, a local path or a URI; created if it does not exist."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -102,41 +107,65 @@ class InputFile:
 
     number: int
     relative_path: str
-    """From the input's root, with `/`."""
+    """Path relative to the input's root, with `/`."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     group_rows: tuple[int, ...]
-    """Rows of each row group."""
+    """Number of rows in each row group."""
     largest_group_bytes: int
-    """Uncompressed bytes of the largest row group, the columns that a document is made of counted."""
+    """Bytes that the largest row group takes when it is read, the columns that a document is made of counted."""
     footer_sha256: str
     modified_ns: int | None
-    """When it was last written, since the epoch, as this start found it; None where the store does not say."""
+    """Time of the last write, in nanoseconds since the epoch, at this start; None if the store does not report it."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of all its row groups."""
+        """Return the number of rows in all row groups."""
         return sum(self.group_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input row, ready to be rendered."""
+    """One input row, ready to be rendered into a prompt."""
 
     document: Document
     max_new_tokens: int | None
-    """None: the run's own."""
+    """Limit of the row itself; None: the run's limit applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedRow:
-    """What the plan needs to know of a row."""
+    """The facts about a row that planning needs."""
 
     key: DocumentKey
+    text: bytes | None
+    """None if it is null, or if `num_tokens_column` makes reading it unnecessary."""
     num_bytes: int | None
-    """Bytes of the text, 0 where it is null; None when `num_tokens_column` spares reading it."""
+    """Bytes of the text, 0 if it is null; None if `num_tokens_column` makes reading it unnecessary."""
     num_tokens: int | None
-    """From `num_tokens_column`; None without it and where it is null."""
+    """Value of `num_tokens_column`; None without that column, and if it is null or below 1."""
     max_new_tokens: int | None
     error_class: str | None
-    """Why `Source.read` will refuse the row, as far as the columns scanned can tell."""
+    """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
+
+
+def decode_text(data: bytes | None) -> str:
+    """Decode a document's text. Raises DocumentError if it is null, not UTF-8, or nothing but white space."""
+    if data is None:
+        raise DocumentError("NullText", "the text is null")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            "UndecodableText", f"the text is not UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    if not text or text.isspace():
+        raise DocumentError("EmptyText", "the text is empty or white space")
+    return text
+
+
+def check_max_new_tokens(value: int | None) -> int | None:
+    """Return a row's own limit. Raises DocumentError if it is below 1."""
+    if value is not None and value < 1:
+        raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1, got {value}")
+    return value

@@ -1,59 +1,162 @@
-"""Reading Parquet without holding more of it than needed."""
+"""Reading Parquet files in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from specextend.data.inputs import InputOptions
 from specextend.data.storage import Location
 
-_BATCH_BYTES = 16 << 20
+BATCH_BYTES = 16 << 20
+"""Bytes of text that are read at once."""
 _MAX_BATCH_ROWS = 256
+_UNMEASURED_ROWS = 16
+"""Rows that are read at once if their size is unknown."""
+_SHARED_PREFIXES = "DELTA_BYTE_ARRAY"
+"""The encoding that stores only how each value differs from the one before."""
+_NOT_COMPACT = "Not yet implemented"
+"""What pyarrow's message contains for an encoding that it cannot read as a dictionary."""
 
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
-"""What reading a file raises that is no Parquet, or not to its end, or whose columns have names that are not UTF-8."""
+"""What reading raises if a file is no Parquet, is damaged, or has columns whose names are not UTF-8."""
 
 
-def open_parquet(location: Location) -> pq.ParquetFile:
-    """Open for streaming: pages are read as they are needed."""
-    return pq.ParquetFile(location.path, filesystem=location.filesystem, buffer_size=1 << 20, pre_buffer=False)
+def open_parquet(location: Location, compact: Sequence[str] = ()) -> pq.ParquetFile:
+    """Open a file for streaming: pages are read when they are needed.
+
+    compact: text columns to read as dictionaries, in which a value that is stored once is held once.
+    """
+    options = {"filesystem": location.filesystem, "buffer_size": 1 << 20, "pre_buffer": False}
+    try:
+        return pq.ParquetFile(location.path, read_dictionary=list(compact), **options)
+    except KeyError:  # there is no such column, as reading will report
+        return pq.ParquetFile(location.path, **options)
 
 
-def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
-    """Tables of about 16 MiB and 256 rows at most, in row order; none spans two row groups."""
+def stream(
+    parquet: pq.ParquetFile, columns: list[str], plain: Callable[[], pq.ParquetFile] | None = None
+) -> Iterator[pa.Table]:
+    """Yield tables of at most about 16 MiB and 256 rows, in row order; none spans two row groups.
+
+    Bytes are counted as if text were written out, not held in a dictionary. plain: opens the file again without compact
+    columns, for what cannot be read with them.
+    """
     for group in range(parquet.metadata.num_row_groups):
-        mean_bytes = columns_bytes(parquet, group, columns) / max(1, parquet.metadata.row_group(group).num_rows)
-        rows = int(min(_MAX_BATCH_ROWS, max(1, _BATCH_BYTES // max(1, mean_bytes))))
-        for batch in parquet.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
-            yield pa.Table.from_batches([batch])
+        num_rows = 0
+        try:
+            for table in _batches(parquet, group, columns, _rows_at_once(parquet, group, columns)):
+                num_rows += len(table)
+                yield from halved(table, BATCH_BYTES)
+        except OSError as error:
+            if plain is None or _NOT_COMPACT not in str(error):
+                raise
+            with plain() as readable:
+                for table in _batches(readable, group, columns, _UNMEASURED_ROWS):
+                    begin = min(num_rows, len(table))  # rows that the first try has yielded
+                    num_rows -= begin
+                    yield from halved(table.slice(begin), BATCH_BYTES)
 
 
-def columns_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
-    """Uncompressed bytes of some columns of a row group; of all its columns where that is little.
+def read_group(
+    parquet: pq.ParquetFile, number: int, columns: list[str], plain: Callable[[], pq.ParquetFile]
+) -> pa.Table:
+    """Read columns of a row group. plain: as for `stream`."""
+    try:
+        return parquet.read_row_group(number, columns=columns, use_threads=False)
+    except OSError as error:
+        if _NOT_COMPACT not in str(error):
+            raise
+    with plain() as readable:
+        return readable.read_row_group(number, columns=columns, use_threads=False)
+
+
+def halved(table: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
+    """Yield slices of at most `most_bytes`, or of one row."""
+    if len(table) <= 1 or sum(map(_plain_bytes, table.columns)) <= most_bytes:
+        yield table
+        return
+    middle = len(table) // 2
+    yield from halved(table.slice(0, middle), most_bytes)
+    yield from halved(table.slice(middle), most_bytes)
+
+
+def _plain_bytes(values: pa.ChunkedArray) -> int:
+    """Count the bytes of a column as if text in a dictionary were written out."""
+    if not pa.types.is_dictionary(values.type) or not is_text(values.type):
+        return int(values.nbytes)
+    lengths = (pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in values.chunks)
+    return sum(pc.sum(each).as_py() or 0 for each in lengths)
+
+
+def _batches(parquet: pq.ParquetFile, group: int, columns: list[str], num_rows: int) -> Iterator[pa.Table]:
+    for batch in parquet.iter_batches(batch_size=num_rows, row_groups=[group], columns=columns):
+        yield pa.Table.from_batches([batch])
+
+
+def _rows_at_once(parquet: pq.ParquetFile, group: int, columns: list[str]) -> int:
+    """Return how many rows take about 16 MiB as they are stored."""
+    mean_bytes = _stored_bytes(parquet, group, columns) / max(1, parquet.metadata.row_group(group).num_rows)
+    return int(min(_MAX_BATCH_ROWS, max(1, BATCH_BYTES // max(1, mean_bytes))))
+
+
+def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
+    """Return the bytes that some columns of the largest row group take when they are read, with text compact.
+
+    The footer contains them, except for texts that share prefixes: such a column is read through. A file without any in
+    its first row group is assumed to have none in other small ones. Raises what reading raises.
+    """
+    largest = 0
+    has_shared = False
+    for number in range(parquet.metadata.num_row_groups):
+        group = parquet.metadata.row_group(number)
+        if number == 0 or has_shared or group.total_byte_size > BATCH_BYTES:
+            has_shared = _shares_prefixes(parquet, number, columns)
+        if has_shared:
+            num_bytes = sum(int(table.nbytes) for table in _batches(parquet, number, columns, _UNMEASURED_ROWS))
+        else:
+            num_bytes = _stored_bytes(parquet, number, columns) + 8 * group.num_rows * len(columns)  # and their offsets
+        largest = max(largest, num_bytes)
+    return largest
+
+
+def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
+    """Return the uncompressed bytes of some columns of a row group, or of all columns if those are few bytes.
+
+    Raises what reading raises.
+    """
+    total = parquet.metadata.row_group(number).total_byte_size
+    if total <= BATCH_BYTES:
+        return max(0, total)
+    return sum(chunk.total_uncompressed_size for chunk in _chunks(parquet, number, columns))
+
+
+def _shares_prefixes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> bool:
+    return any(_SHARED_PREFIXES in chunk.encodings for chunk in _chunks(parquet, number, columns))
+
+
+def _chunks(parquet: pq.ParquetFile, number: int, columns: list[str]) -> list[pq.ColumnChunkMetaData]:
+    """Return what the footer says of some columns of a row group; nothing if the group has no rows.
 
     pyarrow ends the process when it is asked about a column whose entry in the footer is damaged, but raises when it
-    reads such a column. So it is asked about large groups only, once it has read a row. Raises ArrowException.
+    reads such a column. So it is asked only after it has read a row. Raises what reading raises.
     """
     group = parquet.metadata.row_group(number)
-    if group.total_byte_size <= _BATCH_BYTES:
-        return max(0, group.total_byte_size)
-    next(parquet.iter_batches(batch_size=1, row_groups=[number], columns=columns), None)
+    if next(_batches(parquet, number, columns, 1), None) is None:
+        return []
     paths = [parquet.schema.column(i).path for i in range(group.num_columns)]
-    wanted = [i for i, path in enumerate(paths) if path.split(".")[0] in columns]
-    return sum(group.column(i).total_uncompressed_size for i in wanted)
+    return [group.column(i) for i, path in enumerate(paths) if _belongs(path, columns)]
 
 
-def document_columns(options: InputOptions) -> list[str]:
-    """The columns that a row is made of."""
-    wanted = (options.text_column, options.id_column, options.max_new_tokens_column)
-    return list(dict.fromkeys(column for column in wanted if column is not None))
+def _belongs(path: str, columns: list[str]) -> bool:
+    """Return True if a leaf is one of the columns, or inside one; both may have dots in their names."""
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds text; one without values (pandas writes such) has no type of its own."""
+    """Return True if a column of this type holds text, or has no values: pandas writes such columns without a type."""
     if pa.types.is_dictionary(kind):
         return is_text(kind.value_type)
     return (
@@ -65,14 +168,14 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def as_bytes(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Text as it was stored: bytes that are not UTF-8 must not raise here."""
+    """Cast text to the bytes that were stored, which need not be UTF-8."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     return values.cast(pa.large_binary())
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Text or integers as large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
+    """Cast text or integers to large_string. Raises ArrowInvalid for bytes that are not UTF-8."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     values = values.cast(pa.large_string())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, get_args
 
 from tokenizers import Tokenizer
@@ -12,23 +15,35 @@ from specextend.data.inputs import DocumentError
 LengthPolicy = Literal["error", "head", "tail", "middle"]
 
 PLACEHOLDER = "{document}"
-"""The document's place in an instruction."""
+"""Stands for the document in an instruction."""
+
+WHOLE_CHARACTERS = 1 << 20
+"""Longest document that is tokenized in one call, which takes about a hundred bytes of memory per character."""
+PIECE_CHARACTERS = 1 << 18
+"""Length of the pieces of a longer document."""
+_WINDOW = 2048
+"""Characters on either side of a cut that are tokenized with and without it, to see that it changes nothing."""
+_MOST_TRIES = 64
+"""Most places that are tried for a cut."""
 
 _SENTINEL = "\u2063DOCUMENT\u2063"
+_ANCHOR = "\n"
+"""Text that a piece is tokenized behind, because tokenizers may treat the start of a text specially."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptOptions:
-    """`prompt.*`"""
+    """`prompt.*`: What the target is asked, and what a document that is too long loses."""
 
     instruction: str = "Summarize the following document."
-    """What to do; `{document}` in it is the document's place, without it the document follows after a blank line."""
+    """The user message. The document takes the place of `{document}`; without it the document follows a blank line."""
     system: str = ""
-    """System message; empty sends none."""
+    """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
-    """What an over-long document keeps: its `head`, its `tail`, both with the `middle` dropped, or it is an `error`."""
+    """What happens to a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
+    both ends and drops the middle, `error` makes it an error row."""
     max_prompt_tokens: int | None = None
-    """Limit on the rendered prompt, in tokens; None: only the context limits it."""
+    """Tokens of the rendered prompt at most; none stands for what the model's context leaves."""
 
     def __post_init__(self) -> None:
         if self.length_policy not in get_args(LengthPolicy):
@@ -37,7 +52,7 @@ class PromptOptions:
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"prompt.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         if self.instruction.count(PLACEHOLDER) > 1:
-            raise ValueError(f"prompt.instruction must name {PLACEHOLDER} once at most")
+            raise ValueError(f"prompt.instruction must contain {PLACEHOLDER} at most once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class Prompts:
     """Renders documents for one tokenizer.
 
     tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take together
-    (`Engine.max_prompt_tokens`). Raises ValueError for a template that cannot take the options.
+    (`Engine.max_tokens`). Raises ValueError for a template that cannot take the options.
     """
 
     def __init__(self, tokenizer: Any, options: PromptOptions, limit: int) -> None:
@@ -69,27 +84,26 @@ class Prompts:
 
     @property
     def num_template_tokens(self) -> int:
-        """Tokens of a prompt that are not the document's."""
+        """Return how many tokens of a prompt are not the document's."""
         return len(self._prefix_ids) + len(self._suffix_ids)
 
     def render(self, text: str, max_new_tokens: int) -> Prompt:
-        """Template and document as token ids, the length policy applied.
+        """Render template and document as token ids, with the length policy applied.
 
-        Raises DocumentError (`PromptTooLong`, stage `prompt`) under policy `error` and where the template alone
-        does not fit. Control tokens written in the document stay text.
+        Raises DocumentError (`PromptTooLong`, stage `prompt`) under policy `error`, and if the template alone does not
+        fit. Control tokens written in the document remain text.
         """
         policy, room = self.options.length_policy, self.room(max_new_tokens)
-        document_ids = self.encode_document(text)
-        kept = keep(document_ids, room, policy)
-        if policy == "error" and len(kept) < len(document_ids):
-            size = self.num_template_tokens + len(document_ids)
+        kept, num_tokens = keep(self.encode_pieces(text), room, policy)
+        if policy == "error" and len(kept) < num_tokens:
+            size = self.num_template_tokens + num_tokens
             limit = self._limit(max_new_tokens)
             raise DocumentError("PromptTooLong", f"the prompt has {size} tokens, the limit is {limit}", stage="prompt")
         token_ids = self._prefix_ids + kept + self._suffix_ids
-        return Prompt(token_ids, len(document_ids) - len(kept), policy)
+        return Prompt(token_ids, num_tokens - len(kept), policy)
 
     def room(self, max_new_tokens: int) -> int:
-        """Tokens of a document that a prompt has room for. Raises DocumentError (`PromptTooLong`) for none."""
+        """Return how many of a document's tokens fit in a prompt. Raises DocumentError (`PromptTooLong`) if none do."""
         limit = self._limit(max_new_tokens)
         if limit <= self.num_template_tokens:
             raise DocumentError(
@@ -101,7 +115,7 @@ class Prompts:
         return limit - self.num_template_tokens
 
     def encode_document(self, text: str) -> list[int]:
-        """The document's tokens, none of which is a control token, whatever it says."""
+        """Tokenize a document; none of its tokens is a control token, whatever the text says."""
         token_ids = self._tokenize(text)
         if self._control_ids.isdisjoint(token_ids):
             return token_ids
@@ -110,6 +124,36 @@ class Prompts:
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             spelled += self._spell(text[start:end]) if token_id in self._control_ids else [token_id]
         return spelled
+
+    def encode_pieces(self, text: str) -> Iterator[list[int]]:
+        """Tokenize a document, piece by piece if it is longer than `WHOLE_CHARACTERS`; yield the tokens of each piece.
+
+        Together they are the tokens of the whole text if no token depends on text more than 2,048 characters away. In a
+        text without any such place to cut (one endless word), tokens beside a cut may differ.
+        """
+        size = PIECE_CHARACTERS if len(text) > WHOLE_CHARACTERS else len(text)
+        begin = 0
+        while len(text) - begin > size:
+            end = self._cut(text, begin + size)
+            yield self._encode_piece(text[begin:end], is_first=begin == 0)
+            begin = end
+        yield self._encode_piece(text[begin:], is_first=begin == 0)
+
+    def _cut(self, text: str, end: int) -> int:
+        """Find the last place up to `end` where a cut changes no token around it; `end` if there is none."""
+        for place in islice(_places(text, end), _MOST_TRIES):
+            before, after = text[max(0, place - _WINDOW) : place], text[place : place + _WINDOW]
+            apart = self._encode_piece(before, is_first=True) + self._encode_piece(after, is_first=False)
+            if apart == self._encode_piece(before + after, is_first=True):
+                return place
+        return end
+
+    def _encode_piece(self, text: str, is_first: bool) -> list[int]:
+        """Tokenize a part of a document. is_first: it is the start; otherwise it continues other text."""
+        if is_first:
+            return self.encode_document(text)
+        anchor, joined = self.encode_document(_ANCHOR), self.encode_document(_ANCHOR + text)
+        return joined[len(anchor) :] if joined[: len(anchor)] == anchor else self.encode_document(text)
 
     def _limit(self, max_new_tokens: int) -> int:
         room = self.limit - max_new_tokens
@@ -120,36 +164,49 @@ class Prompts:
         return token_ids
 
     def _spell(self, text: str) -> list[int]:
-        """A forged control token, character by character: tokenizers split special tokens, not all added ones."""
+        """Tokenize a forged control token by characters: tokenizers split special tokens, but not all added ones."""
         ids = [token_id for character in text for token_id in self._tokenize(character)]
         return [token_id for token_id in ids if token_id not in self._control_ids]
 
     def _encode(self, text: str) -> list[int]:
-        """The template's tokens: here a control token is one."""
+        """Tokenize the template, in which a control token is one."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def _encode_continuation(self, text: str) -> list[int]:
-        """Tokens of text that goes on after other text: without the space that some tokenizers put at the start."""
-        anchor = self._encode("\n")
-        joined = self._encode("\n" + text)
+        """Tokenize text that continues other text, without the space that some tokenizers put at the start."""
+        anchor, joined = self._encode(_ANCHOR), self._encode(_ANCHOR + text)
         return joined[len(anchor) :] if joined[: len(anchor)] == anchor else self._encode(text)
 
 
-def keep(token_ids: list[int], room: int, policy: LengthPolicy) -> list[int]:
-    """At most `room` of a document's tokens, chosen by the policy; `error` keeps the head, for its caller to notice."""
-    if len(token_ids) <= room:
-        return token_ids
-    if policy == "tail":
-        return token_ids[len(token_ids) - room :]
-    if policy == "middle":
-        tail = room // 2
-        return token_ids[: room - tail] + token_ids[len(token_ids) - tail :]
-    return token_ids[:room]
+def keep(pieces: Iterable[list[int]], room: int, policy: LengthPolicy) -> tuple[list[int], int]:
+    """Keep at most `room` of a document's tokens, as the policy says; return them and how many the document has.
+
+    Holds no more than a piece besides. `error` keeps the head; its caller notices.
+    """
+    num_tail = {"tail": room, "middle": room // 2}.get(policy, 0)
+    head: list[int] = []
+    tail: list[int] = []
+    num_tokens = 0
+    for piece in pieces:
+        taken = room - num_tail - len(head)
+        head += piece[:taken]
+        rest = piece[taken:]
+        tail = (tail + rest)[max(0, len(tail) + len(rest) - num_tail) :]
+        num_tokens += len(piece)
+    return head + tail, num_tokens
+
+
+def _places(text: str, end: int) -> Iterator[int]:
+    """Yield places where a long text may be cut, the last first: before single spaces, then anywhere."""
+    begin = end - _WINDOW
+    spaces = [begin + found.start() for found in re.finditer(r"(?<=\S) (?=\S)", text[begin:end])]
+    yield from islice(reversed(spaces), _MOST_TRIES // 2)
+    yield from range(end, begin, -1)
 
 
 def control_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids that steer a model: added tokens other than white space, without an unknown token that is only that."""
+    """Collect the ids that steer a model: added tokens other than white space, without a mere unknown token."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     special = set(tokenizer.all_special_ids)
     roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
@@ -158,7 +215,7 @@ def control_token_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _template(tokenizer: Any, options: PromptOptions) -> tuple[str, str]:
-    """The text before and after the document."""
+    """Render the template; return the text before and after the document."""
     instruction = options.instruction
     if PLACEHOLDER not in instruction:
         instruction = f"{instruction}\n\n{PLACEHOLDER}" if instruction else PLACEHOLDER
@@ -166,7 +223,7 @@ def _template(tokenizer: Any, options: PromptOptions) -> tuple[str, str]:
     rendered = _chat(tokenizer, options.system, content) if tokenizer.chat_template else _plain(options.system, content)
     if rendered.count(_SENTINEL) != 1:
         raise ValueError(
-            f"the chat template holds the document {rendered.count(_SENTINEL)} times, it must hold it once"
+            f"the chat template renders the document {rendered.count(_SENTINEL)} times, but must render it once"
         )
     prefix, suffix = rendered.split(_SENTINEL)
     return prefix, suffix
@@ -179,7 +236,7 @@ def _chat(tokenizer: Any, system: str, content: str) -> str:
         rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:
         raise ValueError(
-            f"the chat template refuses the prompt ({error}); if it knows no system message, empty prompt.system"
+            f"the chat template refuses the prompt ({error}); if it takes no system message, leave out prompt.system"
         ) from error
     return rendered
 
@@ -189,8 +246,10 @@ def _plain(system: str, content: str) -> str:
 
 
 def _document_tokenizer(tokenizer: Any) -> Tokenizer:
-    """The tokenizer itself, to which a special token is text: what transformers does around it for a batch of one is a
-    quarter of the cost with a small vocabulary. It cuts nothing off and pads nothing, whatever its file says.
+    """Copy the tokenizer proper, without transformers around it, for which special tokens are text.
+
+    What transformers does for a batch of one is a quarter of the cost with a small vocabulary. The copy truncates and
+    pads nothing, whatever its file says.
     """
     own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     own.encode_special_tokens = True
@@ -200,6 +259,6 @@ def _document_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def _bos(tokenizer: Any) -> list[int]:
-    """The BOS token where the tokenizer begins texts with one; a chat template brings its own."""
+    """Return the BOS token if the tokenizer begins texts with one; a chat template brings its own."""
     bos = tokenizer.bos_token_id
     return [bos] if not tokenizer.chat_template and bos in tokenizer("")["input_ids"] else []

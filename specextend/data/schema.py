@@ -1,4 +1,4 @@
-"""The output's columns, written once."""
+"""The rows of the output: their columns, and how a result becomes one, with flags for a summary's quality."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pyarrow as pa
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompt
-from specextend.data.quality import quality_flags
 from specextend.stats import DecodingStats
 
 SUMMARY_SCHEMA = pa.schema(
@@ -76,13 +75,16 @@ PART_SCHEMA = pa.schema(
 )
 """Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null for a row done."""
 
+_MIN_REPEATS = 4
+_MIN_LOOP_TOKENS = 24
+_MAX_PERIOD = 64
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
 
 
 def result_row(
     key: DocumentKey, doc_id: str, completion: Completion, prompt: Prompt, *, queue_s: float, worker: str, attempts: int
 ) -> dict[str, Any]:
-    """A document done, as a row of a part."""
+    """Make the row of a part for a document that is done."""
     stats = completion.stats
     return {
         "file": key.file,
@@ -104,7 +106,7 @@ def result_row(
 def error_row(
     key: DocumentKey, doc_id: str, *, error_class: str, message: str, stage: str, retryable: bool, attempts: int
 ) -> dict[str, Any]:
-    """A document given up, as a row of a part. stage: `read`, `prompt`, `decode`, ... what it died in."""
+    """Make the row of a part for a document that is given up. stage: what failed: `read`, `prompt`, `decode`, ..."""
     return {
         "file": key.file,
         "row": key.row,
@@ -118,5 +120,36 @@ def error_row(
 
 
 def summary_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """The schema of a run's summaries."""
+    """Return the schema of a run's summaries."""
     return pa.schema([*SUMMARY_SCHEMA, *passthrough])
+
+
+def quality_flags(completion: Completion) -> list[str]:
+    """List what is wrong: `empty` (no text), `truncated` (at `max_new_tokens`), `repeated` (the end is a loop)."""
+    flags = {
+        "empty": not completion.text.strip(),
+        "truncated": completion.finish_reason == "length",
+        "repeated": ends_in_loop(completion.token_ids),
+    }
+    return [name for name, raised in flags.items() if raised]
+
+
+def ends_in_loop(token_ids: list[int]) -> bool:
+    """Return True if the tokens end in the same stretch at least four times over, 24 tokens or more in all.
+
+    A final EOS does not hide the loop.
+    """
+    return _loops(token_ids) or _loops(token_ids[:-1])
+
+
+def _loops(token_ids: list[int]) -> bool:
+    return any(
+        _tail_repeats(token_ids, period, max(_MIN_REPEATS * period, _MIN_LOOP_TOKENS))
+        for period in range(1, _MAX_PERIOD + 1)
+    )
+
+
+def _tail_repeats(token_ids: list[int], period: int, length: int) -> bool:
+    """Return True if each of the last `length` tokens equals the one `period` before it, if that is among them too."""
+    tail = token_ids[-length:]
+    return len(tail) == length and tail[period:] == tail[:-period]

@@ -1,117 +1,186 @@
-"""Where files live: local paths and any `pyarrow.fs` URI, and writes that are there whole or not at all."""
+"""Files on local paths and on any `pyarrow.fs` URI, written whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import parse_qsl, quote, unquote
 
 import pyarrow as pa
 from pyarrow import fs
 
+from specextend.core import first_line
+
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _SECRET_QUERY = ("access_key", "secret_key", "session_token", "client_secret", "account_key", "sas_token", "sig")
 """Parameters of a URI that are secrets."""
+_QUERY = re.compile(r"\?\w+=[^&]*(&\w+=[^&]*)*$")
+"""The parameters at the end of a URI; any other `?` belongs to the path."""
+_GCS_RETRY_S = 60
+"""Seconds for which Google's client repeats a request; its own default is 15 minutes."""
+_BLOCK_BYTES = 16 << 20
+_S3_COPY_BYTES = 5 << 30
+"""Most bytes that S3 copies in one request."""
+
+
+class Gate(Protocol):
+    """Stands between a run and its output folder."""
+
+    def touch(self) -> None:
+        """Note that the store is about to be asked for something."""
+
+    def check(self) -> None:
+        """Raise if the folder belongs to somebody else by now; called before anything in it changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A path on a file system. Pickles, so it can be sent to another process."""
+    """A path on a file system. Pickles, without its gate, so it can be sent to another process."""
 
     filesystem: fs.FileSystem
     path: str
+    gate: Gate | None = field(default=None, compare=False, repr=False)
+    """Asked before every read and write here and below; None allows everything."""
+
+    def __reduce__(self) -> tuple[type[Location], tuple[fs.FileSystem, str]]:
+        return Location, (self.filesystem, self.path)
 
     @property
     def is_local(self) -> bool:
-        """Whether it is on this machine's file system."""
+        """Return True if it is on this machine's file system."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
     @property
     def name(self) -> str:
-        """The last component of the path."""
+        """Return the last component of the path."""
         return self.path.rsplit("/", 1)[-1]
 
     @property
     def parent(self) -> Location:
-        """The folder it is in."""
-        return Location(self.filesystem, self.path.rsplit("/", 1)[0] or "/")
+        """Return the folder it is in."""
+        return Location(self.filesystem, self.path.rsplit("/", 1)[0] or "/", self.gate)
 
     def child(self, *names: str) -> Location:
-        """The location of `names` below this one."""
-        return Location(self.filesystem, "/".join([self.path.rstrip("/"), *names]))
+        """Return the location of `names` below this one."""
+        return Location(self.filesystem, "/".join([self.path.rstrip("/"), *names]), self.gate)
+
+    def behind(self, gate: Gate) -> Location:
+        """Return the same place with a gate that its reads and writes pass."""
+        return Location(self.filesystem, self.path, gate)
+
+    def touch(self) -> None:
+        """Tell the gate that the store is about to be asked for something."""
+        if self.gate is not None:
+            self.gate.touch()
+
+    def check(self) -> None:
+        """Ask the gate before something here changes; it may raise."""
+        if self.gate is not None:
+            self.gate.touch()
+            self.gate.check()
 
 
 def is_uri(path: str) -> bool:
-    """Whether `path` names its file system (`s3://...`) rather than a local path."""
+    """Return True if `path` names its file system (`s3://...`), False for a local path."""
     return "://" in path
 
 
 def holds_secret(uri: str) -> bool:
-    """Whether a URI has a password, an access key or a client secret in it."""
+    """Return True if a URI contains a password, an access key or a client secret."""
     if not is_uri(uri):
         return False
-    parts = urlsplit(uri)
-    user, at, _ = parts.netloc.rpartition("@")
-    is_secret = bool(at) and (":" in user or parts.scheme == "s3")
-    return is_secret or any(name.lower() in _SECRET_QUERY for name, _ in parse_qsl(parts.query))
+    scheme, authority, _, _ = _split(uri)
+    user, at, _ = authority.rpartition("@")
+    is_secret = (bool(at) and ":" in user) or (scheme == "s3" and (bool(at) or ":" in authority))
+    return is_secret or any(name.lower() in _SECRET_QUERY for name, _ in parse_qsl(uri.partition("?")[2]))
 
 
 def resolve(uri: str) -> Location:
-    """The location of a path or URI (`file://`, `s3://`, `gs://`, ...); relative paths start at the current folder.
+    """Locate a path or URI (`file://`, `s3://`, `gs://`, ...); a relative path starts at the current folder.
 
-    Raises ValueError, in one line, for a URI that names no file system we can open, or that holds a secret.
+    The path of a URI is taken as it is written, as the stores' own tools take it: `s3://bucket/a b#1%20c` is the key
+    `a b#1%20c`. Parameters may follow it (`?region=eu-west-1`). A `file://` URI is percent-encoded and has none.
+    Raises ValueError, in one line, for a URI that contains a secret or whose file system cannot be opened; OSError if
+    its store does not answer (S3 is asked for the bucket's region).
     """
     if not uri:
         raise ValueError("a path must not be empty")
     if holds_secret(uri):  # its text would be in messages, manifests and reports, so it is not repeated here either
         raise ValueError("a URI must not hold credentials; give them in the environment, as the store's own tools do")
     if uri.startswith("file://"):
-        uri = unquote(uri.removeprefix("file://"))
+        uri = _local_path(uri)
     if not is_uri(uri):
         return Location(fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri)).replace(os.sep, "/"))
     try:
-        filesystem, path = fs.FileSystem.from_uri(_one_put(uri))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"cannot open {uri}: {_first_line(error)}; use a local path or a URI of pyarrow.fs") from error
+        filesystem, path = fs.FileSystem.from_uri(_encoded(uri))
+    except OSError as error:
+        if not _is_missing_bucket(error):
+            raise OSError(f"{uri} cannot be reached: {first_line(error)}; run again") from error
+        raise ValueError(f"cannot open {uri}: {first_line(error)}") from error
+    except (pa.ArrowException, ValueError) as error:
+        raise ValueError(f"cannot open {uri}: {first_line(error)}; use a local path or a URI of pyarrow.fs") from error
     return Location(filesystem, path.rstrip("/"))
 
 
-def _one_put(uri: str) -> str:
-    """The URI with spaces escaped and, on S3, uploads of small files in one request, so that none appears in halves."""
-    uri = quote(uri, safe=":/?&=#%@+,;~*[]!$'()")
-    parts = urlsplit(uri)
-    if parts.scheme != "s3" or "allow_delayed_open" in parts.query:
-        return uri
-    return f"{uri}{'&' if parts.query else '?'}allow_delayed_open=true"
+def _split(uri: str) -> tuple[str, str, str, str]:
+    """Split a URI into scheme, authority, path with its first slash, and parameters without their question mark."""
+    scheme, _, rest = uri.partition("://")
+    found = _QUERY.search(rest)
+    rest, query = (rest[: found.start()], found[0][1:]) if found else (rest, "")
+    authority, slash, path = rest.partition("/")
+    return scheme.lower(), authority, slash + path, query
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _local_path(uri: str) -> str:
+    """Return the path of a `file://` URI. Raises ValueError if it has none."""
+    path = unquote(uri.removeprefix("file://").removeprefix("localhost"))
+    if not path.startswith("/"):
+        raise ValueError(f"cannot open {uri}: a file:// URI needs an absolute path, as in file:///data")
+    return path
+
+
+def _encoded(uri: str) -> str:
+    """Percent-encode a URI, and add parameters: on S3 small files are uploaded in one request, so that none appears in
+    halves, and Google's store is given up after a minute.
+    """
+    scheme, authority, path, query = _split(uri)
+    wanted = {"s3": "allow_delayed_open=true", "gs": f"retry_limit_seconds={_GCS_RETRY_S}"}.get(scheme)
+    if wanted is not None and wanted.split("=")[0] not in query:
+        query += f"{'&' if query else ''}{wanted}"
+    parameters = f"?{quote(query, safe=':/&=%@+,;~*[]$()')}" if query else ""
+    return f"{scheme}://{quote(authority, safe=':@%[]')}{quote(path)}{parameters}"
+
+
+def _is_missing_bucket(error: OSError) -> bool:
+    """Return True if S3 has answered that there is no such bucket; Arrow says so only in words."""
+    return re.search("Bucket '.*' not found", str(error)) is not None
 
 
 def exists(location: Location) -> bool:
-    """Whether there is a file or folder."""
+    """Return True if there is a file or folder."""
     return _file_type(location) != fs.FileType.NotFound
 
 
 def is_folder(location: Location) -> bool:
-    """Whether there is a folder."""
+    """Return True if there is a folder."""
     return _file_type(location) == fs.FileType.Directory
 
 
 def _file_type(location: Location) -> fs.FileType:
+    location.touch()
     return location.filesystem.get_file_info(location.path).type
 
 
 def check_writable(folder: Location) -> None:
-    """Raise ValueError, in one line, where a folder is not there and cannot be made, or takes no files.
+    """Raise ValueError, in one line, if a folder is missing and cannot be made, or cannot be written to.
 
-    Of an object store it is asked whether the bucket is there; whether it takes files shows with the first one.
+    On an object store only the bucket is looked for; whether it accepts files shows with the first one.
     """
     if not folder.is_local:
         _check_bucket(folder)
@@ -126,7 +195,7 @@ def check_writable(folder: Location) -> None:
 
 
 def _check_bucket(folder: Location) -> None:
-    """Raise ValueError where there is certainly none; rights on a prefix need not hold for its bucket."""
+    """Raise ValueError if there certainly is no bucket; rights on a prefix need not hold for its bucket."""
     bucket = Location(folder.filesystem, folder.path.split("/", 1)[0])
     if folder.filesystem.type_name not in _OBJECT_STORES:
         return
@@ -139,7 +208,8 @@ def _check_bucket(folder: Location) -> None:
 
 
 def read_bytes(location: Location) -> bytes | None:
-    """The content of a file, or None where there is none."""
+    """Read the content of a file; None if there is none."""
+    location.touch()
     try:
         with location.filesystem.open_input_stream(location.path) as stream:
             return stream.read()
@@ -148,7 +218,7 @@ def read_bytes(location: Location) -> bytes | None:
 
 
 def write_bytes(location: Location, data: bytes) -> None:
-    """Write a file whole or not at all, replacing what was there; makes its folder."""
+    """Write a file whole or not at all, in place of one that may be there; make its folder."""
     if not location.is_local:
         _put(location, data)
         return
@@ -157,18 +227,20 @@ def write_bytes(location: Location, data: bytes) -> None:
 
 
 def create_bytes(location: Location, data: bytes) -> bool:
-    """Write a file only if there is none; False if there is. Atomic locally, best effort on object stores."""
+    """Write a file only if there is none; return False if there is. Atomic locally, best effort on object stores."""
     if not location.is_local:
         if exists(location):
             return False
         _put(location, data)
         return True
+    location.check()
     os.makedirs(location.parent.path, exist_ok=True)
     temporary = _temporary_path(location)
     try:
         with open(temporary, "wb") as file:
             file.write(data)
         _sync(temporary)
+        location.check()
         os.link(temporary, location.path)
     except FileExistsError:
         return False
@@ -179,7 +251,8 @@ def create_bytes(location: Location, data: bytes) -> bool:
 
 
 def delete(location: Location) -> None:
-    """Delete a file; nothing to do where there is none."""
+    """Delete a file if there is one."""
+    location.check()
     try:
         location.filesystem.delete_file(location.path)
     except FileNotFoundError:
@@ -189,26 +262,33 @@ def delete(location: Location) -> None:
 
 
 def list_files(folder: Location) -> list[str]:
-    """Names of the files in a folder, sorted; empty where there is no folder. Temporary files are left out."""
-    selector = fs.FileSelector(folder.path, allow_not_found=True)
-    infos = folder.filesystem.get_file_info(selector)
-    return sorted(info.base_name for info in infos if info.is_file and not info.base_name.startswith("."))
+    """List the names of a folder's files, sorted and without temporary files; none if there is no folder."""
+    return sorted(name for name in _names(folder) if not name.startswith("."))
+
+
+def _names(folder: Location) -> list[str]:
+    """List the names of all files in a folder."""
+    folder.touch()
+    infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
+    return [info.base_name for info in infos if info.is_file]
 
 
 @contextmanager
 def atomic_output(location: Location) -> Iterator[str]:
-    """A local path to write to; its content appears at `location` when the block ends, and never if it raises."""
+    """Yield a local path to write to; its content appears at `location` when the block ends, never if it raises."""
     if not location.is_local:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = os.path.join(folder, "output")
             yield path
             _upload(path, location)
         return
+    location.check()
     os.makedirs(location.parent.path, exist_ok=True)
     temporary = _temporary_path(location)
     try:
         yield temporary
         _sync(temporary)
+        location.check()
         os.replace(temporary, location.path)
     except BaseException:
         _unlink(temporary)
@@ -217,17 +297,19 @@ def atomic_output(location: Location) -> Iterator[str]:
 
 
 def remove_temporary_files(folder: Location) -> None:
-    """Remove what writers that were killed left in a local folder; only its one writer may call it."""
-    if not folder.is_local or not os.path.isdir(folder.path):
-        return
-    for name in os.listdir(folder.path):
+    """Remove what killed writers have left in a folder; only its one writer may call it."""
+    for name in _names(folder):
         if name.startswith(".") and name.endswith(".tmp"):
-            os.unlink(os.path.join(folder.path, name))
+            delete(folder.child(name))
 
 
 def _temporary_path(location: Location) -> str:
-    """Beside the target, so that renaming is atomic; hidden, so that no reader of the folder takes it for data."""
-    return location.parent.child(f".{location.name}.{secrets.token_hex(4)}.tmp").path
+    return _temporary(location).path
+
+
+def _temporary(location: Location) -> Location:
+    """Choose a place beside the target, so that renaming is atomic; hidden, so that no reader takes it for data."""
+    return location.parent.child(f".{location.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _sync(path: str) -> None:
@@ -245,24 +327,59 @@ def _unlink(path: str) -> None:
 
 
 def _make_folder(folder: Location) -> None:
-    """Object stores have no folders to make."""
+    """Make a folder; object stores have none to make."""
     if folder.filesystem.type_name not in _OBJECT_STORES:
         folder.filesystem.create_dir(folder.path, recursive=True)
 
 
 def _put(location: Location, data: bytes) -> None:
-    """One write of the whole content; an object store shows the object when its upload is complete."""
+    """Write the whole content: in one request if that is all or nothing, otherwise under another name first."""
     _make_folder(location.parent)
-    with location.filesystem.open_output_stream(location.path, compression=None) as stream:
-        stream.write(data)
+    if location.filesystem.type_name in _OBJECT_STORES:
+        location.check()
+        _send(location, pa.py_buffer(data))
+    else:
+        _send_and_move(location, pa.py_buffer(data))
 
 
 def _upload(path: str, location: Location) -> None:
-    """Copy a local file to another file system in blocks. Closing a stream publishes it, so a broken one is deleted."""
+    """Copy a local file to another file system; what is there remains as it was until all of it has arrived."""
     _make_folder(location.parent)
+    size = os.path.getsize(path)
+    if size == 0:
+        _put(location, b"")
+        return
+    with pa.memory_map(path) as file:
+        if _moves_whole(location.filesystem, size):
+            _send_and_move(location, file.read_buffer())
+        else:
+            location.check()
+            _send(location, file.read_buffer())
+
+
+def _moves_whole(filesystem: fs.FileSystem, size: int) -> bool:
+    """Return True if a file of that size can be given its name in one request."""
+    return filesystem.type_name != "abfs" and (filesystem.type_name != "s3" or size <= _S3_COPY_BYTES)
+
+
+def _send_and_move(location: Location, data: pa.Buffer) -> None:
+    """Write under a hidden name, then rename."""
+    location.check()
+    temporary = _temporary(location)
     try:
-        with open(path, "rb") as file, location.filesystem.open_output_stream(location.path, compression=None) as out:
-            shutil.copyfileobj(file, out, 16 << 20)
+        _send(temporary, data)
+        location.check()
+        location.filesystem.move(temporary.path, location.path)
     except BaseException:
-        delete(location)
+        with suppress(OSError):  # it is no data to anybody, and the next start removes it
+            location.filesystem.delete_file(temporary.path)
         raise
+
+
+def _send(location: Location, data: pa.Buffer) -> None:
+    """Write some bytes. Closing the stream shows them, so nothing but the store itself may fail in between."""
+    with location.filesystem.open_output_stream(location.path, compression=None) as stream:
+        for begin in range(0, len(data), _BLOCK_BYTES):
+            location.touch()
+            stream.write(data.slice(begin, min(_BLOCK_BYTES, len(data) - begin)))
+        location.touch()

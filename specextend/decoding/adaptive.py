@@ -1,31 +1,31 @@
-"""Adaptive speculation in the engine: each step's tree size, and who speculates at all, from what steps cost and bring.
+"""Adaptive speculation in the engine: sizes each step's trees, and decides which sequences speculate at all.
 
-The decisions themselves are in `speculation.py`, the costs in `step_costs.py`.
+The decisions themselves are in `speculation.py`, the costs of steps in `step_costs.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from specextend.decoding.prune import prune
 from specextend.decoding.sequence import Sequence
 from specextend.decoding.speculation import best_size, who_speculates
 from specextend.decoding.step_costs import StepCosts
-from specextend.decoding.tree import DraftTree
+from specextend.decoding.tree import DraftTree, prune
 
 
 class Adaptive:
-    """Decides for the batch that runs; what it knows of a sequence is in `Sequence.speculation`."""
+    """Decides for the running batch; what it knows of one sequence is kept in `Sequence.speculation`."""
 
     def __init__(self, costs: StepCosts, num_nodes: int) -> None:
-        """`num_nodes` of a tree at most, the root not counted."""
+        """Take the measured costs, and the largest number of nodes of a tree, the root not counted."""
         self.costs = costs
         self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
 
     def prune(self, trees: list[DraftTree], drafting: list[Sequence], lengths: list[int]) -> list[DraftTree]:
-        """The drafting sequences' trees, cut to the size that brings the batch most tokens per second.
+        """Cut the trees of the `drafting` sequences to the size that brings the batch most tokens per second.
 
-        `lengths` of all sequences of the step. A sequence that tries speculation out shows some of its tree.
+        `lengths` has one entry for every sequence of the step. While a sequence tries speculation again, the size is
+        never 1: a plain step would say nothing about it.
         """
         draft_s = self.costs.draft_s(len(drafting))
         trying = any(sequence.speculation.is_forced for sequence in drafting)
@@ -44,7 +44,7 @@ class Adaptive:
         accepted: list[int],
         verify_s: float,
     ) -> None:
-        """Take note of a step: `lengths` before it, its trees, `accepted` draft tokens, seconds of verification."""
+        """Record a step: `lengths` before it, its trees, `accepted` draft tokens, seconds of its verification."""
         num_rows = max(len(tree.token_ids) for tree in trees)
         self.costs.observe_verify(num_rows, lengths, verify_s)
         num_drafting = sum(sequence.speculation.active for sequence in sequences)
@@ -59,7 +59,7 @@ class Adaptive:
                 sequence.speculation.observe_plain()
 
     def decide(self, sequences: list[Sequence]) -> None:
-        """Who speculates in the next step, of those that go on."""
+        """Decide which of the sequences that go on speculate in the next step."""
         plain_s = self.costs.verify_s(1, [sequence.length for sequence in sequences])
         states = [sequence.speculation for sequence in sequences]
         chosen = who_speculates(states, lambda number: self.costs.draft_s(number) / plain_s)
@@ -72,5 +72,5 @@ class Adaptive:
 
 
 def _calibrated(tree: DraftTree, calibration: float) -> Items[float]:
-    """Path probabilities without the root's, falling."""
+    """Return the calibrated path probabilities of the draft tokens, in falling order."""
     return sorted((min(1.0, calibration * p) for p in tree.log_probs[1:].exp().tolist()), reverse=True)

@@ -1,33 +1,50 @@
-"""Which requests may run: they must fit the context, and find cache rows and a free place in the batch."""
+"""Which requests run: the queue, the room in batch and caches, and what is given up when memory runs out."""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
 
 from specextend.core import Request
 from specextend.decoding.cache import KVCache, Region, aligned
 from specextend.decoding.drafter import Drafter
 
+Work = Literal["prefill", "step"]
+SMALLEST_CHUNK = 32
+"""Prompt tokens of the smallest prefill chunk."""
+PATIENCE = 8
+"""Documents to finish with less before the full size is tried again; doubled after each failed try."""
+_OUT_OF_MEMORY = ("can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA driver."""
+_DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
+"""Messages of libraries that raise a bare RuntimeError after any other failure of a GPU."""
+
 
 class Admission:
-    """Places in the batch and rows of the caches."""
+    """Hands out slots of the batch and rows of the caches."""
 
     def __init__(
         self, cache: KVCache, drafter: Drafter | None, num_nodes: int, max_tokens: int, max_batch_size: int
     ) -> None:
-        """`num_nodes` of a tree at most, the root not counted."""
+        """Take all slots as free; `num_nodes` is the largest tree, the root not counted."""
         self._cache, self._drafter = cache, drafter
         self._scratch = num_nodes + drafter.num_levels + 2 if drafter else 1
         self.max_tokens = max_tokens
         """Prompt and output tokens of one request, at most."""
         self._num_rows = cache.rows.num_free
-        self._places = list(reversed(range(max_batch_size)))
+        self._slots = list(reversed(range(max_batch_size)))
 
     @property
-    def has_place(self) -> bool:
-        """Whether the batch has room for one more."""
-        return bool(self._places)
+    def has_slot(self) -> bool:
+        """Return True if the batch has room for one more sequence."""
+        return bool(self._slots)
 
     def check(self, request: Request) -> None:
-        """Raise ValueError where the request could never run."""
+        """Raise ValueError if the request can never run."""
         num_tokens = len(request.prompt_token_ids) + request.max_new_tokens
         if num_tokens > self.max_tokens:
             raise ValueError(
@@ -40,19 +57,152 @@ class Admission:
             )
 
     def admit(self, request: Request) -> tuple[int, Region] | None:
-        """A place and the target's rows for the request; None where there is no room now."""
+        """Reserve a slot and cache rows for the request; return None if there is no room now."""
         num_prompt, num_new = len(request.prompt_token_ids), request.max_new_tokens
-        region = self._cache.rows.take(num_prompt + num_new + self._scratch) if self._places else None
+        region = self._cache.rows.take(num_prompt + num_new + self._scratch) if self._slots else None
         if region is None:
             return None
-        if self._drafter is not None and not self._drafter.admit(self._places[-1], num_prompt, num_new):
+        if self._drafter is not None and not self._drafter.admit(self._slots[-1], num_prompt, num_new):
             self._cache.rows.give_back(region)
             return None
-        return self._places.pop(), region
+        return self._slots.pop(), region
 
-    def release(self, place: int, region: Region) -> None:
-        """Take back what `admit` gave."""
+    def release(self, slot: int, region: Region) -> None:
+        """Free what `admit` reserved."""
         self._cache.rows.give_back(region)
-        self._places.append(place)
+        self._slots.append(slot)
         if self._drafter is not None:
-            self._drafter.release(place)
+            self._drafter.release(slot)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRequest:
+    """A request that has yet to run, or to run again."""
+
+    request: Request
+    num_memory_retries: int = 0
+    """Times it was started and memory ran out."""
+
+
+class Queue:
+    """The request source, with the requests ahead of it: the one that found no room, those that start again."""
+
+    def __init__(self, requests: Iterator[Request | None]) -> None:
+        self._requests = requests
+        self._waiting: deque[PendingRequest] = deque()
+        self._ended = False
+
+    @property
+    def exhausted(self) -> bool:
+        """Return True once no further request will come."""
+        return self._ended and not self._waiting
+
+    def peek(self) -> PendingRequest | None:
+        """Return the next request without removing it; None if there is none now."""
+        if not self._waiting and not self._ended:
+            try:
+                request = next(self._requests)
+            except StopIteration:
+                self._ended = True
+            else:
+                self._waiting.extend([] if request is None else [PendingRequest(request)])
+        return self._waiting[0] if self._waiting else None
+
+    def pop(self) -> None:
+        """Remove the request that `peek` returned, which runs now."""
+        self._waiting.popleft()
+
+    def give_back(self, again: Iterable[PendingRequest]) -> None:
+        """Put these in front of all others, to start again."""
+        self._waiting.extendleft(reversed(list(again)))
+
+    def drop(self, names: set[str]) -> None:
+        """Remove the waiting requests with these ids."""
+        self._waiting = deque(each for each in self._waiting if each.request.request_id not in names)
+
+
+class MemoryLadder:
+    """How much may run at once: all that is configured, or less since memory ran out.
+
+    The caches are allocated at the start. What runs out is the memory of a forward, which grows with the batch, the
+    tree and the prefill chunk. None of them changes an output, so documents simply start again with less.
+    """
+
+    def __init__(self, batch_size: int, num_nodes: int, chunk_size: int) -> None:
+        """Allow `batch_size` sequences, trees of `num_nodes` (0: no draft) and prefill chunks of `chunk_size`."""
+        self._all = batch_size, num_nodes, chunk_size
+        self.start()
+
+    def start(self) -> None:
+        """Allow the full size again, and forget how often memory ran out."""
+        self.batch_size, self.num_nodes, self.chunk_size = self._all
+        self._patience, self._num_ended = PATIENCE, 0
+
+    @property
+    def is_lowered(self) -> bool:
+        """Return True if less than the full size is allowed."""
+        return (self.batch_size, self.num_nodes, self.chunk_size) != self._all
+
+    def lower(self, work: Work, size: int, num_active: int) -> bool:
+        """Go one rung down after `work` ran out of memory; return False if there is none left.
+
+        `size` is the number of sequences of the step, or of tokens of the prompt; `num_active` counts the sequences in
+        the engine.
+        """
+        self._num_ended = 0
+        return self._lower_step(size) if work == "step" else self._lower_prefill(size, num_active)
+
+    def ended(self) -> None:
+        """Count a document that is finished or given up; after enough of them, allow the full size again."""
+        if not self.is_lowered:
+            return
+        self._num_ended += 1
+        if self._num_ended >= self._patience:
+            patience = 2 * self._patience
+            self.start()
+            self._patience = patience
+
+    def _lower_step(self, size: int) -> bool:
+        """Allow fewer sequences, then smaller trees, then none."""
+        if size > 1:
+            self.batch_size = min(self.batch_size, size // 2)
+        elif self.num_nodes:
+            self.num_nodes //= 2
+        else:
+            return False
+        return True
+
+    def _lower_prefill(self, size: int, num_active: int) -> bool:
+        """Allow smaller chunks, then no draft, then no other sequence in the engine."""
+        size = min(size, self.chunk_size)
+        if size > SMALLEST_CHUNK:
+            self.chunk_size = max(SMALLEST_CHUNK, size // 2)
+        elif self.num_nodes:
+            self.num_nodes = 0
+        elif num_active > 1:
+            self.batch_size = 1
+        else:
+            return False
+        return True
+
+
+def release_cached(device: torch.device) -> None:
+    """Return the allocator's free blocks to the device, so that blocks of other sizes find room."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if the same work may succeed with less at once."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return True if every later call on the device fails, too, so that only a new process helps."""
+    if is_out_of_memory(error):
+        return False
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE)

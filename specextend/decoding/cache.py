@@ -19,7 +19,7 @@ ALIGNMENT = 256
 
 
 def aligned(num_rows: int) -> int:
-    """`num_rows` rounded up to the alignment of regions."""
+    """Round `num_rows` up to the alignment of regions."""
     return -(-num_rows // ALIGNMENT) * ALIGNMENT
 
 
@@ -39,11 +39,11 @@ class RowAllocator:
 
     @property
     def num_free(self) -> int:
-        """Rows free, in one piece or more."""
+        """Return the number of free rows, in one piece or more."""
         return sum(region.size for region in self._free)
 
     def take(self, num_rows: int) -> Region | None:
-        """A region of `num_rows` rows, aligned up; None where no gap is wide enough."""
+        """Reserve `num_rows` rows, rounded up to the alignment; return None if no gap is wide enough."""
         size = aligned(num_rows)
         for index, gap in enumerate(self._free):
             if gap.size >= size:
@@ -53,7 +53,7 @@ class RowAllocator:
         return None
 
     def give_back(self, region: Region) -> None:
-        """Return a region; neighbouring gaps become one."""
+        """Free a region and join it with the gaps beside it."""
         merged: list[Region] = []
         for gap in sorted([*self._free, region], key=lambda gap: gap.start):
             if merged and merged[-1].start + merged[-1].size == gap.start:
@@ -78,13 +78,8 @@ class KVCache:
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self.rows = RowAllocator(shape[1])
 
-    @property
-    def num_bytes_per_row(self) -> int:
-        """Bytes of one token in all layers."""
-        return 2 * self.keys.element_size() * self.keys[:, 0].numel()
-
     def commit(self, first_rows: list[int], paths: list[list[int]]) -> None:
-        """Pack the rows of each accepted path behind its prefix.
+        """Move the rows of each accepted path right behind its prefix.
 
         `first_rows[b]` is the row after sequence b's committed ones; `paths[b]` are node numbers, ascending.
         """
@@ -99,7 +94,7 @@ class KVCache:
 
 
 class CacheHook:
-    """What a transformers model sees as its cache during one forward: it writes the new rows, we read all."""
+    """The cache as a transformers model sees it during one forward: the model writes new rows, we read all."""
 
     def __init__(self, cache: KVCache, plan: AttentionPlan) -> None:
         self._cache = cache
@@ -113,5 +108,5 @@ class CacheHook:
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Unused by a forward that is given its positions; part of the interface."""
+        """Return 0: the interface asks for it, a forward that is given its positions does not."""
         return 0

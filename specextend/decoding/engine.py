@@ -17,22 +17,24 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.core import Completion, Request
 from specextend.decoding.adaptive import Adaptive
-from specextend.decoding.admission import Admission
-from specextend.decoding.chunks import Cutter
+from specextend.decoding.admission import (
+    Admission,
+    MemoryLadder,
+    PendingRequest,
+    Queue,
+    Work,
+    is_out_of_memory,
+    release_cached,
+)
+from specextend.decoding.decoding_options import CacheOptions, TreeOptions
 from specextend.decoding.drafter import Drafter
-from specextend.decoding.failures import is_out_of_memory
-from specextend.decoding.memory import MemoryLadder, Work, release_cached
 from specextend.decoding.model import CachedModel
-from specextend.decoding.options import CacheOptions, TreeOptions
-from specextend.decoding.prune import prune
-from specextend.decoding.queue import Queue, Waiting
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
 from specextend.decoding.step_costs import StepCosts
 from specextend.decoding.stopping import StopChecker
-from specextend.decoding.tree import DraftTree, root_only, stack_trees, tree_mask
-from specextend.decoding.verifier import Verdict, verify
+from specextend.decoding.tree import DraftTree, Verdict, prune, root_only, stack_trees, tree_mask, verify
 
 PREFILL_CHUNK = 512
 """Prompt tokens of one prefill forward."""
@@ -41,7 +43,7 @@ OnError = Callable[[str, Exception], None]
 
 
 class BatchError(RuntimeError):
-    """A step of several sequences failed, by the fault of one of them or of the machine; the engine is empty now."""
+    """A step of several sequences failed, because of one of them or of the machine; the engine is empty now."""
 
     def __init__(self, request_ids: list[str], error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -51,9 +53,9 @@ class BatchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What one verification gave: a verdict a sequence, and the forward that it came from."""
+    """One verification: a verdict for each sequence, and the forward that it came from."""
 
-    rows: list[list[list[int]]]  # [B][token_ids, parents], without padding
+    nodes: list[list[list[int]]]  # [B][token_ids, parents], without padding
     verdicts: list[Verdict]
     features: Tensor  # [B, N, F]
     plan: AttentionPlan
@@ -76,14 +78,14 @@ class Engine:
         cache: CacheOptions,
         costs: StepCosts | None = None,
     ) -> None:
-        """`drafter` None decodes plainly; `max_tokens` are those of a prompt and its output, at most.
+        """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and output together.
 
-        `costs` of steps decide where `tree.nodes` or `tree_attention` is `auto`; without them every tree is whole.
+        `costs` of steps decide where `tree.nodes` or `tree_attention` is `auto`; without them no tree is cut.
         """
         self.tokenizer = tokenizer
         self.num_steps = 0
         """Prefill chunks and decoding steps so far; a stall guard watches it."""
-        self._target, self._drafter = target, drafter
+        self.target, self.drafter = target, drafter
         self._eos_token_ids, self._cache_options = eos_token_ids, cache
         assert costs is not None or tree_attention != "auto", "without costs there is nothing to choose by"
         self._tree_attention, self._costs = tree_attention, costs
@@ -92,7 +94,6 @@ class Engine:
         self._admission = Admission(target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size)
         self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, PREFILL_CHUNK)
         self._scored_layers = scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
-        self._cutter = Cutter(cache, tokenizer, target.config.vocab_size)
         self._num_levels = drafter.num_levels if drafter else 0
         self._hidden_layers = drafter.hidden_layers if drafter else ()
         self._lock = threading.Lock()
@@ -101,13 +102,13 @@ class Engine:
         self._watch = Stopwatch()
 
     @property
-    def max_prompt_tokens(self) -> int:
-        """Prompt and output tokens of one request, at most."""
+    def max_tokens(self) -> int:
+        """Return the largest number of tokens of one request, prompt and output together."""
         return self._admission.max_tokens
 
     @property
     def num_active(self) -> int:
-        """Sequences in the engine now."""
+        """Return the number of sequences in the engine."""
         return len(self._active)
 
     def cancel(self, request_id: str) -> None:
@@ -116,16 +117,16 @@ class Engine:
             self._cancelled.add(request_id)
 
     def progress(self) -> dict[str, int]:
-        """Output tokens so far of the requests whose prefill has begun. May be called from any thread."""
+        """Return the output tokens so far of requests whose prefill has begun. May be called from any thread."""
         with self._lock:
             return {name: sequence.stats.num_output_tokens for name, sequence in self._active.items()}
 
     def generate(self, source: Iterable[Request | None], on_error: OnError | None = None) -> Iterator[Completion]:
         """Yield completions as they finish.
 
-        `source` gives None where it has nothing now; it is asked only while the batch has room, and may block only
+        `source` yields None if it has nothing now; it is asked only while the batch has room, and may block only
         while nothing runs. A request that fails alone goes to `on_error(request_id, error)`; without it, it raises.
-        Where memory runs out, requests begin again with less at once; alone and without a draft, it is a failure.
+        When memory runs out, requests start again with less at once; if there is nothing left to give up, they fail.
 
         Raises:
             ValueError: a request that can never fit, without `on_error`.
@@ -142,7 +143,7 @@ class Engine:
                     self._guard("step", running, queue, on_error)
                 for completion in self._finished():
                     yield completion
-                    self._watch.restart()  # the caller's time is nobody's
+                    self._watch.restart()  # the caller's time is charged to nobody
                 if not self._active and queue.exhausted:
                     return
         finally:
@@ -152,7 +153,7 @@ class Engine:
 
     def _admit(self, queue: Queue, on_error: OnError | None) -> None:
         """Start requests for as long as the source has some and there is room."""
-        while self._has_place and (waiting := queue.peek()) is not None:
+        while self._has_slot and (waiting := queue.peek()) is not None:
             try:
                 sequence = self._start(waiting)
             except ValueError as error:
@@ -167,14 +168,14 @@ class Engine:
             self._guard("prefill", [sequence], queue, on_error)
 
     @property
-    def _has_place(self) -> bool:
-        return self._admission.has_place and len(self._active) < self._memory.batch_size
+    def _has_slot(self) -> bool:
+        return self._admission.has_slot and len(self._active) < self._memory.batch_size
 
-    def _start(self, waiting: Waiting) -> Sequence | None:
-        """The request with its place and its rows; None where it has to wait for them."""
+    def _start(self, waiting: PendingRequest) -> Sequence | None:
+        """Give the request a slot and cache rows; return None if it has to wait for them."""
         request = waiting.request
         if request.request_id in self._active:
-            raise ValueError(f"request {request.request_id!r} is running already")
+            raise ValueError(f"request {request.request_id!r} is running already; give each request an id of its own")
         self._admission.check(request)
         admitted = self._admission.admit(request)
         if admitted is None:
@@ -191,7 +192,7 @@ class Engine:
         return sequence
 
     def _guard(self, work: Work, sequences: list[Sequence], queue: Queue, on_error: OnError | None) -> None:
-        """Do the work; where memory runs out let them begin again with less, for as long as there is less."""
+        """Do the work; if memory runs out, let the sequences start again with less, as long as there is less."""
         try:
             with torch.inference_mode():
                 if work == "prefill":
@@ -210,17 +211,17 @@ class Engine:
         # The exception is gone here, and with it what the failed forward held.
         for sequence in sequences:
             self._leave(sequence)
-        queue.give_back(Waiting(each.request, each.stats.num_memory_retries + 1) for each in sequences)
-        release_cached(self._target.device)
+        queue.give_back(PendingRequest(each.request, each.stats.num_memory_retries + 1) for each in sequences)
+        release_cached(self.target.device)
         self._watch.restart()
 
     def _has_less(self, work: Work, sequences: list[Sequence], size: int) -> bool:
-        """Whether beginning again takes less memory: a rung lower, or without the draft that a sequence still has."""
+        """Return True if another start takes less memory: a rung lower, or without the draft that a sequence has."""
         still_drafts = self._memory.num_nodes == 0 and any(sequence.drafts for sequence in sequences)
         return self._memory.lower(work, size, len(self._active)) or still_drafts
 
     def _fail(self, sequences: list[Sequence], error: Exception, on_error: OnError) -> None:
-        """A failure that one sequence alone can have caused is its own; otherwise raises BatchError."""
+        """Report the failure of a sequence that ran alone; raise BatchError if several ran."""
         if len(sequences) > 1:
             raise BatchError([sequence.request.request_id for sequence in sequences], error) from error
         self._leave(sequences[0])
@@ -230,7 +231,7 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         with self._lock:
             del self._active[sequence.request.request_id]
-        self._admission.release(sequence.row, sequence.region)
+        self._admission.release(sequence.slot, sequence.region)
 
     def _finished(self) -> list[Completion]:
         done = [sequence for sequence in self._active.values() if sequence.finish_reason]
@@ -248,46 +249,45 @@ class Engine:
             self._leave(sequence)
 
     def _prefill(self, sequences: list[Sequence]) -> None:
-        """Run the prompt through target and draft, choose the first token, let the draft look at the prompt."""
+        """Run the prompt through target and draft, choose the first token, retrieve for the draft."""
         [sequence] = sequences
-        prompt = torch.tensor(sequence.request.prompt_token_ids, device=self._target.device)
+        prompt = torch.tensor(sequence.request.prompt_token_ids, device=self.target.device)
         sequence.stats.num_prompt_tokens = len(prompt)
         for chunk in prompt.split(self._memory.chunk_size):
             plan, hidden, features = self._prefill_chunk(sequence, chunk)
             self._watch.charge("prefill_s", sequences)
-            if self._drafter is not None and sequence.drafts:
-                self._drafter.prefill(sequence.row, chunk, features[0])
+            if self.drafter is not None and sequence.drafts:
+                self.drafter.prefill(sequence.slot, chunk, features[0])
                 self._watch.charge("draft_prefill_s", sequences)
             if sequence.request.request_id in self._cancelled:
                 return
         positions = torch.tensor([sequence.length], device=prompt.device)
-        logits = self._target.logits(hidden[0, -1:])
+        logits = self.target.logits(hidden[0, -1:])
         token_id = int(choose_tokens(logits, positions, sequence.request.sampling))
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if sequence.drafts and not sequence.finish_reason:
-            sequence.policy.chunks = self._cutter.cut(sequence.request.prompt_token_ids)
             self._retrieve(sequence, plan, 0, -1)
             sequence.undrafted.append(([token_id], features[0, -1:]))
             self._absorb(sequences)
 
     def _prefill_chunk(self, sequence: Sequence, chunk: Tensor) -> tuple[AttentionPlan, Tensor, Tensor]:
-        """The plan, hidden [1, T, C] and features [1, T, F] of the next `chunk` [T] of the prompt."""
+        """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T, C] and features [1, T, F]."""
         first = sequence.length
         sequence.length += len(chunk)
         plan = self._plan([sequence], [sequence.length], len(chunk), None)
         positions = torch.arange(first, sequence.length, device=chunk.device)
         self.num_steps += 1
         token_ids, positions = chunk.unsqueeze(0), positions.unsqueeze(0)
-        return plan, *self._target.forward_with_features(token_ids, positions, plan, self._hidden_layers)
+        return plan, *self.target.forward_with_features(token_ids, positions, plan, self._hidden_layers)
 
     def _step(self, running: list[Sequence]) -> None:
-        """Draft, verify, commit, retrieve, absorb: for every running sequence at once."""
+        """Draft, verify, commit, retrieve and absorb, for all running sequences at once."""
         self._watch.charge("other_s", running)
         trees = self._propose(running)
         lengths, begin = [sequence.length for sequence in running], self._watch.mark
         step = self._verify(running, trees)
         new_token_ids = []
-        for sequence, (token_ids, _), verdict in zip(running, step.rows, step.verdicts, strict=True):
+        for sequence, (token_ids, _), verdict in zip(running, step.nodes, step.verdicts, strict=True):
             new = [*(token_ids[node] for node in verdict.path[1:]), verdict.bonus_token_id]
             new_token_ids.append(new)
             sequence.length += len(verdict.path)
@@ -300,57 +300,57 @@ class Engine:
         for sequence, new in zip(running, new_token_ids, strict=True):
             sequence.push(new, now)
         self.num_steps += 1
-        if self._drafter is not None:
-            self._look_again(running, step, new_token_ids)
+        if self.drafter is not None:
+            self._update_draft(running, step, new_token_ids)
 
     def _propose(self, sequences: list[Sequence]) -> list[DraftTree]:
-        """A tree for each sequence; of a root alone where steps are plain."""
+        """Propose a tree for each sequence, of a root alone where the step is plain."""
         drafting = [sequence for sequence in sequences if sequence.drafts and sequence.speculation.active]
         proposed: dict[int, DraftTree] = {}
-        if self._drafter is not None and drafting:
+        if self.drafter is not None and drafting:
             begin = self._watch.mark
-            trees = self._drafter.propose([sequence.row for sequence in drafting])
+            trees = self.drafter.propose([sequence.slot for sequence in drafting])
             trees = [prune(tree, 1 + self._memory.num_nodes) for tree in trees]
             if self._adaptive is not None:
                 trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
             now = self._watch.charge("draft_s", drafting)
             if self._adaptive is not None:
                 self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
-            proposed = {sequence.row: tree for sequence, tree in zip(drafting, trees, strict=True)}
+            proposed = {sequence.slot: tree for sequence, tree in zip(drafting, trees, strict=True)}
         return [
-            proposed[sequence.row]
-            if sequence.row in proposed
-            else root_only(sequence.root_token_id, self._target.device)
+            proposed[sequence.slot]
+            if sequence.slot in proposed
+            else root_only(sequence.root_token_id, self.target.device)
             for sequence in sequences
         ]
 
     def _verify(self, sequences: list[Sequence], trees: list[DraftTree]) -> _Step:
-        """One target forward over every sequence's tree; accepted paths are committed to the cache."""
+        """Run the target over all trees in one forward, and commit the accepted paths to the cache."""
         batch = stack_trees(trees)
         num_nodes = batch.token_ids.shape[1]
         mask = tree_mask(batch.parents, self._num_levels) if num_nodes > 1 else None
         plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask)
         lengths = torch.tensor([sequence.length for sequence in sequences], device=batch.depths.device)
         positions = lengths[:, None] + batch.depths
-        hidden, features = self._target.forward_with_features(batch.token_ids, positions, plan, self._hidden_layers)
-        chosen = self._choose(sequences, self._target.logits(hidden), positions + 1)
+        hidden, features = self.target.forward_with_features(batch.token_ids, positions, plan, self._hidden_layers)
+        chosen = self._choose(sequences, self.target.logits(hidden), positions + 1)
         rows = torch.stack([batch.token_ids, batch.parents, chosen], 1).tolist()
         rows = [[part[: len(tree.token_ids)] for part in row] for row, tree in zip(rows, trees, strict=True)]
         verdicts = [verify(*row) for row in rows]
-        self._target.cache.commit(
+        self.target.cache.commit(
             [sequence.first_new_row for sequence in sequences], [verdict.path for verdict in verdicts]
         )
         return _Step([row[:2] for row in rows], verdicts, features, plan)
 
     def _choose(self, sequences: list[Sequence], logits: Tensor, positions: Tensor) -> Tensor:
-        """The target's tokens [B, N] for logits [B, N, V]; `positions` [B, N] are those of the tokens chosen."""
+        """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
         chosen = [
             choose_tokens(logits[b], positions[b], sequence.request.sampling) for b, sequence in enumerate(sequences)
         ]
         return torch.stack(chosen)
 
-    def _look_again(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:
-        """Retrieve where it is due, then run the draft over what was committed; not before plain steps."""
+    def _update_draft(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:
+        """Retrieve where it is due, then run the draft over what was committed, unless the next step is plain."""
         going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
         if self._adaptive is not None and going:
             self._adaptive.decide([sequences[b] for b in going])
@@ -366,24 +366,22 @@ class Engine:
         self._absorb(drafting)
 
     def _retrieve(self, sequence: Sequence, plan: AttentionPlan, b: int, node: int) -> None:
-        """Choose what the draft sees, by the query of `node`, the last one committed, in sequence b of the forward."""
-        assert self._drafter is not None
+        """Choose what the draft sees, by the query of the last committed `node` in sequence b of the forward."""
+        assert self.drafter is not None
         self._watch.charge("other_s", [sequence])
         mass = None
         if self._scored_layers:
             queries = [plan.queries[layer][b, node] for layer in self._scored_layers]
             rows = slice(sequence.region.start, sequence.first_new_row)
-            keys = [self._target.cache.keys[layer, rows] for layer in self._scored_layers]
-            heads = self._cache_options.score_heads
-            mass = mean_mass(queries, keys, sequence.policy.chunks, self._target.scale, heads)
-        if not sequence.policy.still_covers(mass):
-            positions = sequence.policy.select(sequence.length, mass, sequence.stats)
-            self._drafter.select(sequence.row, positions.to(self._target.device))
+            keys = [self.target.cache.keys[layer, rows] for layer in self._scored_layers]
+            mass = mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
+        positions = sequence.policy.select(sequence.length, mass, sequence.stats)
+        self.drafter.select(sequence.slot, positions.to(self.target.device))
         self._watch.charge("retrieval_s", [sequence])
 
     def _absorb(self, sequences: list[Sequence]) -> None:
-        """Run the draft over what it has not seen: a batch after a step, alone after many, as a batch is padded."""
-        assert self._drafter is not None
+        """Run the draft over what it has not read: together after one step; one by one after many, to pad less."""
+        assert self.drafter is not None
         late = [sequence for sequence in sequences if len(sequence.undrafted) > 1]
         together = [sequence for sequence in sequences if len(sequence.undrafted) == 1]
         for group in [*([sequence] for sequence in late), together]:
@@ -391,7 +389,7 @@ class Engine:
                 continue
             begin = self._watch.charge("other_s", group)
             token_ids, features = zip(*(sequence.catch_up() for sequence in group), strict=True)
-            self._drafter.absorb([sequence.row for sequence in group], token_ids, features)
+            self.drafter.absorb([sequence.slot for sequence in group], token_ids, features)
             now = self._watch.charge("draft_s", group)
             if self._adaptive is not None and group is together:
                 self._adaptive.costs.observe_draft("absorb", len(group), now - begin)
@@ -407,7 +405,7 @@ class Engine:
         )
 
     def _kind(self, lengths: list[int], num_new: int) -> TreeAttention:
-        """How the tree attention of a forward is computed, by what is faster at these lengths."""
+        """Choose the kind of tree attention, the faster one at these lengths under `auto`."""
         if self._tree_attention != "auto":
             return self._tree_attention
         assert self._costs is not None

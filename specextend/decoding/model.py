@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specextend.attention.hybrid import Attend
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
-from specextend.decoding.packed import pack_linears, packs
 
 
 class CachedModel:
@@ -40,7 +39,7 @@ class CachedModel:
         )
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """Hidden states [B, T, C] after the final norm of token_ids [B, T] at positions [B, T]; rows are written."""
+        """Run token_ids [B, T] at positions [B, T], write their rows, return hidden [B, T, C] after the final norm."""
         output = self.model.model(
             input_ids=token_ids,
             position_ids=positions,
@@ -53,7 +52,7 @@ class CachedModel:
     def forward_with_features(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, and the outputs of `layers` (ascending, counted from 0) side by side: features [B, T, F].
+        """Run `forward`, and return features [B, T, F] beside it: the outputs of `layers` (ascending) side by side.
 
         Without layers the features are the hidden states themselves. Nothing is kept.
         """
@@ -70,5 +69,42 @@ class CachedModel:
         return hidden, torch.cat(outputs, -1) if layers else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] of hidden [..., C]."""
+        """Return logits [..., V] of hidden [..., C]."""
         return self.model.lm_head(hidden)
+
+
+_ROWS = 16
+"""Rows that the packing is made for; any number works."""
+
+
+class PackedLinear(nn.Module):
+    """A bf16 linear layer on the CPU, with its weight packed once for the matrix units.
+
+    torch's own layer reorders its weight for oneDNN in every call, which costs as much as the product of few rows
+    (`docs/log.md`). Product and fp32 accumulation are the same.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] of x [..., in]."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if packing works and pays: bf16 on a CPU for which torch has oneDNN bf16 kernels."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace every linear layer below `module` by its packed form, in place."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)

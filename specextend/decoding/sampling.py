@@ -16,11 +16,11 @@ from specextend.core import SamplingParams
 _WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the stride of splitmix64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # its finaliser: shift and factor
 _MASK = (1 << 64) - 1
-_FIRST_PREFIX = 64  # tokens looked at first for top_p; eight times more until they suffice
+_FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they suffice
 
 
 def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [P, V] fp32 for the absolute `positions` [P] int64, on their device.
+    """Return standard Gumbel noise [P, V] fp32 for the absolute `positions` [P] int64, on their device.
 
     A counter-based generator: an entry is a function of (seed, position, token id). The logarithms are taken in
     fp64, so the rounded result is the same on every device and in every shape.
@@ -34,7 +34,7 @@ def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def processed_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Log probabilities [..., V] fp32 after temperature, top_k and top_p, in this order; -inf for a token left out.
+    """Return log probabilities [..., V] fp32 after temperature, top_k and top_p; -inf for a token left out.
 
     Among equally likely tokens at a cut the smaller ids stay. `sampling.temperature` must be above 0.
     """
@@ -53,7 +53,7 @@ def processed_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
-    """The target's tokens [N] int64 for `logits` [N, V]; `positions` [N] int64 are those of the tokens chosen.
+    """Choose the target's tokens [N] int64 from `logits` [N, V]; `positions` [N] int64 are those of the tokens chosen.
 
     Greedy takes the first of equal logits and never waits for the device. Nodes at one position share its noise.
     """
@@ -65,7 +65,7 @@ def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -
 
 
 def _nucleus(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The largest of `scaled` [..., V] as far as top_p may need them [..., K], and how many it keeps [..., 1]."""
+    """Return the largest of `scaled` [..., V], as many as top_p may need [..., K], and how many it keeps [..., 1]."""
     vocab_size = scaled.shape[-1]
     total = scaled.double().logsumexp(-1, keepdim=True)
     size = min(_FIRST_PREFIX, vocab_size)
@@ -78,7 +78,7 @@ def _nucleus(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus_size(probs: Tensor, top_p: float) -> Tensor:
-    """[..., 1]: how many of the falling `probs` [..., K] it takes to reach top_p; K where they do not."""
+    """Count [..., 1] how many of the falling `probs` [..., K] it takes to reach top_p; K if all do not."""
     if top_p >= 1:
         return torch.full_like(probs[..., :1], probs.shape[-1], dtype=torch.int64)
     num_below = (probs.cumsum(-1) < top_p).sum(-1, keepdim=True)
@@ -86,7 +86,7 @@ def _nucleus_size(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _keep_first(scaled: Tensor, prefix: Tensor, num_kept: Tensor) -> Tensor:
-    """`scaled` [..., V] with -inf outside its `num_kept` [..., 1] largest, ties by token id; `prefix`: its largest."""
+    """Set `scaled` [..., V] to -inf outside its `num_kept` [..., 1] largest, ties by token id; `prefix`: those."""
     last = prefix.gather(-1, num_kept - 1)
     above, equal = scaled > last, scaled == last
     num_equal_kept = num_kept - above.sum(-1, keepdim=True)
@@ -96,7 +96,7 @@ def _keep_first(scaled: Tensor, prefix: Tensor, num_kept: Tensor) -> Tensor:
 
 
 def _mix(state: Tensor) -> Tensor:
-    """splitmix64's finaliser of int64 `state`, in place; products wrap around."""
+    """Apply splitmix64's finaliser to int64 `state`, in place; products wrap around."""
     spare = torch.empty_like(state)
     for shift, factor in _ROUNDS:
         torch.bitwise_right_shift(state, shift, out=spare)
@@ -106,7 +106,7 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _mix_int(value: int) -> int:
-    """The same of a Python integer of any size and sign."""
+    """Apply splitmix64's finaliser to a Python integer of any size and sign."""
     state = value & _MASK
     for shift, factor in _ROUNDS:
         state = (state ^ (state >> shift)) * factor & _MASK
@@ -114,5 +114,5 @@ def _mix_int(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 of the same 64 bits."""
     return value - (1 << 64) if value >> 63 else value

@@ -25,8 +25,8 @@ class Sequence:
     """The state of a request between two steps."""
 
     request: Request
-    row: int
-    """The engine's number for it, which the drafter knows it by."""
+    slot: int
+    """Its place in the batch, by which the drafter knows it."""
     region: Region
     """Its rows of the target's cache."""
     stopper: StopChecker
@@ -34,7 +34,7 @@ class Sequence:
     started_at: float
     """`time.perf_counter()` at the start of prefill."""
     drafts: bool
-    """Whether there is a draft that follows it, proposing or not."""
+    """True if a draft follows it, proposing or not."""
     first_token_at: float = 0.0
     length: int = 0
     """Committed tokens: those the target has run."""
@@ -48,11 +48,11 @@ class Sequence:
 
     @property
     def first_new_row(self) -> int:
-        """The cache row behind the committed ones."""
+        """Return the cache row behind the committed ones."""
         return self.region.start + self.length
 
     def push(self, token_ids: list[int], now: float) -> None:
-        """Take tokens that the target decided; notes the times, and whether they end the sequence."""
+        """Append tokens that the target decided; record the times, and if they end the sequence."""
         if self.stats.num_output_tokens == 0:
             self.first_token_at = now
             self.stats.ttft_s = now - self.started_at
@@ -62,7 +62,7 @@ class Sequence:
         self.stats.decode_s = now - self.first_token_at
 
     def catch_up(self) -> tuple[list[int], Tensor]:
-        """All that the draft has not absorbed, as one piece; it has after this."""
+        """Return all that the draft has not absorbed, as one piece, and count it as absorbed."""
         token_ids = [token_id for new, _ in self.undrafted for token_id in new]
         features = torch.cat([features for _, features in self.undrafted])
         self.undrafted.clear()
@@ -71,9 +71,9 @@ class Sequence:
     def count_step(self, num_draft_tokens: int, num_accepted: int, num_levels: int, *, hybrid: bool) -> None:
         """Count a verification: of a tree, or a plain step where `num_draft_tokens` is 0."""
         stats = self.stats
+        self.policy.count_step()
         if num_draft_tokens == 0:
             stats.num_plain_steps += 1
-            self.policy.observe_plain()
             return
         if not stats.acceptance_histogram:
             stats.acceptance_histogram = [0] * (num_levels + 1)
@@ -82,10 +82,9 @@ class Sequence:
         stats.num_draft_tokens += num_draft_tokens
         stats.num_accepted_tokens += num_accepted
         stats.acceptance_histogram[num_accepted] += 1
-        self.policy.observe(num_accepted)
 
     def completion(self) -> Completion:
-        """What came of the request."""
+        """Return the finished request's completion."""
         assert self.finish_reason is not None
         return Completion(
             self.request.request_id, self.stopper.token_ids, self.stopper.text, self.finish_reason, self.stats
@@ -100,12 +99,12 @@ class Stopwatch:
         """The moment up to which time is charged."""
 
     def restart(self) -> float:
-        """Charge the time since the mark to nobody; returns now."""
+        """Charge the time since the mark to nobody; return the time."""
         self.mark = time.perf_counter()
         return self.mark
 
     def charge(self, phase: Phase, sequences: Items[Sequence]) -> float:
-        """Charge the time since the mark; returns now."""
+        """Charge the time since the mark to a phase of these sequences; return the time."""
         now = time.perf_counter()
         for sequence in sequences:
             stats = sequence.stats

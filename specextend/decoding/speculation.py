@@ -35,11 +35,11 @@ class Speculation:
     """What one sequence's steps have shown. Lives as long as its request."""
 
     active: bool = True
-    """Whether the draft proposes; if not, steps are plain."""
+    """True while the draft proposes; otherwise steps are plain."""
     balance: float = 0.0
-    """Tokens won by speculation less what it cost, in plain steps."""
+    """Tokens won by speculation minus its cost in plain steps."""
     num_tokens: int = 0
-    """Decided so far."""
+    """Tokens decided so far."""
     _trust: float = _TRUST
     _accepted: float = 0.0
     _expected: float = 0.0
@@ -51,31 +51,31 @@ class Speculation:
 
     @property
     def calibration(self) -> float:
-        """Accepted tokens over those that the draft's probabilities promised; 1 without evidence."""
+        """Return accepted tokens over those that the draft's probabilities promised; 1 if nothing was measured yet."""
         return (self._accepted + self._trust) / (self._expected + self._trust)
 
     @property
     def gain(self) -> float:
-        """Accepted tokens to expect of a speculative step."""
+        """Return the accepted tokens to expect of a speculative step."""
         return self.calibration * self._expected / self._steps if self._steps else 0.0
 
     @property
     def load(self) -> float:
-        """Of its verifications; 1 without evidence."""
+        """Return the mean load of its verifications; 1 if nothing was measured yet."""
         return self._load / self._steps if self._steps else 1.0
 
     @property
     def is_forced(self) -> bool:
-        """Whether the next step speculates whatever the evidence says: at first, and when a pause is over."""
+        """Return True if the next step must speculate: at the start, and when a pause is over."""
         if self.active:
             return self._run < TRIAL_STEPS
         return self._wait <= 0 and self.balance + ALLOWED_LOSS * self.num_tokens >= 0
 
     def observe(self, expected: float, accepted: int, load: float, cost: float) -> None:
-        """Take note of a speculative step.
+        """Record a speculative step.
 
-        `expected`: the sum of its nodes' path probabilities. `load`: of the verification. `cost`: in plain steps, what
-        all of the step, drafting included, took more than a plain one, as far as it is this sequence's.
+        `expected` is the sum of its nodes' path probabilities, `load` that of the verification, and `cost` this
+        sequence's share of the time that the step, drafting included, took beyond a plain one, in plain steps.
         """
         self._trust = max(_LEAST_TRUST, _MEMORY * self._trust)
         self._accepted = _MEMORY * self._accepted + accepted
@@ -87,7 +87,7 @@ class Speculation:
         self.balance += accepted - cost
 
     def observe_plain(self) -> None:
-        """Take note of a plain step."""
+        """Record a plain step."""
         self.num_tokens += 1
         self._wait -= 1
 
@@ -98,7 +98,7 @@ class Speculation:
         self.active, self._wait = False, self._pause
 
     def resume(self, cost: float) -> None:
-        """Speculate again; `cost`, in plain steps, is what the draft takes to catch up."""
+        """Speculate again; `cost` is the time the draft needs to catch up, in plain steps."""
         self.active, self._run = True, 0
         self.balance -= cost
         for name in ("_accepted", "_expected", "_load", "_steps"):
@@ -106,10 +106,10 @@ class Speculation:
 
 
 def who_speculates(states: Sequence[Speculation], draft_load: Callable[[int], float]) -> set[int]:
-    """The sequences of a batch that should speculate next: those that together bring most tokens in the time.
+    """Choose the sequences of a batch that speculate next: the set that brings most tokens per second.
 
-    `draft_load(k)`: of drafting for k of them. All pay for the verification of any, so it may pay for one because it
-    pays for another. Plain steps are taken where speculation would lose more than `ALLOWED_LOSS`.
+    `draft_load(k)` is the load of drafting for k of them. All sequences wait for the verification of any, so it may
+    pay for one because it pays for another. If speculation would lose more than `ALLOWED_LOSS`, all steps are plain.
     """
     forced = [state.is_forced for state in states]
     gains = [state.gain - (0 if state.active or state.is_forced else _HANDICAP) for state in states]
@@ -125,10 +125,10 @@ def who_speculates(states: Sequence[Speculation], draft_load: Callable[[int], fl
 
 
 def best_size(probabilities: Sequence[Sequence[float]], sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
-    """The rows of a verification, root included, that bring most tokens per second.
+    """Choose the rows of a verification, root included, that bring most tokens per second.
 
-    `probabilities`: each sequence's calibrated path probabilities, falling; `seconds(rows)` of the whole step for one
-    of the ascending `sizes`.
+    `probabilities` are each sequence's calibrated path probabilities in falling order; `seconds(rows)` is the time of
+    the whole step for one of the ascending `sizes`.
     """
     largest = 1 + max((len(each) for each in probabilities), default=0)
     enough = next((size for size in sizes if size >= largest), sizes[-1])

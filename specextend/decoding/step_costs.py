@@ -1,4 +1,4 @@
-"""What a step costs in seconds: measured at start-up (`tuning.py`), corrected by every step that is taken.
+"""The cost of a step in seconds: measured at start-up (`tuning.py`), corrected by every step that is taken.
 
 A forward of n rows behind a prefix of L tokens takes `a_n + b_n * L`: its linear layers, and attention over the prefix.
 """
@@ -16,14 +16,14 @@ Line = tuple[float, float]
 DraftPhase = Literal["propose", "absorb"]
 
 _WARM_UP = 4
-"""First measurements of a phase of drafting, of which the least counts."""
+"""First measurements of a phase of drafting, of which the smallest counts."""
 _WEIGHT = 0.1
 _OUTLIER = 2.0
 """A measurement counts as at most this many times what was expected: one held-up step must not stop speculation."""
 
 
 def fit_line(lengths: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The least-squares line through the points; flat where noise would have it fall, or begin at nothing."""
+    """Fit the least-squares line through the points; a flat one where noise would make it fall or start below 0."""
     mean_length, mean_s = sum(lengths) / len(lengths), sum(seconds) / len(seconds)
     spread = sum((length - mean_length) ** 2 for length in lengths)
     together = sum((length - mean_length) * (s - mean_s) for length, s in zip(lengths, seconds, strict=True))
@@ -41,15 +41,15 @@ class CostTable:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of rows that were measured, ascending."""
+        """Return the numbers of rows that were measured, ascending."""
         return list(next(iter(self.lines.values())))
 
     def size_for(self, num_rows: int) -> int:
-        """The least measured size that holds `num_rows`; the largest where none does."""
+        """Return the smallest measured size that holds `num_rows`; the largest if none does."""
         return next((size for size in self.sizes if size >= num_rows), self.sizes[-1])
 
     def seconds(self, tree: TreeAttention, num_rows: int, lengths: Sequence[int]) -> float:
-        """Of a forward of `num_rows` rows of each sequence behind its prefix, in one kind of tree attention.
+        """Return the time of a forward of `num_rows` rows of each sequence behind its prefix, with one tree attention.
 
         Linear layers see all sequences' rows at once; attention is done for one after the other.
         """
@@ -58,12 +58,12 @@ class CostTable:
         return lines[self.size_for(total)][0] * beyond + lines[self.size_for(num_rows)][1] * sum(lengths)
 
     def tree_attention(self, num_rows: int, lengths: Sequence[int]) -> TreeAttention:
-        """The faster kind: dense saves a kernel call and a merge, hybrid saves by the token of prefix."""
+        """Return the faster kind: dense saves a kernel call and a merge, hybrid saves with every token of prefix."""
         return min(self.lines, key=lambda tree: self.seconds(tree, num_rows, lengths))
 
 
 class StepCosts:
-    """A table, and what this engine's own steps say of it."""
+    """A cost table with corrections from this engine's own steps."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
@@ -71,22 +71,22 @@ class StepCosts:
         self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}
 
     def verify_s(self, num_rows: int, lengths: Sequence[int]) -> float:
-        """Seconds of a verification of `num_rows` rows (1: a plain step) of each sequence."""
+        """Return the time of a verification of `num_rows` rows (1: a plain step) of each sequence."""
         correction = self._corrections.get((len(lengths), self.table.size_for(num_rows)), 1.0)
         return correction * self._expected_s(num_rows, lengths)
 
     def draft_s(self, num_sequences: int) -> float:
-        """Seconds of drafting for so many sequences, by those last seen nearest to it; 0 where none was."""
+        """Return the time of drafting for so many sequences, by the nearest number seen so far; 0 if none was."""
         return sum(_nearest(seen, num_sequences) for seen in self._drafting.values())
 
     def observe_verify(self, num_rows: int, lengths: Sequence[int], seconds: float) -> None:
-        """Take note of a verification."""
+        """Record the time of a verification."""
         key = len(lengths), self.table.size_for(num_rows)
         before = self._corrections.get(key, 1.0)
         self._corrections[key] = _moved(before, seconds / self._expected_s(num_rows, lengths))
 
     def observe_draft(self, phase: DraftPhase, num_sequences: int, seconds: float) -> None:
-        """Take note of drafting for `num_sequences` at once."""
+        """Record the time of drafting for `num_sequences` at once."""
         self._drafting[phase].setdefault(num_sequences, _Average()).add(seconds)
 
     def _expected_s(self, num_rows: int, lengths: Sequence[int]) -> float:

@@ -12,20 +12,20 @@ _MAX_HELD_TOKENS = 16  # a character has at most four bytes; more broken tokens 
 
 
 class Tokenizer(Protocol):
-    """What stopping needs of a tokenizer; those of transformers have it."""
+    """The part of a tokenizer that stopping needs; those of transformers have it."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Added tokens by id; a special one says `special`."""
+        """Return the added tokens by id; a special one has `special` set."""
 
     def decode(
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str | list[str]:
-        """The text of `token_ids`."""
+        """Return the text of `token_ids`."""
 
 
 class StopChecker:
-    """Consumes the tokens of one sequence as they are decided, and says when it is over.
+    """Consumes the tokens of one sequence as they are decided, and says when it ends.
 
     Text is decoded as it grows only if there are stop strings, a few tokens at a time; otherwise once, at the end.
     """
@@ -42,7 +42,7 @@ class StopChecker:
         self._search = StopSearch(tokenizer, stop) if stop else None
 
     def push(self, token_ids: Iterable[int]) -> FinishReason | None:
-        """Take the next tokens; why the sequence ends, if it does. Tokens after its end are not taken."""
+        """Append the next tokens up to the sequence's end; return why it ends, if it does."""
         for token_id in token_ids:
             if self.finish_reason is not None:
                 break
@@ -55,7 +55,7 @@ class StopChecker:
 
     @property
     def text(self) -> str:
-        """The text so far, without special tokens, the EOS and the stop string."""
+        """Return the text so far, without special tokens, the EOS and the stop string."""
         ends_with_eos = bool(self.token_ids) and self.token_ids[-1] in self._eos_token_ids
         text = _decode(self._tokenizer, self.token_ids[:-1] if ends_with_eos else self.token_ids)
         if self.finish_reason != "stop" or ends_with_eos:
@@ -63,14 +63,14 @@ class StopChecker:
         return text[: _find(text, self._stop)]
 
     def _completes_stop(self, token_id: int) -> bool:
-        """Whether the last token does. What the search finds has the last word from the whole text."""
+        """Return True if the last token completes a stop string; a find is confirmed in the whole text."""
         if self._search is None or not self._search.push(token_id):
             return False
         return _find(_decode(self._tokenizer, self.token_ids), self._stop) is not None
 
 
 class StopSearch:
-    """Looks for stop strings in text that is decoded token by token.
+    """Finds stop strings in text that is decoded token by token.
 
     Tokens decode to other text alone than in company (a leading space, half a character), so a new one is decoded
     together with the few before it, and what may still change is held back.
@@ -87,7 +87,7 @@ class StopSearch:
         self._num_read = 0  # characters of the window's text that have been read
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; whether it completes a stop string."""
+        """Append the next token; return True if it completes a stop string."""
         if token_id in self._special:
             return False
         text = self._recent + self._read(token_id)
@@ -95,7 +95,7 @@ class StopSearch:
         return _find(text, self._stop) is not None
 
     def _read(self, token_id: int) -> str:
-        """The text that `token_id` makes certain."""
+        """Return the text that is certain now that `token_id` is known."""
         self._window.append(token_id)
         text = _decode(self._tokenizer, self._window)
         mends = text.endswith(_BROKEN) and len(self._window) - self._num_known <= _MAX_HELD_TOKENS
@@ -107,7 +107,7 @@ class StopSearch:
         return piece
 
     def _advance(self) -> None:
-        """All is read: keep as company only the tokens since the last time, if they have a text."""
+        """Keep only the tokens since the last call, if they have a text, to decode the next ones with."""
         company = self._window[self._num_known :]
         if text := _decode(self._tokenizer, company):
             self._window, self._num_read = company, len(text)
@@ -115,12 +115,12 @@ class StopSearch:
 
 
 def _find(text: str, stop: tuple[str, ...]) -> int | None:
-    """Where the earliest stop string begins; None without one."""
+    """Return where the earliest stop string begins; None without one."""
     return min((start for string in stop if (start := text.find(string)) >= 0), default=None)
 
 
 def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """The text of `token_ids` as it is, without special tokens."""
+    """Decode `token_ids` as they are, without special tokens."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

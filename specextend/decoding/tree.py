@@ -1,4 +1,4 @@
-"""Draft trees: the data structure, and OPT-Tree's way to grow them (METHOD, step 4).
+"""Draft trees: the data structure, growing them (OPT-Tree, arXiv 2406.17276), pruning and verifying them.
 
 Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` pooled candidates, `M` expanded nodes,
 `V` vocabulary.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specextend.decoding.options import TreeOptions
+from specextend.decoding.decoding_options import TreeOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class DraftTree:
 
 
 def root_only(token_id: int, device: torch.device) -> DraftTree:
-    """The tree of a plain step: nothing is proposed."""
+    """Make the tree of a plain step, in which nothing is proposed."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return DraftTree(zero + token_id, zero - 1, zero, torch.zeros(1, device=device))
 
 
 def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
-    """[B, N, N] bool from parents [B, N]: a node sees itself and its ancestors."""
+    """Make the mask [B, N, N] bool of parents [B, N]: a node sees itself and its ancestors."""
     batch, num_nodes = parents.shape
     mask = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     ancestors = parents.clamp(min=0)
@@ -49,9 +49,9 @@ def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
 
 
 def stack_trees(trees: list[DraftTree]) -> DraftTree:
-    """A batch of trees of 1 to N nodes as one of [B, N] tensors.
+    """Stack trees of 1 to N nodes into one of [B, N] tensors.
 
-    Padding hangs below nothing (parent -1) at depth 0; `verify` must not be shown it.
+    Padding has no parent (-1) and depth 0; cut it off before `verify`.
     """
     return DraftTree(
         pad_sequence([tree.token_ids for tree in trees], batch_first=True),
@@ -62,27 +62,27 @@ def stack_trees(trees: list[DraftTree]) -> DraftTree:
 
 
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(token_ids [B, F], parent_slots [B, F], mask [B, F, M], depth) -> logits [B, F, V] of their children.
+"""(token_ids [B, F], parent_indices [B, F], mask [B, F, M], depth) -> logits [B, F, V] of their children.
 
-`parent_slots` number the previous call's F nodes; the last F of the M expanded nodes are these."""
+`parent_indices` count the nodes of the previous call; the last F of the M expanded nodes are the call's own."""
 
 
 @dataclass(slots=True)
-class _Pool:
-    """Candidates so far, by level, so that a stable sort prefers the shallower of two equals."""
+class _Candidates:
+    """All nodes found so far, level by level, so that a stable sort prefers the shallower of two equals."""
 
     token_ids: Tensor  # [B, P]
-    parents: Tensor  # [B, P] pool numbers; -1: child of the root
+    parents: Tensor  # [B, P] candidate numbers; -1: child of the root
     log_probs: Tensor  # [B, P]
     depths: Tensor  # [P]
     level: int = 0  # number of the deepest level's first node
 
     def best(self, num_nodes: int) -> Tensor:
-        """[B, n] pool numbers of the likeliest, these first."""
+        """Return the candidate numbers [B, n] of the likeliest nodes, likeliest first."""
         return self.log_probs.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
 
     def expected_accepted(self, num_nodes: int) -> Tensor:
-        """[B] accepted tokens to expect of the best nodes: the sum of their path probabilities."""
+        """Return the accepted tokens [B] to expect of the best nodes: the sum of their path probabilities."""
         best = self.log_probs.topk(min(num_nodes, self.log_probs.shape[1]), dim=1).values
         return best.exp().sum(1)
 
@@ -95,9 +95,9 @@ class _Pool:
 
 
 def _children(logits: Tensor, log_probs: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest children of F nodes: entry of the logits, number of the parent among the F, path log_probs.
+    """Return the likeliest children of F nodes, [B, n] each: entry of the logits, parent among the F, path log_probs.
 
-    logits [B, F, V], log_probs [B, F] of the parents' paths; [B, n] each.
+    logits [B, F, V] of the children, log_probs [B, F] of the parents' paths.
     """
     width = min(num_nodes, logits.shape[-1])
     logits = logits.float()
@@ -116,7 +116,7 @@ def grow_trees(
     adaptive: bool,
     vocabulary: Tensor | None = None,
 ) -> list[DraftTree]:
-    """The `options.most_nodes` likeliest nodes that `options.depth` levels of drafting find, per sequence.
+    """Grow each sequence's tree of the `options.most_nodes` likeliest nodes in `options.depth` levels of drafting.
 
     root_token_ids [B], root_logits [B, V]. Weights only shrink along a path, so the ancestors of a chosen node are
     chosen too, and a node outside the best so far can have no descendant among the best at the end: it is not
@@ -126,7 +126,7 @@ def grow_trees(
     """
     entries, _, log_probs = _children(root_logits.unsqueeze(1), root_logits.new_zeros(1, 1), options.most_nodes)
     token_ids = entries if vocabulary is None else vocabulary[entries]
-    pool = _Pool(token_ids, torch.full_like(token_ids, -1), log_probs, torch.ones_like(token_ids[0]))
+    pool = _Candidates(token_ids, torch.full_like(token_ids, -1), log_probs, torch.ones_like(token_ids[0]))
     frontier, mask = pool.parents[:, :0], torch.zeros(len(token_ids), 0, 0, dtype=torch.bool, device=token_ids.device)
     stopped = torch.zeros_like(token_ids[:, :1], dtype=torch.bool)
     expected = pool.expected_accepted(options.most_nodes)
@@ -134,9 +134,9 @@ def grow_trees(
         previous, frontier = frontier, _next_frontier(pool, options.most_nodes, adaptive=adaptive)
         if frontier.shape[1] == 0:
             break
-        slots = _parent_slots(pool, previous, frontier)
-        mask = _frontier_mask(mask, slots)
-        logits = expand(pool.token_ids.gather(1, frontier), slots, mask, depth)
+        indices = _parent_indices(pool, previous, frontier)
+        mask = _frontier_mask(mask, indices)
+        logits = expand(pool.token_ids.gather(1, frontier), indices, mask, depth)
         weights = pool.log_probs.gather(1, frontier).masked_fill(stopped, float("-inf"))
         entries, parents, log_probs = _children(logits, weights, options.most_nodes)
         token_ids = entries if vocabulary is None else vocabulary[entries]
@@ -149,8 +149,11 @@ def grow_trees(
     return _finish(root_token_ids, pool, options.most_nodes)
 
 
-def _next_frontier(pool: _Pool, num_nodes: int, *, adaptive: bool) -> Tensor:
-    """[B, F] pool numbers of the deepest level's nodes; adaptive: of those among the best so far, likeliest first."""
+def _next_frontier(pool: _Candidates, num_nodes: int, *, adaptive: bool) -> Tensor:
+    """Return the candidate numbers [B, F] of the nodes to expand: the deepest level's.
+
+    `adaptive`: only those among the best so far, likeliest first.
+    """
     batch, size = pool.parents.shape
     level = torch.arange(pool.level, size, device=pool.parents.device).expand(batch, -1)
     if not adaptive:
@@ -160,33 +163,73 @@ def _next_frontier(pool: _Pool, num_nodes: int, *, adaptive: bool) -> Tensor:
     return level.gather(1, order[:, : int(live.sum(1).max())])
 
 
-def _parent_slots(pool: _Pool, previous: Tensor, frontier: Tensor) -> Tensor:
-    """[B, F] where in the previous frontier each node's parent stands; 0 for children of the root."""
+def _parent_indices(pool: _Candidates, previous: Tensor, frontier: Tensor) -> Tensor:
+    """Return where [B, F] in the previous frontier each node's parent stands; 0 for children of the root."""
     parents = pool.parents.gather(1, frontier)
     if previous.shape[1] == 0:
         return torch.zeros_like(parents)
     return (parents.unsqueeze(2) == previous.unsqueeze(1)).int().argmax(2)
 
 
-def _frontier_mask(seen: Tensor, slots: Tensor) -> Tensor:
-    """[B, F, M + F]: a node sees what its parent saw [B, F of before, M], and itself."""
-    batch, width = slots.shape
+def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
+    """Make the mask [B, F, M + F]: a node sees what its parent saw (`seen` [B, F of before, M]), and itself."""
+    batch, width = indices.shape
     own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)
     if seen.shape[1] == 0:
         return own
-    return torch.cat([seen.gather(1, slots.unsqueeze(2).expand(-1, -1, seen.shape[2])), own], 2)
+    return torch.cat([seen.gather(1, indices.unsqueeze(2).expand(-1, -1, seen.shape[2])), own], 2)
 
 
-def _finish(root_token_ids: Tensor, pool: _Pool, num_nodes: int) -> list[DraftTree]:
-    """Number the best nodes from 1, behind the root."""
+def _finish(root_token_ids: Tensor, pool: _Candidates, num_nodes: int) -> list[DraftTree]:
+    """Make the trees: the root, and the best nodes numbered from 1."""
     best = pool.best(num_nodes).sort(dim=1).values
     batch = best.shape[0]
     numbers = torch.zeros(batch, pool.parents.shape[1] + 1, dtype=torch.int64, device=best.device)
     numbers.scatter_(1, best + 1, torch.arange(1, best.shape[1] + 1, device=best.device).expand(batch, -1))
-    parents = numbers.gather(1, pool.parents.gather(1, best) + 1)  # pool number -1, the root, is entry 0
+    parents = numbers.gather(1, pool.parents.gather(1, best) + 1)  # candidate -1, the root, is entry 0
     zero = parents.new_zeros(batch, 1)
     token_ids = torch.cat([root_token_ids.unsqueeze(1), pool.token_ids.gather(1, best)], 1)
     parents = torch.cat([zero - 1, parents], 1)
     depths = torch.cat([zero, pool.depths.expand(batch, -1).gather(1, best)], 1)
     log_probs = torch.cat([zero.float(), pool.log_probs.gather(1, best)], 1)
     return [DraftTree(*parts) for parts in zip(token_ids, parents, depths, log_probs, strict=True)]
+
+
+def prune(tree: DraftTree, num_nodes: int) -> DraftTree:
+    """Keep the `num_nodes` likeliest nodes, the root counted; a tree that has no more is returned as it is.
+
+    Path probabilities never grow towards the leaves, parents come first, and the earlier of two equals stays, so the
+    ancestors of a node that stays do, too.
+    """
+    size = len(tree.token_ids)
+    if size <= num_nodes:
+        return tree
+    kept = tree.log_probs.sort(descending=True, stable=True).indices[:num_nodes].sort().values
+    numbers = torch.full_like(tree.parents, -1)
+    numbers[kept] = torch.arange(num_nodes, device=kept.device)
+    parents = numbers[tree.parents[kept].clamp(min=0)]
+    parents[0] = -1
+    return DraftTree(tree.token_ids[kept], parents, tree.depths[kept], tree.log_probs[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of verifying one tree: what the step commits."""
+
+    path: list[int]
+    """Accepted nodes, the root first."""
+    bonus_token_id: int
+    """The target's own next token after the path."""
+
+
+def verify(token_ids: list[int], parents: list[int], target_token_ids: list[int]) -> Verdict:
+    """Follow the target's choices from the root for as long as the tree holds them.
+
+    All three lists have one entry a node; `target_token_ids[n]` is the target's token after node n.
+    """
+    edges = zip(parents, token_ids, strict=True)
+    child = {edge: node for node, edge in enumerate(edges)}
+    path = [0]
+    while (node := child.get((path[-1], target_token_ids[path[-1]]))) is not None:
+        path.append(node)
+    return Verdict(path, target_token_ids[path[-1]])

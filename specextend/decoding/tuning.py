@@ -1,36 +1,60 @@
-"""Measuring what steps cost, at start-up: seconds of work, kept per device and model (`tuning_file.py`).
+"""Measures the costs of steps at start-up, and keeps them in the user's cache folder: a file a device and model.
+
+A file that is missing, damaged or foreign is measured again; a folder that cannot be written keeps nothing.
+
 
 Shapes: `T` rows of a forward.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
+import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.model import CachedModel
-from specextend.decoding.step_costs import CostTable, fit_line
+from specextend.decoding.step_costs import CostTable, StepCosts, fit_line
 from specextend.decoding.tree import tree_mask
+from specextend.file_hashes import cache_folder
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-"""Rows of a forward that are told apart; between two of them the larger one's cost is taken."""
+"""Rows of a forward that are measured; in between, the cost of the next larger number is taken."""
 LENGTHS = (512, 6000, 2048)
-"""Prefixes, in the order of measuring; the last is left out on a slow machine."""
+"""Tokens of prefix, in the order of measuring; the last is left out on a slow machine."""
 BUDGET_S = 3.0
-"""Seconds after which no further prefix is begun."""
+"""Seconds after which no further prefix is started."""
 _RUNS = 2
 _BUSY = 1.1
 
+VERSION = 1
+_SHAPE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """What to measure."""
+class TuningGrid:
+    """The combinations to measure."""
 
     kinds: tuple[TreeAttention, ...]
     sizes: tuple[int, ...]
@@ -39,24 +63,28 @@ class Grid:
     """Tokens of prefix."""
 
 
-def make_grid(kinds: tuple[TreeAttention, ...], num_nodes: int, *, fixed: bool, max_batch_size: int, room: int) -> Grid:
-    """The sizes that steps can have, and prefixes that fit.
+def make_grid(
+    kinds: tuple[TreeAttention, ...], num_nodes: int, *, fixed: bool, max_batch_size: int, room: int
+) -> TuningGrid:
+    """Choose the sizes that steps can have, and prefixes that fit.
 
-    `num_nodes` of a tree at most, the root not counted; `fixed`: trees have no other size. `room`: rows of the cache
-    that one sequence can use.
+    `num_nodes` is the largest tree, the root not counted; with `fixed`, trees have no other size. `room` is the number
+    of cache rows that one sequence can use.
     """
     rows = num_nodes + 1
     all_rows = max(rows, min(rows * max_batch_size, SIZES[-1]))
     smaller = {1} if fixed else {size for size in SIZES if size < rows}
     sizes = sorted({*smaller, rows, all_rows, *(size for size in SIZES if rows < size < all_rows)})
     longest = max(1, room - sizes[-1])
-    return Grid(kinds, tuple(sizes), tuple(dict.fromkeys(min(length, longest) for length in LENGTHS)))
+    return TuningGrid(kinds, tuple(sizes), tuple(dict.fromkeys(min(length, longest) for length in LENGTHS)))
 
 
-def measure(target: CachedModel, grid: Grid, clock: Callable[[], float] = time.perf_counter) -> tuple[CostTable, bool]:
-    """The table, and whether the machine was quiet enough for it to be kept.
+def measure(
+    target: CachedModel, grid: TuningGrid, clock: Callable[[], float] = time.perf_counter
+) -> tuple[CostTable, bool]:
+    """Measure the table; return it, and True if the machine was quiet enough to keep it.
 
-    Writes to the front of the target's cache, which must be in use by nobody.
+    Writes to the front of the target's cache, which nobody may be using.
     """
     begin = clock()
     num_rows = max(grid.lengths) + grid.sizes[-1]
@@ -82,7 +110,7 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 @torch.inference_mode()
 def _time_step(target: CachedModel, kind: TreeAttention, size: int, length: int, clock: Callable[[], float]) -> float:
-    """Seconds of one verification of a chain of `size` rows behind `length` tokens."""
+    """Time one verification of a chain of `size` rows behind `length` tokens."""
     begin = clock()
     token_ids = torch.zeros(1, size, dtype=torch.int64, device=target.device)
     parents = torch.arange(-1, size - 1, device=target.device).unsqueeze(0)
@@ -91,3 +119,100 @@ def _time_step(target: CachedModel, kind: TreeAttention, size: int, length: int,
     hidden = target.forward(token_ids, length + parents + 1, plan)
     target.logits(hidden).max(-1).indices.tolist()  # waits for the device
     return clock() - begin
+
+
+def load_step_costs(
+    target: CachedModel, tree: TreeOptions, attention: AttentionOptions, max_batch_size: int
+) -> StepCosts | None:
+    """Return the costs of steps, read from disk or measured now; None if the options choose nothing by them.
+
+    Measuring writes to the target's cache, which nobody may be using.
+    """
+    fixed = tree.nodes != "auto"
+    if fixed and attention.tree != "auto":
+        return None
+    kinds: tuple[TreeAttention, ...] = ("dense", "hybrid") if attention.tree == "auto" else (attention.tree,)
+    room = target.cache.rows.num_free
+    grid = make_grid(kinds, tree.most_nodes, fixed=fixed, max_batch_size=max_batch_size, room=room)
+    key = describe(target)
+    table = read_table(key, grid)
+    if table is None:
+        table, is_quiet = measure(target, grid)
+        if is_quiet:
+            write_table(key, grid, table)
+    return StepCosts(table)
+
+
+def describe(target: CachedModel) -> dict[str, Any]:
+    """Return all that a step's time depends on, as JSON values: the device, its software, the model's shape."""
+    return {
+        "device": device_name(target.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": str(target.dtype),
+        "backend": target.attend.__module__,
+        "head_dim": target.head_dim,
+        **{name: getattr(target.config, name) for name in _SHAPE},
+    }
+
+
+def read_table(key: Mapping[str, Any], grid: TuningGrid) -> CostTable | None:
+    """Read the table for `key` (JSON values that name device and model) and `grid`; None if there is no usable one."""
+    path = _path(key, grid)
+    if path is None:
+        return None
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["version"] != VERSION or stored["key"] != _full_key(key, grid):
+            return None
+        lines = stored["lines"]
+        return CostTable(
+            {kind: {size: _checked_line(lines[kind][str(size)]) for size in grid.sizes} for kind in grid.kinds}
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_table(key: Mapping[str, Any], grid: TuningGrid, table: CostTable) -> bool:
+    """Write a table; return False if the folder cannot be written."""
+    path = _path(key, grid)
+    if path is None:
+        return False
+    values = {"version": VERSION, "key": _full_key(key, grid), "lines": table.lines}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        return False
+    return True
+
+
+def _full_key(key: Mapping[str, Any], grid: TuningGrid) -> dict[str, Any]:
+    return {**key, "kinds": [*grid.kinds], "sizes": [*grid.sizes], "lengths": [*grid.lengths]}
+
+
+def _path(key: Mapping[str, Any], grid: TuningGrid) -> Path | None:
+    folder = cache_folder()
+    text = json.dumps(_full_key(key, grid), sort_keys=True)
+    return folder and folder / f"step-costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _checked_line(values: Any) -> tuple[float, float]:
+    constant, slope = (float(value) for value in values)
+    if not (0 <= constant < math.inf and 0 <= slope < math.inf and constant + slope > 0):
+        raise ValueError(f"no line: {values}")
+    return constant, slope
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the processor as the kernel has it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

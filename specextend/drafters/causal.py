@@ -7,20 +7,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
-from specextend.decoding.options import TreeOptions
+from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.tree import DraftTree, grow_trees
-from specextend.drafters.network import HISTORY, DraftNetwork, histories, last_tokens
+from specextend.drafters.draft_cache import DraftCache
+
+HISTORY = 3
+"""Tokens before a token that a network may read."""
+
+
+def last_tokens(before: Tensor | None, token_ids: Tensor) -> Tensor:
+    """Return [3 + T] tokens: token_ids [T] behind the three `before` them; at a text's start the first one, thrice."""
+    return torch.cat([token_ids[:1].expand(HISTORY) if before is None else before, token_ids])
+
+
+def histories(text: Tensor) -> Tensor:
+    """Return the three tokens [T, 3] before each token of text [3 + T] but the first three, nearest first."""
+    return text[:-1].unfold(0, HISTORY, 1).flip(1)
+
+
+class DraftNetwork(Protocol):
+    """What a draft network must offer to be run by `CausalDrafter`."""
+
+    cache: DraftCache
+    vocabulary: Tensor | None
+    """[V] int64 token ids of the logits; None: all of the target's, in order."""
+    hidden_layers: tuple[int, ...]
+    """Target layers, ascending, whose outputs side by side are the features [.., F]; empty: the last hidden state."""
+    reads_history: bool
+    """True if `forward` needs the tokens before each token."""
+
+    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the target."""
+
+    def num_staging_rows(self) -> int:
+        """Return the working rows that prefill needs for itself."""
+
+    def release(self, slot: int) -> None:
+        """Free what prefill keeps of the slot."""
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
+    ) -> Tensor:
+        """Run token_ids [B, T] at `positions` [B, T] and return hidden [B, T, C].
+
+        `hidden` is what goes with each token: the target's features [B, T, F] one position before it, or the
+        network's own output [B, T, C] for its parent. Working rows are written as the plan says. `history` [B, T, 3]
+        are the three tokens before each token, nearest first; None where the network does not read them.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., V] of hidden [..., C]."""
 
 
 @dataclass(slots=True)
 class _Root:
-    """What the next tree of a row starts from."""
+    """The last decided token of a slot, from which the next tree starts."""
 
     token_id: int
     hidden: Tensor  # [C], the network's output at the root
@@ -28,20 +76,20 @@ class _Root:
 
 @dataclass(slots=True)
 class _Frontier:
-    """Nodes whose children come next."""
+    """The nodes whose children are drafted next."""
 
     hidden: Tensor
     """[B, F, C], the network's output at each node."""
     lineage: Tensor | None
     """[B, F, 3], each node's token, its parent's and its grandparent's; None where the network does not read them."""
 
-    def parents(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Hidden [B, n, C] and lineage [B, n, 3] of the nodes at slots [B, n]."""
-        slots = slots.unsqueeze(2)
-        hidden = self.hidden.gather(1, slots.expand(-1, -1, self.hidden.shape[2]))
+    def parents(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return hidden [B, n, C] and lineage [B, n, 3] of the nodes at indices [B, n]."""
+        indices = indices.unsqueeze(2)
+        hidden = self.hidden.gather(1, indices.expand(-1, -1, self.hidden.shape[2]))
         if self.lineage is None:
             return hidden, None
-        return hidden, self.lineage.gather(1, slots.expand(-1, -1, HISTORY))
+        return hidden, self.lineage.gather(1, indices.expand(-1, -1, HISTORY))
 
 
 class CausalDrafter:
@@ -50,7 +98,7 @@ class CausalDrafter:
     def __init__(
         self, network: DraftNetwork, tree: TreeOptions, tree_attention: TreeAttention, num_visible_rows: int | None
     ) -> None:
-        """`num_visible_rows`: rows that `select` asks for at most; None: all."""
+        """Take the network; `num_visible_rows` is the most that `select` asks for, None for all."""
         self._network, self._cache = network, network.cache
         self._options, self._tree_attention = tree, tree_attention
         self._num_visible_rows = num_visible_rows
@@ -59,57 +107,57 @@ class CausalDrafter:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Target layers whose outputs the network takes; empty: the last hidden state."""
+        """Return the target layers whose outputs the network takes; none: the last hidden state."""
         return self._network.hidden_layers
 
     @property
     def num_levels(self) -> int:
-        """Tree levels at most."""
+        """Return the largest number of tree levels."""
         return self._options.depth
 
-    def admit(self, row: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Make room for a sequence; False where there is none now."""
+    def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
+        """Reserve room for a sequence; return False if there is none now."""
         num_tokens = num_prompt_tokens + max_new_tokens + self._options.depth + 1
         chosen = num_prompt_tokens if self._num_visible_rows is None else self._num_visible_rows
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)
         scratch = self._options.depth * self._options.most_nodes
-        return self._cache.admit(row, num_tokens, max(visible + scratch, self._network.num_staging_rows()))
+        return self._cache.admit(slot, num_tokens, max(visible + scratch, self._network.num_staging_rows()))
 
-    def prefill(self, row: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """The next chunk of the prompt: token_ids [T] and the target's hidden states [T, C] at them."""
-        self._network.prefill(row, token_ids, hidden)
+    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
+        self._network.prefill(slot, token_ids, hidden)
         if self._network.reads_history:
-            self._texts[row] = last_tokens(self._texts.get(row), token_ids)[-HISTORY:]
+            self._texts[slot] = last_tokens(self._texts.get(slot), token_ids)[-HISTORY:]
 
-    def select(self, row: int, positions: Tensor) -> None:
+    def select(self, slot: int, positions: Tensor) -> None:
         """Let the draft see these committed positions [S], ascending, and what `absorb` adds later."""
-        self._cache.select(row, positions)
+        self._cache.select(slot, positions)
 
-    def absorb(self, rows: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
-        """Run the newly decided tokens, the new root last, behind what each row sees now."""
+    def absorb(self, slots: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
+        """Run the newly decided tokens, the new root last, behind what each slot sees now."""
         counts = [len(new) for new in token_ids]
         device = hidden[0].device
         added = [torch.tensor(new, device=device) for new in token_ids]
         padded = pad_sequence(added, batch_first=True)
-        history = self._read_history(rows, added) if self._network.reads_history else None
-        output = self._forward(rows, padded, pad_sequence(list(hidden), batch_first=True), None, 0, history)
-        self._cache.append(rows, counts)
-        for row, new, count, out in zip(rows, token_ids, counts, output, strict=True):
-            self._roots[row] = _Root(new[-1], out[count - 1])
+        history = self._read_history(slots, added) if self._network.reads_history else None
+        output = self._forward(slots, padded, pad_sequence(list(hidden), batch_first=True), None, 0, history)
+        self._cache.append(slots, counts)
+        for slot, new, count, out in zip(slots, token_ids, counts, output, strict=True):
+            self._roots[slot] = _Root(new[-1], out[count - 1])
 
-    def propose(self, rows: Sequence[int]) -> list[DraftTree]:
-        """A tree behind each row's root."""
-        roots = [self._roots[row] for row in rows]
+    def propose(self, slots: Sequence[int]) -> list[DraftTree]:
+        """Grow a tree behind each slot's root."""
+        roots = [self._roots[slot] for slot in slots]
         hidden = torch.stack([root.hidden for root in roots])
         lineage = None
         if self._network.reads_history:
-            lineage = torch.stack([self._texts[row] for row in rows]).flip(1).unsqueeze(1)
+            lineage = torch.stack([self._texts[slot] for slot in slots]).flip(1).unsqueeze(1)
         frontier = _Frontier(hidden.unsqueeze(1), lineage)
 
-        def expand(token_ids: Tensor, slots: Tensor, mask: Tensor, depth: int) -> Tensor:
+        def expand(token_ids: Tensor, indices: Tensor, mask: Tensor, depth: int) -> Tensor:
             nonlocal frontier
-            parents, history = frontier.parents(slots)
-            output = self._forward(rows, token_ids, parents, mask, depth, history)
+            parents, history = frontier.parents(indices)
+            output = self._forward(slots, token_ids, parents, mask, depth, history)
             if history is not None:
                 history = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
             frontier = _Frontier(output, history)
@@ -126,26 +174,26 @@ class CausalDrafter:
             vocabulary=self._network.vocabulary,
         )
 
-    def first_level(self, row: int) -> tuple[Tensor | None, Tensor]:
-        """The root's children: token ids [V] (None: all of the target's, in order) and their logits [V]."""
-        return self._network.vocabulary, self._network.logits(self._roots[row].hidden)
+    def first_level(self, slot: int) -> tuple[Tensor | None, Tensor]:
+        """Return the root's children: token ids [V] (None: all of the target's, in order) and their logits [V]."""
+        return self._network.vocabulary, self._network.logits(self._roots[slot].hidden)
 
-    def release(self, row: int) -> None:
-        """Forget the row."""
-        self._cache.release(row)
-        self._network.release(row)
-        self._roots.pop(row, None)
-        self._texts.pop(row, None)
+    def release(self, slot: int) -> None:
+        """Free the slot."""
+        self._cache.release(slot)
+        self._network.release(slot)
+        self._roots.pop(slot, None)
+        self._texts.pop(slot, None)
 
-    def _read_history(self, rows: Sequence[int], added: Sequence[Tensor]) -> Tensor:
-        """[B, T, 3]: the tokens before each of the newly decided ones ([n] of each row), which are noted."""
-        texts = [last_tokens(self._texts[row], new) for row, new in zip(rows, added, strict=True)]
-        self._texts |= {row: text[-HISTORY:] for row, text in zip(rows, texts, strict=True)}
+    def _read_history(self, slots: Sequence[int], added: Sequence[Tensor]) -> Tensor:
+        """Return the tokens [B, T, 3] before each newly decided one ([n] of each slot), and remember the last ones."""
+        texts = [last_tokens(self._texts[slot], new) for slot, new in zip(slots, added, strict=True)]
+        self._texts |= {slot: text[-HISTORY:] for slot, text in zip(slots, texts, strict=True)}
         return pad_sequence([histories(text) for text in texts], batch_first=True)
 
     def _forward(
         self,
-        rows: Sequence[int],
+        slots: Sequence[int],
         token_ids: Tensor,
         hidden: Tensor,
         mask: Tensor | None,
@@ -154,11 +202,11 @@ class CausalDrafter:
     ) -> Tensor:
         """Run [B, T] tokens: a tree level (`mask` [B, T, M], at `depth`), or a causal run behind the visible rows."""
         num_new = token_ids.shape[1]
-        visible = torch.tensor([self._cache.visible(row) for row in rows])
+        visible = torch.tensor([self._cache.visible(slot) for slot in slots])
         behind = num_new if mask is None else mask.shape[2]
         offsets = torch.arange(num_new) if mask is None else torch.full((num_new,), depth - 1)
         plan = AttentionPlan(
-            starts=[self._cache.start(row) for row in rows],
+            starts=[self._cache.start(slot) for slot in slots],
             lengths=(visible + behind).tolist(),
             num_new=num_new,
             mask=mask,

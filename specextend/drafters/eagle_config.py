@@ -29,24 +29,24 @@ class EagleConfig:
     target: str
     """Name of the model the head was distilled for; for people, not checked."""
     vocab_size: int
-    """The target's, rows of its embedding."""
+    """Rows of the target's embedding."""
     hidden_size: int
-    """The target's."""
+    """Hidden size of the target."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
     rope_theta: float
     layer_norm_eps: float
-    """Of the two RMS norms inside the layer."""
+    """Epsilon of the two RMS norms inside the layer."""
     head_norm_eps: float
-    """Of the two input norms (`en`, `hn`) and the output norm (`norm`)."""
+    """Epsilon of the two input norms (`en`, `hn`) and the output norm (`norm`)."""
     dtype: str
-    """Of the tensors in the file: bfloat16, float16 or float32."""
+    """Type of the tensors in the file: bfloat16, float16 or float32."""
     draft_vocab_size: int | None = None
     """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the whole vocabulary."""
     copy_heads: int | None = None
-    """KV heads besides `num_kv_heads` that match the tokens around a slot, each with its group of query heads."""
+    """KV heads besides `num_kv_heads` that match the tokens around a position, each with its group of query heads."""
     tokens_sha256: str | None = None
     """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
 
@@ -61,7 +61,7 @@ class EagleConfig:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor of the file, by name."""
+        """List every tensor of the file by name."""
         hidden, mlp = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         copied = (self.copy_heads or 0) * self.head_dim
@@ -96,10 +96,10 @@ class EagleConfig:
 
 
 def load_eagle_config(folder: str | Path) -> EagleConfig:
-    """The config of a head's folder, after checking the weights' file against it; loads no weight.
+    """Read a head's config and check the file of weights against it, without loading a weight.
 
-    Raises ValueError in one line for a missing file, an unknown or missing key, a weights file that is cut short or
-    holds other tensors than the config says, and a reduced vocabulary of tokens that the target has not.
+    Raises ValueError in one line for a missing file, an unknown or missing key, a file of weights that is cut short or
+    holds other tensors than the config says, and a reduced vocabulary of tokens that the target lacks.
     """
     folder = Path(folder)
     for name in ("config.json", WEIGHTS_FILE):
@@ -116,7 +116,7 @@ def load_eagle_config(folder: str | Path) -> EagleConfig:
 
 
 def read_token_ids(file: Path, vocab_size: int) -> Tensor:
-    """The tensor `draft_token_ids` [R] of a file. Raises ValueError unless it is ascending ids of `vocab_size`."""
+    """Read the tensor `draft_token_ids` [R]. Raises ValueError unless it is ascending ids below `vocab_size`."""
     with safe_open(file, framework="pt") as opened:
         token_ids: Tensor = opened.get_tensor(VOCABULARY)
     if (

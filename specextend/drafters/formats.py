@@ -7,7 +7,7 @@
 | speculators | `speculators_model_type` in config.json | `transformer.` (eagle), `layers.0.` (eagle3) |
 
 Sources: the layouts of SafeAILab's checkpoints, of vLLM's and SGLang's readers, and of the `speculators` library. A
-head may hold an embedding and an LM head of its own; what it has not is the target's.
+head may hold an embedding and an LM head of its own; if it lacks one, the target's is used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PublishedHead:
     fused: bool
     """EAGLE-3: several of the target's layers go in, not its last hidden state."""
     vocab_size: int
-    """The target's, rows of its embedding."""
+    """Rows of the target's embedding."""
     target_hidden_size: int
     hidden_size: int
     num_heads: int
@@ -82,7 +82,7 @@ class PublishedHead:
     """Name here -> file and name there."""
 
     def hidden_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """Target layers whose outputs the head takes; empty where it takes the last hidden state.
+        """Return the target layers whose outputs the head takes; none if it takes the last hidden state.
 
         Raises ValueError for a target without such layers.
         """
@@ -99,12 +99,12 @@ class PublishedHead:
 
     @property
     def num_features(self) -> int:
-        """Numbers of one position of the target that go in."""
+        """Return how many numbers of one position of the target go in."""
         num_layers = 1 if not self.fused else 3 if self.layers is None else len(self.layers)
         return num_layers * self.target_hidden_size
 
     def required(self) -> dict[str, tuple[int, ...]]:
-        """Tensors that must be there, by their names here."""
+        """List the tensors that must be there, by their names here."""
         hidden, mlp = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         width = 2 * hidden if self.fused else hidden
@@ -122,7 +122,7 @@ class PublishedHead:
         return shapes | (self._fused_only() if self.fused else self._plain_only())
 
     def optional(self) -> dict[str, tuple[int, ...]]:
-        """Tensors that may be there."""
+        """List the tensors that may be there."""
         biased = [name for name, shape in self.required().items() if name.endswith("_proj.weight")]
         shapes = self.required()
         return {
@@ -156,7 +156,7 @@ class PublishedHead:
 
 
 def is_ours(folder: str | Path) -> bool:
-    """Whether a head's folder claims our own format. Raises ValueError where it has no readable config.json."""
+    """Return True if a head's folder claims our own format. Raises ValueError without a readable config.json."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise ValueError(f"EAGLE draft {folder} has no config.json")
@@ -164,7 +164,7 @@ def is_ours(folder: str | Path) -> bool:
 
 
 def read_head(folder: str | Path) -> PublishedHead:
-    """What a published head's files say of it; loads no tensor.
+    """Describe a published head by its files, without loading a tensor.
 
     Raises ValueError in one line for an unknown format, pickled, missing or truncated files, a config that is not
     served, and tensors that the config does not describe.
@@ -189,7 +189,7 @@ def read_head(folder: str | Path) -> PublishedHead:
 
 
 def read_tensors(head: PublishedHead, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
-    """Some of a head's tensors, by their names here, as they are in the files."""
+    """Load some of a head's tensors, by their names here, as they are in the files."""
     tensors = {}
     for name in names:
         file, spelled = head.sources[name]
@@ -199,9 +199,10 @@ def read_tensors(head: PublishedHead, names: Iterable[str], device: str = "cpu")
 
 
 def read_vocabulary(head: PublishedHead) -> Tensor | None:
-    """[V] int64: the target's token id of each row of the head's own LM head; None: the same ids.
+    """Return the target's token id [V] int64 of each row of the head's own LM head; None if the ids are the same.
 
-    `d2t` holds differences: row i is token i + d2t[i]. Raises ValueError for ids that the target has not, or has twice.
+    `d2t` holds differences: row i is token i + d2t[i]. Raises ValueError for ids that the target lacks, or for one that
+    stands there twice.
     """
     if "d2t" not in head.sources:
         return None
@@ -216,7 +217,7 @@ def read_vocabulary(head: PublishedHead) -> Tensor | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """A head's safetensors files: one, or those that its index names. Raises ValueError where one is missing."""
+    """List a head's safetensors files: one, or those that its index names. Raises ValueError if one is missing."""
     if (folder / _INDEX).is_file():
         names = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(names, dict) or not names:
@@ -237,7 +238,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _own_name(name: str) -> str:
-    """`model.midlayer.mlp.up_proj.weight` as `layer.mlp.up_proj.weight`."""
+    """Translate a name: `model.midlayer.mlp.up_proj.weight` is `layer.mlp.up_proj.weight` here."""
     name = name.removeprefix("model.")
     for prefix, renamed in (dict.fromkeys(_LAYERS, "layer.") | _RENAMED).items():
         if name.startswith(prefix):
@@ -282,7 +283,7 @@ def _describe(
 
 
 def _detect(raw: dict[str, Any], names: set[str]) -> tuple[str, bool]:
-    """The format's name, and whether it fuses several layers."""
+    """Detect the format; return its name, and True if it fuses several of the target's layers."""
     kind = raw.get("speculators_model_type")
     if kind is not None:
         if kind not in ("eagle", "eagle3"):
@@ -298,7 +299,7 @@ def _detect(raw: dict[str, Any], names: set[str]) -> tuple[str, bool]:
 
 
 def _layers(raw: dict[str, Any]) -> tuple[int, ...] | None:
-    """Outputs of target layers that config.json names.
+    """Return the target layers whose outputs config.json names.
 
     The two keys count differently, as their readers do: at the top level (vLLM, `speculators`) j is what enters layer
     j, so the output of j - 1; inside `eagle_config` (SGLang) it is the output of layer j.
@@ -361,6 +362,6 @@ def _check_tensors(head: PublishedHead, found: dict[str, TensorInfo]) -> None:
 
 
 def _layer_prefix(spelled: dict[str, str]) -> str:
-    """How this checkpoint begins the names of its layer's tensors."""
+    """Return how this checkpoint begins the names of its layer's tensors."""
     known = next((known for known in spelled if known.startswith("layer.")), "layer.")
     return spelled.get(known, known).removesuffix(known.removeprefix("layer."))

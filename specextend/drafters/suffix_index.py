@@ -1,4 +1,4 @@
-"""Where the text has said before what it has just said: the matches of its end, kept up to date token by token."""
+"""Finds the earlier places of a text that match its end, kept up to date token by token."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import NamedTuple
 LONGEST = 12
 """Tokens of a match that are told apart; a longer one counts as this."""
 MOST = 32
-"""Matches that are looked at."""
+"""Matches that are returned at most."""
 
 
 class Match(NamedTuple):
-    """An earlier place of the text whose last tokens are also the text's last. Longer ones, then later ones, first."""
+    """An earlier place whose last tokens are also the text's last. The best are the longest, then the latest."""
 
     length: int
-    """Equal tokens, 1 to `LONGEST`."""
+    """Number of equal tokens, 1 to `LONGEST`."""
     position: int
-    """Of the token that followed there."""
+    """Position of the token that followed there."""
 
 
 class SuffixIndex:
     """A text and the matches of its end.
 
-    A token costs one look at each of its earlier occurrences: a match ends at each of them, one longer than the match
-    that ended one token before. Nothing is searched.
+    A new token visits each of its earlier occurrences: a match ends there, one longer than the match that ended one
+    token before. Nothing is searched.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class SuffixIndex:
         self._lengths: dict[int, int] = {}  # position behind a match -> length of the match
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append many tokens: only the last ones are matched, which is all that the matches then depend on."""
+        """Append many tokens; only the last ones are matched, since the matches depend on nothing else."""
         unmatched = token_ids[:-LONGEST]
         if unmatched:
             self._lengths = {}
@@ -53,11 +53,11 @@ class SuffixIndex:
         followers.append(len(self.token_ids))
 
     def matches(self) -> list[Match]:
-        """The longest matches of the text's end, at most `MOST`, the best first."""
+        """Return the `MOST` longest matches of the text's end, the best first."""
         best = sorted(zip(self._lengths.values(), self._lengths, strict=True), reverse=True)[:MOST]
         return [Match(length, position) for length, position in best]
 
     def continued(self, matches: Sequence[Match]) -> list[Match]:
-        """The same matches one token on, should the text go on as they did; without those that reach its end."""
+        """Return the matches one token later, if the text goes on as they do, without those that reach its end."""
         end = len(self.token_ids)
         return [Match(min(length + 1, LONGEST), position + 1) for length, position in matches if position + 1 < end]

@@ -1,22 +1,28 @@
-"""The report of a run folder: what was done, how fast, and where the time went."""
+"""Building the report of a run folder from its rows, and writing it to files."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from specextend.data.fingerprint import read_manifest
-from specextend.data.storage import Location, list_files, read_bytes, resolve
-from specextend.report.buckets import bucket_name, bucket_of
-from specextend.report.rows import RunRows
-from specextend.report.spread import spread
-from specextend.report.tally import COLUMNS, Tally
+from specextend.core import one_line
+from specextend.data.fingerprint import num_input_rows, read_manifest
+from specextend.data.parts import find_results, read_part
+from specextend.data.run_folder import errors_folder, read_starts, report_file, summaries_folder
+from specextend.data.schema import PART_SCHEMA
+from specextend.data.storage import Location, list_files, resolve, write_bytes
+from specextend.report.sections import to_markdown
+from specextend.report.statistics import COLUMNS, Tally, bucket_name, bucket_of, spread
 
 _PER_DOCUMENT = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
 _STEP_COUNTS = (
@@ -29,52 +35,132 @@ _STEP_COUNTS = (
 )
 _DONE_COLUMNS = [*dict.fromkeys([*COLUMNS, *_PER_DOCUMENT, "finish_reason", "quality_flags", "worker"])]
 _ERROR_COLUMNS = ["doc_id", "error_class", "message", "stage", "retryable"]
+_BATCH_ROWS = 16_384
 
 
-def build_report(output: str) -> dict[str, Any]:
-    """The report of a run folder, as JSON values. Seconds, tokens and shares (0 to 1); null where there is no value.
+def write_report(
+    output: str,
+    folder: Location | None = None,
+    *,
+    ending: Mapping[str, Any] | None = None,
+    checkpoint: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Write `report.json` and `report.md` into a run folder (a path or URI), each whole or not at all.
 
-    The folder may still be running. Raises ValueError for one that holds no run or a damaged one.
+    Returns the report; its arguments are those of `build_report`. The run may still be going. Raises ValueError if the
+    folder holds no run or a damaged one.
     """
-    location = resolve(output)
-    rows = RunRows(location)
+    location = folder or resolve(output)
+    report = build_report(output, location, ending=ending, checkpoint=checkpoint)
+    write_bytes(report_file(location, "json"), to_json(report))
+    write_bytes(report_file(location, "md"), to_markdown(report).encode())
+    return report
+
+
+def to_json(values: dict[str, Any]) -> bytes:
+    """Encode values as JSON in UTF-8. Half of a surrogate pair, which UTF-8 does not have, becomes a JSON escape."""
+    text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode(errors="backslashreplace")
+
+
+def build_report(
+    output: str,
+    folder: Location | None = None,
+    *,
+    ending: Mapping[str, Any] | None = None,
+    checkpoint: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Build the report of a run folder as JSON values: seconds, tokens, shares (0 to 1); null if there is no value.
+
+    The run may still be going. folder: the location of `output`, if it is open already. ending: `run_id`, `end` and
+    `exit_code` of a start whose record does not contain them yet. checkpoint: called between tables; may raise. Raises
+    ValueError if the folder holds no run or a damaged one.
+    """
+    location = folder or resolve(output)
+    rows = _Rows(location)
     done, errors = _Done(), _Errors()
-    for table in rows.done(_DONE_COLUMNS):
+    for table in rows.read(_DONE_COLUMNS, done=True):
+        checkpoint()
         done.add(table)
-    for table in rows.errors(_ERROR_COLUMNS):
+    for table in rows.read(_ERROR_COLUMNS, done=False):
+        checkpoint()
         errors.add(table)
     manifest = read_manifest(location)
-    return {
+    report = {
         "output": output,
         "source": rows.source,
         "run": _run(manifest),
-        "attempts": _attempts(location),
+        "attempts": _attempts(location, ending or {}),
         "rows": _row_counts(manifest, done.tally.num_documents, errors.num_rows),
         **done.report(),
         "errors": errors.report(),
     }
+    return {name: _finite(value) for name, value in report.items()}
+
+
+class _Rows:
+    """The valid rows of a run folder, one for each document that has ended, as tables.
+
+    They are read from the commits in `_run/parts`, which are complete at any time. A copy of the folder without them is
+    read from `summaries/` and `errors/`. Raises ValueError if the folder has neither.
+    """
+
+    def __init__(self, output: Location) -> None:
+        self._output, self._results = output, find_results(output)
+        self.source: Literal["parts", "summaries"] = "parts" if self._results.names else "summaries"
+        files = [*self._files(summaries_folder(output)), *self._files(errors_folder(output))]
+        if not self._results.names and not files:
+            raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
+
+    def read(self, columns: Sequence[str], *, done: bool) -> Iterator[pa.Table]:
+        """Read columns of the finished documents, or of the failed ones."""
+        if self.source == "summaries":
+            yield from self._read_files((summaries_folder if done else errors_folder)(self._output), columns)
+            return
+        results = self._results
+        order = np.lexsort((results.offsets, results.parts))
+        chosen = order[results.done[order] == done]
+        ends = np.searchsorted(results.parts[chosen], np.arange(len(results.names)), side="right")
+        for name, positions in zip(results.names, np.split(chosen, ends[:-1]), strict=True):
+            yield read_part(self._output, name, columns).take(pa.array(results.offsets[positions]))
+
+    def _read_files(self, folder: Location, columns: Sequence[str]) -> Iterator[pa.Table]:
+        schema = pa.schema([PART_SCHEMA.field(name) for name in columns])
+        for file in self._files(folder):
+            try:
+                with pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet:
+                    for batch in parquet.iter_batches(_BATCH_ROWS, columns=list(columns)):
+                        yield pa.Table.from_batches([batch]).select(columns).cast(schema)
+            except (pa.ArrowException, KeyError, UnicodeDecodeError) as error:
+                raise ValueError(
+                    f"{file.path} is damaged ({one_line(error)}); run the job again to write it anew"
+                ) from error
+
+    def _files(self, folder: Location) -> list[Location]:
+        return [folder.child(name) for name in list_files(folder) if name.endswith(".parquet")]
 
 
 @dataclass(slots=True)
 class _Done:
-    """The documents done, table by table."""
+    """Figures of the finished documents, collected table by table."""
 
     tally: Tally = field(default_factory=Tally)
     buckets: defaultdict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    values: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Per document, for the spreads."""
+    values: defaultdict[str, list[NDArray[np.float64]]] = field(default_factory=lambda: defaultdict(list))
+    """One number per document, for the spreads."""
     counts: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def add(self, rows: pa.Table) -> None:
+        rows = _without_nan(rows)
         self.tally.add(rows)
-        buckets = np.array([bucket_of(tokens) for tokens in rows["num_prompt_tokens"].to_pylist()])
+        buckets = np.array([bucket_of(tokens) for tokens in rows["num_prompt_tokens"].fill_null(0).to_pylist()])
         for bucket in np.unique(buckets).tolist():
             self.buckets[bucket].add(rows.filter(pa.array(buckets == bucket)))
         for name in _PER_DOCUMENT:
-            self.values[name] += rows[name].drop_null().to_pylist()
-        self.values["decode_tokens_per_s"] += _decode_speeds(rows)
+            self.values[name].append(rows[name].drop_null().to_numpy())
+        self.values["decode_tokens_per_s"].append(_decode_speeds(rows))
         for name in ("finish_reason", "worker"):
-            self.counts[name].update(rows[name].to_pylist())
+            self.counts[name].update(rows[name].drop_null().to_pylist())
         self.counts["quality_flags"].update(pc.list_flatten(rows["quality_flags"]).to_pylist())
 
     def report(self) -> dict[str, Any]:
@@ -86,7 +172,7 @@ class _Done:
             "time": {"busy_s": tally.busy_s, "shares": tally.time_shares},
             "retrieval": _retrieval(tally),
             "retries": {"documents": tally.num_tried_again, "memory": tally.sums["num_memory_retries"]},
-            "per_document": {name: _spread(values) for name, values in self.values.items()},
+            "per_document": {name: _spread(np.concatenate(values).tolist()) for name, values in self.values.items()},
             "buckets": [_bucket(bucket, self.buckets[bucket]) for bucket in sorted(self.buckets)],
             "finish_reasons": _falling(self.counts["finish_reason"]),
             "quality_flags": _falling(self.counts["quality_flags"]),
@@ -96,7 +182,7 @@ class _Done:
 
 @dataclass(slots=True)
 class _Errors:
-    """The documents given up, by class and stage, with one example each."""
+    """Counts of the failed documents by class and stage, with one example each."""
 
     counts: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
     examples: dict[tuple[str, str, bool], tuple[str, str]] = field(default_factory=dict)
@@ -107,9 +193,9 @@ class _Errors:
 
     def add(self, rows: pa.Table) -> None:
         for row in rows.to_pylist():
-            kind = (row["error_class"], row["stage"], row["retryable"])
+            kind = (row["error_class"], row["stage"] or "", row["retryable"])
             self.counts[kind] += 1
-            self.examples.setdefault(kind, (row["doc_id"], row["message"]))
+            self.examples.setdefault(kind, (row["doc_id"] or "", row["message"] or ""))
 
     def report(self) -> list[dict[str, Any]]:
         names = ("error_class", "stage", "retryable", "rows", "example_doc_id", "example_message")
@@ -120,7 +206,7 @@ class _Errors:
 
 
 def _run(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Of the configuration, what a reader of the figures must know."""
+    """Select from the configuration what a reader of the figures must know."""
     if manifest is None:
         return None
     config = manifest["config"]
@@ -128,18 +214,24 @@ def _run(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"fingerprint": manifest["fingerprint"], **{name: config.get(name) for name in sections}}
 
 
-def _attempts(output: Location) -> list[dict[str, Any]]:
-    """Every start of the run, oldest first."""
-    folder = output.child("_run", "attempts")
-    records = [json.loads(read_bytes(folder.child(name)) or b"{}") for name in list_files(folder)]
+def _attempts(output: Location, ending: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """List every start of the run, oldest first; one of them may be about to end."""
     names = ("run_id", "begin", "end", "exit_code", "versions")
-    known = [{name: record.get(name) for name in names} for record in records]
-    return sorted(known, key=lambda record: str(record["begin"]))
+    records = [{name: getattr(start, name) for name in names} for start in read_starts(output)]
+    return [record | dict(ending) if record["run_id"] == ending.get("run_id") else record for record in records]
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON does not have, by null, at any depth."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _row_counts(manifest: dict[str, Any] | None, done: int, errors: int) -> dict[str, int | None]:
-    files = None if manifest is None else manifest["identity"]["files"].values()
-    rows = None if files is None else sum(file["rows"] for file in files)
+    rows = None if manifest is None else num_input_rows(manifest)
     return {"input": rows, "done": done, "errors": errors, "pending": None if rows is None else rows - done - errors}
 
 
@@ -190,7 +282,16 @@ def _falling(counts: Counter[str]) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _decode_speeds(rows: pa.Table) -> list[float]:
-    """Of each document with two tokens or more."""
-    tokens, seconds = rows["num_output_tokens"].to_pylist(), rows["decode_s"].to_pylist()
-    return [(n - 1) / s for n, s in zip(tokens, seconds, strict=True) if s]
+def _decode_speeds(rows: pa.Table) -> NDArray[np.float64]:
+    """Compute the decode speed of each document with two or more tokens."""
+    rows = rows.filter(pc.greater(rows["decode_s"], 0))
+    speeds = pc.divide(pc.cast(pc.subtract(rows["num_output_tokens"], 1), pa.float64()), rows["decode_s"])
+    return speeds.drop_null().to_numpy()
+
+
+def _without_nan(rows: pa.Table) -> pa.Table:
+    """Replace NaN and infinity by null, so that one such row does not spoil every sum."""
+    for index, column in enumerate(rows.columns):
+        if pa.types.is_floating(column.type):
+            rows = rows.set_column(index, rows.field(index), pc.if_else(pc.is_finite(column), column, None))
+    return rows

@@ -1,18 +1,24 @@
-"""Tables of figures, as text for a terminal and as Markdown."""
+"""Tables of figures, rendered as text for a terminal and as Markdown."""
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
+from specextend.core import printable
+
+_MARKDOWN = re.compile(r"[\\`*_\[\]<>|~&$@]|(?<=www)\.|:(?=//)", re.IGNORECASE)
+"""Characters that Markdown, or GitHub's dialect of it, may not treat as text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table with a title. The first column holds names, the others numbers, but for those in `text_columns`."""
+    """A table with a title. The first column and those in `text_columns` hold text, the others numbers."""
 
     title: str
     header: Sequence[str]
@@ -21,31 +27,39 @@ class Section:
 
 
 def to_text(sections: Iterable[Section], sentences: Iterable[str] = (), width: int = 110) -> str:
-    """Tables, then sentences, for a terminal, without colours."""
+    """Render tables, then sentences, for a terminal, without colours."""
     text = io.StringIO()
     console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
     for section in sections:
         console.print(_table(section))
     for sentence in sentences:
-        console.print(sentence)
+        console.print(printable(sentence))
     return text.getvalue()
 
 
 def markdown_table(section: Section) -> list[str]:
-    """The lines of a table."""
-    rows = [section.header, ["---"] * len(section.header), *section.rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    """Render the lines of a Markdown table. Cells are shown as text, whatever they contain."""
+    head, *rows = (list(map(markdown_text, row)) for row in (section.header, *section.rows))
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def markdown_text(text: str) -> str:
+    """Escape text so that Markdown shows it unchanged, in one line.
+
+    It cannot become an image, link, HTML, code, emphasis or cell border, nor a bare link or formula on GitHub.
+    """
+    return _MARKDOWN.sub(r"\\\g<0>", printable(text))
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number, `-` for none; integers with thousands apart."""
+    """Format a number, with a comma between thousands; `-` for None."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """A share, `-` for none."""
+    """Format a share as a percentage; `-` for None."""
     return "-" if value is None else f"{value:.1%}"
 
 
@@ -55,5 +69,5 @@ def _table(section: Section) -> Table:
         is_text = index == 0 or name in section.text_columns
         table.add_column(name, justify="left" if is_text else "right")
     for row in section.rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     return table

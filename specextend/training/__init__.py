@@ -1,1 +1,1 @@
-"""Distilling drafts: what they learn from, how they learn it, how well they guess afterwards."""
+"""Distillation of drafts: their samples, their training and their evaluation."""

@@ -1,32 +1,28 @@
-"""A whole training: samples, the target's recordings of them, the draft, and what it came to.
+"""A whole training: samples, the target's recordings of them, the draft, its evaluation and its model card.
 
-The output folder holds the draft; its subfolder `work` what is needed to go on after an interruption.
+The output folder holds the draft; its subfolder `work` holds what an interrupted training needs to resume.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from specextend.config import RunConfig
-from specextend.data.documents import Source
+from specextend.data.source import Source
+from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_config import load_eagle_config
-from specextend.drafters.options import DraftOptions
 from specextend.models import check_model
 from specextend.pairing import check_pair
-from specextend.training.card import write_card
-from specextend.training.corpus import Corpus, open_corpus, split
-from specextend.training.eagle3 import fused_layers
+from specextend.training.eagle3_head import fused_layers, train_eagle3
+from specextend.training.eagle_head import train_eagle
 from specextend.training.fit import Say
-from specextend.training.options import TrainedKind, TrainOptions
+from specextend.training.language_model import train_language_model
 from specextend.training.recording import count_tokens
-from specextend.training.task import Task, load_frozen
-from specextend.training.train_eagle import train_eagle
-from specextend.training.train_eagle3 import train_eagle3
-from specextend.training.train_language_model import train_language_model
+from specextend.training.task import Corpus, Task, TrainedKind, TrainOptions, load_frozen, open_corpus, split
 
 TRAIN: dict[TrainedKind, Callable[[Task], dict[str, Any]]] = {
     "eagle": train_eagle,
@@ -36,11 +32,10 @@ TRAIN: dict[TrainedKind, Callable[[Task], dict[str, Any]]] = {
 
 
 def distil(config: RunConfig, source: Source, options: TrainOptions, output: Path, say: Say) -> dict[str, Any]:
-    """Train a draft for the configuration's target on the source's text; returns what was measured of it.
+    """Train a draft for the configuration's target on the source's text, and return its figures.
 
-    Run again with the same arguments after an interruption, it goes on. Raises ValueError where `output` holds another
-    training, where the text is too little, and where the head to start from is not one for the target; the target has
-    read nothing then.
+    Called again with the same arguments after an interruption, it resumes. Raises ValueError if `output` holds another
+    training, if there is too little text, or if the head to start from does not fit; the target has read nothing then.
     """
     num_layers = check_model(config.target.model, config.target.revision).num_layers
     layers = fused_layers(num_layers) if options.kind == "eagle3" else ()
@@ -62,7 +57,7 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
 
 
 def _claim(path: Path, corpus: Corpus) -> None:
-    """A folder belongs to one training."""
+    """Write the settings into the folder. Raises ValueError if it belongs to a training with other settings."""
     settings = {
         "target": corpus.config.target.model,
         "prompt": asdict(corpus.config.prompt),
@@ -71,5 +66,55 @@ def _claim(path: Path, corpus: Corpus) -> None:
     }
     text = json.dumps(settings, indent=1, sort_keys=True)
     if path.exists() and path.read_text() != text:
-        raise ValueError(f"{path} is of a training with other settings; name another output, or delete it")
+        raise ValueError(
+            f"{path} belongs to a training with other settings; choose another output folder, or delete it"
+        )
     path.write_text(text)
+
+
+DESCRIPTIONS: dict[TrainedKind, str] = {
+    "eagle": "an EAGLE head in the project's own format, with copy heads (`specextend/drafters/eagle_config.py`)",
+    "eagle3": "a head in the published EAGLE-3 layout (`specextend/drafters/formats.py`)",
+    "model": "a small standalone Llama with a reduced vocabulary (`specextend/drafters/small_lm.py`)",
+}
+
+
+def write_card(task: Task, figures: dict[str, Any]) -> None:
+    """Write the model card `README.md` beside the draft: target, text, recipe and held-out agreement."""
+    text = "\n\n".join(_sections(task, figures))
+    (task.output / "README.md").write_text(text + "\n", encoding="utf-8")
+
+
+def _sections(task: Task, figures: dict[str, Any]) -> Iterator[str]:
+    options = task.options
+    yield f"# {task.output.resolve().name}"
+    yield (
+        f"A draft for {task.target.name}: {DESCRIPTIONS[options.kind]}. It proposes the tokens that the "
+        "target is likely to choose, and the target verifies each one: the draft decides how fast text comes, never "
+        "which text."
+    )
+    yield "## What it was trained on"
+    yield (
+        f"{figures['recordings']} prompts of `jobs/train_draft.py` around pieces of the documents below, each followed "
+        "by quotes from it, facts that were hidden in it, and the target's own summaries of it: "
+        f"{figures['tokens']:,} tokens, {options.fit.passes} times."
+    )
+    if read := figures.get("text_tokens"):
+        yield f"Before that, {read:,} tokens of the text alone, {options.text_passes} times."
+    files = [f"| `{file.relative_path}` | {file.num_rows} |" for file in task.corpus.source.files]
+    yield "\n".join(["| file | documents |", "|---|---|", *files])
+    yield "## Recipe"
+    yield f"```json\n{json.dumps(asdict(options), indent=1)}\n```"
+    yield "## How often it is right"
+    yield (
+        f"Agreement with the target's first choice, with a full cache, on {figures['held_out']} such prompts around "
+        "documents that it was not trained on: one in ten of the above is held out."
+    )
+    yield _agreement(figures["agreement"])
+
+
+def _agreement(shares: dict[str, list[float]]) -> str:
+    """Format the table of agreement: a row for each kind of text, a column for each drafted token."""
+    steps = ("first token", "second token")[: max(map(len, shares.values()))]
+    rows = [f"| {name} | {' | '.join(f'{share:.3f}' for share in row)} |" for name, row in shares.items()]
+    return "\n".join([f"| tokens of | {' | '.join(steps)} |", f"|---{'|---' * len(steps)}|", *rows])

@@ -1,4 +1,4 @@
-"""The training loop: AdamW under a cosine, one lesson a step, and a checkpoint to go on from."""
+"""The training loop: AdamW with a cosine schedule, one lesson a step, and a checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ CHECKPOINT = "checkpoint.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitOptions:
-    """How long and how fast to learn."""
+    """Length and learning rate of a training."""
 
     passes: int = 8
-    """Times every lesson is learned."""
+    """Number of passes over the lessons."""
     learning_rate: float = 4e-4
-    """At the top of the cosine, which ends at a twentieth of it."""
+    """Peak learning rate; the cosine ends at a twentieth of it."""
     warm_up: float = 0.03
     """Share of the steps in which the rate rises."""
     checkpoint_every_s: float = 120.0
+    """Seconds between two checkpoints."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -40,7 +41,7 @@ class FitOptions:
             raise ValueError("passes must be 1 or more, learning_rate above 0, warm_up from 0 to below 1")
 
     def rate(self, step: int, num_steps: int) -> float:
-        """Learning rate of a step, as a factor of `learning_rate`."""
+        """Return the learning rate of a step as a factor of `learning_rate`."""
         warm = max(1, round(self.warm_up * num_steps))
         if step < warm:
             return (step + 1) / warm
@@ -49,7 +50,7 @@ class FitOptions:
 
 
 class Fit:
-    """Training of one module, which can be left and taken up again from its folder."""
+    """Training of one module that can be interrupted and resumed from its folder."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Fit:
         options: FitOptions,
         folder: Path,
     ) -> None:
-        """`loss` gives a lesson's loss; what it takes by chance comes from the generator, which is the step's own."""
+        """`loss` computes the loss of a lesson; its random numbers come from a generator seeded for the step."""
         self._loss, self._options, self._folder = loss, options, folder
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
@@ -66,7 +67,7 @@ class Fit:
         self._step = 0
 
     def run(self, lessons: Sequence[Any], say: Say) -> None:
-        """Learn every lesson `passes` times, from where the checkpoint stands."""
+        """Learn every lesson `passes` times, starting at the checkpoint if there is one."""
         num_steps = self._options.passes * len(lessons)
         self._resume(num_steps, say)
         order = self._order(len(lessons))
@@ -84,7 +85,7 @@ class Fit:
         self._save(num_steps)
 
     def _order(self, count: int) -> list[int]:
-        """Numbers of the lessons, pass after pass, each in an order of its own."""
+        """Shuffle the lessons anew for each pass, and return their numbers."""
         random = Random(self._options.seed)
         return [number for _ in range(self._options.passes) for number in random.sample(range(count), count)]
 
@@ -99,7 +100,7 @@ class Fit:
         return float(loss.detach())
 
     def _save(self, num_steps: int) -> None:
-        """Weights and the optimizer's moments, in one file that is there whole or not at all."""
+        """Write weights and the optimizer's moments atomically into one file."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             state = self._optimizer.state[parameter]
@@ -110,7 +111,7 @@ class Fit:
         temporary.replace(self._folder / CHECKPOINT)
 
     def _resume(self, num_steps: int, say: Say) -> None:
-        """Take up the checkpoint. Raises ValueError for one of another training."""
+        """Load the checkpoint if there is one. Raises ValueError if it belongs to another training."""
         path = self._folder / CHECKPOINT
         if not path.exists():
             return
@@ -119,7 +120,7 @@ class Fit:
             expected = {**self._header, "num_steps": str(num_steps)}
             if {key: found.get(key) for key in expected} != expected:
                 raise ValueError(
-                    f"{path} is of another training; name another output folder, or delete it to begin anew"
+                    f"{path} belongs to another training; choose another output folder, or delete it to start again"
                 )
             for name, parameter in self._parameters.items():
                 parameter.data.copy_(file.get_tensor(f"weight.{name}"))
@@ -129,4 +130,4 @@ class Fit:
                     "step": file.get_tensor(f"step.{name}"),
                 }
         self._step = int(found["step"])
-        say(f"going on at step {self._step}/{num_steps}")
+        say(f"resuming at step {self._step}/{num_steps}")

@@ -1,13 +1,14 @@
-"""A small standalone LM with the target's tokens: a stock Llama, learned from text and from the target's choices.
+"""Training of a small standalone LM, a stock Llama: first on the text alone, then on the target's choices.
 
-It proposes a reduced vocabulary; row R of its embedding stands for every other token. It sees at most `positions`
-tokens while it learns, so a full cache of a longer document is outside its experience.
+It proposes a reduced vocabulary of the target's tokens; row R of its embedding stands for all other tokens. In training
+it never sees more than `positions` tokens, so a full cache of a longer document is unknown to it.
 
 Shapes: `B` windows, `T` tokens, `C` the target's hidden size, `R` draft tokens.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,32 +22,14 @@ from torch.nn.functional import cross_entropy, linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specextend.drafters.eagle_config import VOCABULARY, WEIGHTS_FILE
-from specextend.drafters.reduced import FILE
+from specextend.drafters.small_lm import FILE
+from specextend.training.fit import Fit, FitOptions
 from specextend.training.recording import Recording
-
-HEAD_DIM = 64
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LanguageModelOptions:
-    """The shape of the model."""
-
-    hidden_size: int = 384
-    num_layers: int = 2
-    intermediate_size: int = 1024
-    num_kv_heads: int = 2
-    positions: int = 1024
-    """Tokens of a window, at most; what the model is trained on and its `max_position_embeddings`."""
-
-    def __post_init__(self) -> None:
-        if min(self.hidden_size, self.num_layers, self.intermediate_size, self.num_kv_heads, self.positions) < 1:
-            raise ValueError("the sizes of a standalone LM must be 1 or more")
-        if self.hidden_size % (HEAD_DIM * self.num_kv_heads):
-            raise ValueError(f"hidden_size must be a multiple of {HEAD_DIM} x num_kv_heads, got {self.hidden_size}")
+from specextend.training.task import HEAD_DIM, LanguageModelOptions, Task
 
 
 def new_language_model(options: LanguageModelOptions, vocabulary: Tensor, embedding: Tensor, target: str) -> Any:
-    """A model whose embedding begins as the main directions of the target's: embedding [tokens, C], vocabulary [R]."""
+    """Make a model whose embedding starts as the principal components of the target's `embedding` [tokens, C]."""
     config = LlamaConfig(
         vocab_size=len(vocabulary) + 1,
         hidden_size=options.hidden_size,
@@ -72,28 +55,28 @@ def new_language_model(options: LanguageModelOptions, vocabulary: Tensor, embedd
 
 
 def row_of_token(vocabulary: Tensor, vocab_size: int) -> Tensor:
-    """[tokens] int64: the model's row of each of the target's tokens."""
+    """Map each of the target's tokens to its row in the model: [tokens] int64."""
     rows = torch.full((vocab_size,), len(vocabulary))
     rows[vocabulary] = torch.arange(len(vocabulary))
     return rows
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """Rows [T] of the model, and the target's last hidden states [T, C] where it has read them."""
+class TokenWindow:
+    """Rows [T] of the model and, if the target has read them, its last hidden states [T, C]."""
 
     rows: Tensor
     hidden: Tensor | None = None
 
 
-def text_windows(token_ids: Sequence[int], rows: Tensor, size: int) -> list[Window]:
-    """A text in windows of `size` tokens, what is left over dropped."""
+def text_windows(token_ids: Sequence[int], rows: Tensor, size: int) -> list[TokenWindow]:
+    """Cut a text into windows of `size` tokens and drop the remainder."""
     every = rows[torch.tensor(token_ids, dtype=torch.int64)]
-    return [Window(window) for window in every.split(size) if len(window) == size]
+    return [TokenWindow(window) for window in every.split(size) if len(window) == size]
 
 
-def recorded_windows(recording: Recording, rows: Tensor, size: int, seed: int) -> list[Window]:
-    """One window an answer: as much of it as fits, behind a piece of the prompt from anywhere or its end."""
+def recorded_windows(recording: Recording, rows: Tensor, size: int, seed: int) -> list[TokenWindow]:
+    """Make one window for each answer: the prompt's end or a random piece of it, then as much of the answer as fits."""
     random = Random(seed)
     prompt, windows = recording.prompt, []
     for answer in recording.answers:
@@ -102,43 +85,104 @@ def recorded_windows(recording: Recording, rows: Tensor, size: int, seed: int) -
         first = random.choice((most, random.randrange(most + 1)))
         before = slice(first, first + room)
         token_ids = torch.cat([prompt.token_ids[before], answer.token_ids[:size]])
-        windows.append(Window(rows[token_ids], torch.cat([prompt.last_hidden[before], answer.last_hidden[:size]])))
+        windows.append(TokenWindow(rows[token_ids], torch.cat([prompt.last_hidden[before], answer.last_hidden[:size]])))
     return windows
 
 
-def text_loss(model: Any, windows: Sequence[Window]) -> Tensor:
-    """Cross-entropy of the next row, over windows of one length."""
+def text_loss(model: Any, windows: Sequence[TokenWindow]) -> Tensor:
+    """Compute the cross-entropy of the next row, over windows of equal length."""
     rows = torch.stack([window.rows for window in windows]).to(model.device)
     with torch.autocast(model.device.type, torch.bfloat16):
         logits = model(rows[:, :-1]).logits
         return cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
 
 
-def distillation_loss(model: Any, window: Window, lm_head: Tensor) -> Tensor:
-    """Soft cross-entropy against the target's distribution over the draft's tokens; lm_head [R, C]."""
+def distillation_loss(model: Any, window: TokenWindow, lm_head: Tensor) -> Tensor:
+    """Compute the soft cross-entropy against the target over the draft's tokens; lm_head [R, C]."""
     assert window.hidden is not None
     logits = _logits(model, window)
     wanted = linear(window.hidden.to(lm_head), lm_head).float().softmax(-1)
     return (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
 
 
-def right_choices(model: Any, window: Window, lm_head: Tensor, vocabulary: Tensor) -> Tensor:
-    """[T] bool: where model and target have the same first choice; lm_head [tokens, C], vocabulary [R]."""
+def right_choices(model: Any, window: TokenWindow, lm_head: Tensor, vocabulary: Tensor) -> Tensor:
+    """Tell where model and target have the same first choice: [T] bool; lm_head [tokens, C], vocabulary [R]."""
     assert window.hidden is not None
     wanted = linear(window.hidden.to(lm_head), lm_head).argmax(-1)
     return vocabulary.to(wanted.device)[_logits(model, window).argmax(-1)] == wanted
 
 
-def _logits(model: Any, window: Window) -> Tensor:
-    """[T, R] fp32, without the row of all other tokens."""
+def _logits(model: Any, window: TokenWindow) -> Tensor:
+    """Compute logits [T, R] in fp32, without the row of all other tokens."""
     with torch.autocast(model.device.type, torch.bfloat16):
         return model(window.rows[None].to(model.device)).logits[0, :, :-1].float()
 
 
 def save_language_model(model: Any, vocabulary: Tensor, folder: Path) -> None:
-    """A folder that `draft.kind: model` reads, in bfloat16."""
+    """Write a folder that `draft.kind: model` reads, in bfloat16."""
     state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items() if name != "lm_head.weight"}
     save_file(state, folder / WEIGHTS_FILE, {"format": "pt"})
     save_file({VOCABULARY: vocabulary.contiguous()}, folder / FILE)
     model.config.architectures, model.config.dtype = [type(model).__name__], "bfloat16"
     model.config.save_pretrained(folder)
+
+
+TEXT_BATCH = 2
+"""Number of windows in a step on text."""
+TEXT_RATE = 2e-3
+"""Learning rate on text."""
+
+
+def train_language_model(task: Task) -> dict[str, Any]:
+    """Train a model, write it and return its figures."""
+    target, options, vocabulary = task.target, task.options, task.vocabulary
+    assert vocabulary is not None
+    rows, size = row_of_token(vocabulary, len(target.embedding)), options.language_model.positions
+    torch.manual_seed(options.sample.seed)
+    model = new_language_model(options.language_model, vocabulary, target.embedding.cpu(), target.name)
+    model.config.update({"tokens_sha256": target.tokens_sha256})
+    model.to(target.device)
+    num_tokens = _read_text(task, model, rows) if options.text_passes else 0
+    lm_head = target.lm_head[vocabulary]
+    lessons = [
+        window
+        for number, path in enumerate(task.learned)
+        for window in recorded_windows(Recording.load(path), rows, size, number)
+    ]
+    fit = Fit(model, lambda lesson, _: distillation_loss(model, lesson, lm_head), options.fit, task.work)
+    fit.run(lessons, task.say)
+    save_language_model(model, vocabulary, task.output)
+    return {"text_tokens": num_tokens, **_evaluate(task, model, rows, vocabulary)}
+
+
+def _read_text(task: Task, model: Any, rows: Tensor) -> int:
+    """Train on the text alone, and return its number of tokens."""
+    size, fit = task.options.language_model.positions, task.options.fit
+    windows = [window for text in task.corpus.token_ids() for window in text_windows(text, rows, size)]
+    batches = [windows[i : i + TEXT_BATCH] for i in range(0, len(windows), TEXT_BATCH)]
+    if batches:
+        folder = task.work / "text"
+        folder.mkdir(exist_ok=True)
+        options = FitOptions(passes=task.options.text_passes, learning_rate=TEXT_RATE, seed=fit.seed)
+        Fit(model, lambda batch, _: text_loss(model, batch), options, folder).run(batches, task.say)
+    return len(windows) * size
+
+
+@torch.inference_mode()
+def _evaluate(task: Task, model: Any, rows: Tensor, vocabulary: Tensor) -> dict[str, Any]:
+    """Measure the loss and, by kind of answer, the agreement with the target on the held-out recordings."""
+    same: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    losses, lm_head = [], task.target.lm_head
+    names = task.groups()[1:]
+    for path in task.held:
+        recording = Recording.load(path)
+        windows: list[TokenWindow] = recorded_windows(recording, rows, task.options.language_model.positions, 0)
+        for name, window, answer in zip(names, windows, recording.answers, strict=True):
+            losses.append(float(distillation_loss(model, window, lm_head[vocabulary])))
+            right = right_choices(model, window, lm_head, vocabulary)[-len(answer.token_ids) :]
+            same[name], count[name] = same[name] + int(right.sum()), count[name] + len(right)
+    return {
+        "loss": sum(losses) / len(losses),
+        "agreement": {name: [same[name] / max(1, count[name])] for name in dict.fromkeys(names)},
+    }

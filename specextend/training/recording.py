@@ -1,4 +1,4 @@
-"""Running the target once over a sample and keeping what drafts learn from: its hidden states.
+"""Recording of what drafts learn from: the target runs over a sample once, and its hidden states are kept.
 
 Shapes: `P` prompt tokens, `T` tokens of an answer, `B` summaries decoded together, `C` hidden size, `V` vocabulary.
 """
@@ -19,44 +19,44 @@ from specextend.decoding.model import CachedModel
 from specextend.training.samples import Sample
 
 CHUNK = 512
-"""Tokens of one forward."""
+"""Most tokens of one forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryOptions:
-    """The target's own answers to a prompt."""
+    """How the target summarises a prompt."""
 
     count: int = 3
-    """Summaries of a sample; the first is greedy, the others are sampled."""
+    """Number of summaries of a sample; the first is greedy, the others are sampled."""
     max_new_tokens: int = 112
     temperature: float = 0.7
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.max_new_tokens < 1 or self.temperature <= 0:
-            raise ValueError("summaries must be 1 or more, of 1 token or more, at a temperature above 0")
+            raise ValueError("summaries: count and max_new_tokens must be 1 or more, temperature above 0")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens and what the target made of them."""
+    """Tokens and the target's hidden states at them."""
 
     token_ids: Tensor
     """[T] int64"""
     hidden: Tensor
-    """[T, F] features at the tokens: the last hidden state, or outputs of several layers"""
+    """[T, F] features at the tokens: the last hidden state, or the outputs of several layers"""
     last_hidden: Tensor
-    """[T, C] after the final norm, which the LM head sees"""
+    """[T, C] after the final norm, as the LM head reads it"""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A prompt and the answers that follow it, each directly."""
+    """A prompt and its answers, each recorded directly behind the prompt."""
 
     prompt: Span
     answers: list[Span]
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file, whole or not at all."""
+        """Write a safetensors file atomically."""
         tensors = {}
         for name, span in (("prompt", self.prompt), *((f"answer{i}", span) for i, span in enumerate(self.answers))):
             tensors[f"{name}.token_ids"], tensors[f"{name}.hidden"] = span.token_ids, span.hidden
@@ -80,14 +80,14 @@ class Recording:
 
 
 def count_tokens(path: Path) -> int:
-    """Tokens of a saved recording; reads no tensor."""
+    """Count the tokens of a saved recording without reading a tensor."""
     with safe_open(path, "pt") as file:
         names = [name for name in file.keys() if name.endswith(".token_ids")]  # noqa: SIM118  it is no dict
         return sum(file.get_slice(name).get_shape()[0] for name in names)
 
 
 class Recorder:
-    """Runs samples through the target, whose cache must hold `rows_needed` rows."""
+    """Records samples with a target whose cache holds `rows_needed` rows."""
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class Recorder:
         options: SummaryOptions,
         layers: tuple[int, ...] = (),
     ) -> None:
-        """`layers`: whose outputs are the features, ascending; none: the last hidden state is."""
+        """`layers`, ascending, are those whose outputs become the features; without any, the last hidden state does."""
         self._target, self._eos_token_ids, self._options, self._layers = target, eos_token_ids, options, layers
 
     @torch.inference_mode()
     def record(self, sample: Sample, seed: int) -> Recording:
-        """The prompt, the answers given and the target's own summaries, which `seed` decides."""
+        """Record the prompt, the sample's answers and the target's own summaries, sampled with `seed`."""
         length = len(sample.prompt_token_ids)
         prompt = self.read(torch.tensor(sample.prompt_token_ids), 0)
         answers = [self.read(torch.tensor(answer), length) for answer in sample.answers]
@@ -110,7 +110,7 @@ class Recorder:
 
     @torch.inference_mode()
     def read(self, token_ids: Tensor, first: int) -> Span:
-        """Run tokens [T] that stand at `first` and up, behind what was run before them."""
+        """Run tokens [T] at positions `first` and up, behind those already in the cache."""
         states = []
         for chunk in token_ids.split(CHUNK):
             plan = AttentionPlan([0], [first + len(chunk)], len(chunk))
@@ -119,18 +119,18 @@ class Recorder:
         return self._span(token_ids, *(torch.cat(part, 1)[0] for part in zip(*states, strict=True)))
 
     def _forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """Features [B, T, F] and last hidden states [B, T, C] of token_ids [B, T]."""
+        """Compute features [B, T, F] and last hidden states [B, T, C] of token_ids [B, T]."""
         token_ids, positions = token_ids.to(self._target.device), positions.to(self._target.device)
         hidden, features = self._target.forward_with_features(token_ids, positions, plan, self._layers)
         return features, hidden
 
     def _span(self, token_ids: Tensor, features: Tensor, hidden: Tensor) -> Span:
-        """On the CPU, and without a second copy where the features are the hidden states."""
+        """Copy a span to the CPU, only once if the features are the last hidden states."""
         last_hidden = hidden.to("cpu", copy=True)
         return Span(token_ids.cpu(), features.to("cpu", copy=True) if self._layers else last_hidden, last_hidden)
 
     def _summaries(self, prompt: Span, generator: torch.Generator) -> list[Span]:
-        """[B] continuations of the prompt, decoded together, each cut behind its end."""
+        """Decode [B] summaries of the prompt together, and cut each behind its end."""
         count, length = self._options.count, len(prompt.token_ids)
         starts = [aligned(length + self._options.max_new_tokens + 1) * b for b in range(count)]
         for stored in (self._target.cache.keys, self._target.cache.values):
@@ -147,19 +147,19 @@ class Recorder:
         return [self._cut(*(column[b] for column in columns)) for b in range(count)]
 
     def _choose(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
-        """[B] next tokens: greedy for the first sequence, sampled for the others."""
+        """Choose the next tokens [B]: greedily for the first sequence, by sampling for the others."""
         logits = self._target.logits(hidden).float()
         sampled = (logits / self._options.temperature).softmax(-1).multinomial(1, generator=generator)[:, 0]
         sampled[0] = logits[0].argmax()
         return sampled
 
     def _cut(self, token_ids: Tensor, features: Tensor, hidden: Tensor) -> Span:
-        """Up to the first token that ends an output, that one included."""
+        """Cut a span behind the first token that ends an output."""
         ends = [i for i, token_id in enumerate(token_ids.tolist()) if token_id in self._eos_token_ids]
         size = ends[0] + 1 if ends else len(token_ids)
         return self._span(token_ids[:size].clone(), features[:size], hidden[:size])
 
 
 def rows_needed(num_prompt_tokens: int, options: SummaryOptions) -> int:
-    """Cache rows for prompts of up to so many tokens."""
+    """Count the cache rows that prompts of up to `num_prompt_tokens` tokens need."""
     return max(1, options.count) * aligned(num_prompt_tokens + options.max_new_tokens + 1)

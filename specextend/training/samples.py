@@ -1,8 +1,8 @@
-"""What a draft learns from: prompts around pieces of documents, with answers that copy from far above.
+"""Training samples: prompts around pieces of documents, with answers that copy from far back in the prompt.
 
-A summary repeats its document, so a draft must learn to look a token up where it stood before. Beside the target's own
-summaries (`recording.py` adds them) a sample has answers that quote spans of its document word for word, and answers
-that repeat facts which were hidden in it.
+A summary repeats its document, so a draft must learn to find earlier occurrences of a token. Beside the target's own
+summaries (`recording.py` adds them), a sample has answers that quote spans of its document word for word, and one
+that repeats facts which were hidden in it.
 """
 
 from __future__ import annotations
@@ -27,53 +27,54 @@ FACTS = (
     "The file of {name} carries the number {code}.",
 )
 SENTENCE_TOKENS = 64
-"""Tokens of one of these sentences, at most."""
+"""Most tokens of one of these sentences."""
 _SYLLABLES = ("bar", "del", "fen", "gor", "hal", "jin", "kes", "lom", "mar", "nis", "pol", "ras", "sun", "tor", "vek")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOptions:
-    """What samples are like. Lengths are in tokens."""
+    """Shape of the samples. Lengths are in tokens."""
 
     min_tokens: int = 1024
     """Shortest piece of a document."""
     max_tokens: int = 5120
     """Longest piece of a document."""
     num_quotes: int = 4
-    """Answers that quote."""
+    """Number of answers that quote the piece."""
     min_quote: int = 32
     max_quote: int = 96
     num_facts: int = 3
-    """Facts hidden in a piece, all repeated in one answer; 0 for none."""
+    """Number of facts hidden in a piece and repeated in one answer."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 2 * self.max_quote <= self.min_tokens <= self.max_tokens:
             raise ValueError(
-                f"pieces of {self.min_tokens} to {self.max_tokens} tokens do not go with quotes of {self.max_quote}"
+                f"min_tokens must be from 2 x max_quote ({2 * self.max_quote}) to max_tokens ({self.max_tokens}), "
+                f"got {self.min_tokens}"
             )
         if self.num_quotes < 0 or self.num_facts < 0:
             raise ValueError("num_quotes and num_facts must be 0 or more")
         if not 1 <= self.min_quote <= self.max_quote:
-            raise ValueError(f"quotes of {self.min_quote} to {self.max_quote} tokens cannot be")
+            raise ValueError(f"min_quote must be from 1 to max_quote ({self.max_quote}), got {self.min_quote}")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt and the texts that are read after it, one at a time."""
+    """A prompt and the answers to it, each read directly behind it."""
 
     prompt_token_ids: list[int]
     answers: list[list[int]]
-    """The quotes, then the facts where there are any."""
+    """The quotes, then the facts if there are any."""
 
 
 class SampleMaker:
-    """Makes samples of documents, the same ones for the same seed."""
+    """Makes samples of documents; the same seed gives the same samples."""
 
     def __init__(self, tokenizer: Any, prompts: Prompts, options: SampleOptions, max_summary_tokens: int) -> None:
-        """Raises ValueError where the target has no room for the shortest piece and what follows it.
+        """Check that the target's context has room for the shortest piece, its answers and `max_summary_tokens`.
 
-        `max_summary_tokens`: what the target itself will add, at most. Raises DocumentError as `Prompts.room` does.
+        Raises ValueError if it has not, and DocumentError as `Prompts.room` does.
         """
         self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
         facts = SENTENCE_TOKENS * options.num_facts
@@ -81,17 +82,17 @@ class SampleMaker:
         room = prompts.room(self._answer_tokens) - facts - SENTENCE_TOKENS
         if room < options.min_tokens:
             raise ValueError(
-                f"the target has room for pieces of {max(0, room)} tokens, fewer than the {options.min_tokens} of the "
-                "shortest one"
+                f"the target's context has room for pieces of {max(0, room)} tokens, fewer than min_tokens "
+                f"({options.min_tokens})"
             )
         self._most = min(options.max_tokens, room)
 
     def fits(self, text: str) -> bool:
-        """Whether a document is long enough."""
+        """Tell whether a document is long enough."""
         return len(self._prompts.encode_document(text)) >= self._options.min_tokens
 
     def make(self, text: str, number: int) -> Sample:
-        """The sample of a document that `fits`, from a random piece of it."""
+        """Make the sample `number` from a random piece of a document that `fits`."""
         random = Random(f"{self._options.seed}/{number}")
         token_ids = self._prompts.encode_document(text)
         most = min(self._most, len(token_ids))
@@ -105,7 +106,7 @@ class SampleMaker:
         return Sample(prompt.token_ids, [*self._quotes(piece, random), *([self._encode(names)] if names else [])])
 
     def _facts(self, random: Random) -> tuple[str, list[str]]:
-        """The answer that repeats all facts, and the sentences to hide."""
+        """Make up facts: the answer that repeats them all, and the sentences to hide."""
         sentences = []
         for _ in range(self._options.num_facts):
             name = "".join(random.choices(_SYLLABLES, k=3)).capitalize()
@@ -113,7 +114,7 @@ class SampleMaker:
         return " ".join(sentences), random.sample(sentences, len(sentences))
 
     def _hide(self, piece: list[int], sentences: Sequence[str], random: Random) -> list[int]:
-        """The piece with the sentences at random places."""
+        """Insert the sentences into the piece at random places."""
         hidden = list(piece)
         for sentence in sentences:
             at = random.randrange(len(hidden))

@@ -1,20 +1,207 @@
-"""What a draft's training is given, whatever its kind."""
+"""Everything that a training needs, whatever the kind of draft: options, text, samples, recordings, frozen target.
+
+One document in ten is held out: no draft learns from it, and every draft is evaluated on it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.hybrid import load_backend
 from specextend.config import RunConfig
-from specextend.models import load_target, load_tokenizer, tokens_sha256
-from specextend.training.corpus import Corpus
-from specextend.training.fit import Say
-from specextend.training.options import TrainOptions
+from specextend.data.inputs import DocumentError
+from specextend.data.prompts import Prompts
+from specextend.data.source import Source
+from specextend.decoding.model import CachedModel
+from specextend.models import load_target, load_tokenizer, read_facts, tokens_sha256
+from specextend.training.fit import FitOptions, Say
+from specextend.training.recording import Recorder, SummaryOptions, rows_needed
+from specextend.training.samples import Sample, SampleMaker, SampleOptions
+
+TrainedKind = Literal["eagle", "eagle3", "model"]
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageModelOptions:
+    """Shape of a small standalone LM."""
+
+    hidden_size: int = 384
+    num_layers: int = 2
+    intermediate_size: int = 1024
+    num_kv_heads: int = 2
+    positions: int = 1024
+    """Most tokens of a window: what the model is trained on, and its `max_position_embeddings`."""
+
+    def __post_init__(self) -> None:
+        if min(self.hidden_size, self.num_layers, self.intermediate_size, self.num_kv_heads, self.positions) < 1:
+            raise ValueError("the sizes of a standalone LM must be 1 or more")
+        if self.hidden_size % (HEAD_DIM * self.num_kv_heads):
+            raise ValueError(f"hidden_size must be a multiple of {HEAD_DIM} x num_kv_heads, got {self.hidden_size}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """Settings of a whole training."""
+
+    kind: TrainedKind = "eagle"
+    """`eagle`: a head over the target's last hidden state, in our format; `eagle3`: one over three layers, in the
+    published EAGLE-3 layout; `model`: a small standalone LM."""
+    start_from: str | None = None
+    """Folder of a head in our format to continue from; it keeps its shape and vocabulary, and gains copy heads if it
+    has none."""
+    num_samples: int = 96
+    """Number of prompts that the target reads."""
+    vocabulary: int = 8192
+    """Number of tokens that the draft can propose: all special tokens and the most frequent tokens of the text."""
+    copy_heads: int = 2
+    """`eagle`: number of KV heads that look up earlier occurrences of the last tokens."""
+    text_passes: int = 1
+    """`model`: number of passes over the text itself before the model learns from the target."""
+    sample: SampleOptions = field(default_factory=SampleOptions)
+    summary: SummaryOptions = field(default_factory=SummaryOptions)
+    fit: FitOptions = field(default_factory=FitOptions)
+    language_model: LanguageModelOptions = field(default_factory=LanguageModelOptions)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(TrainedKind):
+            raise ValueError(f"kind must be one of {', '.join(get_args(TrainedKind))}, got {self.kind!r}")
+        if self.kind != "eagle" and self.start_from is not None:
+            raise ValueError("start_from works with kind eagle only; the other kinds start from scratch")
+        for name, least in (("num_samples", 2), ("vocabulary", 16), ("copy_heads", 0), ("text_passes", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+Item = TypeVar("Item")
+
+HELD_OUT = 10
+"""One in this many documents, and one in this many samples, is held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTexts:
+    """The readable texts, split by their use in training."""
+
+    learned: list[str]
+    """Texts that are long enough for a sample."""
+    held: list[str]
+    """Texts that are long enough and held out."""
+    short: list[str]
+    """Texts that are too short for a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The text of a training, tokenized, sampled and recorded for one target."""
+
+    config: RunConfig
+    source: Source
+    options: TrainOptions
+    texts: SplitTexts
+    maker: SampleMaker
+
+    def token_ids(self) -> Iterator[list[int]]:
+        """Yield the tokens of every text that is not held out."""
+        tokenizer = self._tokenizer()
+        for text in (*self.texts.learned, *self.texts.short):
+            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def vocabulary(self) -> Tensor:
+        """Choose the token ids [V] int64 that a draft proposes. Raises ValueError if the text has too few of them."""
+        return frequent_tokens(self.token_ids(), self._tokenizer().all_special_ids, self.options.vocabulary)
+
+    def samples(self) -> list[Sample]:
+        """Make `num_samples` samples, cycling over the documents; one in `HELD_OUT` comes from a held-out document."""
+        learned, held = split(list(range(self.options.num_samples)))
+        texts = dict(zip(learned, cycle(self.texts.learned), strict=False))
+        texts |= dict(zip(held, cycle(self.texts.held), strict=False))
+        return [self.maker.make(text, number) for number, text in sorted(texts.items())]
+
+    def record(self, samples: list[Sample], layers: tuple[int, ...], folder: Path, say: Say) -> list[Path]:
+        """Record each sample with the outputs of `layers`, and return the paths. Existing recordings are kept."""
+        folder.mkdir(exist_ok=True)
+        paths = [folder / f"{number:05d}.safetensors" for number in range(len(samples))]
+        missing = [number for number, path in enumerate(paths) if not path.exists()]
+        if missing:
+            recorder = self._recorder(samples, layers)
+            for count, number in enumerate(missing, start=1):
+                recorder.record(samples[number], self.options.sample.seed + number).save(paths[number])
+                say(f"recording {count}/{len(missing)}: {len(samples[number].prompt_token_ids)} prompt tokens")
+        return paths
+
+    def _recorder(self, samples: list[Sample], layers: tuple[int, ...]) -> Recorder:
+        config, options = self.config, self.options.summary
+        facts = read_facts(config.target.model, config.target.revision)
+        model = load_target(config.target, IMPLEMENTATION)
+        longest = max(len(sample.prompt_token_ids) + max(map(len, sample.answers), default=0) for sample in samples)
+        attend = load_backend(config.attention.backend, model.device)
+        target = CachedModel(model, attend, rows_needed(longest, options))
+        return Recorder(target, frozenset(facts.eos_token_ids), options, layers)
+
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.config.target.model, self.config.target.revision)
+
+
+def open_corpus(config: RunConfig, source: Source, options: TrainOptions) -> Corpus:
+    """Read all texts of the source.
+
+    Raises ValueError if fewer than two documents are long enough, or if the target's context is too short for one.
+    """
+    maker = _sample_maker(config, options)
+    keys = [scanned.key for scanned in source.scan() if scanned.error_class is None]
+    texts = [source.read(key).document.text for key in keys]
+    fits = [maker.fits(text) for text in texts]
+    if sum(fits) < 2:
+        raise ValueError(
+            f"{sum(fits)} of {len(texts)} texts have the {options.sample.min_tokens} tokens that a sample needs; at "
+            "least two must have them, because one is held out"
+        )
+    learned, held = split([text for text, fit in zip(texts, fits, strict=True) if fit])
+    short = [text for text, fit in zip(texts, fits, strict=True) if not fit]
+    return Corpus(config, source, options, SplitTexts(learned, held, short), maker)
+
+
+def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
+    """Split two or more items into those to learn from and those held out."""
+    first = min(HELD_OUT // 2, len(items) - 1)
+    return [item for number, item in enumerate(items) if number % HELD_OUT != first], items[first::HELD_OUT]
+
+
+def _sample_maker(config: RunConfig, options: TrainOptions) -> SampleMaker:
+    tokenizer = load_tokenizer(config.target.model, config.target.revision)
+    context = read_facts(config.target.model, config.target.revision).context_length
+    try:
+        prompts = Prompts(tokenizer, config.prompt, context)
+        return SampleMaker(tokenizer, prompts, options.sample, options.summary.max_new_tokens)
+    except DocumentError as error:
+        raise ValueError(f"the prompt does not fit the target: {error.message}") from None
+
+
+def frequent_tokens(texts: Iterable[Sequence[int]], special: Sequence[int], size: int) -> Tensor:
+    """Return `size` token ids in ascending order: the special ids and the most frequent others.
+
+    Ties go to the lower id. Raises ValueError if the texts have fewer different tokens.
+    """
+    counts: Counter[int] = Counter()
+    for token_ids in texts:
+        counts.update(token_ids)
+    kept = sorted(set(special))
+    others = sorted((token_id for token_id in counts if token_id not in set(kept)), key=lambda i: (-counts[i], i))
+    if len(kept) + len(others) < size:
+        raise ValueError(
+            f"a vocabulary of {size} needs more text: this text has {len(kept) + len(others)} different tokens"
+        )
+    return torch.tensor(sorted([*kept, *others[: size - len(kept)]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +210,9 @@ class Target:
 
     name: str
     tokens_sha256: str
-    """`models.tokens_sha256` of its tokenizer."""
+    """Hash of its tokenizer, from `models.tokens_sha256`."""
     config: Any
-    """transformers' configuration"""
+    """Configuration of transformers."""
     embedding: Tensor
     """[tokens, C]"""
     lm_head: Tensor
@@ -35,50 +222,50 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where drafts are trained."""
+        """Return the device on which drafts are trained."""
         return self.lm_head.device
 
     @property
     def head_dim(self) -> int:
-        """Size of an attention head."""
+        """Return the size of an attention head."""
         size: int | None = getattr(self.config, "head_dim", None)
         return size or self.config.hidden_size // self.config.num_attention_heads
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A training whose recordings are made."""
+    """A training whose recordings exist."""
 
     corpus: Corpus
     target: Target
     vocabulary: Tensor | None
-    """[V] int64 token ids that the draft is to propose; None: what the head to start from proposes."""
+    """[V] int64 token ids that the draft proposes; None: those of the head to start from."""
     learned: list[Path]
     """Recordings to learn from."""
     held: list[Path]
-    """Recordings to judge the draft by."""
+    """Recordings to evaluate the draft on."""
     output: Path
     say: Say
 
     @property
     def options(self) -> TrainOptions:
-        """What the user has set."""
+        """Return the settings of the training."""
         return self.corpus.options
 
     @property
     def work(self) -> Path:
-        """Folder of what is needed to go on."""
+        """Return the folder that holds what a resumed training needs."""
         return self.output / "work"
 
     def groups(self) -> list[str]:
-        """What each part of a recording is, the prompt first."""
+        """Name the kind of text of each part of a recording, the prompt first."""
         sample, summary = self.options.sample, self.options.summary
         facts = ["facts"] if sample.num_facts else []
         return ["text", *["quotes"] * sample.num_quotes, *facts, *["summaries"] * summary.count]
 
 
 def load_frozen(config: RunConfig) -> Target:
-    """The configuration's target, all but its layers."""
+    """Load the parts of the configuration's target that lie outside its layers."""
     model: Any = load_target(config.target, IMPLEMENTATION)
     return Target(
         Path(config.target.model).name,

@@ -12,9 +12,11 @@ from torch import Tensor
 from specextend.attention import reference, sdpa
 from specextend.attention.hybrid import load_backend
 from specextend.attention.plan import AttentionPlan, KeySpan
+from tests.covering import covering
 
 HEAD_DIM = 16
 SCALE = HEAD_DIM**-0.5
+DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 GROUPS = [(2, 2), (4, 2), (9, 3), (8, 1)]
 NUM_QUERIES = [1, 16, 17, 51]
@@ -85,10 +87,7 @@ def test_the_reference_is_attention_by_its_definition(heads, causal):
     assert_close(reference.attend(q, k, v, span, SCALE), slow_attention(q, k, v, span, SCALE))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", PREFIXES)
-@pytest.mark.parametrize("num_queries", NUM_QUERIES)
-@pytest.mark.parametrize("heads", GROUPS)
+@pytest.mark.parametrize(("heads", "num_queries", "lengths", "dtype"), covering(GROUPS, NUM_QUERIES, PREFIXES, DTYPES))
 def test_sdpa_equals_the_reference_over_a_prefix(heads, num_queries, lengths, dtype):
     """The unmasked part of a step: prefixes of different lengths, some empty, in one call."""
     starts, num_rows = regions(lengths)
@@ -97,10 +96,7 @@ def test_sdpa_equals_the_reference_over_a_prefix(heads, num_queries, lengths, dt
     assert_close(sdpa.attend(q, k, v, span, SCALE), reference.attend(q, k, v, span, SCALE))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", PREFIXES)
-@pytest.mark.parametrize("num_queries", NUM_QUERIES)
-@pytest.mark.parametrize("heads", GROUPS)
+@pytest.mark.parametrize(("heads", "num_queries", "lengths", "dtype"), covering(GROUPS, NUM_QUERIES, PREFIXES, DTYPES))
 def test_sdpa_equals_the_reference_under_a_tree_mask(heads, num_queries, lengths, dtype):
     """Dense tree attention: a prefix that all see, and masked rows behind it."""
     lengths = [length + num_queries for length in lengths]
@@ -111,9 +107,7 @@ def test_sdpa_equals_the_reference_under_a_tree_mask(heads, num_queries, lengths
     assert_close(sdpa.attend(q, k, v, KeySpan(starts, lengths, mask=mask), SCALE), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_queries", NUM_QUERIES)
-@pytest.mark.parametrize("heads", GROUPS)
+@pytest.mark.parametrize(("heads", "num_queries", "dtype"), covering(GROUPS, NUM_QUERIES, DTYPES))
 def test_sdpa_equals_the_reference_in_a_causal_block(heads, num_queries, dtype):
     """A prefill chunk over itself; torch's kernel aligns `is_causal` at the top left, which is right only here."""
     lengths = [num_queries] * 3
@@ -123,9 +117,7 @@ def test_sdpa_equals_the_reference_in_a_causal_block(heads, num_queries, dtype):
     assert_close(sdpa.attend(q, k, v, span, SCALE), reference.attend(q, k, v, span, SCALE))
 
 
-@pytest.mark.parametrize("num_queries", [1, 7, 600])
-@pytest.mark.parametrize("window", [1, 16, 512])
-@pytest.mark.parametrize("backend", [reference, sdpa])
+@pytest.mark.parametrize(("backend", "window", "num_queries"), covering([reference, sdpa], [1, 16, 512], [1, 7, 600]))
 def test_a_window_is_a_band(backend, window, num_queries):
     """Draft prefill: with a long chunk whole key blocks lie outside a query's window, where a kernel may make NaN."""
     lengths = [num_queries, num_queries + 3, num_queries + 700]

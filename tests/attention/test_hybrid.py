@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specextend.attention import reference, sdpa
-from specextend.attention.hybrid import attend_plan
-from specextend.attention.merge import merge_states
+from specextend.attention.hybrid import attend_plan, merge_states
 from specextend.attention.plan import AttentionPlan, KeySpan
 from specextend.decoding.tree import tree_mask
+from tests.covering import covering
 
 SCALE = 0.25
 BACKENDS = {"reference": reference.attend, "sdpa": sdpa.attend}
@@ -35,10 +35,10 @@ def cache_rows(lengths: list[int], num_queries: int, heads: tuple[int, int]):
     return starts, q, k, v
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_nodes", [1, 2, 17, 51])
-@pytest.mark.parametrize("prefixes", [[0], [1], [300], [0, 5, 300]])
-@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1)])
+@pytest.mark.parametrize(
+    ("heads", "prefixes", "num_nodes", "backend"),
+    covering([(4, 4), (9, 3), (8, 1)], [[0], [1], [300], [0, 5, 300]], [1, 2, 17, 51], [*BACKENDS]),
+)
 def test_hybrid_equals_dense(heads, prefixes, num_nodes, backend):
     """The two ways to verify a tree are one function: 1e-5 apart in fp32, whatever the prefix, an empty one too."""
     lengths = [prefix + num_nodes for prefix in prefixes]

@@ -6,11 +6,10 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from specextend.bench.documents import BenchDocument
-from specextend.bench.figures import figures
-from specextend.bench.measurement import Measurement
-from specextend.bench.rounds import Record
-from specextend.report.spread import spread
+from specextend.bench.compare import Record, figures
+from specextend.bench.sides import Measurement
+from specextend.bench.workload import BenchDocument
+from specextend.report.statistics import spread
 from specextend.stats import DecodingStats
 
 MACHINE = {

@@ -10,12 +10,11 @@ import torch
 
 from jobs.bench import main
 from specextend import RunConfig
-from specextend.bench.compare import BenchOptions, bench_documents
-from specextend.bench.documents import choose_documents
-from specextend.bench.memory import weight_bytes
+from specextend.bench.prefill_memory import weight_bytes
 from specextend.bench.sides import load_side
-from specextend.data.documents import open_source
+from specextend.bench.workload import BenchOptions, bench_documents, choose_documents
 from specextend.data.prompts import Prompts
+from specextend.data.source import open_source
 from specextend.models import TargetOptions, load_causal_lm, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +143,6 @@ def test_a_document_that_must_be_shortened_is_not_taken(config):
         (["--set", "tree.noses=3"], "tree.noses"),
         (["memory", "--tokens", "100000"], "100000"),
         (["sweep", "--nodes", "0"], "tree.nodes"),
-        (["--json", "a.json", "b.json"], "one path"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, message, capsys):
@@ -156,10 +154,39 @@ def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, message, capsys):
     assert message in last
 
 
-@pytest.mark.parametrize("arguments", [["--sides", "autoregressive,nobody"], ["--buckets", "1024,x"]])
-def test_mistyped_arguments_are_refused(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sides", "autoregressive,nobody"], "'nobody' is none of"),
+        (["--buckets", "1024,x"], "expected numbers"),
+        (["--json", "a.json", "b.json"], "unrecognized arguments: b.json"),
+        (["swep", "--nodes", "8"], "invalid choice: 'swep'"),
+        (["plot"], "required: --json"),
+    ],
+)
+def test_mistyped_arguments_are_refused(arguments, message, capsys):
     """By argparse, which exits with 2 as well."""
     with pytest.raises(SystemExit) as raised:
-        main([*SMALL, *arguments])
+        main(arguments)
     assert raised.value.code == 2
-    capsys.readouterr()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compare", "--nodes", "8"],
+        ["sweep", "--sides", "tree"],
+        ["memory", "--max-new-tokens", "8"],
+        ["retrieval", "--per-bucket", "3"],
+        ["plot", "--json", "x.json", "--config", "x.yaml"],
+        ["table", "--json", "x.json", "--output", "out"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_an_option_of_another_section_is_refused(arguments, capsys):
+    """Options that were silently dropped have cost somebody a run: `memory --sides tree` measured `specextend`."""
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert f"unrecognized arguments: {arguments[-2]} {arguments[-1]}" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from jobs.bench import main
-from specextend.bench.markdown import to_markdown
 from specextend.bench.plot import plot
+from specextend.bench.result_tables import to_markdown
 from tests.bench.made_up import SIDES, compare_result, retrieval_result
 
 RESULTS = {"compare": compare_result, "retrieval": retrieval_result}
@@ -104,7 +104,7 @@ def test_the_job_draws_and_prints_what_it_wrote(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ({"kind": "memory"}, "'memory'"),
+        ({"kind": "speed"}, "not for 'speed'"),
         ({"kind": "compare"}, "measure again"),
         ({"speed": 3}, "names no kind"),
         ([1, 2], "names no kind"),
@@ -113,7 +113,7 @@ def test_the_job_draws_and_prints_what_it_wrote(tmp_path, capsys):
 def test_figures_that_cannot_be_shown_end_in_one_line(section, result, message, tmp_path, capsys):
     """The file is named, as there may be several."""
     path = written(tmp_path, "figures", result)
-    assert main([section, "--json", path, "--output", str(tmp_path)]) == 2
+    assert main([section, "--json", path]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert path in line
@@ -130,7 +130,7 @@ def test_a_drawing_needs_plain_decoding_to_compare_with(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "needs --json"), (["nowhere.json"], "nowhere.json"), (["a/x.json", "b/x.json"], "same name")],
+    [(["nowhere.json"], "nowhere.json"), (["a/x.json", "b/x.json"], "same name")],
 )
 def test_files_that_cannot_be_drawn_end_in_one_line(arguments, message, tmp_path, capsys, monkeypatch):
     """Nothing is written then."""
@@ -138,7 +138,7 @@ def test_files_that_cannot_be_drawn_end_in_one_line(arguments, message, tmp_path
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         written(tmp_path / folder, "x", compare_result())
-    assert main(["plot", *(["--json", *arguments] if arguments else []), "--output", "drawings"]) == 2
+    assert main(["plot", "--json", *arguments, "--output", "drawings"]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "drawings").exists()
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from specextend.bench.recording import Recorder, Recording
 from specextend.bench.replay import Divergence, FirstLevel, Replay, Replayer, diverge
-from specextend.decoding.chunks import Cutter
+from specextend.bench.trace import Trace, TraceRecorder
+from specextend.config import RunConfig
+from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.engine import Engine
-from specextend.decoding.options import CacheOptions
+from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import root_only
+from specextend.loading import load_cached_target, target_rows
+from specextend.models import load_tokenizer, read_facts
+from specextend.pairing import load_drafter
 from specextend.stats import DecodingStats
-from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, SECTIONS, Pair, random_prompt, request, tiny_engine, write_pair
+from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, SECTIONS, Pair, draft_section, random_prompt, request, write_pair
 
-CACHE = CacheOptions(**SECTIONS["cache"])
 NUM_LAYERS = 3
-CHOICES: list[dict[str, Any]] = [
-    {"policy": "full"},
-    {"policy": "streaming"},
-    {"policy": "retrieval"},
-    {"policy": "retrieval", "refresh": "acceptance"},
-    {"policy": "retrieval", "refresh": "coverage"},
-    {"policy": "retrieval", "score_layers": (0, -1), "score_heads": "max", "chunk_boundaries": "sentence"},
-]
+EVERY_STEP = {"policy": "retrieval", "score_layers": (0, -1), "refresh_every": 1}
 
 
 @dataclass(slots=True)
@@ -73,30 +70,48 @@ def pair(tmp_path_factory) -> Pair:
     return write_pair(tmp_path_factory.mktemp("llama"), FAMILIES["llama"])
 
 
-def options_of(choice: dict[str, Any]) -> CacheOptions:
-    return CacheOptions(**SECTIONS["cache"] | choice)
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A target, a drafter that notes what it is asked, and an engine on both."""
+
+    target: CachedModel
+    drafter: Listening
+    engine: Engine
+    options: CacheOptions
+
+    def recorder(self, scored_layers: Iterable[int] = range(NUM_LAYERS), eos: int = EOS_TOKEN_ID) -> TraceRecorder:
+        hidden_layers, margin = self.drafter.hidden_layers, self.drafter.num_levels
+        return TraceRecorder(
+            self.target, [eos], hidden_layers=hidden_layers, scored_layers=scored_layers, margin=margin
+        )
+
+    def replay(self, trace: Trace, drafter: Any = None) -> Replay:
+        replayer = Replayer(trace, drafter or self.drafter, self.options, NUM_LAYERS)
+        return replayer.run(self.target.scale)
 
 
-def engine_of(pair: Pair, draft: str, choice: dict[str, Any]) -> tuple[Engine, Listening]:
-    engine = tiny_engine(pair, draft, **{f"cache__{key}": value for key, value in choice.items()})
-    listening = Listening(engine._drafter)
-    engine._drafter = listening
-    return engine, listening
-
-
-def recorder_of(engine: Engine, listening: Listening) -> Recorder:
-    return Recorder(
-        engine._target,
-        [EOS_TOKEN_ID],
-        hidden_layers=listening.hidden_layers,
-        scored_layers=range(NUM_LAYERS),
-        margin=listening.num_levels,
+def load(pair: Pair, draft: str, **choice: Any) -> Loaded:
+    sections = {name: dict(values) for name, values in SECTIONS.items()}
+    sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
+    sections["draft"] = draft_section(pair, draft)
+    sections["cache"] |= choice
+    config = RunConfig.from_values(sections)
+    facts = read_facts(pair.target)
+    num_rows = target_rows(config, facts)
+    target, lm_head = load_cached_target(config, num_rows)
+    drafter = Listening(load_drafter(config, config.cache, target, lm_head, num_rows))
+    engine = Engine(
+        load_tokenizer(pair.target),
+        target,
+        drafter,
+        eos_token_ids=frozenset([EOS_TOKEN_ID]),
+        max_tokens=config.max_tokens(facts.context_length),
+        max_batch_size=1,
+        tree=config.tree,
+        tree_attention="hybrid",
+        cache=config.cache,
     )
-
-
-def replay_of(engine: Engine, drafter: Any, recording: Recording, options: CacheOptions) -> Replay:
-    chunks = Cutter(options, engine.tokenizer, 120).cut(recording.prompt_token_ids)
-    return Replayer(recording, drafter, options, chunks, NUM_LAYERS).run(engine._target.scale)
+    return Loaded(target, drafter, engine, config.cache)
 
 
 def histogram(replay: Replay, num_levels: int) -> list[int]:
@@ -104,31 +119,34 @@ def histogram(replay: Replay, num_levels: int) -> list[int]:
     return [counts.count(number) for number in range(num_levels + 1)]
 
 
-DRAFTS = [("good", 300), ("eagle", 300), ("reduced", 37), ("merged-good", 150)]
-
-
-def name_of(case: Any) -> str:
-    return "-".join(map(str, case.values())) if isinstance(case, dict) else str(case)
-
-
 @pytest.mark.parametrize(
     ("draft", "length", "choice"),
-    [*((*draft, choice) for draft in DRAFTS for choice in CHOICES), ("ngram", 150, CHOICES[0])],
-    ids=name_of,
+    [
+        ("good", 300, {"policy": "full"}),
+        ("good", 300, {"policy": "retrieval", "refresh": "once"}),
+        ("eagle", 300, {"policy": "streaming"}),
+        ("eagle", 300, EVERY_STEP),
+        ("reduced", 37, {"policy": "full"}),
+        ("reduced", 150, {"policy": "retrieval"}),
+        ("merged-good", 150, {"policy": "streaming"}),
+        ("merged-good", 150, EVERY_STEP),
+        ("ngram", 150, {"policy": "full"}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_a_replay_is_what_the_engine_does(draft, length, choice, pair):
     """Every call with the same tokens and features, every tree the same, every step accepted as far."""
-    engine, listening = engine_of(pair, draft, choice)
-    [completion] = engine.generate([request("a", random_prompt(length), 40)])
-    ours, listening.calls = listening.calls, []
-    recording = recorder_of(engine, listening).record(random_prompt(length), None, 40)
-    replay = replay_of(engine, listening, recording, options_of(choice))
-    assert recording.known_token_ids[: recording.num_counted] == completion.token_ids
-    assert [call[:2] for call in listening.calls] == [call[:2] for call in ours]
-    for theirs, own in zip(listening.calls, ours, strict=True):
+    loaded = load(pair, draft, **choice)
+    [completion] = loaded.engine.generate([request("a", random_prompt(length), 40)])
+    ours, loaded.drafter.calls = loaded.drafter.calls, []
+    trace = loaded.recorder().record(random_prompt(length), None, 40)
+    replay = loaded.replay(trace)
+    assert trace.known_token_ids[: trace.num_counted] == completion.token_ids
+    assert [call[:2] for call in loaded.drafter.calls] == [call[:2] for call in ours]
+    for theirs, own in zip(loaded.drafter.calls, ours, strict=True):
         torch.testing.assert_close(theirs[2], own[2], rtol=1e-3, atol=1e-4)
     stats = completion.stats
-    assert histogram(replay, listening.num_levels) == stats.acceptance_histogram
+    assert histogram(replay, loaded.drafter.num_levels) == stats.acceptance_histogram
     assert sum(not step.num_nodes for step in replay.steps) == stats.num_plain_steps
     assert sum(step.num_nodes for step in replay.steps) == stats.num_draft_tokens
     for name in ("num_retrievals", "retrieval_coverage_sum", "retrieval_churn_sum"):
@@ -137,31 +155,26 @@ def test_a_replay_is_what_the_engine_does(draft, length, choice, pair):
 
 def test_an_output_that_ends_early_is_replayed_to_its_end(pair):
     """EOS stops the engine inside a step; the margin behind it is seen by trees and counts for nothing."""
-    engine, listening = engine_of(pair, "good", {"policy": "full"})
-    whole = recorder_of(engine, listening).record(random_prompt(50), None, 20)
-    recorder = Recorder(
-        engine._target, [whole.known_token_ids[9]], hidden_layers=(), scored_layers=(), margin=listening.num_levels
-    )
-    recording = recorder.record(random_prompt(50), None, 20)
+    loaded = load(pair, "good", policy="full")
+    whole = loaded.recorder().record(random_prompt(50), None, 20)
+    trace = loaded.recorder((), eos=whole.known_token_ids[9]).record(random_prompt(50), None, 20)
     first = whole.known_token_ids.index(whole.known_token_ids[9])
-    assert recording.num_counted == first + 1
-    assert len(recording.known_token_ids) == recording.num_counted + listening.num_levels
-    replay = replay_of(engine, listening.drafter, recording, options_of({"policy": "full"}))
-    assert replay.steps[-1].first < recording.num_counted
+    assert trace.num_counted == first + 1
+    assert len(trace.known_token_ids) == trace.num_counted + loaded.drafter.num_levels
+    assert loaded.replay(trace).steps[-1].first < trace.num_counted
 
 
 def test_a_forced_answer_goes_on_where_the_target_would_not(pair):
     """The path ends where the target's own choice is another token than the text's, even if the tree holds the text."""
-    engine, listening = engine_of(pair, "same", {"policy": "full"})
-    recorder = recorder_of(engine, listening)
-    own = recorder.record(random_prompt(30), None, 24)
+    loaded = load(pair, "same", policy="full")
+    own = loaded.recorder().record(random_prompt(30), None, 24)
     answer = own.known_token_ids[:24]
     answer[10] = (answer[10] + 1) % 100 + 3
-    forced = recorder.record(random_prompt(30), answer, 0)
+    forced = loaded.recorder().record(random_prompt(30), answer, 0)
     assert forced.known_token_ids[:24] == answer
     assert forced.num_counted == 24
     assert forced.choice_token_ids[:11] == own.choice_token_ids[:11]
-    replay = replay_of(engine, listening.drafter, forced, options_of({"policy": "full"}))
+    replay = loaded.replay(forced)
     decided = {step.first + step.num_accepted for step in replay.steps}
     assert 10 in decided, "the token that differs can only be a bonus"
     assert [step.first for step in replay.steps[1:]] == [
@@ -172,23 +185,21 @@ def test_a_forced_answer_goes_on_where_the_target_would_not(pair):
 
 def test_a_forced_greedy_output_is_replayed_as_the_greedy_one(pair):
     """One forward of many tokens records what as many single steps do."""
-    engine, listening = engine_of(pair, "good", {"policy": "retrieval"})
-    recorder = recorder_of(engine, listening)
-    greedy = recorder.record(random_prompt(200), None, 30)
-    forced = recorder.record(random_prompt(200), greedy.known_token_ids[: greedy.num_counted], 0)
+    loaded = load(pair, "good", policy="retrieval")
+    greedy = loaded.recorder().record(random_prompt(200), None, 30)
+    forced = loaded.recorder().record(random_prompt(200), greedy.known_token_ids[: greedy.num_counted], 0)
     assert forced.choice_token_ids == greedy.choice_token_ids == forced.known_token_ids
     torch.testing.assert_close(forced.hidden, greedy.hidden, rtol=1e-3, atol=1e-4)
-    replays = [replay_of(engine, listening.drafter, each, CACHE) for each in (greedy, forced)]
+    replays = [loaded.replay(each) for each in (greedy, forced)]
     assert [step.num_accepted for step in replays[0].steps] == [step.num_accepted for step in replays[1].steps]
 
 
 def test_a_draft_that_is_the_target_diverges_by_nothing(pair):
     """And another one by something; over a reduced vocabulary both are shares of it."""
     for draft, low, high in (("same", 0.0, 1e-3), ("bad", 0.3, 1.0), ("reduced", 0.3, 1.0)):
-        engine, listening = engine_of(pair, draft, {"policy": "full"})
-        recording = recorder_of(engine, listening).record(random_prompt(30), None, 10)
-        replay = replay_of(engine, listening.drafter, recording, options_of({"policy": "full"}))
-        found = [step.divergence for step in replay.steps]
+        loaded = load(pair, draft, policy="full")
+        trace = loaded.recorder().record(random_prompt(30), None, 10)
+        found = [step.divergence for step in loaded.replay(trace, loaded.drafter.drafter).steps]
         assert all(each is not None and low <= each.total_variation <= high for each in found), draft
 
 
@@ -229,12 +240,12 @@ class Silent:
 
 def test_any_drafter_can_be_replayed(pair):
     """Nothing but the protocol is used: one without levels, caches or a distribution takes a token a step."""
-    engine, listening = engine_of(pair, "good", {"policy": "full"})
-    recording = recorder_of(engine, listening).record(random_prompt(40), None, 10)
+    loaded = load(pair, "good", policy="streaming")
+    trace = loaded.recorder().record(random_prompt(40), None, 10)
     drafter = Silent()
     assert not isinstance(drafter, FirstLevel)
-    replay = replay_of(engine, drafter, recording, options_of({"policy": "streaming"}))
-    assert len(replay.steps) == recording.num_counted - 1
+    replay = loaded.replay(trace, drafter)
+    assert len(replay.steps) == trace.num_counted - 1
     assert not any(step.agrees or step.num_accepted or step.num_nodes or step.divergence for step in replay.steps)
     assert replay.stats == DecodingStats()
     assert not drafter.rows, "the row is given back"
@@ -242,9 +253,8 @@ def test_any_drafter_can_be_replayed(pair):
 
 def test_a_document_too_long_for_the_cache_is_an_error(pair):
     """One line, and the rows are free for the next one."""
-    engine, listening = engine_of(pair, "good", {"policy": "full"})
-    recorder = recorder_of(engine, listening)
-    free = engine._target.cache.rows.num_free
+    loaded = load(pair, "good", policy="full")
+    free = loaded.target.cache.rows.num_free
     with pytest.raises(ValueError, match="does not fit the cache"):
-        recorder.record([5] * (free + 1), None, 4)
-    assert engine._target.cache.rows.num_free == free
+        loaded.recorder().record([5] * (free + 1), None, 4)
+    assert loaded.target.cache.rows.num_free == free

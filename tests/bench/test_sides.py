@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from specextend import RunConfig
-from specextend.bench.generate import LOOKUP, TransformersSide
-from specextend.bench.sides import SIDES, default_sides, describe_sides, in_mode, with_draft
-from specextend.drafters.options import DraftOptions
+from specextend.bench.sides import LOOKUP, SIDES, TransformersSide, default_sides, describe_sides, in_mode, with_draft
+from specextend.drafters.draft_options import DraftOptions
 from tests.tiny_models import FAMILIES, tiny_model
 
 ROOT = Path(__file__).parents[2]

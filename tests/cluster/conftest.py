@@ -19,6 +19,7 @@ from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
+from specextend.data.parts import Retry
 from tests.cluster.fakes import FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,8 @@ class Job:
     job: dict[str, Any]
     screen: Screen = field(default_factory=Screen)
     max_batch_size: int = 3
+    cache_gib: float = 2.0
+    target: Path = MODELS / "target"
     input: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,8 +94,13 @@ class Job:
             {
                 "input": {"path": str(self.input), "id_column": "id"},
                 "output": {"path": str(self.output)},
-                "target": {"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
-                "decoding": {"mode": "autoregressive", "max_new_tokens": 5, "max_batch_size": self.max_batch_size},
+                "target": {"model": str(self.target), "dtype": "float32", "device": "cpu"},
+                "decoding": {
+                    "mode": "autoregressive",
+                    "max_new_tokens": 5,
+                    "max_batch_size": self.max_batch_size,
+                    "cache_gib": self.cache_gib,
+                },
                 "job": {"max_attempts": 2, "grace_s": 60, **self.job, **job},
             }
         )
@@ -100,7 +108,7 @@ class Job:
     def run(
         self,
         factory: EngineFactory = FakeEngine,
-        retry_errors: bool = False,
+        retry_errors: Retry = "none",
         interrupt: Interrupt | None = None,
         **job: Any,
     ) -> int:

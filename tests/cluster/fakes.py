@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request
@@ -35,7 +36,7 @@ class FakeEngine:
     def __init__(self, config: RunConfig) -> None:
         self.tokenizer: Any = load_tokenizer(config.target.model)
         self.num_steps = 0
-        self.max_prompt_tokens = 4096
+        self.max_tokens = 4096
         self._size = config.decoding.max_batch_size
         self._active: dict[str, _Running] = {}
         self._cancelled: set[str] = set()
@@ -104,6 +105,22 @@ class SpeculatingEngine(FakeEngine):
         return replace(stats, num_plain_steps=1, **drafted, **seconds)
 
 
+class QuotingEngine(FakeEngine):
+    """Waits for a second document and fails over both, as a library does that quotes the text it was given; once."""
+
+    has_failed = False
+
+    def _step(self, on_error: Callable[[str, Exception], None]) -> Iterator[Completion]:
+        if self.has_failed:
+            yield from super()._step(on_error)
+        elif len(batch := list(self._active)) > 1:
+            self.has_failed = True
+            with self._lock:
+                self._active.clear()
+            quote = ValueError("cannot read \x1b[2J\u202ethis\rok")
+            raise BatchError(batch, quote) from quote
+
+
 class _Running:
     def __init__(self, request: Request, tokenizer: Any) -> None:
         self.request = request
@@ -156,6 +173,18 @@ class NeverLoads:
 
     def __call__(self, config: RunConfig) -> FakeEngine:
         raise FileNotFoundError("the weights are gone")
+
+
+class SwapsWeights:
+    """A model whose files are replaced once it is loaded: somebody copies the next version over it."""
+
+    def __init__(self, weights: Path) -> None:
+        self.weights = weights
+
+    def __call__(self, config: RunConfig) -> FakeEngine:
+        tensors = {name: tensor * 2 for name, tensor in load_file(self.weights).items()}
+        save_file(tensors, self.weights, {"format": "pt"})
+        return FakeEngine(config)
 
 
 class LoadsLater:

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster import arbiter
-from specextend.cluster.arbiter import Arbiter, Verdict, is_looking
+from specextend.cluster.arbiter import Arbiter, Ruling, is_looking
 from specextend.core import DocumentKey
-from specextend.data import documents
-from specextend.data.documents import InputOptions, Source, open_source
-from specextend.data.inputs import InputChangedError
+from specextend.data import source as source_module
+from specextend.data.inputs import InputChangedError, InputOptions
+from specextend.data.source import Source, open_source
 
 
 @pytest.fixture
@@ -46,16 +46,16 @@ def spoil(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_document_that_the_driver_reads_is_not_at_fault(source: Source):
     """A null text is a matter of the row, which a worker that reads it will say."""
     verdicts = [looking(source).judge(DocumentKey(0, row)) for row in range(3)]
-    assert verdicts == [Verdict.READABLE] * 3
+    assert verdicts == [Ruling.READABLE] * 3
 
 
 def test_a_damaged_group_is_the_documents_own_and_its_id_is_still_known(source: Source, path: Path, monkeypatch):
     spoil(path, monkeypatch)
     judge = looking(source)
     assert [judge.judge(DocumentKey(0, row)) for row in range(3)] == [
-        Verdict.READABLE,
-        Verdict.DAMAGED,
-        Verdict.READABLE,
+        Ruling.READABLE,
+        Ruling.DAMAGED,
+        Ruling.READABLE,
     ]
     assert judge.doc_id(DocumentKey(0, 1)) == "y"
 
@@ -82,11 +82,11 @@ def test_a_store_that_never_answers_is_asked_once_and_holds_nobody(source: Sourc
     monkeypatch.setattr(Source, "check_unchanged", hang)
     judge = Arbiter(source, before_long=lambda: told.append("commit"))
     assert not judge.is_tired
-    assert judge.judge(DocumentKey(0, 0)) is Verdict.OUT_OF_REACH
+    assert judge.judge(DocumentKey(0, 0)) is Ruling.OUT_OF_REACH
     assert told == ["commit"], "what is done is on disk before it gets long"
     assert judge.is_tired
     assert is_looking()
-    assert judge.judge(DocumentKey(0, 2)) is Verdict.OUT_OF_REACH
+    assert judge.judge(DocumentKey(0, 2)) is Ruling.OUT_OF_REACH
     assert judge.doc_id(DocumentKey(0, 2)) == "a.parquet:2"
     assert len(calls) == 1
     judge.rest()
@@ -97,11 +97,11 @@ def test_a_store_that_never_answers_is_asked_once_and_holds_nobody(source: Sourc
 def test_a_file_that_can_be_asked_for_but_not_opened_is_out_of_reach(source: Source, monkeypatch):
     """S3 whose key was taken away answers HEAD and not GET: that is no fault of a hundred thousand documents."""
 
-    def denied(location: object) -> None:
+    def denied(*arguments: object) -> None:
         raise PermissionError("access denied")
 
-    monkeypatch.setattr(documents, "open_parquet", denied)
-    assert looking(source).judge(DocumentKey(0, 0)) is Verdict.OUT_OF_REACH
+    monkeypatch.setattr(source_module, "open_parquet", denied)
+    assert looking(source).judge(DocumentKey(0, 0)) is Ruling.OUT_OF_REACH
 
 
 def test_a_driver_without_memory_finds_no_document_at_fault(source: Source, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_driver_without_memory_finds_no_document_at_fault(source: Source, monk
         raise pa.ArrowMemoryError("no room")
 
     monkeypatch.setattr(Source, "read", starve)
-    assert looking(source).judge(DocumentKey(0, 0)) is Verdict.OUT_OF_REACH
+    assert looking(source).judge(DocumentKey(0, 0)) is Ruling.OUT_OF_REACH
 
 
 def test_what_nobody_foresaw_is_raised_and_not_lost_in_a_thread(source: Source):
@@ -122,6 +122,6 @@ def test_what_nobody_foresaw_is_raised_and_not_lost_in_a_thread(source: Source):
 def test_every_look_is_a_fresh_one(source: Source, path: Path, monkeypatch):
     """What it remembers may be older than what the workers see."""
     judge = looking(source)
-    assert judge.judge(DocumentKey(0, 1)) is Verdict.READABLE
+    assert judge.judge(DocumentKey(0, 1)) is Ruling.READABLE
     spoil(path, monkeypatch)
-    assert judge.judge(DocumentKey(0, 1)) is Verdict.DAMAGED
+    assert judge.judge(DocumentKey(0, 1)) is Ruling.DAMAGED

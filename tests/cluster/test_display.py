@@ -1,9 +1,26 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import json
+import os
+import pty
+import sys
+from collections.abc import Iterator
+from typing import TextIO
 
-from specextend.cluster.display import BarDisplay, JsonDisplay, LineDisplay, describe, describe_eta, open_display
+import pytest
+
+from specextend.cluster.display import (
+    BarDisplay,
+    JsonDisplay,
+    LineDisplay,
+    LogFormat,
+    describe,
+    describe_eta,
+    open_display,
+)
 from specextend.cluster.progress import Snapshot
 
 
@@ -30,13 +47,13 @@ def test_a_log_gets_a_line_every_thirty_seconds_and_no_escape_codes():
     )
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_a_terminal_gets_a_bar_and_notes_stay_readable_above_it():
     """Notes say why the bar went back: they must survive it, brackets and all."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     stream = Terminal()
     display = open_display(stream)
     assert isinstance(display, BarDisplay)
@@ -45,6 +62,39 @@ def test_a_terminal_gets_a_bar_and_notes_stay_readable_above_it():
     display.close()
     assert "worker w1 [pid 7] died" in stream.getvalue()
     assert "3/9 done" in stream.getvalue()
+
+
+HOSTILE = "[red]a[/red] [link=http://x]b[/link] :smile: \x1b[2J\u202ec\nd"
+SHOWN = r"[red]a[/red] [link=http://x]b[/link] :smile: \x1b[2J\u202ec\nd"
+
+
+def test_a_note_above_the_bar_is_text_and_no_markup():
+    """Rich would colour it, make a link of it, or a face."""
+    stream = Terminal()
+    display = open_display(stream)
+    display.note(HOSTILE)
+    display.close()
+    assert SHOWN in stream.getvalue()
+
+
+def test_what_others_print_under_a_bar_is_text(monkeypatch: pytest.MonkeyPatch):
+    """Ray prints its workers' lines to stderr; rich moves them above the bar, and obeys codes and links in them."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    display = open_display(stream)
+    sys.stderr.write("(Worker pid=7) \x1b]8;;http://evil.example\x1b\\x\x1b[31mred\n")
+    display.close()
+    assert sys.stderr is stream
+    assert r"(Worker pid=7) \x1b]8;;http://evil.example\x1b\x\x1b[31mred" in stream.getvalue()
+    assert "\x1b]8" not in stream.getvalue()
+
+
+def test_a_line_of_a_log_is_one_line():
+    """Otherwise an id could write a line of its own into it."""
+    stream = io.StringIO()
+    display = open_display(stream)
+    display.note(HOSTILE)
+    assert stream.getvalue() == SHOWN + "\n"
 
 
 def test_no_time_is_promised_before_anything_is_known():
@@ -89,8 +139,66 @@ def test_no_text_of_a_document_can_break_a_line():
     assert event["document"] == text
 
 
+def test_a_fact_that_is_no_number_is_left_out():
+    """`NaN` is no JSON, and one such line stops a collector."""
+    [event] = said_as_json(lambda display: display.event("x", a=float("nan"), b=float("inf"), c=1.5, d=None))
+    assert event.keys() - {"time", "event"} == {"c"}
+
+
 def test_a_machine_hears_of_progress_every_thirty_seconds():
     """The numbers of the line that people get, by name."""
     events = said_as_json(*[lambda display, now=now: display.show(snapshot(), float(now)) for now in range(61)])
     assert [event["event"] for event in events] == ["progress"] * 3
     assert (events[0]["num_done"], events[0]["num_rows"], events[0]["eta_s"]) == (3, 9, 61.2)
+
+
+@contextlib.contextmanager
+def stream_to(place: str | int) -> Iterator[TextIO]:
+    """A stream that cannot even be closed without an error."""
+    stream = open(place, "w", encoding="utf-8")  # noqa: SIM115  what closing says is no error of the test
+    yield stream
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
+@pytest.mark.parametrize("log", ["text", "json"])
+def test_a_log_that_takes_no_more_lines_ends_no_run(log: LogFormat):
+    """Stderr on a full disk: progress was the last thing that a run of three nights wrote."""
+    with stream_to("/dev/full") as full:
+        display = open_display(full, log)
+        display.begin("0000000a")
+        for second in range(0, 3000, 30):
+            display.show(snapshot(), float(second))
+            display.note("a note " * 100)
+        display.close()
+
+
+def test_a_bar_on_a_terminal_that_is_gone_ends_no_run():
+    """Somebody closed the window; the run goes on without it."""
+    ours, theirs = pty.openpty()
+    with stream_to(theirs) as terminal:
+        display = open_display(terminal)
+        assert isinstance(display, BarDisplay)
+        os.close(ours)
+        display.show(snapshot(), 0.0)
+        display.note("still here")
+        display.close()
+
+
+def test_lines_come_again_when_there_is_room_again():
+    """What was lost is lost; the rest is read."""
+
+    class Tight(io.StringIO):
+        is_full = True
+
+        def write(self, text: str) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    stream = Tight()
+    display = open_display(stream)
+    display.note("lost")
+    stream.is_full = False
+    display.note("kept")
+    assert stream.getvalue() == "kept\n"

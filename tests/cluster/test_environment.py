@@ -21,7 +21,7 @@ def test_a_ray_of_our_own_is_closed_to_others():
 def test_a_cluster_is_joined_as_it_is():
     """Its address, network and tokens are its owner's."""
     environment = prepared(RAY_ADDRESS="10.0.0.1:6379")
-    assert environment.keys() == {"RAY_ADDRESS", "RAY_DEDUP_LOGS", "RAY_USAGE_STATS_ENABLED"}
+    assert environment.keys() == {"RAY_ADDRESS", "RAY_COLOR_PREFIX", "RAY_DEDUP_LOGS", "RAY_USAGE_STATS_ENABLED"}
 
 
 def test_what_the_user_has_set_stays():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -69,6 +70,43 @@ def test_a_lock_that_cannot_be_removed_holds_nobody_up(last: str):
     assert stuck != STUCK
     process = subprocess.run([sys.executable, "-c", stuck], capture_output=True, text=True, timeout=60, check=False)
     assert process.returncode == 75
+
+
+DEAF = """
+import ctypes
+from specextend.cluster.interrupt import Interrupt
+interrupt = Interrupt(grace_s=0.2, deadline_s={deadline_s})
+interrupt.install()
+print("waiting", flush=True)
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
+library.pthread_mutex_lock(mutex)  # for ever, and no signal ends it
+"""
+
+
+@contextmanager
+def deaf(deadline_s: float) -> Iterator[subprocess.Popen[str]]:
+    """A process whose main thread is inside a library and does not come back."""
+    command = [sys.executable, "-c", DEAF.format(deadline_s=deadline_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_signal_is_heard_while_the_main_thread_is_inside_a_library():
+    """Python runs its handlers in that thread, between two lines: a store that did not answer made a job deaf."""
+    with deaf(0.0) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+
+
+def test_a_deadline_holds_while_nobody_asks_for_it():
+    """It was looked at between documents only: planning and writing summaries ran into the morning."""
+    with deaf(0.5) as process:
+        assert process.wait(60) == 75
 
 
 def test_a_run_that_ends_by_itself_is_left_alone():

@@ -2,20 +2,32 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from pyarrow import fs
 
 from specextend.cluster import lock
-from specextend.cluster.exits import LockHeldError, LockLostError
-from specextend.cluster.lock import Holder, OutputLock, check_free, read_lock
-from specextend.data.storage import Location, delete, resolve
+from specextend.cluster.exits import (
+    EXIT_FAILED,
+    EXIT_LOCKED,
+    InterruptedRunError,
+    LockGoneError,
+    LockHeldError,
+    LockLostError,
+    OutputError,
+    RefusedError,
+    exit_code,
+)
+from specextend.cluster.lock import FolderLock, LockHolder, OutputLock, read_lock
+from specextend.data.storage import Location, delete, resolve, write_bytes
 
 
 @pytest.fixture
@@ -23,15 +35,35 @@ def output(tmp_path: Path) -> Location:
     return resolve(str(tmp_path))
 
 
-def write_holder(output: Location, holder: Holder) -> None:
-    path = Path(output.path, "_run", "lock")
-    path.parent.mkdir(exist_ok=True)
-    fields = {name: getattr(holder, name) for name in ("run_id", "host", "pid", "heartbeat", "pid_namespace")}
-    path.write_text(json.dumps(fields))
+class Time:
+    """A wall clock and a steady one, of a machine whose process may be suspended."""
+
+    def __init__(self) -> None:
+        self.wall, self.steady = 1_000_000.0, 0.0
+
+    def pass_by(self, seconds: float) -> None:
+        self.wall += seconds
+        self.steady += seconds
+
+    def lock(self, output: Location, run_id: str = "00000001") -> FolderLock:
+        return FolderLock(output, run_id, lambda: self.wall, lambda: self.steady, host=f"host-of-{run_id}")
 
 
-def elsewhere(heartbeat: float) -> Holder:
-    return Holder("feedbeef", "another-host", 1, heartbeat)
+@pytest.fixture
+def now() -> Time:
+    return Time()
+
+
+def write_lock(output: Location, data: bytes) -> None:
+    write_bytes(output.child("_run", "lock"), data)
+
+
+def write_holder(output: Location, holder: LockHolder) -> None:
+    write_lock(output, json.dumps(asdict(holder)).encode())
+
+
+def elsewhere(heartbeat: float) -> LockHolder:
+    return LockHolder("feedbeef", "another-host", 1, heartbeat)
 
 
 def dead_pid() -> int:
@@ -40,17 +72,46 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_a_second_driver_is_refused_and_told_who_holds_the_folder(output: Location):
-    """Two writers would each finalize half of the other's work."""
-    write_holder(output, elsewhere(time.time()))
-    with (
-        pytest.raises(LockHeldError, match=r"run feedbeef \(process 1 on another-host\)"),
-        OutputLock(output, "00000001"),
-    ):
-        pass
-    with pytest.raises(LockHeldError):
-        check_free(output)
-    assert read_lock(output) is not None, "the refused driver must not remove the other's lock"
+def test_a_second_driver_watches_the_heartbeat_and_is_told_who_holds_the_folder(output: Location, now: Time):
+    """Two writers would each finalize half of the other's work; one beat is proof that the other lives."""
+    write_holder(output, elsewhere(now.wall))
+    second = now.lock(output)
+    assert not second.try_take()
+    assert second.watched == f"{output.path} is held by run feedbeef (process 1 on another-host); " + (
+        "waiting up to 60 s for a sign of life"
+    )
+    now.pass_by(10.0)
+    write_holder(output, elsewhere(now.wall))
+    with pytest.raises(LockHeldError, match=r"is held by run feedbeef \(process 1 on another-host\)$") as said:
+        second.try_take()
+    assert exit_code(said.value) == EXIT_LOCKED
+    assert read_lock(output) == elsewhere(now.wall), "the refused driver must not touch the other's lock"
+
+
+@pytest.mark.parametrize("skew", [-1e6, -61.0, 0.0, 61.0, 1e6])
+def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clock_says(
+    output: Location, now: Time, skew: float
+):
+    """A host that died cannot release its lock, and its clock may have been fast: it held the folder for days, once.
+
+    A slow one would have looked dead while it lived.
+    """
+    write_holder(output, elsewhere(now.wall + skew))
+    second = now.lock(output)
+    for _ in range(6):
+        assert not second.try_take(), "a retry that comes within the minute waits, and does not end with 4"
+        now.pass_by(lock.STALE_S / 6)
+    assert second.try_take()
+    assert read_lock(output).run_id == "00000001"
+
+
+def test_a_lock_that_is_released_while_somebody_waits_is_theirs_at_once(output: Location, now: Time):
+    """The night's run had come to its end when the morning's began."""
+    write_holder(output, elsewhere(now.wall))
+    second = now.lock(output)
+    assert not second.try_take()
+    delete(output.child("_run", "lock"))
+    assert second.try_take()
 
 
 def test_the_lock_names_its_holder_and_goes_with_it(output: Location):
@@ -63,11 +124,21 @@ def test_the_lock_names_its_holder_and_goes_with_it(output: Location):
     assert read_lock(output) is None
 
 
-def test_a_lock_without_a_heartbeat_for_a_minute_is_taken_over(output: Location):
-    """A driver on a host that died cannot release its lock."""
-    write_holder(output, elsewhere(time.time() - 61))
-    with OutputLock(output, "00000001"):
-        assert read_lock(output).run_id == "00000001"
+def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output: Location, monkeypatch):
+    """A minute of silence looks like a hang; and a scheduler may give up on it."""
+    monkeypatch.setattr(lock, "LOOK_EVERY_S", 0.01)
+    write_holder(output, elsewhere(time.time()))
+    said: list[str] = []
+    looks = iter(range(3))
+
+    def checkpoint() -> None:
+        if next(looks, None) is None:
+            raise InterruptedRunError("SIGTERM received")
+
+    with pytest.raises(InterruptedRunError), OutputLock(output, "00000001", say=said.append, checkpoint=checkpoint):
+        pass
+    assert len(said) == 1
+    assert "is held by run feedbeef" in said[0]
 
 
 def test_a_lock_of_this_host_whose_process_is_gone_is_taken_over_at_once(output: Location):
@@ -75,81 +146,159 @@ def test_a_lock_of_this_host_whose_process_is_gone_is_taken_over_at_once(output:
     with OutputLock(output, "00000001"):
         mine = read_lock(output)
     write_holder(output, replace(mine, run_id="feedbeef", pid=dead_pid()))
-    with OutputLock(output, "00000002"):
-        assert read_lock(output).run_id == "00000002"
+    assert FolderLock(output, "00000002").try_take()
+    assert read_lock(output).run_id == "00000002"
 
 
 def test_a_pid_of_another_container_says_nothing(output: Location):
     """Two containers may share a host name and a folder; a pid missing here may be alive there."""
-    holder = Holder("feedbeef", socket.gethostname(), dead_pid(), time.time(), "another boot/pid:[1]")
+    holder = LockHolder("feedbeef", socket.gethostname(), dead_pid(), time.time(), "another boot/pid:[1]")
     write_holder(output, holder)
-    with pytest.raises(LockHeldError), OutputLock(output, "00000001"):
-        pass
+    assert not FolderLock(output, "00000001").try_take()
 
 
-def test_a_driver_that_slept_too_long_learns_that_it_lost_the_lock(output: Location):
-    """A suspended driver wakes up and must not commit beside its successor."""
-    with OutputLock(output, "00000001") as held:
+@pytest.mark.parametrize("seconds", [66.0, 1e6])
+def test_a_driver_that_slept_goes_on_if_nobody_came(output: Location, now: Time, seconds: float):
+    """Suspended for 66 s it ended with 4, though nobody else held the folder: no scheduler tries again then."""
+    held = now.lock(output)
+    assert held.try_take()
+    now.pass_by(seconds)
+    held.check()
+    assert read_lock(output).heartbeat == now.wall, "and says so to others at once"
+
+
+@pytest.mark.parametrize("step", [-1e6, -100.0, 100.0, 1e6])
+def test_a_driver_whose_clock_is_set_goes_on(output: Location, now: Time, step: float):
+    """NTP after a boot may step it by years."""
+    held = now.lock(output)
+    assert held.try_take()
+    now.wall += step
+    held.check()
+    held.beat()
+    held.check()
+    assert read_lock(output).run_id == "00000001"
+
+
+@pytest.mark.parametrize("by", ["steady", "wall"])
+def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(output: Location, now: Time, by: str):
+    """It must not commit beside it. A virtual machine that was paused sees it by the wall clock alone."""
+    held = now.lock(output)
+    assert held.try_take()
+    setattr(now, by, getattr(now, by) + lock.STALE_S)
+    write_holder(output, elsewhere(now.wall))
+    with pytest.raises(LockLostError, match="was taken over by run feedbeef") as said:
         held.check()
-        write_holder(output, elsewhere(time.time()))
-        held.beat()
-        with pytest.raises(LockLostError, match="feedbeef"):
-            held.check()
+    assert exit_code(said.value) == EXIT_LOCKED
+    held.release()
     assert read_lock(output).run_id == "feedbeef", "nor remove its successor's lock"
 
 
-def test_a_driver_whose_lock_is_gone_does_not_take_it_again(output: Location):
-    """Its successor may have finished while it slept: `_SUCCESS` stands, and nothing may change any more."""
-    with OutputLock(output, "00000001") as held:
-        delete(output.child("_run", "lock"))
-        held.beat()
-        with pytest.raises(LockLostError, match="the lock is gone"):
-            held.check()
+def test_a_heartbeat_that_finds_another_holder_stops_the_driver(output: Location, now: Time):
+    """Also between two writes, when nothing is asked of the store."""
+    held = now.lock(output)
+    assert held.try_take()
+    held.check_heard()
+    write_holder(output, elsewhere(now.wall))
+    held.beat()
+    with pytest.raises(LockLostError, match="feedbeef"):
+        held.check_heard()
+
+
+def test_a_driver_whose_lock_is_gone_does_not_take_it_again_and_may_be_started_again(output: Location, now: Time):
+    """Its successor may have finished while it slept: `_SUCCESS` stands, and nothing may change any more.
+
+    Nobody holds the folder, so it is not 4: the next start finds out what there is to do.
+    """
+    held = now.lock(output)
+    assert held.try_take()
+    delete(output.child("_run", "lock"))
+    held.beat()
+    with pytest.raises(LockGoneError, match="somebody removed _run/lock; run again to resume") as said:
+        held.check()
+    assert exit_code(said.value) == EXIT_FAILED
     assert read_lock(output) is None
 
 
-def test_a_driver_that_cannot_write_its_heartbeat_stops_before_others_may_start(output: Location):
-    """Its lock is stale to everybody else by then."""
-    now = [1000.0]
-    with OutputLock(output, "00000001", clock=lambda: now[0]) as held:
-        now[0] += lock.STALE_S + 1
-        with pytest.raises(LockLostError, match="no heartbeat"):
-            held.check()
-
-
-def test_a_driver_says_why_its_heartbeat_could_not_be_written(output: Location, monkeypatch):
-    """The disk was full for a minute: without the reason somebody would look for a second driver."""
-    now, calls, second = [1000.0], [], threading.Event()
+def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again(
+    output: Location, now: Time, monkeypatch
+):
+    """The disk was full for a minute: it wrote nothing more, in time for others, but nobody else is there."""
+    held = now.lock(output)
+    assert held.try_take()
 
     def full(location: Location, data: bytes) -> None:
-        calls.append(location)
-        if len(calls) == 2:  # by then the first failure was noted
-            second.set()
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
-    with OutputLock(output, "00000001", clock=lambda: now[0]) as held:
-        monkeypatch.setattr(lock, "write_bytes", full)
-        assert second.wait(60)
-        now[0] += lock.STALE_S + 1
-        with pytest.raises(LockLostError, match=r"no heartbeat could be written for 60 s: No space left on device$"):
-            held.check()
+    monkeypatch.setattr(lock, "write_bytes", full)
+    held.check()
+    now.pass_by(lock.STALE_S - 1)
+    with pytest.raises(OutputError, match=r"cannot be confirmed \(No space left on device\); run again$") as said:
+        held.check()
+    assert exit_code(said.value) == EXIT_FAILED
 
 
-def test_half_a_lock_file_is_no_lock(output: Location):
-    """A file system that filled up while the lock was written must not block the folder for ever."""
-    path = Path(output.path, "_run", "lock")
-    path.parent.mkdir()
-    path.write_text('{"run_id": "fee')
-    with OutputLock(output, "00000001"):
-        assert read_lock(output).run_id == "00000001"
+@pytest.mark.parametrize("junk", [b"", b'{"run_id": "fee', b"[]", b"\xff\xfe", b'{"run_id": 1, "host": 2}', b"null"])
+def test_a_file_that_is_no_lock_is_named_watched_and_taken_over(output: Location, now: Time, junk: bytes):
+    """Another version's driver may hold the folder by it; what nobody changes must not block it for ever."""
+    write_lock(output, junk)
+    start = now.lock(output)
+    assert not start.try_take()
+    assert start.watched.startswith(f"{output.path}/_run/lock is no lock that this version knows; it is taken over if")
+    now.pass_by(lock.STALE_S)
+    assert start.try_take()
+    assert read_lock(output).run_id == "00000001"
+
+
+def test_a_file_that_is_no_lock_and_changes_is_a_living_driver_of_another_version(output: Location, now: Time):
+    """Ignored, it would be two writers."""
+    write_lock(output, b"beat 1")
+    start = now.lock(output)
+    assert not start.try_take()
+    write_lock(output, b"beat 2")
+    with pytest.raises(LockHeldError, match="held by a driver of another version"):
+        start.try_take()
+
+
+def test_a_lock_with_fields_of_a_later_version_is_a_lock(output: Location, now: Time):
+    """It named its holder all the same."""
+    write_lock(output, json.dumps(asdict(elsewhere(now.wall)) | {"colour": "red"}).encode())
+    assert read_lock(output) == elsewhere(now.wall)
+
+
+def test_a_folder_in_place_of_the_lock_is_refused_in_one_line(output: Location, now: Time):
+    """No waiting mends that."""
+    Path(output.path, "_run", "lock").mkdir(parents=True)
+    with pytest.raises(RefusedError, match=r"/_run/lock is a folder; remove it$"):
+        now.lock(output).try_take()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Location:
+    """A file system without local paths, which cannot keep a second writer out."""
+    return Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "run")
+
+
+def test_where_nobody_can_be_kept_out_the_last_writer_wins_and_the_first_one_sees_it(store: Location, now: Time):
+    """Object stores: both write, both wait, one reads its own name."""
+    first, second = now.lock(store, "0000000a"), now.lock(store, "0000000b")
+    assert not first.try_take()
+    write_holder(store, elsewhere(now.wall))
+    now.pass_by(lock.SETTLE_S)
+    with pytest.raises(LockHeldError, match=r"was taken by run feedbeef .* at the same moment"):
+        first.try_take()
+    delete(store.child("_run", "lock"))
+    assert not second.try_take()
+    now.pass_by(lock.SETTLE_S)
+    assert second.try_take()
 
 
 RACER = """
 import sys
+from specextend.cluster import lock
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.exits import LockHeldError
 from specextend.data.storage import resolve
+lock.STALE_S, lock.LOOK_EVERY_S = 1.0, 0.05
 sys.stdin.readline()
 try:
     with OutputLock(resolve(sys.argv[1]), sys.argv[2]):
@@ -160,22 +309,62 @@ except LockHeldError:
 """
 
 
+def racer(output: Location, number: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", RACER, output.path, f"{number:08x}"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def test_of_many_that_find_a_stale_lock_one_takes_it(output: Location):
     """Retries of a cluster job start together after an outage."""
     write_holder(output, elsewhere(0))
-    racers = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACER, output.path, f"{n:08x}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for n in range(4)
-    ]
-    for racer in racers:
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    outcomes = [racer.stdout.readline().strip() for racer in racers]
-    for racer in racers:
-        racer.communicate("done\n")
+    racers = [racer(output, number) for number in range(4)]
+    for each in racers:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    outcomes = [each.stdout.readline().strip() for each in racers]
+    for each in racers:
+        each.communicate("done\n")
     assert sorted(outcomes) == ["lost", "lost", "lost", "won"]
+
+
+SLEEPER = """
+import sys
+from specextend.cluster import lock
+from specextend.cluster.lock import OutputLock
+from specextend.data.storage import resolve
+lock.STALE_S, lock.DOUBT_S, lock.HEARTBEAT_S = 0.4, 0.2, 0.05
+with OutputLock(resolve(sys.argv[1]), "00000001") as held:
+    print("held", flush=True)
+    sys.stdin.readline()
+    try:
+        held.check()
+        print("mine", flush=True)
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+def nobody(output: Location) -> str:
+    return "mine"
+
+
+def successor(output: Location) -> str:
+    write_holder(output, elsewhere(time.time()))
+    return "LockLostError"
+
+
+@pytest.mark.parametrize("happens", [nobody, successor])
+def test_a_process_that_was_really_stopped_finds_out_who_holds_its_folder(
+    output: Location, happens: Callable[[Location], str]
+):
+    """SIGSTOP for longer than a lock lives, then a write."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER, output.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    time.sleep(0.6)  # longer than its lock lives: that is the fault
+    expected = happens(output)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate("go\n", timeout=60)[0] == f"{expected}\n"

@@ -14,7 +14,7 @@ from specextend.cluster.roster import (
 
 def test_no_more_workers_are_started_than_there_are_documents():
     """A worker loads gigabytes: one that would find nothing to do is not worth it."""
-    assert len(Roster(8).due(0, num_open=3)) == 3
+    assert len(Roster(8).due(0, num_wanted=3)) == 3
 
 
 def test_a_dead_worker_is_replaced_under_a_new_name():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.worker import document_seed
-from tests.cluster.fakes import LoadsLater, NeverLoads
+from specextend.data import source as source_module
+from specextend.pairing import pair_hashes
+from tests.cluster.conftest import Screen
+from tests.cluster.fakes import LoadsLater, NeverLoads, SwapsWeights
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
 
@@ -39,6 +43,20 @@ def test_every_row_ends_in_one_summary_in_input_order(job):
     assert (attempt["exit_code"], len(attempt["workers"])) == (0, 1)
     assert attempt["end"] >= attempt["begin"]
     assert attempt["versions"].keys() >= {"python", "torch", "transformers", "ray", "pyarrow", "specextend"}
+
+
+def test_a_run_over_a_folder_says_which_files_it_does_not_read(job):
+    """Once, and not a word about hidden ones."""
+    run = job(GOOD[:2])
+    folder = run.folder / "in"
+    folder.mkdir()
+    run.input.rename(folder / "a.pq")
+    run.input = folder
+    for name in ("b.csv", "c.CSV", "_SUCCESS"):
+        (folder / name).write_text("")
+    assert run.run() == EXIT_DONE
+    said = [note for note in run.screen.notes if "not read" in note]
+    assert said == [f"warning: files not read in {folder}: 1 .CSV, 1 .csv"]
 
 
 def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_lives_on(job):
@@ -83,6 +101,27 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch):
     run = job(["one"], workers=500)
     assert run.run() == EXIT_DONE
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
+
+
+def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end(job, monkeypatch):
+    """They are as large as the corpus, and nobody looks into `_run` once there are summaries."""
+    monkeypatch.setattr(source_module, "MAX_GROUP_BYTES", 0)
+    monkeypatch.setattr(roster, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(roster, "FIRST_PAUSE_S", 0.01)
+    run = job([*GOOD[:2], "raise"])
+    copy = run.output / "_run" / "input" / "file-00000.parquet"
+    with pytest.raises(WorkersFailError):
+        run.run(NeverLoads())
+    written = copy.stat().st_mtime_ns
+    run.screen.on_show = lambda snapshot: seen.append(copy.stat().st_mtime_ns)
+    seen: list[int] = []
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    assert set(seen) == {written}, "used again, not written again"
+    assert not copy.exists()
+    assert len(run.summaries()) == 2
+    copy.write_bytes(b"of a driver that was killed at the very end")
+    assert run.run(NeverLoads(), max_error_fraction=0.5) == EXIT_DONE
+    assert not copy.exists()
 
 
 def test_errors_within_the_allowed_fraction_are_a_success_without_decoding_again(job):
@@ -173,6 +212,21 @@ def test_a_model_that_does_not_load_ends_the_run_after_a_few_tries(job, monkeypa
     assert not (run.output / "_run" / "lock").exists()
 
 
+def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, monkeypatch, tmp_path: Path):
+    """Half of the summaries by one model, half by another, and nobody would know: the second worker refuses."""
+    monkeypatch.setattr(roster, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(roster, "FIRST_PAUSE_S", 0.01)
+    run = job([GOOD[0], f"kill:{tmp_path}/killed"])
+    run.target = Path(shutil.copytree(run.target, tmp_path / "target"))
+    weights = run.target / "model.safetensors"
+    expected = pair_hashes(run.config().target, None)["target"][:12]
+    why = rf"the target in {run.target} on \S+ is not the run's: its files have the hash \w{{12}}, the run's {expected}"
+    with pytest.raises(WorkersFailError, match=f"2 tries in a row failed: .*{why}"):
+        run.run(SwapsWeights(weights))
+    [attempt] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
+    assert len(attempt["workers"]) == 1
+
+
 @pytest.mark.slow
 def test_a_model_that_loads_the_second_time_is_enough(job, tmp_path: Path):
     """A file system that hiccups must not end a run."""
@@ -220,11 +274,44 @@ def test_retry_errors_does_error_rows_again_and_nothing_else(job, tmp_path: Path
     assert run.run() == EXIT_TOO_MANY_ERRORS
     assert set(run.errors()) == {"d3", "d4"}, "a plain resume leaves error rows alone"
     (tmp_path / "outage").unlink()
-    assert run.run(retry_errors=True) == EXIT_TOO_MANY_ERRORS
+    num_leases = len(run.screen.told("document_leased"))
+    assert run.run(retry_errors="retryable") == EXIT_TOO_MANY_ERRORS
+    assert len(run.screen.told("document_leased")) == num_leases, "an exception of its own is not retryable"
+    assert any(note.startswith("2 error rows are left as they are") for note in run.screen.notes)
+    assert run.run(retry_errors="all") == EXIT_TOO_MANY_ERRORS
     assert set(run.errors()) == {"d4"}
     after = run.summaries()
     assert set(after) == {*before, "d3"}
     assert all(after[name] == row for name, row in before.items())
+
+
+def test_a_document_that_kills_its_worker_does_not_get_all_its_attempts_in_every_start(job):
+    """A driver on a machine that is taken away now and then never gave such a document up, and ran it for ever."""
+    run = job(["kill"], max_attempts=3)
+    interrupt = Interrupt(60.0)
+
+    def look(snapshot) -> None:
+        if any(facts["attempt"] == 3 for facts in run.screen.told("document_leased")):
+            interrupt.tell("SIGTERM received")
+
+    run.screen.on_show = look
+    with pytest.raises(InterruptedRunError):
+        run.run(interrupt=interrupt)
+    interrupt.disarm()
+    run.screen = Screen()
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    [poison] = run.errors().values()
+    assert poison["attempts"] == 3
+    assert [facts["attempt"] for facts in run.screen.told("document_leased")] == [3]
+
+
+def test_attempts_are_counted_over_retries(job):
+    """A row that says 1 after the tenth retry hides what it has cost."""
+    run = job(["raise"])
+    for start in range(1, 4):
+        assert run.run(retry_errors="all" if start > 1 else "none") == EXIT_TOO_MANY_ERRORS
+        [failed] = run.errors().values()
+        assert failed["attempts"] == start
 
 
 def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkeypatch):
@@ -244,6 +331,21 @@ def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkey
         run.run()
     assert json.loads(lock.read_text())["run_id"] == "feedbeef"
     assert not (run.output / "_run" / "parts").exists()
+
+
+def test_a_run_goes_on_with_less_memory_when_it_is_resumed(job):
+    """The report advises to lower `decoding.cache_gib`; whoever did was refused as another run."""
+    run = job(GOOD, commit_every_s=3600)
+    interrupt = interrupt_after(run, 2)
+    with pytest.raises(InterruptedRunError):
+        run.run(interrupt=interrupt)
+    interrupt.disarm()
+    run.screen.on_show = lambda snapshot: None
+    run.cache_gib, run.max_batch_size = 1.0, 1
+    assert run.run() == EXIT_DONE
+    assert list(run.summaries()) == [f"d{row}" for row in range(6)]
+    assert run.run(NeverLoads()) == EXIT_DONE
+    assert run.screen.notes[-1].startswith("complete already")
 
 
 def test_another_configuration_may_not_continue_a_run(job):

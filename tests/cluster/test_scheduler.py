@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.cluster.leases import LONGEST_PAUSE_S, MAX_LOSSES, GivenUp, Lease, Limits
+from specextend.cluster.places import Place, Spot
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 
@@ -22,6 +23,11 @@ def scheduler(lengths: list[int], leases_per_worker: int = 3, limits: Limits = L
     return Scheduler([(key(row), length) for row, length in enumerate(lengths)], limits, leases_per_worker)
 
 
+def at(worker: str) -> Place:
+    """A place of its own for a worker."""
+    return Place(f"node of {worker}", Spot(f"host of {worker}", "seat 1"))
+
+
 def granted(grants: list[tuple[str, Lease]], worker: str | None = None) -> list[int]:
     return [lease.key.row for name, lease in grants if worker in (None, name)]
 
@@ -33,15 +39,15 @@ def ids(grants: list[tuple[str, Lease]]) -> dict[int, str]:
 def test_the_longest_documents_go_first():
     """A long document begun last would run on while every other worker idles."""
     plan = scheduler([5, 9, 7, 1])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     assert granted(plan.assign(0)) == [1, 2, 0]
 
 
 def test_leases_are_spread_over_the_workers():
     """Few documents on many workers: each gets one before any gets two."""
     plan = scheduler([4, 3, 2, 1])
-    plan.join("a", 0)
-    plan.join("b", 0)
+    plan.join("a", at("a"), 0)
+    plan.join("b", at("b"), 0)
     grants = plan.assign(0)
     assert granted(grants, "a") == [0, 2]
     assert granted(grants, "b") == [1, 3]
@@ -50,24 +56,24 @@ def test_leases_are_spread_over_the_workers():
 def test_a_death_charges_what_had_started_and_frees_the_rest():
     """Only a started document can have killed the worker."""
     plan = scheduler([3, 2, 1])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, [lease[0]], 1)
     assert plan.leave("a", "WorkerDied", "gone") == []
-    plan.join("b", 2)
+    plan.join("b", at("b"), 2)
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 2)]
-    plan.join("c", 2)
+    plan.join("c", at("c"), 2)
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(1, 1), (2, 1)]
 
 
 def test_a_charged_document_runs_alone_and_is_given_up_after_max_attempts():
     """Whatever kills workers may kill its neighbours' work once, not twice."""
     plan = scheduler([3, 2, 1])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, [lease[0]], 1)
     plan.leave("a", "WorkerDied", "gone")
-    plan.join("b", 2)
+    plan.join("b", at("b"), 2)
     assert granted(plan.assign(2)) == [0]
     assert plan.leave("b", "WorkerDied", "gone again") == [GivenUp(key(0), 2, "WorkerDied", "gone again")]
     assert plan.num_open == 2
@@ -78,7 +84,7 @@ def test_a_document_that_kills_before_it_is_seen_to_start_is_still_found():
     plan = scheduler([3, 2, 1])
     given_up: list[GivenUp] = []
     for death in range(20):
-        plan.join(f"w{death}", death)
+        plan.join(f"w{death}", at(f"w{death}"), death)
         grants = plan.assign(death)
         if 0 in granted(grants):
             given_up += plan.leave(f"w{death}", "WorkerDied", "gone")
@@ -93,11 +99,11 @@ def test_a_document_that_kills_before_it_is_seen_to_start_is_still_found():
 def test_a_node_death_charges_nobody():
     """A reclaimed spot node says nothing about a document."""
     plan = scheduler([3, 2, 1])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, list(lease.values()), 1)
     assert plan.lose("a", "node died") == []
-    plan.join("b", 2)
+    plan.join("b", at("b"), 2)
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 1), (1, 1), (2, 1)]
 
 
@@ -106,7 +112,7 @@ def test_a_document_whose_every_node_dies_is_given_up_in_the_end():
     plan = scheduler([3])
     given_up = []
     for death in range(MAX_LOSSES):
-        plan.join(f"w{death}", death)
+        plan.join(f"w{death}", at(f"w{death}"), death)
         plan.assign(death)
         given_up += plan.lose(f"w{death}", "node died")
     assert [(item.key, item.error_class) for item in given_up] == [(key(0), "NodeLost")]
@@ -116,7 +122,7 @@ def test_a_document_whose_every_node_dies_is_given_up_in_the_end():
 def test_a_deadline_counts_from_the_start_of_prefill():
     """Time in the queue is not the document's."""
     plan = scheduler([5, 4])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, [lease[0]], 100)
     assert plan.overdue(115) == []
@@ -126,7 +132,7 @@ def test_a_deadline_counts_from_the_start_of_prefill():
 def test_an_overdue_document_is_charged_and_its_neighbours_go_on():
     """One slow document costs itself an attempt and nobody else anything."""
     plan = scheduler([5, 4])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, list(lease.values()), 1)
     assert plan.expire(lease[0], "late") == []
@@ -140,7 +146,7 @@ def test_an_overdue_document_is_charged_and_its_neighbours_go_on():
 def test_documents_of_a_failed_batch_are_tried_again_one_by_one():
     """Whose fault it was is known when each has been alone; the worker lives and goes on with the others."""
     plan = scheduler([5, 4, 3])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     assert plan.blame(lease[0], "ValueError", "why") == []
     assert plan.blame(lease[1], "ValueError", "why") == []
@@ -152,7 +158,7 @@ def test_documents_of_a_failed_batch_are_tried_again_one_by_one():
 def test_a_worker_that_makes_no_step_is_stalled():
     """A hung kernel answers polls but never steps."""
     plan = scheduler([5, 4])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     plan.assign(0)
     plan.report("a", 7, [], 10)
     plan.report("a", 7, [], 35)
@@ -165,8 +171,8 @@ def test_a_worker_that_makes_no_step_is_stalled():
 def test_an_idle_worker_does_not_stall():
     """Nothing to do is no hang, and a lease after an idle hour starts a new count."""
     plan = scheduler([5])
-    plan.join("a", 0)
-    plan.join("b", 0)
+    plan.join("a", at("a"), 0)
+    plan.join("b", at("b"), 0)
     plan.assign(0)
     plan.report("b", 0, [], 0)
     assert plan.stalled(31) == ["a"]
@@ -178,24 +184,24 @@ def test_an_idle_worker_does_not_stall():
 def test_a_neighbour_of_a_hang_that_had_not_begun_is_not_charged():
     """The overdue document still hangs in the engine; the one leased after it has done nothing."""
     plan = scheduler([5, 4], leases_per_worker=1)
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, [lease[0]], 1)
     plan.expire(lease[0], "late")
     plan.closed("a")
     assert granted(plan.assign(100)) == [0], "the charged one, alone"
     assert plan.leave("a", "Stalled", "no step") == []
-    plan.join("b", 200)
+    plan.join("b", at("b"), 200)
     assert [lease.attempt for _, lease in plan.assign(200) if lease.key.row == 0] == [2]
 
 
 def test_a_lease_is_never_given_twice():
     """A late report or result of an old lease must not touch the new one."""
     plan = scheduler([5])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     old = ids(plan.assign(0))[0]
     plan.leave("a", "WorkerDied", "gone")
-    plan.join("b", 1)
+    plan.join("b", at("b"), 1)
     new = ids(plan.assign(1))[0]
     assert new != old
     assert not plan.finish(old)
@@ -209,7 +215,7 @@ def test_an_error_row_says_how_often_it_was_tried(leases_per_worker: int):
     plan = scheduler([5], leases_per_worker, Limits(max_attempts=4))
     given_up = []
     for death in range(9):
-        plan.join(f"w{death}", death)
+        plan.join(f"w{death}", at(f"w{death}"), death)
         for _, lease in plan.assign(death):
             plan.report(f"w{death}", 1, [lease.lease_id], death)
         given_up += plan.leave(f"w{death}", "WorkerDied", "gone")
@@ -227,7 +233,7 @@ def fail_to_read(plan: Scheduler, now: float) -> list[int]:
 def test_a_worker_that_cannot_read_waits_longer_and_longer_and_charges_nobody():
     """A node without the input's mount fails at once, so without that it would be leased every document."""
     plan = scheduler([5] * 20)
-    plan.join("blind", 0)
+    plan.join("blind", at("blind"), 0)
     now = 0.0
     for pause in (10, 20, 40, 80, 160, 320, 600, 600):
         assert fail_to_read(plan, now) == [0, 1, 2]
@@ -246,7 +252,7 @@ def two_files(num_documents: int) -> Scheduler:
 def test_a_worker_that_cannot_read_one_file_gets_those_of_others():
     """A file whose copy is stale on its node stands in nobody's way, though its documents are the longest."""
     plan = two_files(4)
-    plan.join("half", 0)
+    plan.join("half", at("half"), 0)
     assert fail_to_read(plan, 0) == [0, 1, 2]
     grants = plan.assign(1)
     assert [lease.key for _, lease in grants] == [DocumentKey(1, row) for row in range(3)]
@@ -259,7 +265,7 @@ def test_a_worker_that_cannot_read_one_file_gets_those_of_others():
 def test_a_worker_that_reads_nothing_of_two_files_gets_nothing_of_any():
     """A folder of a thousand files would otherwise be tried file by file."""
     plan = Scheduler([(DocumentKey(file, 0), 5) for file in range(9)], LIMITS, leases_per_worker=1)
-    plan.join("blind", 0)
+    plan.join("blind", at("blind"), 0)
     for file in range(2):
         [(_, lease)] = plan.assign(0)
         assert lease.key.file == file
@@ -272,7 +278,7 @@ def test_a_worker_that_reads_nothing_of_two_files_gets_nothing_of_any():
 
 def test_what_was_not_looked_into_is_leased_again_and_charged_to_nobody():
     plan = scheduler([5])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     [(_, lease)] = plan.assign(0)
     plan.put_back(lease.lease_id, 1)
     assert [(worker, lease.attempt) for worker, lease in plan.assign(1)] == [("a", 1)]
@@ -280,9 +286,9 @@ def test_what_was_not_looked_into_is_leased_again_and_charged_to_nobody():
 
 def test_what_one_worker_cannot_read_another_one_gets_at_once():
     plan = scheduler([5] * 4)
-    plan.join("blind", 0)
+    plan.join("blind", at("blind"), 0)
     assert fail_to_read(plan, 0) == [0, 1, 2]
-    plan.join("seeing", 1)
+    plan.join("seeing", at("seeing"), 1)
     grants = plan.assign(1)
     assert [(worker, lease.key.row, lease.attempt) for worker, lease in grants] == [
         ("seeing", row, 1) for row in range(3)
@@ -292,7 +298,7 @@ def test_what_one_worker_cannot_read_another_one_gets_at_once():
 def test_a_worker_that_has_read_something_waits_briefly_the_next_time():
     """A store that did not answer for a moment, now and then in a night."""
     plan = scheduler([5] * 3, leases_per_worker=1)
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     assert fail_to_read(plan, 0) == [0]
     assert fail_to_read(plan, 10) == [0]
     [(_, lease)] = plan.assign(30)
@@ -304,8 +310,8 @@ def test_a_worker_that_has_read_something_waits_briefly_the_next_time():
 def test_a_charged_document_is_not_given_to_a_worker_that_waits():
     """It runs alone, on any worker that is empty: one that reads nothing is always empty."""
     plan = scheduler([5, 5], leases_per_worker=1, limits=replace(LIMITS, max_attempts=3))
-    plan.join("a", 0)
-    plan.join("blind", 0)
+    plan.join("a", at("a"), 0)
+    plan.join("blind", at("blind"), 0)
     lease = dict(plan.assign(0))
     plan.unread(lease["blind"].lease_id, 0)
     assert plan.blame(lease["a"].lease_id, "ValueError", "why") == []
@@ -314,7 +320,7 @@ def test_a_charged_document_is_not_given_to_a_worker_that_waits():
 
 def test_a_document_that_nobody_can_read_is_given_up_after_max_attempts_and_pauses():
     plan = scheduler([5])
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     [(_, lease)] = plan.assign(0)
     assert plan.damaged(lease.lease_id, "OSError", "bad", 0) == []
     assert plan.assign(9) == []
@@ -327,7 +333,7 @@ def test_a_document_that_nobody_can_read_is_given_up_after_max_attempts_and_paus
 def test_a_worker_that_answers_that_it_cannot_read_does_not_hang():
     """For as long as a store is away it makes no step."""
     plan = scheduler([5, 5], leases_per_worker=1)
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     assert fail_to_read(plan, 0) == [0]
     [(_, lease)] = plan.assign(20)
     plan.unread(lease.lease_id, 45)
@@ -338,8 +344,8 @@ def test_a_worker_that_answers_that_it_cannot_read_does_not_hang():
 def two_workers_and_a_queue() -> tuple[Scheduler, dict[int, str]]:
     """Worker a: row 0 in its engine, rows 2 and 4 behind it. Worker b has done rows 1, 3 and 5."""
     plan = scheduler([60, 50, 40, 30, 20, 10])
-    plan.join("a", 0)
-    plan.join("b", 0)
+    plan.join("a", at("a"), 0)
+    plan.join("b", at("b"), 0)
     lease = ids(plan.assign(0))
     for row in (1, 3, 5):
         assert plan.finish(lease[row])
@@ -379,12 +385,12 @@ def test_nothing_is_taken_back_while_documents_wait_for_a_worker():
 def test_a_queue_behind_a_hang_is_emptied():
     """An overdue document may hang in the engine until stall_s has passed; what waits behind it need not."""
     plan = scheduler([5, 4], limits=Limits(max_attempts=1, deadline_base_s=10, deadline_s_per_token=1))
-    plan.join("a", 0)
+    plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, [lease[0]], 1)
     plan.expire(lease[0], "late")
     plan.closed("a")
-    plan.join("b", 20)
+    plan.join("b", at("b"), 20)
     worker, taken = plan.rebalance(20)
     assert (worker, taken.key.row) == ("a", 1)
     assert granted(plan.assign(20), "b") == [1]
@@ -414,7 +420,7 @@ class Simulation:
     def start_worker(self) -> None:
         self.num_started += 1
         self.workers[f"w{self.num_started}"] = {}
-        self.plan.join(f"w{self.num_started}", self.now)
+        self.plan.join(f"w{self.num_started}", at(f"w{self.num_started}"), self.now)
 
     def assign(self) -> None:
         self.grant()

@@ -14,14 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.lock import STALE_S, Holder
-from specextend.cluster.status import describe_status, read_status
+from specextend.cluster.lock import STALE_S, LockHolder
+from specextend.cluster.status import describe_age, describe_status, read_status
 from specextend.core import DocumentKey
-from specextend.data.documents import InputOptions, open_source
-from specextend.data.finalize import Counts, write_success
-from specextend.data.fingerprint import build_manifest, write_manifest
+from specextend.data.fingerprint import build_manifest, fingerprint, read_manifest, write_manifest
+from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
+from specextend.data.run_folder import Counts, write_success
 from specextend.data.schema import error_row
+from specextend.data.source import open_source
 from specextend.data.storage import Location, resolve, write_bytes
 from tests.data.s3_server import Endpoint, s3_server
 
@@ -34,6 +35,19 @@ def server() -> Iterator[Endpoint]:
         yield endpoint
 
 
+@pytest.fixture
+def planned(tmp_path: Path) -> Location:
+    """The folder of a run of five rows on disk that has been planned, and no more."""
+    return plan(tmp_path, str(tmp_path / "out"))
+
+
+def plan(folder: Path, uri: str) -> Location:
+    pq.write_table(pa.table({"text": ["a"] * NUM_ROWS}), folder / "in.parquet")
+    source = open_source(InputOptions(path=str(folder / "in.parquet")))
+    write_manifest(resolve(uri), build_manifest(source, {}, {}))
+    return resolve(uri)
+
+
 @pytest.fixture(params=["disk", "s3"])
 def output(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
     """The folder of a run of five rows that has been planned, and no more."""
@@ -44,14 +58,11 @@ def output(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             monkeypatch.setenv(name, value)
         endpoint.empty()
         uri = "s3://corpus/runs/one night"
-    pq.write_table(pa.table({"text": ["a"] * NUM_ROWS}), tmp_path / "in.parquet")
-    source = open_source(InputOptions(path=str(tmp_path / "in.parquet")))
-    write_manifest(resolve(uri), build_manifest(source, {}, {}))
-    return resolve(uri)
+    return plan(tmp_path, uri)
 
 
 def held_by(output: Location, **fields: object) -> None:
-    holder = asdict(Holder("feedbeef", "another-host", 1, time.time())) | fields
+    holder = asdict(LockHolder("feedbeef", "another-host", 1, time.time())) | fields
     write_bytes(output.child("_run", "lock"), json.dumps(holder).encode())
 
 
@@ -109,3 +120,107 @@ def test_a_finished_run_is_complete(output: Location):
     fail(output, ["NullText"] * NUM_ROWS)
     write_success(output, Counts(rows=NUM_ROWS, done=0, errors=NUM_ROWS))
     assert first_line(output) == "complete: 0 of 5 rows done, 5 failed, 0 left"
+
+
+def write(output: Location, path: str, content: object) -> None:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    write_bytes(output.child(*path.split("/")), data)
+
+
+HOLDER = asdict(LockHolder("feedbeef", "another-host", 1, 0.0))
+DAMAGED = {
+    "_run/lock": [b"", b'{"run_id": "x', b"[]", b"\xff", HOLDER | {"heartbeat": "x"}, HOLDER | {"heartbeat": 10**400}],
+    "_run/attempts/0a.json": [
+        b"",
+        b'{"run_id": "x',
+        b"\xff",
+        b"[]",
+        b"7",
+        b"[" * 100_000,
+        {"begin": 7, "exit_code": {}},
+    ],
+    "_SUCCESS": [b"", b"{", b"[]", b"7", b"null", {"rows": 5}],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(19)
+)
+def test_a_damaged_record_hides_nothing_else(planned: Location, path: str, content: object):
+    """A disk was full, or somebody edited it: the rows are counted all the same, without a traceback."""
+    fail(planned, ["NullText"])
+    write(planned, "_run/attempts/0b.json", {"run_id": "0b", "begin": "2025-01-01", "end": None, "exit_code": None})
+    write(planned, path, content)
+    said = describe_status(read_status(planned)).splitlines()
+    assert said[0] == "stopped, run again to resume: 0 of 5 rows done, 1 failed, 4 left"
+    assert "start 0b: 2025-01-01 to no end recorded" in said
+
+
+@pytest.mark.parametrize(("path", "content"), [("_run/attempts/0a.json", b"{"), ("_SUCCESS", b"")])
+def test_a_damaged_record_is_named(planned: Location, path: str, content: bytes):
+    """Otherwise nobody learns why a start is missing, or why a finished run is not complete."""
+    write(planned, path, content)
+    assert f"warning: {path} cannot be read" in describe_status(read_status(planned))
+
+
+MANIFESTS = [
+    b"",
+    b"{",
+    b"\xff",
+    b"[" * 100_000,
+    [],
+    *(
+        {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": config}
+        for identity, config in [
+            ({}, {}),
+            ([], {}),
+            ({"files": [], "hashes": {}, "config": {}}, {}),
+            ({"files": {"a": {}}, "hashes": {}, "config": {}}, {}),
+            ({"files": {"a": {"rows": "5", "size": 1, "footer_sha256": ""}}, "hashes": {}, "config": {}}, {}),
+            ({"files": {}, "hashes": {"target": 7}, "config": {}}, {}),
+            ({"files": {}, "hashes": {}, "config": {}}, None),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=range(12))
+def test_a_damaged_manifest_is_said_in_one_line(tmp_path: Path, manifest: object):
+    """Without it nothing is known of the run; the report says the same."""
+    write(resolve(str(tmp_path)), "_run/manifest.json", manifest)
+    for read in (lambda: read_status(resolve(str(tmp_path))), lambda: read_manifest(resolve(str(tmp_path)))):
+        with pytest.raises(ValueError, match=r"can read \(.+\); use another") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_no_record_can_write_a_line_of_its_own(planned: Location):
+    """Ids, hosts and classes come out of files: whoever writes those does not write the status."""
+    held_by(planned, host="h\nrunning: 5 of 5\x1b[2J", run_id="\u202e")
+    fail(planned, ["Null\nText\x1b"])
+    write(planned, "_run/attempts/0a.json", {"run_id": "r\n\x1b", "begin": "b\u2028", "end": "e\u0085", "exit_code": 1})
+    said = describe_status(read_status(planned))
+    assert said.splitlines()[1:] == [
+        r"errors: 1 Null\nText\x1b",
+        r"driver: run \u202e (process 1 on h\nrunning: 5 of 5\x1b[2J), last heartbeat 0 s ago",
+        r"start r\n\x1b: b\u2028 to e\x85, exit 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0, "0 s ago"),
+        (-0.4, "0 s ago"),
+        (-30.0, "30 s in the future: its clock differs"),
+        (119.0, "119 s ago"),
+        (150.0, "2 min ago"),
+        (7200.0, "2 h ago"),
+        (86400.0 * 400, "400 days ago"),
+        (1e300, "at no time that a clock shows"),
+        (float("nan"), "at no time that a clock shows"),
+    ],
+)
+def test_an_age_is_said_in_few_characters(seconds: float, said: str):
+    """Clocks differ, and a lock may lie there for a year."""
+    assert describe_age(seconds) == said

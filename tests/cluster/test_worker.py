@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
+import time
+from pathlib import Path
 
-from specextend.cluster.worker import Inbox, document_seed
-from specextend.core import Request
+from specextend.cluster.exits import EXIT_DONE
+from specextend.cluster.messages import Done
+from specextend.cluster.worker import Inbox, Worker, document_seed
+from specextend.core import DocumentKey, Request
+from specextend.data.source import open_source
+from tests.cluster.conftest import Job
+from tests.cluster.fakes import FakeEngine, QuotingEngine
 
 
 def request(name: str, length: int) -> Request:
@@ -47,3 +56,38 @@ def test_a_document_keeps_its_seed_wherever_and_whenever_it_runs():
     assert len({document_seed(run, f"d{row}") for run in range(3) for row in range(100)}) == 300
     assert all(0 <= document_seed(run, "d") < 2**63 for run in range(100))
     assert document_seed(7, "govreport-1k-00") == 1394459061051453103
+
+
+def test_a_text_that_an_error_quotes_cannot_drive_the_terminal_that_shows_the_log(job, capsys):
+    """Ray shows what a worker writes on the driver's terminal, and keeps it in files that people print."""
+    assert job(["text", "text"]).run(QuotingEngine) == EXIT_DONE
+    shown, give_up_at = "", time.monotonic() + 30
+    while "ValueError: cannot read" not in shown and time.monotonic() < give_up_at:
+        shown += capsys.readouterr().err
+        time.sleep(0.1)
+    assert r"ValueError: cannot read \x1b[2J\u202ethis\rok" in shown
+
+
+def prompts_kept(lease: str) -> int:
+    """Requests of a lease that something in this process still holds."""
+    gc.collect()
+    return sum(type(each) is Request and each.request_id == lease for each in gc.get_objects())
+
+
+def test_the_prompt_of_a_cancelled_lease_is_forgotten(tmp_path: Path):
+    """A worker kept every one until a batch failed: 100 KB a document of 16K tokens, for as long as it lived."""
+    config = Job(tmp_path, ["crawl", "one", "two"], {}).config()
+
+    async def lease_and_cancel(worker: Worker) -> None:
+        late = asyncio.create_task(worker.run("late", DocumentKey(0, 0), 1))
+        while "late" not in (await worker.progress()).outputs:
+            await asyncio.sleep(0)
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        for row in (1, 2):
+            assert isinstance(await worker.run(f"next {row}", DocumentKey(0, row), 1), Done)
+
+    worker = Worker(config, open_source(config.input), FakeEngine)
+    worker.load()
+    asyncio.run(lease_and_cancel(worker))
+    assert prompts_kept("late") == 0

@@ -26,6 +26,8 @@ class Endpoint:
     """(method, path with query) in the order of arrival."""
     is_down: bool = False
     """Whether it answers every request with 503."""
+    refuses: Callable[[str, str], bool] = lambda method, path: False
+    """Which requests (method, path with query) it answers with 403, which no client tries again."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -84,9 +86,14 @@ def s3_server() -> Iterator[Endpoint]:
 
     def counted(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         query = environ["QUERY_STRING"]
-        endpoint.requests.append((environ["REQUEST_METHOD"], environ["PATH_INFO"] + (f"?{query}" if query else "")))
+        request = (environ["REQUEST_METHOD"], environ["PATH_INFO"] + (f"?{query}" if query else ""))
+        endpoint.requests.append(request)
         if endpoint.is_down:
             start_response("503 Slow Down", [("Content-Length", "0")])
+            return []
+        if endpoint.refuses(*request):
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response("403 Forbidden", [("Content-Length", "0")])
             return []
         return moto(environ, start_response)
 

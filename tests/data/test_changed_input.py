@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from specextend.core import DocumentKey
-from specextend.data import documents
-from specextend.data.documents import InputChangedError, InputOptions, Source, open_source
+from specextend.data import source as source_module
 from specextend.data.finalize import finalize
-from specextend.data.inputs import InputUnreachableError
+from specextend.data.inputs import InputOptions, InputUnreachableError
 from specextend.data.parts import PartWriter
-from specextend.data.regroup import regroup
+from specextend.data.source import InputChangedError, Source, open_source, regroup
 from specextend.data.storage import Location, list_files
 from tests.job.conftest import LONGEST_S, parts, rows, start, wait_for, write_corpus
 
@@ -58,7 +57,7 @@ def test_a_worker_that_reads_on_notices(source: Source, path: Path, write: Write
     """Also one that has the file open, and would go on reading what nobody else can see."""
     assert source.read(DocumentKey(0, 0)).document.text == "one"
     change(path, write)
-    with pytest.raises(InputChangedError, match=r"a.parquet was (written to|taken away)"):
+    with pytest.raises(InputChangedError, match=r"a.parquet was (written to|removed)"):
         source.read(DocumentKey(0, 2))
 
 
@@ -67,7 +66,7 @@ def test_the_plan_notices(source: Source, path: Path, write: Write, change: Call
     scanned = source.scan()
     assert next(scanned).num_bytes == 3
     change(path, write)
-    with pytest.raises(InputChangedError, match="put back what was there and run again"):
+    with pytest.raises(InputChangedError, match="restore it and run again"):
         list(scanned)
 
 
@@ -87,7 +86,7 @@ def test_a_copy_stands_in_for_a_file_that_changes_later(
     source: Source, path: Path, write: Write, output: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finalize tells; but no reader of a copy may take it for the new file."""
-    monkeypatch.setattr("specextend.data.regroup.MAX_GROUP_BYTES", 1)
+    monkeypatch.setattr("specextend.data.source.MAX_GROUP_BYTES", 1)
     copied = regroup(source, output)
     take_away(path, write)
     with pytest.raises(InputChangedError):
@@ -134,9 +133,9 @@ def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_th
 def test_a_file_that_can_be_asked_for_but_not_opened_is_out_of_reach_and_not_damaged(source: Source, monkeypatch):
     """Running again helps; "repair it or take it out" would be wrong advice."""
 
-    def denied(location: object) -> None:
+    def denied(*arguments: object) -> None:
         raise PermissionError("access denied")
 
-    monkeypatch.setattr(documents, "open_parquet", denied)
+    monkeypatch.setattr(source_module, "open_parquet", denied)
     with pytest.raises(InputUnreachableError, match=r"cannot be reached \(access denied\); run again$"):
         list(source.batches(0, ["text"]))

@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.data.documents import InputOptions, open_source
+from specextend.core import DocumentKey
 from specextend.data.finalize import finalize
+from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
+from specextend.data.source import open_source
 from specextend.data.storage import Location
 
 NUM_ROWS = 700
@@ -29,6 +31,8 @@ COLUMNS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
     "large_string": (pa.large_string(), lambda i: f"text {i}"),
     "string_view": (pa.string_view(), lambda i: f"a text of more than twelve bytes {i}"),
     "dictionary": (pa.dictionary(pa.int32(), pa.string()), lambda i: f"category {i // 300}"),
+    "small_dictionary": (pa.dictionary(pa.int8(), pa.large_string()), lambda i: f"category {i // 300}"),
+    "column.with.dots": (pa.string(), lambda i: f"text {i % 3}"),
     "binary": (pa.binary(), lambda i: bytes([i % 256, 255])),
     "large_binary": (pa.large_binary(), lambda i: b"\x00" * (i % 5)),
     "fixed_size_binary": (pa.binary(4), lambda i: i.to_bytes(4, "big")),
@@ -63,6 +67,27 @@ def test_passthrough_keeps_types_and_values(
     finalize(source, output)
     written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")
     for name in COLUMNS:
-        expected = table[name].cast(pa.string()) if name == "nothing" else table[name]
+        expected = table[name].cast(pa.string()) if name == "nothing" else pq.read_table(path, columns=[name])[name]
         assert written[name].type == expected.type, name
         assert written[name].to_pylist() == expected.to_pylist(), name
+
+
+@pytest.mark.parametrize("encoding", ["PLAIN", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
+def test_text_is_read_in_every_encoding(
+    tmp_path: Path, output: Location, done: Callable[..., Any], encoding: str, kind: pa.DataType
+) -> None:
+    """Text is read as a dictionary, which pyarrow cannot do of every encoding."""
+    texts = [None if i % 7 == 6 else f"{i % 5} of {i}" * (i % 40 + 1) for i in range(NUM_ROWS)]
+    options = {"use_dictionary": encoding == "RLE_DICTIONARY"}
+    if encoding != "RLE_DICTIONARY":
+        options["column_encoding"] = {"text": encoding}
+    pq.write_table(pa.table({"text": pa.array(texts, kind)}), tmp_path / "a.parquet", row_group_size=300, **options)
+    source = open_source(InputOptions(path=str(tmp_path / "a.parquet"), passthrough=("text",)))
+    assert [row.text and row.text.decode() for row in source.scan()] == texts
+    for row in range(0, NUM_ROWS, 7):
+        assert source.read(DocumentKey(0, row)).document.text == texts[row]
+    PartWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
+    finalize(source, output)
+    written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")["text"]
+    assert (written.type, written.to_pylist()) == (kind, texts)

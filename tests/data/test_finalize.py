@@ -16,19 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from specextend.data import results as results_module
-from specextend.data.documents import InputOptions, Source, open_source
-from specextend.data.finalize import (
-    Counts,
-    ReconciliationError,
-    finalize,
-    gathered,
-    read_success,
-    remove_success,
-    write_success,
-)
+from specextend.data import parts as parts_module
+from specextend.data.finalize import ReconciliationError, finalize, gathered
+from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
+from specextend.data.run_folder import Counts, read_success, remove_success, write_success
 from specextend.data.schema import ERROR_SCHEMA, summary_schema
+from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 
 MakeRow = Callable[..., dict[str, Any]]
@@ -167,7 +161,7 @@ def test_whatever_the_order_of_commits_every_row_is_there_once(
     tmp_path: Path, write: Write, done: MakeRow, failed: MakeRow, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
     """With a window of four rows, so that files and windows overlap in every way."""
-    monkeypatch.setattr(results_module, "_WINDOW_ROWS", 4)
+    monkeypatch.setattr(parts_module, "WINDOW_ROWS", 4)
     place = uuid.uuid4().hex
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     for number, size in enumerate(sizes):

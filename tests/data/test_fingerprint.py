@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 
-from specextend.data.documents import InputOptions, open_source
-from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
+from specextend.data.fingerprint import (
+    ADDED,
+    RETIRED,
+    build_manifest,
+    differences,
+    fingerprint,
+    read_manifest,
+    write_manifest,
+)
+from specextend.data.inputs import InputOptions
+from specextend.data.source import open_source
 from specextend.data.storage import Location
 
 Write = Callable[..., Path]
@@ -22,7 +31,8 @@ CONFIG: dict[str, Any] = {
     "output": {"path": "out"},
     "target": {"model": "here/target", "dtype": "bfloat16", "device": "cpu"},
     "draft": {"kind": "eagle", "model": "here/draft"},
-    "decoding": {"max_batch_size": 1, "temperature": 0.7},
+    "decoding": {"max_batch_size": 1, "cache_gib": 2.0, "temperature": 0.7},
+    "attention": {"backend": "auto"},
     "tree": {"nodes": 16},
     "job": {"workers": 1},
 }
@@ -52,6 +62,10 @@ def manifest(tmp_path: Path, write: Write) -> Callable[..., dict[str, Any]]:
         ("draft", "model", "moved/draft"),
         ("target", "device", "cuda"),
         ("decoding", "max_batch_size", 8),
+        ("decoding", "cache_gib", 0.5),
+        ("attention", "backend", "flash"),
+        ("input", "num_tokens_column", "n"),
+        ("target", "revision", "main"),
         ("job", "workers", 64),
     ],
 )
@@ -78,6 +92,48 @@ def test_another_value_is_another_run_and_the_difference_is_said(
     other = manifest(changed(section, key, value))
     assert other["fingerprint"] != manifest()["fingerprint"]
     assert differences(manifest(), other) == [line]
+
+
+def recorded_with(manifest: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """A manifest as an older version would have written it, with more values in its identity."""
+    identity = manifest["identity"] | {"config": manifest["identity"]["config"] | values}
+    return manifest | {"identity": identity, "fingerprint": fingerprint(identity)}
+
+
+def test_a_run_whose_version_still_counted_memory_goes_on(
+    output: Location, manifest: Callable[..., dict[str, Any]]
+) -> None:
+    """Its fingerprint is another hash, over values that count no more: what differs is asked, not whether hashes do."""
+    old = recorded_with(
+        manifest(), **{"decoding.cache_gib": 8.0, "attention.backend": "flash", "target.revision": "v1"}
+    )
+    write_manifest(output, old)
+    assert old["fingerprint"] != manifest()["fingerprint"]
+    recorded = read_manifest(output)
+    assert recorded is not None
+    assert differences(recorded, manifest()) == []
+
+
+def test_an_option_that_was_retired_ends_no_run_that_had_the_value_that_is_left(
+    manifest: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade in the middle of a run; with another value the run would go on as another one."""
+    kept, other = (recorded_with(manifest(), **{"tree.shape": shape}) for shape in (["wide"], ["deep"]))
+    assert differences(kept, manifest()) == ['tree.shape: ["wide"] there, nothing here']
+    monkeypatch.setitem(RETIRED, "tree.shape", ["wide"])
+    assert differences(kept, manifest()) == []
+    assert differences(other, manifest()) == ['tree.shape: ["deep"] there, nothing here']
+
+
+def test_an_option_that_was_added_ends_no_run_while_it_says_what_was_always_done(
+    manifest: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other direction of the same upgrade."""
+    before = manifest()
+    monkeypatch.setitem(ADDED, "tree.shape", "wide")
+    assert differences(before, manifest(changed("tree", "shape", "wide"))) == []
+    assert manifest(changed("tree", "shape", "wide"))["fingerprint"] == before["fingerprint"]
+    assert differences(before, manifest(changed("tree", "shape", "deep"))) == ['tree.shape: nothing there, "deep" here']
 
 
 def test_other_weights_are_another_run(manifest: Callable[..., dict[str, Any]]) -> None:
@@ -114,7 +170,7 @@ def test_a_manifest_that_is_not_ours_is_refused(output: Location, text: str) -> 
     path = Path(output.path, "_run", "manifest.json")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.raises(ValueError, match="is not a manifest of ours"):
+    with pytest.raises(ValueError, match="is not a manifest that this version can read"):
         read_manifest(output)
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.data.documents import InputError, InputOptions, open_source
 from specextend.data.importers import DOCUMENT_SCHEMA, HUB_DATASETS, read_hub, write_documents
+from specextend.data.inputs import InputError, InputOptions
+from specextend.data.source import open_source
 from specextend.data.storage import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +102,7 @@ def test_without_the_hub_a_data_set_is_one_clear_line(tmp_path: Path) -> None:
     done = prepare(tmp_path, "govreport", "--output", "out.parquet")
     assert done.returncode == 2
     assert done.stderr == (
-        "error: the Hugging Face Hub is not reached, ccdv/govreport-summarization cannot be fetched\n"
+        "error: the Hugging Face Hub cannot be reached to fetch ccdv/govreport-summarization; run again\n"
     )  # fmt: skip
 
 

@@ -7,17 +7,44 @@ from pathlib import Path
 
 import pytest
 
-from specextend.data.documents import InputError, InputOptions, OutputOptions, open_source
-from specextend.data.listing import glob_matches, list_input
+from specextend.data.audit import glob_matches, list_input
+from specextend.data.inputs import InputError, InputOptions, OutputOptions
+from specextend.data.source import open_source
 
 Write = Callable[..., Path]
 
 
 def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_path: Path, write: Write) -> None:
-    for name in ("in/b.parquet", "in/a/z.parquet", "in/_run/c.parquet", "in/.d.parquet"):
-        write(name, {"text": ["x"]})
+    for name in ("b.parquet", "a/z.pq", "C.PARQUET", "c.gz.parquet", "d.parq", "_run/c.parquet", ".d.parquet"):
+        write(f"in/{name}", {"text": ["x"]})
     (tmp_path / "in" / "README.md").write_text("not data")
-    assert list_input(str(tmp_path / "in")).relative_paths == ("a/z.parquet", "b.parquet")
+    names = ("C.PARQUET", "a/z.pq", "b.parquet", "c.gz.parquet", "d.parq")
+    assert list_input(str(tmp_path / "in")).relative_paths == names
+
+
+def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path: Path, write: Write) -> None:
+    """Half a corpus may lie there in another format; what tools leave behind under hidden names does not count."""
+    write("in/a.parquet", {"text": ["x"]})
+    for name in (
+        "b.jsonl",
+        "deep/c.jsonl",
+        "d.jsonl.gz",
+        "part-0",
+        "e.parquet.zip",
+        "_SUCCESS",
+        ".a.crc",
+        "_old/f.csv",
+    ):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text("{}")
+    source = open_source(InputOptions(path=str(tmp_path / "in")))
+    assert source.skipped == {".jsonl": 2, ".jsonl.gz": 1, "without an extension": 1, ".parquet.zip": 1}
+    said = "2 .jsonl, 1 .jsonl.gz, 1 .parquet.zip, 1 without an extension"
+    assert source.warning == f"files not read in {tmp_path}/in: {said}"
+    assert open_source(InputOptions(path=f"{tmp_path}/in/*.parquet")).warning == ""
+    (tmp_path / "in" / "a.parquet").unlink()
+    with pytest.raises(InputError, match=r"in .parquet, .pq, .parq, only 2 .jsonl, .*jobs/prepare.py makes Parquet"):
+        list_input(str(tmp_path / "in"))
 
 
 def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path: Path, write: Write) -> None:

@@ -13,9 +13,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from specextend.core import DocumentKey
-from specextend.data.documents import DocumentError, InputError, InputOptions, Source, open_source
 from specextend.data.importers import read_jsonl, read_text_folder
+from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
+from specextend.data.source import Source, open_source
 from tests.job.conftest import Ended, rows, summarize
 
 Write = Callable[..., Path]
@@ -199,10 +200,10 @@ def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path, write: Write) 
     """Its name would be part of an id, which Parquet could not hold."""
     path = write("in/a.parquet", {"text": ["x"]})
     path.rename(tmp_path / "in" / "caf\udce9.parquet")
-    with pytest.raises(InputError, match="holds a name that is not UTF-8"):
+    with pytest.raises(InputError, match="contains a name that is not UTF-8"):
         open_source(InputOptions(path=str(tmp_path / "in")))
     (tmp_path / "in" / "caf\udce9.txt").write_text("text")
-    with pytest.raises(InputError, match="a name that is not UTF-8"):
+    with pytest.raises(InputError, match="is not UTF-8, so it cannot be an id"):
         list(read_text_folder(tmp_path / "in"))
 
 
@@ -253,3 +254,28 @@ def test_a_job_over_odd_text_loses_no_row(odd_file: Path, tmp_path: Path, monkey
     assert done == {name for name, data in ODD_TEXTS.items() if is_text(data)}
     assert failed == ODD_TEXTS.keys() - done
     assert [row["name"] for row in rows(output / "summaries")] == [name for name in ODD_TEXTS if name in done]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_over_odd_names_lengths_and_empty_files_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real job: one word, 60,000 words, one endless word; files without a row and without a row group."""
+    lengths = pa.array([None, 60_000, 0, -1], pa.int32())
+    columns = {"the text #1": ["word", "word " * 60_000, "é", "a" * 200_000], "id.a#b": [1, 2, 3, 4], "n.tok": lengths}
+    table, folder = pa.table(columns), tmp_path / "in #1"
+    folder.mkdir()
+    pq.write_table(table, folder / "a#1%20 b.pq", row_group_size=2)
+    pq.write_table(table.slice(0, 0), folder / "empty.parquet")
+    pq.ParquetWriter(folder / "no groups.parquet", table.schema).close()
+    settings = ['text_column="the text #1"', 'id_column="id.a#b"', 'num_tokens_column="n.tok"', "passthrough=[n.tok]"]
+    monkeypatch.setattr("tests.job.conftest.LONGEST_S", 280)
+    output = tmp_path / "out%20#1"
+    arguments = [part for setting in settings for part in ("--set", f"input.{setting}")]
+    ended = summarize("--input", str(folder), "--output", str(output), *arguments)
+    assert ended.code == 0, ended.stderr
+    found = rows(output / "summaries")
+    assert [(row["doc_id"], row["n.tok"]) for row in found] == [("1", None), ("2", 60_000), ("3", 0), ("4", -1)]
+    assert [row["num_dropped_tokens"] > 0 for row in found] == [False, True, False, True]
+    assert len(list((output / "summaries").iterdir())) == 3

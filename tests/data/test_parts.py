@@ -9,13 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
 from specextend.core import DocumentKey
-from specextend.data.parts import PartWriter, Progress, list_parts, pending, read_parts
+from specextend.data.parts import (
+    DamagedPartError,
+    PartWriter,
+    Progress,
+    StrangePartError,
+    find_results,
+    list_parts,
+    pending,
+    read_part,
+    read_parts,
+)
 from specextend.data.schema import PART_SCHEMA
 from specextend.data.storage import Location
 
@@ -49,7 +60,21 @@ def test_what_is_pending_is_neither_done_nor_given_up(output: Location, done: Ma
     PartWriter(output, "0000000a").commit([done(0, 1), failed(1, 0)])
     progress = read_parts(output)
     assert list(pending([2, 0, 1], progress)) == [DocumentKey(0, 0), DocumentKey(2, 0)]
-    assert list(pending([2, 1], progress, retry_errors=True)) == [DocumentKey(0, 0), DocumentKey(1, 0)]
+    assert list(pending([2, 1], progress, retry_errors="all")) == [DocumentKey(0, 0), DocumentKey(1, 0)]
+
+
+def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_asked_for(
+    output: Location, done: MakeRow, failed: MakeRow
+) -> None:
+    """A null text fails every night; what its latest row says of it counts, not what an earlier one said."""
+    outage = {"retryable": True}
+    rows = [failed(0, 0), failed(0, 1) | outage, failed(0, 2), failed(0, 3) | outage, failed(0, 4)]
+    PartWriter(output, "ffffffff").commit(rows)
+    PartWriter(output, "00000000").commit([failed(0, 2) | outage, failed(0, 3), done(0, 4)])
+    progress = read_parts(output)
+    assert list(pending([5], progress)) == []
+    assert list(pending([5], progress, retry_errors="retryable")) == [DocumentKey(0, 1), DocumentKey(0, 2)]
+    assert list(pending([5], progress, retry_errors="all")) == [DocumentKey(0, row) for row in range(4)]
 
 
 def test_a_driver_killed_before_the_rename_leaves_no_part(output: Location, done: MakeRow) -> None:
@@ -79,6 +104,58 @@ def test_a_row_that_does_not_fit_the_schema_writes_nothing(output: Location, don
         writer.commit([done(0, 0) | {"attempts": "many"}])
     assert list_parts(output) == []
     assert writer.commit([done(0, 0)]) == "part-0000000a-000000.parquet"
+
+
+def rewrite(output: Location, name: str, change: Callable[[pa.Table], pa.Table]) -> None:
+    """Write a part again as another version would have written it."""
+    path = f"{output.path}/_run/parts/{name}"
+    pq.write_table(change(pq.read_table(path)), path)
+
+
+def test_a_part_of_an_older_version_has_nulls_where_it_had_no_column(output: Location, done: MakeRow) -> None:
+    """An upgrade between two nights said that good results were damaged, and to delete them."""
+    name = PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1)])
+    rewrite(output, name, lambda table: table.drop_columns(["num_memory_retries", "chunk_summaries"]))
+    table = read_part(output, name, PART_SCHEMA.names)
+    assert table.schema.equals(PART_SCHEMA)
+    assert table["num_memory_retries"].to_pylist() == [None, None]
+    assert table["summary"].to_pylist() == ["a summary"] * 2
+    PartWriter(output, "0000000b").commit([done(0, 2)])
+    loaded = find_results(output).load(np.array([2, 0]))
+    assert loaded["row"].to_pylist() == [2, 0]
+    assert loaded["num_memory_retries"].to_pylist() == [0, None]
+
+
+def test_a_part_of_a_later_version_is_read_without_what_is_not_known(output: Location, done: MakeRow) -> None:
+    """Going back a version must not lose a night; a column that has become wider is narrowed again."""
+    name = PartWriter(output, "0000000a").commit([done(0, 0)])
+
+    def later(table: pa.Table) -> pa.Table:
+        wide = table["attempts"].cast(pa.int64())
+        return table.drop_columns(["attempts"]).append_column("attempts", wide).append_column("colour", pa.array(["r"]))
+
+    rewrite(output, name, later)
+    assert read_part(output, name, PART_SCHEMA.names).schema.equals(PART_SCHEMA)
+    assert read_parts(output).done == {DocumentKey(0, 0)}
+
+
+def test_a_part_without_keys_is_damaged(output: Location, done: MakeRow) -> None:
+    """Nobody could say whose results those are."""
+    name = PartWriter(output, "0000000a").commit([done(0, 0)])
+    rewrite(output, name, lambda table: table.drop_columns(["row"]))
+    with pytest.raises(DamagedPartError, match=f"{name} is damaged .*it has no column row"):
+        read_parts(output)
+
+
+def test_a_part_says_which_run_it_is_of(output: Location, done: MakeRow) -> None:
+    """A part that says nothing is of an older version, and is read; one of another run is not."""
+    name = PartWriter(output, "0000000a", "beef" * 16).commit([done(0, 0)])
+    PartWriter(output, "0000000b").commit([done(0, 1)])
+    metadata = pq.read_schema(f"{output.path}/_run/parts/{name}").metadata
+    assert metadata[b"specextend.run_id"] == b"0000000a"
+    assert read_parts(output, "beef" * 16).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
+    with pytest.raises(StrangePartError, match=f"{name} is a part of another run"):
+        read_parts(output, "cafe" * 16)
 
 
 def test_a_damaged_part_is_named(output: Location, done: MakeRow) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,9 +13,10 @@ import pytest
 
 from specextend.core import DocumentKey
 from specextend.data import parquet as parquet_module
-from specextend.data import regroup as regroup_module
-from specextend.data.documents import DocumentError, InputOptions, Source, open_source
-from specextend.data.regroup import regroup
+from specextend.data import source as source_module
+from specextend.data.inputs import DocumentError, InputOptions
+from specextend.data.parquet import stream
+from specextend.data.source import Source, open_source, regroup
 from specextend.data.storage import Location
 
 Write = Callable[..., Path]
@@ -24,9 +26,9 @@ NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in kilobytes."""
-    monkeypatch.setattr(regroup_module, "MAX_GROUP_BYTES", 64 << 10)
-    monkeypatch.setattr(regroup_module, "COPY_GROUP_BYTES", 16 << 10)
-    monkeypatch.setattr(parquet_module, "_BATCH_BYTES", 16 << 10)
+    monkeypatch.setattr(source_module, "MAX_GROUP_BYTES", 64 << 10)
+    monkeypatch.setattr(source_module, "COPY_GROUP_BYTES", 16 << 10)
+    monkeypatch.setattr(parquet_module, "BATCH_BYTES", 16 << 10)
 
 
 def texts(source: Source) -> list[str]:
@@ -78,6 +80,41 @@ def test_only_the_columns_of_a_document_count_and_are_copied(write: Write, outpu
     source = open_source(InputOptions(path=str(path), passthrough=("scan",)))
     assert regroup(source, output) is source
     assert not os.path.exists(output.path)
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_a_column_with_dots_in_its_name_counts(write: Write, output: Location) -> None:
+    """Its name looks like a path into another column, and it was taken for no bytes at all."""
+    path = write("a.parquet", {"a.text": [f"{i}" * 3000 for i in range(60)], "a": ["y"] * 60}, group_rows=60)
+    copied = regroup(open_source(InputOptions(path=str(path), text_column="a.text")), output)
+    assert len(copied.copies[0].group_rows) > 5
+    assert copied.read(DocumentKey(0, 59)).document.text == "59" * 3000
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
+def test_what_counts_is_what_reading_takes(tmp_path: Path, output: Location, encoding: str) -> None:
+    """A repeated text is held once where it is in a dictionary, and as often as it is there where it is a prefix."""
+    options = {"column_encoding": {"text": encoding}} if encoding == "DELTA_BYTE_ARRAY" else {}
+    table = pa.table({"text": ["a text " * 500] * 60})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=not options, **options)
+    source = open_source(InputOptions(path=str(tmp_path / "a.parquet")))
+    assert (source.files[0].largest_group_bytes > 60 * 3500) is bool(options)
+    assert (regroup(source, output) is source) is not bool(options)
+
+
+def test_a_column_that_turns_out_not_to_be_a_dictionary_is_read_from_there_on(tmp_path: Path) -> None:
+    """Some writers begin with one encoding and go on with another."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"text {row}" for row in range(1000)]}), path)
+
+    class TurnsOut(pq.ParquetFile):
+        def iter_batches(self, *arguments: Any, **options: Any) -> Iterator[pa.RecordBatch]:
+            yield next(super().iter_batches(*arguments, **options))
+            raise OSError("Not yet implemented: DecodeArrow")
+
+    tables = stream(TurnsOut(path), ["text"], plain=lambda: pq.ParquetFile(path))
+    assert [text for table in tables for text in table["text"].to_pylist()] == [f"text {row}" for row in range(1000)]
 
 
 @pytest.mark.usefixtures("small_limits")

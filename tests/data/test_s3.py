@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,19 +15,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.arbiter import Arbiter, Verdict
+from specextend.cluster.arbiter import Arbiter, Ruling
 from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code
-from specextend.cluster.lock import OutputLock, read_lock
+from specextend.cluster.lock import FolderLock, OutputLock, read_lock
 from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
-from specextend.core import DocumentKey
-from specextend.data.documents import InputError, InputOptions, OutputOptions, Source, open_source
-from specextend.data.finalize import Counts, finalize, read_success, write_success
+from specextend.core import Document, DocumentKey
+from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
-from specextend.data.inputs import InputUnreachableError
+from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
 from specextend.data.parts import PartWriter, read_parts
-from specextend.data.regroup import regroup
-from specextend.data.storage import Location, atomic_output, list_files, resolve, write_bytes
+from specextend.data.run_folder import Counts, read_success, write_success
+from specextend.data.source import Source, open_source, regroup
+from specextend.data.storage import (
+    Location,
+    atomic_output,
+    list_files,
+    remove_temporary_files,
+    resolve,
+    write_bytes,
+)
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint, s3_server
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows
 
@@ -58,6 +64,11 @@ def output(s3: Endpoint) -> Location:
 def upload(name: str, columns: dict[str, Any], group_rows: int = 2) -> None:
     with atomic_output(resolve(f"s3://corpus/{name}")) as path:
         pq.write_table(pa.table(columns), path, row_group_size=group_rows)
+
+
+def written(s3: Endpoint) -> dict[str, bytes]:
+    """What is in the bucket, without the empty objects that stand for folders."""
+    return {name: data for name, data in s3.files().items() if not name.endswith("/")}
 
 
 def two_files() -> Source:
@@ -93,6 +104,20 @@ def test_input_is_listed_audited_and_read_by_row_group(s3: Endpoint) -> None:
     assert source.read(DocumentKey(1, 1)).document.text == "five"
     assert open_source(InputOptions(path="s3://corpus/in/**/*.parquet")).num_rows == 5
     assert open_source(InputOptions(path="s3://corpus/in/a.parquet")).num_rows == 3
+
+
+def test_keys_are_named_as_they_are(s3: Endpoint, output: Location, done: MakeRow) -> None:
+    """Hive folders as Spark writes them, and `#` in a name: what is written there has the very key."""
+    folder = "in/date=2026-01-01%2000%3A00/run#1"
+    upload(f"{folder}/a b.parquet", {"text": ["one", "two"]})
+    upload(f"{folder[:-1]}2/a b.parquet", {"text": ["three"]})
+    assert f"{folder}/a b.parquet" in s3.files()
+    source = open_source(InputOptions(path=f"s3://corpus/{folder}"))
+    assert source.read(DocumentKey(0, 1)).document == Document(DocumentKey(0, 1), "a b.parquet:1", "two")
+    every = open_source(InputOptions(path="s3://corpus/in/date=*/run#?/*.parquet"))
+    names = [file.relative_path.removeprefix("date=2026-01-01%2000%3A00/") for file in every.files]
+    assert names == ["run#1/a b.parquet", "run#2/a b.parquet"]
+    assert every.read(DocumentKey(1, 0)).document.text == "three"
 
 
 def test_a_row_group_is_fetched_without_the_rest_of_the_file(s3: Endpoint) -> None:
@@ -146,15 +171,64 @@ def test_a_large_output_appears_whole(s3: Endpoint, output: Location) -> None:
     """Over the size of one request it goes up in pieces, and is there when the last one is."""
     with atomic_output(output.child("large")) as path:
         Path(path).write_bytes(os.urandom(1 << 20) * 25)
-    assert [len(data) for data in s3.files().values()] == [25 << 20]
+    assert [len(data) for data in written(s3).values()] == [25 << 20]
     assert s3.open_uploads() == []
+
+
+REFUSALS: dict[str, Callable[[str, str], bool]] = {
+    "a small file": lambda method, path: method == "PUT",
+    "a piece": lambda method, path: "partNumber=2" in path,
+    "the last request of an upload": lambda method, path: method == "POST" and "uploadId" in path,
+    "the copy to its name": lambda method, path: method == "PUT" and path.endswith("/part-00000.parquet"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSALS)
+def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3: Endpoint, output: Location, refused: str) -> None:
+    """It was deleted: yesterday's summaries were gone because today's could not be written."""
+    location = output.child("summaries", "part-00000.parquet")
+    write_bytes(location, b"yesterday's")
+    s3.refuses = REFUSALS[refused]
+
+    def rewrite() -> None:
+        with atomic_output(location) as path:
+            Path(path).write_bytes(os.urandom(1 << 20) * (1 if refused == "a small file" else 25))
+
+    try:
+        with pytest.raises(OSError, match="AWS Error"):
+            rewrite()
+    finally:
+        s3.refuses = lambda method, path: False
+    assert list(written(s3).values()) == [b"yesterday's"], "and nothing else that somebody would take for data"
+
+
+def test_what_a_killed_driver_uploaded_and_did_not_name_is_removed_by_the_next(s3: Endpoint, output: Location) -> None:
+    """Between the upload and the copy to its name: a hidden object of a gigabyte would be paid for, for ever."""
+    folder = output.child("summaries")
+    write_bytes(folder.child(".part-00000.parquet.0a1b2c3d.tmp"), b"half a night")
+    write_bytes(folder.child("part-00001.parquet"), b"whole")
+    assert list_files(folder) == ["part-00001.parquet"]
+    remove_temporary_files(folder)
+    assert list(written(s3)) == ["runs/one night/summaries/part-00001.parquet"]
+
+
+def test_s3_keeps_no_second_writer_out(s3: Endpoint, output: Location) -> None:
+    """Why the lock is written, left to settle and read again: Arrow's client does not send a condition with a PUT.
+
+    Once it does, this fails, and the lock can be taken in one request.
+    """
+    location = output.child("_run", "lock")
+    for data in (b"first", b"second"):
+        with location.filesystem.open_output_stream(location.path, metadata={"If-None-Match": "*"}) as stream:
+            stream.write(data)
+    assert list(written(s3).values()) == [b"second"]
 
 
 def test_oversized_row_groups_are_rewritten_there(
     s3: Endpoint, output: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, size in {"regroup.MAX_GROUP_BYTES": 64 << 10, "regroup.COPY_GROUP_BYTES": 16 << 10}.items():
-        monkeypatch.setattr(f"specextend.data.{name}", size)
+    for name, size in {"MAX_GROUP_BYTES": 64 << 10, "COPY_GROUP_BYTES": 16 << 10}.items():
+        monkeypatch.setattr(f"specextend.data.source.{name}", size)
     text = [f"{row}" * 20_000 for row in range(8)]
     upload("in/a.parquet", {"text": text}, group_rows=8)
     copied = pickle.loads(pickle.dumps(regroup(open_source(InputOptions(path="s3://corpus/in")), output)))
@@ -167,10 +241,14 @@ def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> No
         held = read_lock(output)
     assert held.run_id == "0000000a"
     assert read_lock(output) is None, "it goes with its driver"
-    elsewhere = json.dumps(asdict(held) | {"host": "another-host", "heartbeat": time.time()})
-    write_bytes(output.child("_run", "lock"), elsewhere.encode())
+    second = FolderLock(output, "0000000b")
+    for heartbeat in (1.0, 2.0):
+        elsewhere = json.dumps(asdict(held) | {"host": "another-host", "heartbeat": heartbeat})
+        write_bytes(output.child("_run", "lock"), elsewhere.encode())
+        if heartbeat == 1.0:
+            assert not second.try_take()
     with pytest.raises(LockHeldError, match=r"is held by run 0000000a .* on another-host"):
-        OutputLock(output, "0000000b").__enter__()
+        second.try_take()
 
 
 @pytest.mark.parametrize("path", ["s3://corpus/in", pytest.param("s3://corpus/in/*.parquet", marks=pytest.mark.slow)])
@@ -180,7 +258,7 @@ def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3
     config = RunConfig.load(CONFIG, [f"input.path={path}", "output.path=out", "input.id_column=null"])
     s3.is_down = True
     try:
-        with pytest.raises(StoreError, match="cannot be listed") as said:
+        with pytest.raises(StoreError, match=r"^input.path .* cannot be reached: .*; run again$") as said:
             prepare(config)
     finally:
         s3.is_down = False
@@ -199,7 +277,7 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpo
         with pytest.raises((OSError, InputUnreachableError)):
             source.read(DocumentKey(0, 1))
         assert source.doc_id(DocumentKey(0, 1)) == "a.parquet:1"
-        assert Arbiter(source, lambda: None).judge(DocumentKey(0, 1)) is Verdict.OUT_OF_REACH
+        assert Arbiter(source, lambda: None).judge(DocumentKey(0, 1)) is Ruling.OUT_OF_REACH
     finally:
         s3.is_down = False
     source.check_unchanged(0)
@@ -225,6 +303,9 @@ def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3: Endpoint)
     [
         f"s3://{ACCESS_KEY}:{SECRET_KEY}@corpus/in",
         f"s3://{ACCESS_KEY}@corpus/in",
+        f"s3://{ACCESS_KEY}:{SECRET_KEY}#x@corpus/in",
+        f"s3://{ACCESS_KEY}:{SECRET_KEY}/x@corpus/in",
+        f"s3://corpus/in?region&secret_key={SECRET_KEY}",
         f"s3://corpus/in?region=us-east-1&secret_key={SECRET_KEY}",
         f"abfs://:{SECRET_KEY}@account.dfs.core.windows.net/in",
         f"abfs://account.dfs.core.windows.net/in?client_secret={SECRET_KEY}",

@@ -10,8 +10,15 @@ import pytest
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompt
-from specextend.data.quality import ends_in_loop, quality_flags
-from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA, SUMMARY_SCHEMA, result_row, summary_schema
+from specextend.data.schema import (
+    ERROR_SCHEMA,
+    PART_SCHEMA,
+    SUMMARY_SCHEMA,
+    ends_in_loop,
+    quality_flags,
+    result_row,
+    summary_schema,
+)
 from specextend.stats import DecodingStats
 
 COLUMNS = """doc_id, summary, finish_reason, num_prompt_tokens, num_output_tokens, num_dropped_tokens, length_policy,

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,31 @@ def test_paths_and_uris_name_the_same_place(tmp_path: Path, monkeypatch: pytest.
     )
 
 
+def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path: Path) -> None:
+    """A file URI comes from a program, a path from a person; neither has parameters or fragments."""
+    name = "date=2026-01-01%2000%3A00#1?x=y"
+    assert resolve(f"{tmp_path}/{name}").path == f"{tmp_path}/{name}"
+    assert resolve((tmp_path / name).as_uri()).path == f"{tmp_path}/{name}"
+    assert resolve(f"file://localhost{tmp_path}/a#1").path == f"{tmp_path}/a#1"
+    with pytest.raises(ValueError, match=r"^cannot open file://a/b: a file:// URI needs an absolute path"):
+        resolve("file://a/b")
+
+
+@pytest.mark.parametrize(("scheme", "parameters"), [("s3", "?region=us-east-1"), ("gs", "")])
+@pytest.mark.parametrize("key", ["a b#1%20c", "date=2026-01-01%2000%3A00/x", "out#1", "why?.parquet", "[a]*é", "a//b"])
+def test_the_path_of_a_uri_is_taken_as_it_is_written(scheme: str, parameters: str, key: str) -> None:
+    """`out#1` and `out#2` were one folder, and what Spark escapes could not be named."""
+    assert resolve(f"{scheme}://bucket/{key}{parameters}").path == f"bucket/{key}"
+
+
+def test_parameters_of_a_uri_are_no_part_of_its_path() -> None:
+    location = resolve("s3://bucket/a#1?region=eu-west-1&endpoint_override=http%3A%2F%2Fhost%3A9000")
+    assert location.path == "bucket/a#1"
+    assert location.filesystem.region == "eu-west-1"
+    with pytest.raises(ValueError, match=r"^cannot open s3://bucket/a\?regoin=x: .*regoin"):
+        resolve("s3://bucket/a?regoin=x")
+
+
 def test_an_unknown_file_system_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"^cannot open nowhere://x: .*pyarrow.fs$"):
         resolve("nowhere://x")
@@ -114,3 +140,88 @@ def test_small_files_go_to_s3_in_one_request() -> None:
 def test_a_location_pickles() -> None:
     location = resolve("/tmp/x")
     assert pickle.loads(pickle.dumps(location)) == location
+
+
+class Gate:
+    """Shuts after so many checks."""
+
+    def __init__(self, num_open: int) -> None:
+        self.num_open = num_open
+
+    def touch(self) -> None:
+        pass
+
+    def check(self) -> None:
+        self.num_open -= 1
+        if self.num_open < 0:
+            raise PermissionError("the folder is somebody else's by now")
+
+
+def write_through(location: Location) -> None:
+    with atomic_output(location) as path:
+        Path(path).write_bytes(b"new")
+
+
+CHANGES: dict[str, Callable[[Location], object]] = {
+    "write_bytes": lambda location: write_bytes(location, b"new"),
+    "create_bytes": lambda location: create_bytes(location.parent.child("another"), b"new"),
+    "atomic_output": write_through,
+    "delete": delete,
+}
+
+
+@pytest.mark.parametrize("num_open", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_changes_behind_a_gate_that_is_shut(folder: Location, change: str, num_open: int) -> None:
+    """Whoever lost its folder while it wrote a file must not give it its name; all writers pass the one gate."""
+    write_bytes(folder.child("a", "file"), b"old")
+    gate = Gate(num_open if change != "delete" else 0)
+    with pytest.raises(PermissionError):
+        CHANGES[change](folder.behind(gate).child("a", "file"))
+    assert read_bytes(folder.child("a", "file")) == b"old"
+    assert list_files(folder.child("a")) == ["file"]
+    remove_temporary_files(folder.child("a"))
+    assert [info.base_name for info in folder.filesystem.get_file_info(fs.FileSelector(folder.child("a").path))] == [
+        "file"
+    ]
+
+
+def test_a_location_that_goes_to_another_process_leaves_its_gate_behind(folder: Location) -> None:
+    """Workers read; a gate holds threads and locks."""
+    sent = pickle.loads(pickle.dumps(folder.behind(Gate(0)).child("a")))
+    assert sent == folder.child("a")
+    assert sent.gate is None
+
+
+NO_NETWORK = "When resolving region for bucket 'bucket': AWS Error NETWORK_CONNECTION during HeadBucket operation"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "said"),
+    [
+        (NO_NETWORK, OSError, f"s3://bucket/x cannot be reached: {NO_NETWORK}; run again"),
+        ("Bucket 'bucket' not found", ValueError, "cannot open s3://bucket/x: Bucket 'bucket' not found"),
+    ],
+)
+def test_a_store_that_is_away_is_told_from_a_bucket_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, answer: str, error: type[Exception], said: str
+) -> None:
+    """A plain `s3://` asks for its bucket's region when it is opened: without a network that was exit 2."""
+
+    class FileSystem(fs.FileSystem):
+        @staticmethod
+        def from_uri(uri: str) -> None:
+            raise OSError(answer)
+
+    monkeypatch.setattr(fs, "FileSystem", FileSystem)
+    with pytest.raises((OSError, ValueError)) as raised:
+        resolve("s3://bucket/x")
+    assert (type(raised.value), str(raised.value)) == (error, said)
+
+
+def test_googles_client_gives_up_after_a_minute_unless_told_otherwise() -> None:
+    """By itself it tries for a quarter of an hour, and a job with it."""
+    location = resolve("gs://anonymous@bucket/a key")
+    assert location.path == "bucket/a key"
+    asked = [resolve(f"gs://anonymous@bucket/x?retry_limit_seconds={seconds}").filesystem for seconds in (60, 5)]
+    assert [location.filesystem.equals(other) for other in asked] == [True, False]

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.decoding.prune import prune
-from specextend.decoding.tree import DraftTree
+from specextend.decoding.tree import DraftTree, prune
 
 
 @st.composite

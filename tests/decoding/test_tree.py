@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specextend.decoding.options import TreeOptions
+from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.tree import DraftTree, grow_trees, root_only, tree_mask
+from tests.covering import covering
 
 Table = Callable[[tuple[int, ...]], Tensor]
 """Path of token ids after the root -> logits [V]."""
@@ -100,10 +101,9 @@ def brute_force(table: Table, options: TreeOptions) -> dict[tuple[int, ...], flo
     return {path: weights[path] for path in best}
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
-@pytest.mark.parametrize("nodes", [1, 2, 5, 16, 50])
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("seed", "depth", "nodes", "adaptive"), covering(range(4), [1, 2, 4], [1, 2, 5, 16, 50], [True, False])
+)
 def test_the_tree_is_the_best_nodes_of_all(seed, depth, nodes, adaptive):
     """Nothing is lost by expanding only nodes among the best so far; the last level is used, too."""
     table = random_table(seed)

@@ -8,13 +8,22 @@ import json
 import pytest
 import torch
 
-from specextend.decoding.options import AttentionOptions, TreeOptions
+from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.step_costs import CostTable
-from specextend.decoding.tuning import BUDGET_S, Grid, make_grid, measure
-from specextend.decoding.tuning_file import cache_folder, describe, load_step_costs, read_table, write_table
+from specextend.decoding.tuning import (
+    BUDGET_S,
+    TuningGrid,
+    describe,
+    load_step_costs,
+    make_grid,
+    measure,
+    read_table,
+    write_table,
+)
+from specextend.file_hashes import cache_folder
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
-GRID = Grid(("dense", "hybrid"), (1, 4, 16), (512, 1500))
+GRID = TuningGrid(("dense", "hybrid"), (1, 4, 16), (512, 1500))
 TABLE = CostTable({kind: {1: (0.1, 1e-6), 4: (0.2, 0.0), 16: (0.3, 1e-5)} for kind in GRID.kinds})
 KEY = {"device": "a", "threads": 2}
 
@@ -63,7 +72,7 @@ def test_prefixes_fit_the_cache():
 
 def test_every_cell_is_measured_before_any_request(engine):
     """With a clock that ticks evenly all lines are the same: no prefix costs anything."""
-    table, is_quiet = measure(engine._target, GRID, steady_clock())
+    table, is_quiet = measure(engine.target, GRID, steady_clock())
     assert is_quiet
     flat = (pytest.approx(1e-3), pytest.approx(0, abs=1e-12))
     assert table.lines == {kind: dict.fromkeys(GRID.sizes, flat) for kind in GRID.kinds}
@@ -71,22 +80,22 @@ def test_every_cell_is_measured_before_any_request(engine):
 
 def test_a_slow_machine_measures_fewer_prefixes(engine):
     """Start-up is to take seconds: the first prefix is always measured, another one while there is time."""
-    lengths, forward = set(), engine._target.forward
+    lengths, forward = set(), engine.target.forward
 
     def recording(token_ids, positions, plan):
         lengths.add(plan.lengths[0] - plan.num_new)
         return forward(token_ids, positions, plan)
 
-    engine._target.forward = recording
-    measure(engine._target, GRID, steady_clock(BUDGET_S / 8))
-    engine._target.forward = forward
+    engine.target.forward = recording
+    measure(engine.target, GRID, steady_clock(BUDGET_S / 8))
+    engine.target.forward = forward
     assert lengths == {512}
 
 
 def test_a_busy_machine_is_not_believed_for_ever(engine):
     """Times that differ by half between two runs are used, but the next start measures again."""
     looks = itertools.accumulate(itertools.cycle([0.001, 0.001, 0.001, 0.002]))
-    _, is_quiet = measure(engine._target, GRID, lambda: next(looks))
+    _, is_quiet = measure(engine.target, GRID, lambda: next(looks))
     assert not is_quiet
 
 
@@ -94,10 +103,10 @@ def test_measuring_leaves_nothing_behind(engine):
     """It writes to rows that requests take later; the prompt that takes them first must not see it."""
     prompt = random_prompt(300)
     [before] = engine.generate([request("a", prompt, 30)])
-    measure(engine._target, GRID, steady_clock())
+    measure(engine.target, GRID, steady_clock())
     [after] = engine.generate([request("a", prompt, 30)])
     assert after.token_ids == before.token_ids
-    assert torch.isfinite(engine._target.cache.keys[:, :300]).all()
+    assert torch.isfinite(engine.target.cache.keys[:, :300]).all()
 
 
 def test_a_table_is_kept_for_its_device_and_grid_alone(folder):
@@ -106,7 +115,7 @@ def test_a_table_is_kept_for_its_device_and_grid_alone(folder):
     assert write_table(KEY, GRID, TABLE)
     assert read_table(KEY, GRID) == TABLE
     assert read_table(KEY | {"threads": 1}, GRID) is None
-    assert read_table(KEY, Grid(("dense",), GRID.sizes, GRID.lengths)) is None
+    assert read_table(KEY, TuningGrid(("dense",), GRID.sizes, GRID.lengths)) is None
     assert [path.suffix for path in folder.iterdir()] == [".json"], "no temporary file is left"
 
 
@@ -157,7 +166,7 @@ def test_without_a_place_to_write_nothing_is_kept(home, tmp_path, monkeypatch, e
         assert cache_folder() is None
     assert not write_table(KEY, GRID, TABLE)
     assert read_table(KEY, GRID) is None
-    assert load_step_costs(engine._target, TreeOptions(nodes="auto"), AttentionOptions(tree="dense"), 1) is not None
+    assert load_step_costs(engine.target, TreeOptions(nodes="auto"), AttentionOptions(tree="dense"), 1) is not None
 
 
 def test_the_folder_is_the_users(tmp_path, monkeypatch):
@@ -169,7 +178,7 @@ def test_the_folder_is_the_users(tmp_path, monkeypatch):
 
 def test_a_kept_table_is_not_measured_again(folder, engine, monkeypatch):
     """The second start of a pair on a device takes no seconds."""
-    target, options = engine._target, (TreeOptions(nodes="auto", max_nodes=15), AttentionOptions(tree="auto"), 1)
+    target, options = engine.target, (TreeOptions(nodes="auto", max_nodes=15), AttentionOptions(tree="auto"), 1)
     room = target.cache.rows.num_free
     grid = make_grid(("dense", "hybrid"), 15, fixed=False, max_batch_size=1, room=room)
     table = CostTable({kind: dict.fromkeys(grid.sizes, (0.5, 0.0)) for kind in grid.kinds})
@@ -182,5 +191,5 @@ def test_a_kept_table_is_not_measured_again(folder, engine, monkeypatch):
 
 def test_nothing_is_measured_where_nothing_is_chosen(engine, monkeypatch):
     """Fixed trees in a fixed kind of attention."""
-    monkeypatch.setattr(engine._target, "forward", None)
-    assert load_step_costs(engine._target, TreeOptions(nodes=16), AttentionOptions(tree="hybrid"), 1) is None
+    monkeypatch.setattr(engine.target, "forward", None)
+    assert load_step_costs(engine.target, TreeOptions(nodes=16), AttentionOptions(tree="hybrid"), 1) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.decoding.verifier import Verdict, verify
+from specextend.decoding.tree import Verdict, verify
 
 #        0
 #      /   \

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig, load_eagle_config
-from specextend.drafters.options import DraftOptions
 
 SHIPPED = Path(__file__).parents[2] / "models" / "smollm2-135m-eagle"
 TINY = EagleConfig(

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specextend.checkpoint import ModelError
+from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.formats import is_ours, read_head
-from specextend.drafters.options import DraftOptions
-from specextend.models import ModelError, TargetOptions
+from specextend.models import TargetOptions
 from specextend.pairing import check_pair, pair_hashes
 from tests.published_heads import WRITERS
 from tests.tiny_models import FAMILIES, tiny_model, write_model
@@ -171,7 +172,10 @@ def test_left_over_buffers_are_no_reason_to_refuse(write, target):
 
 @pytest.mark.parametrize(
     ("variant", "family", "message"),
-    [("eagle1", {"vocab_size": 130}, "vocab_size is 120 and 130"), ("eagle3", {"vocab_size": 130}, "120 and 130")],
+    [
+        ("eagle1", {"vocab_size": 130}, "vocab_size is 120, the target's is 130"),
+        ("eagle3", {"vocab_size": 130}, "120, the target's is 130"),
+    ],
 )
 def test_a_head_of_another_target_is_refused(variant, family, message, write, tmp_path):
     """Its ids would be other tokens."""
@@ -183,7 +187,7 @@ def test_a_head_for_a_target_of_another_width_is_refused(write, target):
     """A head for the next size up, which has the same tokenizer."""
     folder = write("eagle3-narrow", target_hidden_size=64)
     edit_tensors(folder, model__fc__weight=torch.zeros(32, 192))
-    assert "hidden_size is 64 and 48" in refusal(target, folder)
+    assert "hidden_size is 64, the target's is 48" in refusal(target, folder)
 
 
 def test_a_whole_model_is_told_from_a_head(target):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.decoding.options import TreeOptions
-from specextend.drafters.copy_tree import Node
+from specextend.decoding.decoding_options import TreeOptions
 from specextend.drafters.merged import MergedDrafter, draft_pays
-from specextend.drafters.ngram import NgramDrafter
+from specextend.drafters.ngram import NgramDrafter, Node
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties, generate
 from tests.tiny_models import FAMILIES, Pair, random_prompt, request, tiny_engine, tiny_model, write_eagle, write_model
@@ -63,8 +62,8 @@ def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(loopin
     engine = tiny_engine(
         looping[0], "merged-eagle", decoding__max_batch_size=3, tree__nodes=14, tree__depth=1, cache__policy="full"
     )
-    cache, widest = engine._drafter._draft._cache, 0
-    absorb = engine._drafter._draft.absorb
+    cache, widest = engine.drafter._draft._cache, 0
+    absorb = engine.drafter._draft.absorb
 
     def checking(rows, token_ids, hidden):
         nonlocal widest
@@ -73,7 +72,7 @@ def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(loopin
             assert cache.visible(row) + max(map(len, token_ids)) <= cache._sequences[row].working.size
         absorb(rows, token_ids, hidden)
 
-    engine._drafter._draft.absorb = checking
+    engine.drafter._draft.absorb = checking
     outputs, _ = run(engine)
     assert outputs == {length: reference.token_ids for length, reference in references.items()}
     assert widest > 8
@@ -114,23 +113,23 @@ def test_nothing_is_proposed_past_the_last_token(looping):
 def test_drafting_is_left_out_where_copies_promise_more_per_second(looping, references):
     """In a loop the head's forward adds nothing; what it missed is run when the tokens are absorbed."""
     engine = tiny_engine(looping[0], "merged-eagle")
-    assert isinstance(engine._drafter, MergedDrafter)
-    propose, drafted = engine._drafter._draft.propose, []
+    assert isinstance(engine.drafter, MergedDrafter)
+    propose, drafted = engine.drafter._draft.propose, []
 
     def counting(rows):
         drafted.append(rows)
         return propose(rows)
 
-    engine._drafter._draft.propose = counting
+    engine.drafter._draft.propose = counting
     outputs, stats = run(engine)
     assert outputs == {length: reference.token_ids for length, reference in references.items()}
     assert 0 < len(drafted) < 0.8 * (stats.num_spec_steps + stats.num_plain_steps)
 
 
 def chain(*probabilities: float) -> list[Node]:
-    nodes = [Node(-1, 0, 0, 1.0, "copy", 1.0)]
+    nodes = [Node(-1, 0, 0, 1.0, "ngram", 1.0)]
     for depth, probability in enumerate(probabilities, start=1):
-        nodes.append(Node(depth - 1, depth, depth, probability, "copy", probability))
+        nodes.append(Node(depth - 1, depth, depth, probability, "ngram", probability))
     return nodes
 
 

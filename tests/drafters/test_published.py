@@ -18,13 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specextend.attention import reference
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
+from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
-from specextend.decoding.options import TreeOptions
 from specextend.decoding.tree import DraftTree
 from specextend.drafters.causal import CausalDrafter
+from specextend.drafters.eagle_network import PublishedNetwork
 from specextend.drafters.formats import read_head
-from specextend.drafters.published import PublishedNetwork
 from specextend.models import load_causal_lm, rope_frequencies
+from tests.covering import covering
 from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS, write_eagle3
 from tests.tiny_models import (
     FAMILIES,
@@ -188,9 +189,7 @@ def pair(tmp_path_factory):
     return SimpleNamespace(target=write_model(model, folder / "target"), drafts=drafts)
 
 
-@pytest.mark.parametrize("chunk", [7, 512])
-@pytest.mark.parametrize("length", [1, 2, 40])
-@pytest.mark.parametrize("variant", WRITERS)
+@pytest.mark.parametrize(("variant", "length", "chunk"), covering([*WRITERS], [1, 2, 40], [7, 512]))
 @torch.inference_mode()
 def test_a_head_equals_its_twin(variant, length, chunk, pair):
     """Order of the concatenation, place of each norm, residual, what is fed back, ids: any slip changes a weight."""
@@ -310,7 +309,7 @@ def test_the_engine_hands_over_the_features_before_each_token(draft, tmp_path):
     prompt = random_prompt(600)
     [plain] = tiny_engine(pair, decoding__mode="autoregressive").generate([request("a", prompt, 24)])
     engine = tiny_engine(pair, draft)
-    engine._drafter = seen = Clairvoyant(engine._drafter, plain.token_ids)
+    engine.drafter = seen = Clairvoyant(engine.drafter, plain.token_ids)
     [completion] = engine.generate([request("a", prompt, 24)])
     assert completion.token_ids == plain.token_ids
     assert completion.stats.num_accepted_tokens >= 12

@@ -38,7 +38,7 @@ class Forward:
 
 def before_forwards(engine: Engine, look: Callable[[Forward], None]) -> None:
     """Let `look` see every forward of the target before it runs; what it raises, the forward raises."""
-    run = engine._target.forward_with_features
+    run = engine.target.forward_with_features
 
     def watched(
         token_ids: Tensor, positions: Tensor, plan: AttentionPlan, layers: tuple[int, ...]
@@ -47,7 +47,7 @@ def before_forwards(engine: Engine, look: Callable[[Forward], None]) -> None:
         look(Forward(*token_ids.shape, max(plan.lengths), is_step))
         return run(token_ids, positions, plan, layers)
 
-    engine._target.forward_with_features = watched
+    engine.target.forward_with_features = watched
 
 
 def run_out() -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS
 from specextend.core import Completion
+from specextend.decoding.admission import PATIENCE, SMALLEST_CHUNK, is_out_of_memory
 from specextend.decoding.engine import Engine
-from specextend.decoding.failures import is_out_of_memory
-from specextend.decoding.memory import PATIENCE, SMALLEST_CHUNK
 from tests.faults.conftest import rows
 from tests.faults.scarce import Breaks, Forward, Memory, Scarce, before_forwards, run_out
 from tests.test_isolation import assert_nothing_is_left
@@ -54,7 +53,7 @@ def watched(engine: Engine) -> list[Forward]:
 def test_with_less_memory_the_same_tokens_come_in_smaller_pieces(draft, memory, pair, alone):
     """Every rung of the ladder is lossless: a batch, a tree and a chunk decide when a token comes, never which one."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     ran = watched(engine)
     before_forwards(engine, memory.allow)
     completions = run(engine, *LENGTHS)
@@ -84,8 +83,8 @@ def test_what_fits_is_not_given_up(pair, alone):
 def test_a_draft_that_runs_out_of_memory_is_done_without(moment, pair, alone, monkeypatch):
     """Half a draft's state may have changed when it fails: its document begins again, from nothing."""
     engine = tiny_engine(pair, decoding__max_batch_size=2)
-    num_rows = engine._target.cache.rows.num_free
-    monkeypatch.setattr(engine._drafter, moment, lambda *_: run_out())
+    num_rows = engine.target.cache.rows.num_free
+    monkeypatch.setattr(engine.drafter, moment, lambda *_: run_out())
     completions = run(engine, *LENGTHS)
     assert {int(name): each.token_ids for name, each in completions.items()} == alone
     assert sum(each.stats.num_spec_steps for each in completions.values()) == 0
@@ -95,7 +94,7 @@ def test_a_draft_that_runs_out_of_memory_is_done_without(moment, pair, alone, mo
 def test_a_failure_in_the_middle_of_the_drafts_work_leaves_no_trace(pair, alone, monkeypatch):
     """Once, after the draft has taken note of one sequence of two."""
     engine = tiny_engine(pair, decoding__max_batch_size=2)
-    absorb, failures = engine._drafter.absorb, iter([True])
+    absorb, failures = engine.drafter.absorb, iter([True])
 
     def absorb_and_fail(rows, *arguments):
         absorb(rows[:1], *(each[:1] for each in arguments))
@@ -104,7 +103,7 @@ def test_a_failure_in_the_middle_of_the_drafts_work_leaves_no_trace(pair, alone,
         if len(rows) > 1:
             absorb(rows[1:], *(each[1:] for each in arguments))
 
-    monkeypatch.setattr(engine._drafter, "absorb", absorb_and_fail)
+    monkeypatch.setattr(engine.drafter, "absorb", absorb_and_fail)
     completions = run(engine, *LENGTHS)
     assert {int(name): each.token_ids for name, each in completions.items()} == alone
     assert sorted(each.stats.num_memory_retries for each in completions.values()) == [0, 0, 1, 1]
@@ -113,7 +112,7 @@ def test_a_failure_in_the_middle_of_the_drafts_work_leaves_no_trace(pair, alone,
 def test_a_document_that_does_not_fit_at_all_fails_alone(pair, alone):
     """It ends as one error; its neighbours do not know."""
     engine = tiny_engine(pair, decoding__max_batch_size=3)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
     before_forwards(engine, Memory(document=200).allow)
     errors = []
     completions = run(engine, *LENGTHS, on_error=lambda *error: errors.append(error))
@@ -149,7 +148,7 @@ def test_after_some_documents_everything_is_tried_again(pair):
 def test_what_waits_to_begin_again_can_be_cancelled(pair, alone):
     """Its lease was taken back meanwhile: nobody waits for it any more."""
     engine = tiny_engine(pair, decoding__max_batch_size=2)
-    num_rows = engine._target.cache.rows.num_free
+    num_rows = engine.target.cache.rows.num_free
 
     def cancel_and_run_out(forward: Forward) -> None:
         if forward.is_step and forward.num_sequences > 1:

@@ -8,6 +8,7 @@ import pytest
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
 from specextend.cluster.leases import Limits
+from specextend.cluster.places import Place, Spot
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 
@@ -19,7 +20,7 @@ def test_with_one_attempt_in_all_a_neighbours_death_leaves_a_document_its_own(is
     """A batch that dies does not say whose fault it was: only an attempt alone can."""
     documents = [(DocumentKey(0, row), 3 - row) for row in range(2)]
     plan = Scheduler(documents, Limits(max_attempts=1), leases_per_worker=2)
-    plan.join("a", 0)
+    plan.join("a", Place("node", Spot("host", "seat 1")), 0)
     leases = [lease.lease_id for _, lease in plan.assign(0)]
     assert len(leases) == 2
     if is_reported:
@@ -28,7 +29,7 @@ def test_with_one_attempt_in_all_a_neighbours_death_leaves_a_document_its_own(is
     else:
         assert [plan.blame(lease, "ValueError", "why") for lease in leases] == [[], []]
         plan.leave("a", "WorkerDied", "gone")
-    plan.join("b", 2)
+    plan.join("b", Place("node", Spot("host", "seat 1")), 2)
     [(_, lease)] = plan.assign(2)
     assert lease.attempt == 1
     [given_up] = plan.leave("b", "WorkerDied", "gone again")
@@ -73,7 +74,7 @@ def test_retry_errors_in_vain_leaves_every_byte_as_it_is(job):
     assert run.run() == EXIT_TOO_MANY_ERRORS
     before = files_of(run.output)
     assert {name.partition("/")[0] for name in before} == {"summaries", "errors", "_run"}
-    assert run.run(retry_errors=True) == EXIT_TOO_MANY_ERRORS
+    assert run.run(retry_errors="all") == EXIT_TOO_MANY_ERRORS
     after = files_of(run.output)
     kept = {name: file for name, file in before.items() if not name.startswith("errors")}
     assert after.items() >= kept.items()

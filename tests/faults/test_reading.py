@@ -21,8 +21,8 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.progress import Snapshot
 from specextend.config import RunConfig
-from specextend.data.documents import Source
 from specextend.data.inputs import InputUnreachableError
+from specextend.data.source import Source
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine
 
@@ -55,7 +55,7 @@ def test_what_most_workers_cannot_read_another_one_does(attempt, job, tmp_path: 
     run: Job = job(TEXTS, workers=3)
     assert run.run(LacksTheMount(tmp_path, 2)) == EXIT_DONE
     assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
-    assert any("it cannot read what the driver can: input.parquet was taken away" in note for note in run.screen.notes)
+    assert any("it cannot read what the driver can: input.parquet was removed" in note for note in run.screen.notes)
     assert {row["attempts"] for row in run.summaries().values()} == {1}
     done_by, unread_by = (
         {facts["worker"] for facts in run.screen.told(name)} for name in ("document_done", "document_unread")
@@ -101,7 +101,7 @@ def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(attem
     ]
     kept = run.summaries()
     write_unnoticed(path, whole)
-    assert run.run(retry_errors=True) == EXIT_DONE
+    assert run.run(retry_errors="retryable") == EXIT_DONE
     assert list(run.summaries()) == [f"d{row}" for row in range(9)]
     assert run.summaries().items() >= kept.items()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERROR
 from specextend.cluster.stall import MOST_NAMES, StallGuard
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
+from tests.cluster.fakes import FakeEngine
+from tests.faults.nodes import CPUS, Nodes
 from tests.faults.scarce import Breaks
 
 ROUNDS = [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(3)]
@@ -47,6 +51,44 @@ def test_a_document_past_its_deadline_is_dropped_and_its_neighbours_go_on(attemp
     assert [facts["document"] for facts in run.screen.told("document_cancelled")] == ["d4"]
     assert set(run.summaries()) == {f"d{row}" for row in range(4)}
     assert len({row["worker"] for row in run.summaries().values()}) == 1
+
+
+@dataclass(frozen=True)
+class LoadsTheSecondTime:
+    """A model whose file system does not answer the first worker."""
+
+    marker: Path
+
+    def __call__(self, config: RunConfig) -> FakeEngine:
+        if not self.marker.exists():
+            self.marker.touch()
+            threading.Event().wait()
+        return FakeEngine(config)
+
+
+def test_a_worker_that_hangs_while_it_loads_is_replaced(job, tmp_path: Path):
+    """It kept its GPU for the rest of the night, and the run went on with one worker less."""
+    run = job(GOOD, start_s=5)
+    assert run.run(LoadsTheSecondTime(tmp_path / "hung")) == EXIT_DONE
+    [note] = [note for note in run.screen.notes if "could not be built" in note]
+    assert "its models were not loaded within 5 s (job.start_s) (on " in note
+    assert {row["attempts"] for row in run.summaries().values()} == {1}
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, nodes: Nodes):
+    """A cluster may take ten minutes to grow, and its models a minute to load."""
+    run = job(GOOD, start_s=5, cpus_per_worker=CPUS)
+    began = time.monotonic()
+
+    def grow(snapshot) -> None:
+        if time.monotonic() - began > 8:
+            run.screen.on_show = lambda snapshot: None
+            nodes.add()
+
+    run.screen.on_show = grow
+    assert run.run() == EXIT_DONE
+    assert not any("could not be built" in note for note in run.screen.notes)
 
 
 @pytest.mark.parametrize("attempt", ROUNDS)

@@ -5,22 +5,30 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
+import socket
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from specextend.cluster import lock as lock_module
 from specextend.cluster.arbiter import THREAD
+from specextend.cluster.display import LineDisplay
+from specextend.cluster.prepare import prepare
+from specextend.config import RunConfig
 from specextend.core import DocumentKey
-from specextend.data.documents import open_source
 from specextend.data.fingerprint import build_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
-from specextend.data.storage import resolve
-from tests.job.conftest import CONFIG, ROOT, Ended, summarize, write_corpus
+from specextend.data.source import open_source
+from specextend.data.storage import resolve, write_bytes
+from tests.job.conftest import CONFIG, ROOT, Ended, command, environment, summarize, wait_for, write_corpus
 
 MODELS = ROOT / ".models" / "tiny-random"
 
@@ -135,7 +143,7 @@ def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus: Path
     manifest.write_text("{")
     ended = call(*arguments)
     assert (ended.code, ended.stderr.count("\n")) == (5, 1)
-    assert "is not a manifest of ours" in ended.stderr
+    assert "is not a manifest that this version can read" in ended.stderr
     manifest.unlink()
     (tmp_path / "out" / "_run" / "parts").mkdir()
     (tmp_path / "out" / "_run" / "parts" / "part-00000001-000000.parquet").write_bytes(b"PAR1")
@@ -204,17 +212,28 @@ def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus: Path,
     assert ended.code == 0
 
 
-def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_path: Path):
-    """Exit 4, and who holds it."""
+def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_path: Path, monkeypatch):
+    """Exit 4, and who holds it, once it has given a sign of life."""
     lock = tmp_path / "out" / "_run" / "lock"
     lock.parent.mkdir(parents=True)
     holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
     lock.write_text(json.dumps(holder))
+    monkeypatch.setattr(lock_module, "LOOK_EVERY_S", 0.01)
+    waits = threading.Event()
+    monkeypatch.setattr(LineDisplay, "note", lambda self, line, *rest, **facts: waits.set())
+
+    def beat() -> None:
+        waits.wait(60)
+        write_bytes(resolve(str(lock)), json.dumps(holder | {"heartbeat": 0.0}).encode())
+
+    other = threading.Thread(target=beat)
+    other.start()
     arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
     ended = call("--config", str(CONFIG), *arguments)
+    other.join()
     assert ended.code == 4
     assert "is held by run feedbeef (process 1 on another-host)" in ended.stderr
-    assert json.loads(lock.read_text()) == holder
+    assert json.loads(lock.read_text())["run_id"] == "feedbeef"
 
 
 def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: Path):
@@ -257,6 +276,35 @@ def test_a_dry_run_is_an_audit_of_the_input(call, tmp_path: Path):
     assert ["up", "to", "512", "5"] in lines
     ended = call(*arguments, "--set", "input.num_tokens_column=n")
     assert ["null", "text", "not", "read", "error", "rows"] in [line.split() for line in ended.stdout.splitlines()]
+
+
+def test_a_dry_run_of_a_retry_says_which_error_rows_it_leaves_out(call, corpus: Path, tmp_path: Path):
+    """A thousand null texts would be planned, read and refused again with every outage that is made good."""
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
+    output = resolve(str(tmp_path / "out"))
+    write_manifest(output, prepare(RunConfig.load(CONFIG, [f"input.path={corpus}", "input.id_column=doc"])).manifest)
+    told = {"error_class": "E", "message": "", "stage": "read", "attempts": 1}
+    rows = [error_row(DocumentKey(0, row), "b", **told, retryable=bool(row)) for row in range(2)]
+    PartWriter(output, "00000001").commit(rows)
+    left_out = "1 error rows are left as they are: by their `retryable` another try does not mend them"
+    for flags, num_to_do, is_said in ((), 0, False), (["--retry-errors"], 1, True), (["--retry-errors=all"], 2, False):
+        ended = call("--config", str(CONFIG), *arguments, "--dry-run", *flags)
+        assert ended.code == 0, ended.stderr
+        assert ended.stdout.startswith(f"{num_to_do} of 2 rows to do")
+        assert (left_out in ended.stdout) == is_said
+    assert call("--config", str(CONFIG), *arguments, "--retry-errors=some").code == 2
+
+
+def test_a_dry_run_says_which_files_it_does_not_read(call, tmp_path: Path):
+    """A folder may hold the other half of a corpus in another format."""
+    folder = write_corpus(tmp_path / "in" / "a.parquet", ["one", "two"]).parent
+    (folder / "b.jsonl").write_text("{}")
+    (folder / "c.csv").write_text("text")
+    arguments = ["--config", str(CONFIG), "--input", str(folder), "--output", str(tmp_path / "out"), "--dry-run"]
+    ended = call(*arguments, "--set", "input.id_column=null")
+    assert ended.code == 0, ended.stderr
+    said = ["files", "of", "another", "kind", "not", "read", "skipped:", "1", ".csv,", "1", ".jsonl"]
+    assert said in [line.split() for line in ended.stdout.splitlines()]
 
 
 def test_the_status_of_a_run_is_read_from_its_folder(call, corpus: Path, tmp_path: Path):
@@ -344,3 +392,76 @@ def test_a_refusal_is_json_where_json_was_asked_for(call, tmp_path: Path):
     said = json.loads(line)
     assert said["event"] == "error"
     assert "nowhere.yaml" in said["message"]
+
+
+def test_an_exit_code_is_kept_where_stderr_takes_no_line():
+    """Its disk is full: Python ends with 1 or 120 then, and a scheduler tries again what no try can mend."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        process = subprocess.run(
+            command("--config", "nowhere.yaml"), env=environment(), cwd=ROOT, stderr=full, timeout=120, check=False
+        )
+    assert process.returncode == 2
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of a server that takes calls and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server.getsockname()[1]
+
+
+def black_hole(port: int) -> str:
+    return f"gs://anonymous@bucket/in?scheme=http&endpoint_override=127.0.0.1%3A{port}&retry_limit_seconds=600"
+
+
+@pytest.mark.parametrize("what", ["--input", "--output"])
+def test_a_store_that_never_answers_the_first_call_is_exit_1(corpus: Path, tmp_path: Path, silent: int, what: str):
+    """Without a network Google's client tries for a quarter of an hour, once for every call."""
+    paths = {"--input": str(corpus), "--output": str(tmp_path / "out")} | {what: black_hole(silent)}
+    arguments = [part for pair in paths.items() for part in pair]
+    ended = summarize(*arguments, "--set", "input.id_column=doc", "--set", "job.store_s=1")
+    assert ended.code == 1
+    [line] = ended.stderr.splitlines()
+    assert line.startswith(f"error: {what[2:]}.path gs://anonymous@bucket/in")
+    assert line.endswith("cannot be reached: no answer for 1 s; run again")
+
+
+def test_the_status_of_a_run_whose_store_never_answers_is_exit_1(call, script, tmp_path: Path, monkeypatch):
+    """A script that asks every minute must not pile up."""
+    pipe = tmp_path / "_run" / "manifest.json"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)  # hangs who opens it until somebody writes
+    monkeypatch.setattr(script, "STATUS_S", 0.2)
+    ended = call("--status", str(tmp_path))
+    pipe.write_text("")
+    assert ended.code == 1
+    assert ended.stderr == f"error: --status {tmp_path} cannot be read: no answer for 0.2 s\n"
+
+
+def test_a_run_that_waits_for_a_store_can_be_told_to_stop(tmp_path: Path, silent: int, start):
+    """SIGTERM was not heard while the library waited: whoever preempts a machine had to kill."""
+    process = start("--input", black_hole(silent), "--output", str(tmp_path / "out"))
+    wait_for(lambda: connections(process.pid, silent), "call to the store")
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert said.startswith("interrupted: SIGTERM received")
+
+
+def connections(pid: int, port: int) -> list[str]:
+    """What the process and all others of this machine have open to a port of loopback."""
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()
+    return [line for line in lines if f"0100007F:{port:04X} 01" in line]
+
+
+def test_a_hub_that_is_away_is_exit_1(corpus: Path, tmp_path: Path, monkeypatch):
+    """Exit 2 would keep a scheduler from trying again; a model of that name may well be there tomorrow."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
+    ended = summarize(*arguments, "--set", "target.model=somebody/something")
+    assert ended.code == 1, ended.stderr
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("error: the Hub does not answer for somebody/something")
+    assert line.endswith("run again")

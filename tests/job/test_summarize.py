@@ -148,7 +148,7 @@ def undisturbed() -> list[str]:
     torch.set_num_threads(1)  # tiny matrices: a second thread only waits, and on a busy machine for long
     config = RunConfig.load(CONFIG, ["decoding.max_new_tokens=64"])
     engine = load_engine(config)
-    prompts = Prompts(engine.tokenizer, config.prompt, engine.max_prompt_tokens)
+    prompts = Prompts(engine.tokenizer, config.prompt, engine.max_tokens)
     token_ids = [prompts.render(text, 64).token_ids for text in long_texts()]
     requests = [
         Request(request_id=str(row), prompt_token_ids=ids, max_new_tokens=64) for row, ids in enumerate(token_ids)

@@ -6,15 +6,9 @@ import gguf
 import pytest
 import torch
 
-from specextend.models import (
-    ModelError,
-    TargetOptions,
-    check_model,
-    load_target,
-    load_tokenizer,
-    read_facts,
-    weight_hashes,
-)
+from specextend.checkpoint import ModelError
+from specextend.model_files import weight_hashes
+from specextend.models import TargetOptions, check_model, load_target, load_tokenizer, read_facts
 
 NAMES = {
     "input_layernorm": "attn_norm",

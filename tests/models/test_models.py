@@ -6,22 +6,26 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from specextend.checkpoint import ModelError
+from specextend.hub import HubUnreachableError
+from specextend.model_files import weight_hashes
 from specextend.models import (
     ARCHITECTURES,
-    ModelError,
     TargetOptions,
     check_model,
     load_target,
     load_tokenizer,
     read_facts,
     resolve_device,
-    weight_hashes,
 )
 
 LLAMA3 = {
@@ -247,7 +251,41 @@ def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name):
 
 def test_a_hub_model_that_cannot_be_had_is_one_line():
     """Tests run offline; so do many clusters."""
-    assert "cannot be had from the Hub" in refusal("nobody/no-such-model")
+    assert "cannot be fetched from the Hub" in refusal("nobody/no-such-model")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A Hub that answers every request with the status in the list."""
+    status: list[int] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status[0])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield status
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("status", "is_away"), [(500, True), (503, True), (429, True), (404, False), (401, False)])
+def test_a_hub_with_a_fault_of_its_own_is_told_from_a_model_that_is_not_there(hub, status: int, is_away: bool):
+    """The one may answer tomorrow; of the other the user must hear."""
+    hub.append(status)
+    with pytest.raises(ModelError, match="the Hub") as refused:
+        read_facts("nobody/no-such-model")
+    assert isinstance(refused.value, HubUnreachableError) == is_away
+    assert str(refused.value).endswith("run again") == is_away
 
 
 def test_a_model_without_a_tokenizer_is_refused(write_model):

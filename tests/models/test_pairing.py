@@ -8,9 +8,10 @@ import pytest
 from safetensors.torch import save_file
 from torch import zeros
 
+from specextend.checkpoint import ModelError
+from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_config import EagleConfig
-from specextend.drafters.options import DraftOptions
-from specextend.models import ModelError, TargetOptions, load_tokenizer, tokens_sha256
+from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
 from specextend.pairing import check_pair, pair_hashes
 
 
@@ -74,7 +75,7 @@ def test_pairs_that_fit_give_the_targets_facts(write_model, write_eagle):
 def test_another_vocabulary_size_is_refused(write_model):
     """The draft's ids would fall outside the target's embedding."""
     message = refusal(write_model("target"), model_draft(write_model("draft", vocab_size=80)))
-    assert message.endswith("vocab_size is 80 and 64")
+    assert message.endswith("vocab_size is 80, the target's is 64")
 
 
 def test_another_token_under_the_same_id_is_refused(write_model):
@@ -85,14 +86,14 @@ def test_another_token_under_the_same_id_is_refused(write_model):
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "does not fit target" in refusal(target, model_draft(draft))
-    assert "is 'B' and 'A'" in refusal(target, model_draft(draft))
+    assert "is 'B', the target's is 'A'" in refusal(target, model_draft(draft))
 
 
 def test_other_special_tokens_are_refused(write_model, edit_json):
     """The draft would guess on past the end of an answer."""
     target, draft = write_model("target"), write_model("draft")
     edit_json(draft / "tokenizer_config.json", eos_token="<s>")
-    assert refusal(target, model_draft(draft)).endswith("eos_token_id is 1 and 2")
+    assert refusal(target, model_draft(draft)).endswith("eos_token_id is 1, the target's is 2")
 
 
 def test_a_draft_that_cannot_be_served_is_refused_like_a_target(write_model, edit_json):
@@ -104,7 +105,10 @@ def test_a_draft_that_cannot_be_served_is_refused_like_a_target(write_model, edi
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({"hidden_size": 64}, "hidden_size is 64 and 32"), ({"vocab_size": 65}, "vocab_size is 65 and 64")],
+    [
+        ({"hidden_size": 64}, "hidden_size is 64, the target's is 32"),
+        ({"vocab_size": 65}, "vocab_size is 65, the target's is 64"),
+    ],
 )
 def test_a_head_of_another_target_is_refused(write_model, write_eagle, values, message):
     """It shares the target's embedding and hidden states, so their sizes must be its own."""

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.core import Completion, DocumentKey
-from specextend.data.documents import InputOptions, Source, open_source
+from specextend.data.inputs import InputOptions
 from specextend.data.prompts import Prompt
 from specextend.data.schema import error_row, result_row
+from specextend.data.source import Source, open_source
 from specextend.stats import DecodingStats
 
 

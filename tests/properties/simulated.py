@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from specextend.cluster.leases import Lease
+from specextend.cluster.attempts import Attempt
+from specextend.cluster.clock import AwakeClock
+from specextend.cluster.driver import Committer, Driver
+from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.leases import Lease, Limits, Tried
+from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Suspected, WorkerInfo, WorkerReport
+from specextend.cluster.metrics import Metrics
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned, StartFailed
+from specextend.cluster.progress import Ledger, TokenEstimate
+from specextend.cluster.roster import Roster
+from specextend.cluster.scheduler import Scheduler
+from specextend.config import JobOptions, RunConfig
 from specextend.core import DocumentKey
+from specextend.data.parts import PartWriter
+from specextend.data.source import Source
+from specextend.data.storage import Location
 from specextend.stats import DecodingStats
+from tests.cluster.conftest import Screen
 from tests.properties.rows import done
 
+LEASES = 4
+"""Of each worker."""
 LATE = "a result whose lease was taken back"
 
 
@@ -34,8 +51,10 @@ class Clock:
 class Being:
     """A worker."""
 
+    place: int
     is_up: bool = False
     is_dying: bool = False
+    is_hung: bool = False
     num_steps: int = 0
     leases: dict[str, Lease] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
@@ -45,16 +64,30 @@ class SimulatedPool:
     """Stands where the pool of Ray actors stands; one thing happens at each `wait`.
 
     draw: of what happens. trouble: things that may go wrong before nothing goes wrong any more. poison: documents that
-    fail wherever they run.
+    fail wherever they run. num_places: for workers, each of which gets one that is free. sick: one of them, which kills
+    whoever works there, for ever. pauses: times that the driver is suspended.
     """
 
-    def __init__(self, draw: random.Random, clock: Clock, trouble: int, poison: frozenset[DocumentKey]) -> None:
+    def __init__(
+        self,
+        draw: random.Random,
+        clock: Clock,
+        trouble: int,
+        poison: frozenset[DocumentKey],
+        num_places: int,
+        sick: int | None = None,
+        pauses: int = 0,
+    ) -> None:
         self._draw, self.clock, self._trouble, self._poison = draw, clock, trouble, poison
+        self._num_places, self._sick, self._pauses = num_places, sick, pauses
         self.workers: dict[str, Being] = {}
         self.most_leases = 0
+        self.turns_left: int | None = None
+        """Before the driver is killed."""
 
     def start(self, worker: str) -> None:
-        self.workers[worker] = Being()
+        taken = {being.place for being in self.workers.values() if not being.is_dying}
+        self.workers[worker] = Being(self._draw.choice([at for at in range(self._num_places) if at not in taken]))
 
     def run(self, worker: str, lease: Lease) -> None:
         being = self.workers[worker]
@@ -78,11 +111,20 @@ class SimulatedPool:
 
     def wait(self, timeout_s: float) -> list[Event]:
         """One thing that happens. Raises Killed."""
+        if self.turns_left is not None:
+            self.turns_left -= 1
+            if self.turns_left < 0:
+                raise Killed
         self.clock.now += self._draw.uniform(0.0, 3.0)
+        if self._pauses and self._draw.random() < 0.05:
+            self._pauses -= 1
+            self.clock.now += self._draw.choice([30.0, 1e6])
         if not self.workers:
             return []
         worker = self._draw.choice(sorted(self.workers))
         being = self.workers[worker]
+        if being.place == self._sick and live(being) and not being.is_dying and self._draw.random() < 0.8:
+            return self._die(worker, being)
         if self._trouble > 0 and self._draw.random() < 0.4:
             self._trouble -= 1
             return self._go_wrong(worker, being)
@@ -91,10 +133,13 @@ class SimulatedPool:
     def _go_well(self, worker: str, being: Being) -> list[Event]:
         if being.is_dying:
             del self.workers[worker]
-            return [Died(worker, "gone", with_node=self._draw.random() < 0.3)]
+            with_node = being.place != self._sick and self._draw.random() < 0.3
+            return [Died(worker, "gone", with_node)]
         if not being.is_up:
             being.is_up = True
-            return [Ready(worker, WorkerInfo("node", "host", 1, "cpu"))]
+            return [Ready(worker, WorkerInfo("node", "host", 1, "H200", (f"GPU {being.place}",)))]
+        if being.is_hung:
+            return [Polled(worker, WorkerReport(being.num_steps, {}))]
         being.num_steps += 1
         if not being.leases or self._draw.random() < 0.3:
             begun = self._draw.sample(sorted(being.leases), self._draw.randint(0, len(being.leases)))
@@ -117,7 +162,7 @@ class SimulatedPool:
         if not being.is_up:
             choices += [lambda: self._fail_to_start(worker)]
         elif not being.is_dying:
-            choices += [lambda: self._die(worker, being)] * 3 + [self._hang]
+            choices += [lambda: self._die(worker, being)] * 3 + [lambda: self._hang(worker, being)]
             if live(being):
                 choices += [lambda: self._fail_batch(worker, being), lambda: self._lose_call(worker, being)]
                 choices += [lambda: self._cannot_read(worker, being)]
@@ -134,9 +179,9 @@ class SimulatedPool:
         being.is_dying = True
         return [Dying(worker, "gone")]
 
-    def _hang(self) -> list[Event]:
-        self.clock.now += self._draw.choice([30.0, 700.0])
-        return []
+    def _hang(self, worker: str, being: Being) -> list[Event]:
+        being.is_hung = True
+        return self._go_well(worker, being)
 
     def _fail_batch(self, worker: str, being: Being) -> list[Event]:
         batch = live(being)
@@ -152,6 +197,40 @@ class SimulatedPool:
     def _lose_call(self, worker: str, being: Being) -> list[Event]:
         lease = being.leases.pop(self._draw.choice(sorted(live(being))))
         return [CallLost(worker, lease, "lost on the way")]
+
+
+def driver_of(
+    source: Source,
+    output: Location,
+    job: JobOptions,
+    pool: Any,
+    estimates: Mapping[DocumentKey, TokenEstimate],
+    interrupt: Interrupt,
+    *,
+    run_id: str = "0a0a0a0a",
+    tried: Mapping[DocumentKey, Tried] | None = None,
+) -> Driver:
+    """The real driver of one start around a pool that is made up, on the pool's clock."""
+    config = RunConfig.from_values(
+        {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
+    )
+    limits = Limits(max_attempts=job.max_attempts, deadline_base_s=job.deadline_base_s, stall_s=job.stall_s)
+    lock = OutputLock(output, run_id, clock=lambda: 0.0)
+    work = [(key, each.total) for key, each in estimates.items()]
+    return Driver(
+        scheduler=Scheduler(work, limits, LEASES, f"{run_id}-", tried),
+        pool=pool,
+        roster=Roster(job.workers),
+        committer=Committer(output, PartWriter(output, run_id), lock, job.commit_every_rows, 30.0),
+        ledger=Ledger(estimates, 0, 0),
+        display=Screen(),
+        metrics=Metrics(run_id),
+        interrupt=interrupt,
+        attempt=Attempt(output, run_id, config),
+        source=source,
+        job=job,
+        clock=AwakeClock(pool.clock),
+    )
 
 
 def live(being: Being) -> dict[str, Lease]:

@@ -11,26 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.cluster.attempts import Attempt
-from specextend.cluster.driver import Committer, Driver
+from specextend.cluster.driver import Driver
+from specextend.cluster.exits import TooManyErrorsError, WorkersFailError
 from specextend.cluster.interrupt import Interrupt
-from specextend.cluster.leases import Limits
-from specextend.cluster.lock import OutputLock
-from specextend.cluster.metrics import Metrics
-from specextend.cluster.progress import Ledger, TokenEstimate
-from specextend.cluster.roster import Roster
-from specextend.cluster.scheduler import Scheduler
-from specextend.config import JobOptions, RunConfig
+from specextend.cluster.progress import TokenEstimate
+from specextend.cluster.run import tried_before
+from specextend.cluster.stall import MIN_ENDED
+from specextend.config import JobOptions
 from specextend.core import DocumentKey
-from specextend.data.documents import Source
-from specextend.data.finalize import Counts, finalize
-from specextend.data.parts import PartWriter, pending, read_parts
+from specextend.data.finalize import finalize
+from specextend.data.parts import pending, read_parts
+from specextend.data.run_folder import Counts
+from specextend.data.source import Source
 from specextend.data.storage import resolve
-from tests.cluster.conftest import Screen
 from tests.properties.rows import in_a_folder, name_of, rows_of, source_of
-from tests.properties.simulated import LATE, Clock, Killed, SimulatedPool
+from tests.properties.simulated import LATE, LEASES, Clock, Killed, SimulatedPool, driver_of
 
-LEASES = 4
 MAX_STARTS = 60
 
 
@@ -54,42 +50,46 @@ class Night:
         self.poison = frozenset(key for key in self.keys if self.draw.random() < 0.1)
         self.interrupt = interrupt
         self.trouble = self.draw.choice([0, 10, 40])
+        self.workers = self.draw.randint(1, 4)
+        self.sick: int | None = None
+        self.drivers_killed = self.pauses = 0
 
     def pass_by(self) -> int:
         """Start again until a driver comes to its end; how many starts it took."""
         for start in range(1, MAX_STARTS):
-            keys = list(pending(self.sizes, read_parts(self.output)))
-            pool = SimulatedPool(self.draw, Clock(), self.trouble if start < MAX_STARTS // 2 else 0, self.poison)
+            trouble = self.trouble if start < MAX_STARTS // 2 else 0
+            num_places = self.workers + self.draw.randint(0, 1)
+            pool = SimulatedPool(self.draw, Clock(), trouble, self.poison, num_places, self.sick, self.pauses)
+            if start <= self.drivers_killed:
+                pool.turns_left = self.draw.randint(1, 80)
+            ends = (Killed, WorkersFailError) if trouble else Killed
             try:
-                self.driver(keys, pool).run()
-            except Killed:
+                self.driver(pool).run()
+            except ends:
                 continue
             assert pool.most_leases <= LEASES + 1
             return start
         raise AssertionError("the run does not end")
 
-    def driver(self, keys: list[DocumentKey], pool: SimulatedPool) -> Driver:
-        run_id = f"{self.draw.getrandbits(32):08x}"
-        job = JobOptions(workers=self.draw.randint(1, 4), deadline_base_s=60.0, silence_s=1e9)
-        config = RunConfig.from_values(
-            {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
+    def driver(self, pool: SimulatedPool) -> Driver:
+        progress = read_parts(self.output)
+        job = JobOptions(
+            workers=self.workers,
+            deadline_base_s=300.0 if self.trouble else 1e5,
+            stall_s=100.0 if self.trouble else 1e5,
+            silence_s=1e9,
+            commit_every_rows=self.draw.randint(1, 6),
         )
-        limits = Limits(max_attempts=job.max_attempts, deadline_base_s=60.0, stall_s=job.stall_s)
-        estimates = {key: TokenEstimate(self.draw.randint(1, 100), 5) for key in keys}
-        lock = OutputLock(self.output, run_id, clock=lambda: 0.0)
-        return Driver(
-            scheduler=Scheduler([(key, each.total) for key, each in estimates.items()], limits, LEASES, f"{run_id}-"),
-            pool=pool,
-            roster=Roster(job.workers),
-            committer=Committer(self.output, PartWriter(self.output, run_id), lock, self.draw.randint(1, 6), 30.0),
-            ledger=Ledger(estimates, 0, 0),
-            display=Screen(),
-            metrics=Metrics(run_id),
-            interrupt=self.interrupt,
-            attempt=Attempt(self.output, run_id, config),
-            source=self.source,
-            job=job,
-            clock=pool.clock,
+        estimates = {key: TokenEstimate(self.draw.randint(1, 100), 5) for key in pending(self.sizes, progress)}
+        return driver_of(
+            self.source,
+            self.output,
+            job,
+            pool,
+            estimates,
+            self.interrupt,
+            run_id=f"{self.draw.getrandbits(32):08x}",
+            tried=tried_before(self.output, progress),
         )
 
 
@@ -115,3 +115,46 @@ def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(se
             assert failed == set(map(name_of, night.poison)), "without trouble nobody else is given up"
 
     in_a_folder(check)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_a_place_that_kills_every_worker_makes_no_error_row(seed: int, interrupt: Interrupt) -> None:
+    """Its documents are healthy: they are done elsewhere, also if the driver is suspended, and killed and started
+    again, and though Ray puts the next worker there or anywhere.
+    """
+
+    def check(folder: Path) -> None:
+        night = Night(folder, seed, interrupt)
+        night.trouble, night.workers = 0, night.draw.randint(2, 4)
+        night.sick = night.draw.randrange(night.workers)
+        night.drivers_killed, night.pauses = night.draw.randint(0, 20), night.draw.randint(0, 40)
+        night.pass_by()
+        counts = finalize(night.source, night.output)
+        assert counts.rows == len(night.keys)
+        failed = {row["doc_id"] for row in rows_of(folder / "output" / "errors")}
+        assert failed == set(map(name_of, night.poison))
+
+    in_a_folder(check)
+
+
+def run_of_failures(folder: Path, num_documents: int, interrupt: Interrupt, **job: float) -> int:
+    """Run documents all of which fail; how many error rows there are when the driver ends, however it does."""
+    source, output = source_of(folder / "input", [num_documents]), resolve(str(folder / "output"))
+    keys = [DocumentKey(0, row) for row in range(num_documents)]
+    pool = SimulatedPool(random.Random(0), Clock(), 0, frozenset(keys), num_places=1)
+    estimates = {key: TokenEstimate(5, 5) for key in keys}
+    try:
+        driver_of(source, output, JobOptions(silence_s=1e9, **job), pool, estimates, interrupt).run()
+    finally:
+        num_errors = len(read_parts(output).errors)
+    return num_errors
+
+
+def test_only_a_run_with_something_left_to_do_is_stopped_for_its_failures(tmp_path: Path, interrupt: Interrupt) -> None:
+    """One that is through has its summaries written, and says itself how many rows failed."""
+    assert run_of_failures(tmp_path / "through", MIN_ENDED, interrupt) == MIN_ENDED
+    assert run_of_failures(tmp_path / "allowed", 2 * MIN_ENDED, interrupt, max_error_fraction=1.0) == 2 * MIN_ENDED
+    with pytest.raises(TooManyErrorsError):
+        run_of_failures(tmp_path / "stopped", MIN_ENDED + 1, interrupt)
+    assert len(read_parts(resolve(str(tmp_path / "stopped" / "output"))).errors) == MIN_ENDED, "they are committed"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.cluster.leases import Limits
+from specextend.cluster.places import Place, Spot
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.waiting import LENGTH_STEP
 from specextend.core import DocumentKey
@@ -16,7 +17,7 @@ from specextend.core import DocumentKey
 def order(lengths: list[int]) -> list[DocumentKey]:
     """Keys as one worker would get them, one at a time."""
     plan = Scheduler(((DocumentKey(0, row), length) for row, length in enumerate(lengths)), Limits(), 1)
-    plan.join("a", 0)
+    plan.join("a", Place("node", Spot("host", "seat 1")), 0)
     keys = []
     while not plan.is_done:
         [(_, lease)] = plan.assign(0)

@@ -40,7 +40,7 @@ def test_progress_is_what_was_committed_last_and_done_beats_error(
         assert progress.errors.keys() == error_keys - done_keys
         everything = {DocumentKey(file, row) for file in range(4) for row in range(8)}
         assert set(pending([8] * 4, progress)) == everything - done_keys - error_keys
-        assert set(pending([8] * 4, progress, retry_errors=True)) == everything - done_keys
+        assert set(pending([8] * 4, progress, retry_errors="all")) == everything - done_keys
         assert len(list_parts(output)) == sum(bool(rows) for _, rows in commits)
 
 

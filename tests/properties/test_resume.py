@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import DocumentKey
-from specextend.data import results
-from specextend.data.documents import Source
-from specextend.data.finalize import Counts, ReconciliationError, finalize
+from specextend.data import parts
+from specextend.data.finalize import ReconciliationError, finalize
 from specextend.data.parts import PartWriter, pending, read_parts
+from specextend.data.run_folder import Counts
+from specextend.data.source import Source
 from specextend.data.storage import Location, resolve
 from tests.properties.rows import done, failed, in_a_folder, name_of, rows_of, source_of
 
@@ -47,7 +48,7 @@ class History:
         """A start that does some of what is open, in any order, and commits in pieces of any size."""
         self.num_starts += 1
         writer = PartWriter(self.output, self.data.draw(st.from_regex(r"\A[0-9a-f]{8}\Z")))
-        keys = list(pending(self.sizes, read_parts(self.output), retry_errors=retry_errors))
+        keys = list(pending(self.sizes, read_parts(self.output), retry_errors="all" if retry_errors else "none"))
         assert set(keys) == {key for key in self.keys if self.is_open(key, retry_errors)}
         order = self.data.draw(st.permutations(keys))
         while order:
@@ -94,7 +95,7 @@ def killed(*arguments: Any) -> None:
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that files and windows overlap in every way."""
-    monkeypatch.setattr(results, "_WINDOW_ROWS", 4)
+    monkeypatch.setattr(parts, "WINDOW_ROWS", 4)
 
 
 @settings(deadline=None, max_examples=40)

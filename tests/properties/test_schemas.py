@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import DocumentKey
-from specextend.data.documents import InputOptions, open_source
 from specextend.data.finalize import finalize
+from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.schema import SUMMARY_SCHEMA
+from specextend.data.source import open_source
 from specextend.data.storage import resolve
 from tests.properties.rows import done, failed, in_a_folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -11,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specextend.drafters.draft_options import DraftKind
 from specextend.drafters.eagle_config import load_eagle_config
 from specextend.drafters.formats import read_head
-from specextend.drafters.options import DraftKind
 from specextend.loading import load_engine
-from specextend.training.options import TrainedKind, TrainOptions
+from specextend.models import load_tokenizer, tokens_sha256
+from specextend.training.task import TrainedKind, TrainOptions
 from tests.tiny_models import random_prompt, request
 from tests.training.conftest import OPTIONS, Workshop
 
@@ -77,6 +79,13 @@ def test_the_formats_are_those_that_their_readers_expect(drafts):
     assert (published.format, published.hidden_layers(3), published.draft_vocab_size) == ("EAGLE-3", (0, 1, 2), 18)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "model"])
+def test_a_draft_says_whose_tokens_it_speaks(workshop, drafts, kind):
+    """So that it is refused with a target of other tokens, as many as they may be."""
+    written = json.loads((drafts[kind] / "config.json").read_text())["tokens_sha256"]
+    assert written == tokens_sha256(load_tokenizer(workshop.target))
+
+
 def test_a_training_goes_on_with_the_recordings_it_has(workshop, drafts, tmp_path):
     """Recordings are most of the work: those that are there are not made again."""
     folder = tmp_path / "eagle"
@@ -107,7 +116,9 @@ def test_an_interruption_changes_nothing(workshop, drafts, tmp_path):
 
 def test_a_folder_of_another_training_is_refused(workshop, drafts):
     """Its recordings are of other prompts."""
-    with pytest.raises(ValueError, match=r"settings\.json is of a training with other settings; name another output"):
+    with pytest.raises(
+        ValueError, match=r"settings\.json belongs to a training with other settings; choose another output"
+    ):
         workshop.train(drafts["eagle"], "eagle", num_samples=7)
 
 
@@ -128,9 +139,9 @@ def test_a_head_can_go_on_from_another(workshop, drafts, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocabulary": 200}, "a vocabulary of 200 needs more text: it has"),
+        ({"vocabulary": 200}, "a vocabulary of 200 needs more text: this text has"),
         ({"sample": replace(OPTIONS.sample, min_tokens=600, max_tokens=700)}, "0 of 8 texts have the 600 tokens"),
-        ({"sample": replace(OPTIONS.sample, min_tokens=2000, max_tokens=2000)}, "fewer than the 2000 of the shortest"),
+        ({"sample": replace(OPTIONS.sample, min_tokens=2000, max_tokens=2000)}, r"fewer than min_tokens \(2000\)"),
         ({"start_from": "nowhere"}, "EAGLE draft nowhere has no config.json"),
     ],
 )
@@ -145,7 +156,7 @@ def test_what_cannot_be_trained_leaves_no_trace(workshop, tmp_path, changes, mes
     ("values", "message"),
     [
         ({"kind": "medusa"}, "kind must be one of eagle, eagle3, model, got 'medusa'"),
-        ({"kind": "model", "start_from": "x"}, "start_from goes with kind eagle only"),
+        ({"kind": "model", "start_from": "x"}, "start_from works with kind eagle only"),
         ({"num_samples": 1}, "num_samples must be at least 2, got 1"),
         ({"copy_heads": -1}, "copy_heads must be at least 0, got -1"),
     ],

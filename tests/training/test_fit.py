@@ -46,7 +46,7 @@ def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path):
             Learner(parts, num_steps=num_steps).run()
     last = Learner(parts)
     found = last.run()
-    assert last.said[0] == "going on at step 9/15"
+    assert last.said[0] == "resuming at step 9/15"
     assert last.taken == 6
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -62,7 +62,7 @@ def test_a_finished_training_is_not_done_again(tmp_path):
 def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     """Rather than going on with half of a cosine that was meant for something else."""
     Learner(tmp_path).run()
-    with pytest.raises(ValueError, match=f"{CHECKPOINT} is of another training"):
+    with pytest.raises(ValueError, match=f"{CHECKPOINT} belongs to another training"):
         Learner(tmp_path, FitOptions(passes=4)).run()
 
 

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from specextend.drafters.reduced import read_reduced
+from specextend.drafters.small_lm import read_reduced
 from specextend.training.language_model import (
     LanguageModelOptions,
-    Window,
+    TokenWindow,
     new_language_model,
     recorded_windows,
     right_choices,
@@ -66,7 +66,7 @@ def test_a_choice_outside_the_vocabulary_is_never_right():
     """Agreement counts what the target really chooses, not the best of what the draft knows."""
     torch.manual_seed(0)
     model = new_language_model(OPTIONS.language_model, VOCABULARY, EMBEDDING, "tiny")
-    window = Window(torch.tensor([0, 3, 5, 2]), torch.ones(4, 48))
+    window = TokenWindow(torch.tensor([0, 3, 5, 2]), torch.ones(4, 48))
 
     def right(token_id: int) -> int:
         """Places at which the model agrees with a target that always chooses one token."""

@@ -11,15 +11,14 @@ from specextend.attention import reference
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
-from specextend.drafters.eagle import EagleNetwork
+from specextend.drafters.causal import DraftNetwork
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
+from specextend.drafters.eagle_network import EagleNetwork, PublishedNetwork
 from specextend.drafters.formats import PublishedHead, read_head
-from specextend.drafters.network import DraftNetwork
-from specextend.drafters.published import PublishedNetwork
 from specextend.models import load_causal_lm, rope_frequencies
-from specextend.training.chain import Head, chain
-from specextend.training.eagle import EagleHead
-from specextend.training.eagle3 import FusedHead, save_fused
+from specextend.training.eagle3_head import FusedHead, fused_layers, new_fused_weights, save_fused
+from specextend.training.eagle_head import EagleHead
+from specextend.training.head_training import Head, chain
 from specextend.training.slots import Slots, lay_out
 from tests.tiny_models import FAMILIES, VOCABULARY, tiny_model, write_eagle, write_model
 from tests.training.conftest import made_up_recording
@@ -78,7 +77,7 @@ def test_an_eagle_head_gives_what_its_network_gives(tmp_path, copy_heads):
         assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)
 
 
-def fused_shape(folder, head_dim: int = 12) -> PublishedHead:
+def fused_shape(folder) -> PublishedHead:
     return PublishedHead(
         folder=folder,
         format="EAGLE-3",
@@ -88,7 +87,7 @@ def fused_shape(folder, head_dim: int = 12) -> PublishedHead:
         hidden_size=HIDDEN,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=head_dim,
+        head_dim=12,
         intermediate_size=64,
         norm_eps=1e-5,
         rope={"rope_theta": 1e6},
@@ -121,3 +120,30 @@ def test_an_eagle3_head_gives_what_the_reader_of_its_file_gives(tmp_path):
         assert torch.allclose(found, expected, atol=1e-4)
         assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)
         assert torch.equal(network.vocabulary, vocabulary)
+
+
+def test_an_untrained_eagle3_head_passes_the_highest_layer_on(tmp_path):
+    """Training begins at a useful guess: the layer nearest to the output, read by the target's own LM head."""
+    shape = fused_shape(tmp_path)
+    lm_rows, final_norm = torch.randn(shape.draft_vocab_size, HIDDEN), torch.rand(HIDDEN)
+    weights = new_fused_weights(shape, lm_rows, final_norm, seed=0)
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == {
+        name: size for name, size in shape.required().items() if name != "d2t"
+    }
+    features = torch.randn(20, 3 * HIDDEN)
+    passed_on = features @ weights["fc.weight"].T
+    assert torch.cosine_similarity(passed_on, features[:, 2 * HIDDEN :]).min() > 0.9
+    assert torch.equal(weights["lm_head.weight"], lm_rows)
+    assert torch.equal(weights["norm.weight"], final_norm)
+
+
+@pytest.mark.parametrize(("num_layers", "layers"), [(3, (0, 1, 2)), (6, (0, 3, 5)), (7, (1, 2, 3)), (30, (1, 14, 26))])
+def test_a_low_a_middle_and_a_high_layer_are_joined(num_layers, layers):
+    """Those that every reader takes where a file names none, if the target has them."""
+    assert fused_layers(num_layers) == layers
+
+
+def test_a_target_of_two_layers_has_not_enough():
+    """In one line, before anything is recorded."""
+    with pytest.raises(ValueError, match="reads the outputs of three layers; the target has only 2"):
+        fused_layers(2)

@@ -48,16 +48,16 @@ def test_pieces_leave_room_in_the_context():
     lengths = [len(shorter.make(document(n, 400), n).prompt_token_ids) for n in range(20)]
     assert max(lengths) > 300
     assert max(lengths) <= 600 - 128
-    with pytest.raises(ValueError, match="the target has room for pieces of 14 tokens, fewer than the 128"):
+    with pytest.raises(ValueError, match=r"room for pieces of 14 tokens, fewer than min_tokens \(128\)"):
         maker(limit=379)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"min_tokens": 100}, "pieces of 100 to 5120 tokens do not go with quotes of 96"),
-        ({"max_tokens": 1000}, "pieces of 1024 to 1000 tokens"),
-        ({"min_quote": 97}, "quotes of 97 to 96 tokens cannot be"),
+        ({"min_tokens": 100}, r"min_tokens must be from 2 x max_quote \(192\) to max_tokens \(5120\), got 100"),
+        ({"max_tokens": 1000}, r"to max_tokens \(1000\), got 1024"),
+        ({"min_quote": 97}, r"min_quote must be from 1 to max_quote \(96\), got 97"),
         ({"num_facts": -1}, "must be 0 or more"),
     ],
 )

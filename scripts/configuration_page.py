@@ -1,0 +1,82 @@
+"""Write `docs/configuration.md` from the options' dataclasses, so that the page cannot fall behind the code.
+
+python -m scripts.configuration_page > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from typing import Any, get_args
+
+from specextend.config import RunConfig
+
+HEAD = """\
+# Configuration: every key, its default and its meaning
+
+This page lists what a configuration file may hold. It is generated from the code by
+`python -m scripts.configuration_page`; a test keeps the two equal. Complete files are in [`configs/`](../configs).
+
+A configuration is YAML with one section for each heading below. An unknown key is refused, and the nearest known one is
+suggested. On the command line `--set key.path=value` changes one value, and `--input` and `--output` stand for
+`input.path` and `output.path`. Local paths are relative to the current folder and are made absolute when the file is
+read; in a job that is submitted to a cluster they must be absolute.
+"""
+TABLE = ["| key | default | meaning |", "|---|---|---|"]
+
+
+def page() -> str:
+    """Return the whole page as Markdown."""
+    sections = [_section(name) for name in RunConfig.model_fields]
+    return "\n".join([HEAD, *sections])
+
+
+def _section(name: str) -> str:
+    owner = _owner(name)
+    docs = _field_docs(owner)
+    rows = [_row(name, field, docs.get(field.name, "")) for field in dataclasses.fields(owner)]
+    return "\n".join([f"## `{name}`", "", _lead(owner), "", *TABLE, *rows, ""])
+
+
+def _owner(section: str) -> Any:
+    """Return the dataclass of a section, also where the section may be left out."""
+    annotation = RunConfig.model_fields[section].annotation
+    return (get_args(annotation) or (annotation,))[0]
+
+
+def _lead(owner: Any) -> str:
+    """Return the class docstring without the section's name in front."""
+    text = re.sub(r"^`\w+\.\*`: ", "", inspect.getdoc(owner) or "")
+    return " ".join(text.split())
+
+
+def _row(section: str, field: dataclasses.Field[Any], doc: str) -> str:
+    meaning = doc.replace("|", "\\|")
+    return f"| `{section}.{field.name}` | {_default(field)} | {meaning} |"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is dataclasses.MISSING:
+        return "required"
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
+    known = {None: "none", True: "`true`", False: "`false`", "": "empty"}
+    return known[value] if isinstance(value, (str, bool, type(None))) and value in known else f"`{value}`"
+
+
+def _field_docs(owner: Any) -> dict[str, str]:
+    """Return the docstring of each field, which stands below it in the source."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(node, ast.ClassDef)
+    docs = {}
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return docs
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

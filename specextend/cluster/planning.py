@@ -1,0 +1,172 @@
+"""What there is to do, and how much of it: tokens per document, estimated from a sample."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from specextend.cluster.progress import TokenEstimate
+from specextend.core import DocumentKey
+from specextend.data.inputs import DocumentError
+from specextend.data.prompts import Prompts
+from specextend.data.source import Source
+
+SAMPLE_SIZE = 200
+"""Documents that are tokenized to learn tokens per byte."""
+SAMPLE_BYTES = 64 << 10
+"""Bytes of each that are: tokenizing takes a hundred times the memory of the text."""
+DEFAULT_TOKENS_PER_BYTE = 0.25
+BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Upper bounds of the length buckets, in prompt tokens."""
+
+
+class Checkpoint(Protocol):
+    """Called between documents; raises to stop the planning."""
+
+    def __call__(self) -> None:
+        """Go on, or raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The documents of a start with their estimated tokens."""
+
+    estimates: dict[DocumentKey, TokenEstimate]
+    tokens_per_byte: float | None
+    """None where `num_tokens_column` says it all."""
+    rejected: Counter[str]
+    """Rows that are known to become error rows, by error class."""
+    num_over_length: int
+    """Documents that by their estimate exceed the prompt limit, and meet the length policy."""
+
+    def work(self) -> list[tuple[DocumentKey, int]]:
+        """Keys with their tokens, prompt and output."""
+        return [(key, estimate.total) for key, estimate in self.estimates.items()]
+
+    def num_prompt_tokens(self) -> int:
+        """Estimated prompt tokens of all documents."""
+        return sum(estimate.num_prompt_tokens for estimate in self.estimates.values())
+
+    def buckets(self) -> dict[str, int]:
+        """Documents by estimated prompt length."""
+        counts = Counter(_bucket(estimate.num_prompt_tokens) for estimate in self.estimates.values())
+        return {name: counts[name] for name in map(_bucket_name, range(len(BUCKETS) + 1)) if counts[name]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """What the scan says of a row."""
+
+    num_bytes: int
+    num_tokens: int | None
+    max_new_tokens: int
+    is_rejected: bool
+
+
+def make_plan(
+    source: Source,
+    prompts: Prompts,
+    keys: Collection[DocumentKey],
+    max_new_tokens: int,
+    seed: int,
+    checkpoint: Callable[[], None],
+) -> Plan:
+    """Estimate the documents of `keys` in one streaming pass over the input.
+
+    max_new_tokens: where a row has none of its own. seed: of the sample. checkpoint: called for every row.
+    """
+    lengths: dict[DocumentKey, _Length] = {}
+    rejected: Counter[str] = Counter()
+    sample = _Sample(random.Random(seed))
+    for row in source.scan():
+        checkpoint()
+        if row.key not in keys:
+            continue
+        own = max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
+        error_class = row.error_class or _without_room(prompts, own)
+        lengths[row.key] = _Length(row.num_bytes or 0, row.num_tokens, own, error_class is not None)
+        if error_class is not None:
+            rejected[error_class] += 1
+        elif row.text is not None:
+            sample.offer(row.text)
+    per_byte = sample.tokens_per_byte(prompts, checkpoint) if sample.texts else None
+    estimates = {key: _estimate(length, prompts, per_byte) for key, length in lengths.items()}
+    kept = [length for length in lengths.values() if not length.is_rejected]
+    num_over_length = sum(_uncut(length, prompts, per_byte) > _limit(length, prompts) for length in kept)
+    return Plan(estimates, per_byte, rejected, num_over_length)
+
+
+@dataclass(slots=True)
+class _Sample:
+    """The beginnings of documents, drawn as they stream by, each as likely as any other."""
+
+    random: random.Random
+    texts: list[str] = field(default_factory=list)
+    num_offered: int = 0
+
+    def offer(self, text: bytes) -> None:
+        """Take a document into the sample, or not."""
+        self.num_offered += 1
+        if len(self.texts) < SAMPLE_SIZE:
+            self.texts.append(_beginning(text))
+        elif (place := self.random.randrange(self.num_offered)) < SAMPLE_SIZE:
+            self.texts[place] = _beginning(text)
+
+    def tokens_per_byte(self, prompts: Prompts, checkpoint: Callable[[], None]) -> float:
+        """Tokens per byte of text over the sample."""
+        num_tokens = num_bytes = 0
+        for text in self.texts:
+            checkpoint()
+            num_tokens += len(prompts.encode_document(text))
+            num_bytes += len(text.encode())
+        return num_tokens / num_bytes if num_bytes else DEFAULT_TOKENS_PER_BYTE
+
+
+def _beginning(text: bytes) -> str:
+    """At most `SAMPLE_BYTES` of a text, whole characters."""
+    return text[:SAMPLE_BYTES].decode(errors="ignore")
+
+
+def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
+    """Why a row's own `max_new_tokens` leaves no room for any document; None where it does."""
+    try:
+        prompts.room(max_new_tokens)
+    except DocumentError as error:
+        return error.error_class
+    return None
+
+
+def _estimate(length: _Length, prompts: Prompts, per_byte: float | None) -> TokenEstimate:
+    """Template and document, cut where the length policy would cut; nothing for a row that will be refused."""
+    if length.is_rejected:
+        return TokenEstimate(0, 0)
+    num_tokens = min(_limit(length, prompts), _uncut(length, prompts, per_byte))
+    return TokenEstimate(max(0, num_tokens), length.max_new_tokens)
+
+
+def _uncut(length: _Length, prompts: Prompts, per_byte: float | None) -> int:
+    """Tokens of template and whole document."""
+    document = round(length.num_bytes * (per_byte or 0.0)) if length.num_tokens is None else length.num_tokens
+    return prompts.num_template_tokens + document
+
+
+def _limit(length: _Length, prompts: Prompts) -> int:
+    """Tokens of the prompt at most."""
+    limit = prompts.limit - length.max_new_tokens
+    longest = prompts.options.max_prompt_tokens
+    return limit if longest is None else min(limit, longest)
+
+
+def _bucket(num_tokens: int) -> str:
+    return _bucket_name(sum(num_tokens > bound for bound in BUCKETS))
+
+
+def _bucket_name(index: int) -> str:
+    if index == 0:
+        return f"up to {BUCKETS[0]}"
+    if index == len(BUCKETS):
+        return f"over {BUCKETS[-1]}"
+    return f"{BUCKETS[index - 1] + 1} to {BUCKETS[index]}"

@@ -1,0 +1,129 @@
+"""The draft's two caches: every committed token's K and V, and the rows it may see now (arXiv 2505.20776, section 3).
+
+The full cache holds keys turned back to position 0, the working cache holds the visible ones turned to consecutive
+positions, so that a draft trained on 2K positions stays in range at 16K. Rotations are done in fp32 with the bare
+`inv_freq`; yarn's attention scaling is part of the key and stays there.
+
+Shapes: `L` layers, `n` tokens, `K` key heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specextend.decoding.cache import KVCache, Region, RowAllocator
+
+
+def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Turn keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back); fp32 inside, keys' dtype out.
+
+    inv_freq [D / 2], or [K, D / 2] where heads differ; a row of zeros leaves its head as it is.
+    """
+    angles = positions[..., None, None].float() * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    first, second = keys.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
+
+
+@dataclass(slots=True)
+class _Regions:
+    full: Region
+    working: Region
+    length: int = 0
+    """Tokens in the full cache."""
+    visible: int = 0
+    """Rows in the working cache."""
+
+
+class DraftCache:
+    """Full and working cache of one draft, for many sequences."""
+
+    def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor) -> None:
+        """Allocate the full cache beside the `working` one; `inv_freq` as `rotate` takes it."""
+        num_layers, _, num_heads, head_dim = working.keys.shape
+        self.working = working
+        self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, working.keys.dtype, working.keys.device)
+        self._inv_freq = inv_freq.float().to(working.keys.device)
+        self._sequences: dict[int, _Regions] = {}
+
+    def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
+        """Reserve a region of each cache; return False, and reserve nothing, if one is lacking."""
+        assert slot not in self._sequences, f"slot {slot} is in use"
+        full = self._full.rows.take(num_tokens)
+        working = self.working.rows.take(num_working_rows)
+        if full and working:
+            self._sequences[slot] = _Regions(full, working)
+            return True
+        self._give_back(self._full.rows, full)
+        self._give_back(self.working.rows, working)
+        return False
+
+    def release(self, slot: int) -> None:
+        """Free both regions."""
+        sequence = self._sequences.pop(slot)
+        self._full.rows.give_back(sequence.full)
+        self.working.rows.give_back(sequence.working)
+
+    def start(self, slot: int) -> int:
+        """Return the first working row of a sequence."""
+        return self._sequences[slot].working.start
+
+    def visible(self, slot: int) -> int:
+        """Return the number of rows that the draft sees now, which is also the next position."""
+        return self._sequences[slot].visible
+
+    def length(self, slot: int) -> int:
+        """Return the number of tokens in the full cache."""
+        return self._sequences[slot].length
+
+    def store(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Append to the full cache: keys [L, n, K, D] at position 0 (before RoPE), values alike."""
+        sequence = self._sequences[slot]
+        first = sequence.full.start + sequence.length
+        sequence.length += keys.shape[1]
+        assert sequence.length <= sequence.full.size, "the full cache is full"
+        rows = slice(first, first + keys.shape[1])
+        self._full.keys[:, rows] = keys
+        self._full.values[:, rows] = values
+
+    def store_working(self, slot: int, offset: int, count: int, position: int) -> None:
+        """Append `count` working rows from `offset` on, which stand at `position` and up, to the full cache."""
+        first = self.start(slot) + offset
+        rows = slice(first, first + count)
+        back = -torch.arange(position, position + count, device=self._inv_freq.device)
+        self.store(slot, rotate(self.working.keys[:, rows], back, self._inv_freq), self.working.values[:, rows])
+
+    def keep_last(self, slot: int, offset: int, count: int) -> None:
+        """Move `count` working rows from `offset` on to the front; used while prefill slides its window."""
+        first = self.start(slot)
+        for stored in (self.working.keys, self.working.values):
+            stored[:, first : first + count] = stored[:, first + offset : first + offset + count].clone()
+
+    def select(self, slot: int, positions: Tensor) -> None:
+        """Show the tokens at `positions` [S] (ascending), those that the full cache holds, at positions 0 to S - 1."""
+        sequence = self._sequences[slot]
+        positions = positions[positions < sequence.length]
+        count = len(positions)
+        assert count <= sequence.working.size, "the working cache is full"
+        source = positions + sequence.full.start
+        rows = slice(sequence.working.start, sequence.working.start + count)
+        places = torch.arange(count, device=positions.device)
+        self.working.keys[:, rows] = rotate(self._full.keys[:, source], places, self._inv_freq)
+        self.working.values[:, rows] = self._full.values[:, source]
+        sequence.visible = count
+
+    def append(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Commit the first `counts[b]` working rows behind the visible ones of each sequence."""
+        for slot, count in zip(slots, counts, strict=True):
+            sequence = self._sequences[slot]
+            self.store_working(slot, sequence.visible, count, sequence.visible)
+            sequence.visible += count
+
+    @staticmethod
+    def _give_back(rows: RowAllocator, region: Region | None) -> None:
+        if region is not None:
+            rows.give_back(region)

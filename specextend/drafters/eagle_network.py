@@ -1,0 +1,304 @@
+"""EAGLE heads in plain torch, one Llama decoder layer each: our own format, and the published ones (`formats.py`).
+
+Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `F` features of the target, `V` vocabulary, `H` query
+heads, `K` key heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from specextend.attention.hybrid import attend_plan
+from specextend.attention.plan import AttentionPlan
+from specextend.decoding.cache import KVCache
+from specextend.decoding.model import CachedModel, pack_linears, packs
+from specextend.drafters.causal import HISTORY, histories, last_tokens
+from specextend.drafters.draft_cache import DraftCache, rotate
+from specextend.drafters.eagle_config import VOCABULARY, EagleConfig
+from specextend.drafters.formats import PublishedHead, read_tensors, read_vocabulary
+
+_COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
+"""First and last (exclusive) of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads."""
+_MAPS = ("d2t", "t2d")
+"""Tensors of published heads that are no weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """State that prefill keeps for its next chunk."""
+
+    last: Tensor  # [3] tokens
+    hidden: Tensor  # [1, C] at the last one, which waits for the next token
+
+
+class EagleNetwork:
+    """A head of our own format, with the target's embedding and LM head.
+
+    For position i, with e the target's embedding of token i + 1 and h the target's last hidden state at position i:
+
+        x  = fc(concat(rmsnorm(e), rmsnorm(h)))
+        h' = rmsnorm(decoder_layer(x))
+
+    h' approximates the target's hidden state at i + 1, gives token i + 2 through the target's LM head, and takes the
+    place of h one level further (EAGLE, arXiv 2401.15077; the norms are ours).
+
+    Copy heads are further heads of the layer's attention, which find where the text said the same before and bring
+    what came next. They read tokens alone, wherever those stand (no RoPE). With normalised e of i + 1, i, i - 1, i - 2:
+
+        query = copy.q_proj(concat(e[i + 1], e[i], e[i - 1]))
+        key   = copy.k_proj(concat(e[i], e[i - 1], e[i - 2]))
+        value = copy.v_proj(e[i + 1])
+    """
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        weights: Mapping[str, Tensor],
+        target: CachedModel,
+        lm_head: Tensor,
+        num_full_rows: int,
+    ) -> None:
+        """Take the weights, and the target's LM head [V, C], of which a reduced vocabulary takes its own rows."""
+        self._config, self._attend = config, target.attend
+        self._embedding: Tensor = target.model.get_input_embeddings().weight
+        self.vocabulary = weights.get(VOCABULARY)
+        tensors = {name: weight for name, weight in weights.items() if name != VOCABULARY}
+        self._norms = {name: weight for name, weight in tensors.items() if weight.dim() == 1}
+        self._linears = linears({name: weight for name, weight in tensors.items() if weight.dim() == 2})
+        if self.vocabulary is not None:
+            self._linears["lm_head"] = linear(lm_head[self.vocabulary])
+        device, dtype = target.device, target.dtype
+        if packs(device, dtype):
+            pack_linears(self._linears)
+        self._lm_head = target.logits if self.vocabulary is None else self._linears["lm_head"]
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+        self._inv_freq = config.rope_theta**-exponents
+        copy_heads = config.copy_heads or 0
+        self.hidden_layers: tuple[int, ...] = ()
+        self.reads_history = copy_heads > 0
+        working = KVCache(1, num_full_rows, config.num_kv_heads + copy_heads, config.head_dim, dtype, device)
+        inv_freq = torch.stack([self._inv_freq] * config.num_kv_heads + [self._inv_freq * 0] * copy_heads)
+        self.cache = DraftCache(working, num_full_rows, inv_freq if self.reads_history else self._inv_freq)
+        self._pending: dict[int, _Pending] = {}
+
+    def num_staging_rows(self) -> int:
+        """Return 0: prefill fills the full cache directly."""
+        return 0
+
+    def release(self, slot: int) -> None:
+        """Free the slot."""
+        self._pending.pop(slot, None)
+
+    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Store keys and values of every position whose next token is known; the chunk's last one waits."""
+        pending = self._pending.get(slot)
+        text = last_tokens(None if pending is None else pending.last, token_ids)
+        if pending is None:
+            text, token_ids = text[1:], token_ids[1:]
+        else:
+            hidden = torch.cat([pending.hidden, hidden])
+        self._pending[slot] = _Pending(text[-HISTORY:], hidden[-1:].clone())
+        if len(token_ids):
+            embedded = self._embedded(token_ids, histories(text) if self.reads_history else None)
+            normed = self._norm("layer.input_layernorm", self._inputs(embedded, hidden[:-1]))
+            projected = {name: self._heads(name, normed) for name in ("k_proj", "v_proj")}
+            keys, values = self._with_copies(projected, embedded)
+            self.cache.store(slot, keys.unsqueeze(0), values.unsqueeze(0))
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
+    ) -> Tensor:
+        """Run token_ids [B, T], each with hidden [B, T, C] of one position before it; return hidden [B, T, C]."""
+        embedded = self._embedded(token_ids, history)
+        residual = self._inputs(embedded, hidden)
+        normed = self._norm("layer.input_layernorm", residual)
+        projected = {name: self._heads(name, normed) for name in ("q_proj", "k_proj", "v_proj")}
+        for name in ("q_proj", "k_proj"):
+            projected[name] = rotate(projected[name], positions, self._inv_freq)
+        query, keys, values = self._with_copies(projected, embedded)
+        rows = plan.new_rows(keys.device)
+        working = self.cache.working
+        working.keys[0].index_copy_(0, rows, keys.flatten(0, 1))
+        working.values[0].index_copy_(0, rows, values.flatten(0, 1))
+        scale = self._config.head_dim**-0.5
+        mixed = attend_plan(self._attend, query, working.keys[0], working.values[0], plan, scale)
+        residual = residual + self._linear("layer/self_attn/o_proj", mixed.flatten(2))
+        normed = self._norm("layer.post_attention_layernorm", residual)
+        gated = silu(self._linear("layer/mlp/gate_proj", normed)) * self._linear("layer/mlp/up_proj", normed)
+        return self._norm("norm", residual + self._linear("layer/mlp/down_proj", gated))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., V] of hidden [..., C]."""
+        return self._lm_head(hidden)
+
+    def _embedded(self, token_ids: Tensor, history: Tensor | None) -> Tensor:
+        """Embed token_ids [...] as [..., C], or with the three tokens before each as [..., 4C], all normalised."""
+        if history is None:
+            return self._norm("en", self._embedding[token_ids])
+        return self._norm("en", self._embedding[torch.cat([token_ids.unsqueeze(-1), history], -1)]).flatten(-2)
+
+    def _inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        own = embedded[..., : self._config.hidden_size]
+        return self._linear("fc", torch.cat([own, self._norm("hn", hidden)], -1))
+
+    def _with_copies(self, projected: Mapping[str, Tensor], embedded: Tensor) -> list[Tensor]:
+        """Return the projections [..., heads, D], each with its copy heads behind the others, if there are any."""
+        if not self.reads_history:
+            return list(projected.values())
+        return [torch.cat([own, self._copies(name, embedded)], -2) for name, own in projected.items()]
+
+    def _copies(self, name: str, embedded: Tensor) -> Tensor:
+        """Project embedded [..., 4C] to the copy heads [..., heads, D]."""
+        first, last = (token * self._config.hidden_size for token in _COPY_READS[name])
+        return self._linear(f"copy/{name}", embedded[..., first:last]).unflatten(-1, (-1, self._config.head_dim))
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return self._linears[name](x)
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        return self._linear(f"layer/self_attn/{name}", x).unflatten(-1, (-1, self._config.head_dim))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        eps = self._config.layer_norm_eps if name.startswith("layer.") else self._config.head_norm_eps
+        weight = self._norms[f"{name}.weight"]
+        return rms_norm(x, (x.shape[-1],), eps=eps) * weight  # fp32 inside
+
+
+class PublishedNetwork:
+    """A published head, with the target's embedding and LM head if it has none of its own.
+
+    For position i, with e the embedding of token i + 1:
+
+        EAGLE-1/2   x = fc(concat(e, h)), h the target's last hidden state at i, after its final norm
+                    h' = x + attention(x) + mlp, logits by the target's LM head
+        EAGLE-3     x = fc(concat(outputs of three target layers at i))
+                    h' = x + attention(concat(rmsnorm(e), rmsnorm(x))) + mlp, logits = lm_head(rmsnorm(h'))
+
+    h' takes the place of h, or of x, one level further (arXiv 2401.15077, 2503.01840). Norms and biases that some of
+    the formats add are applied if the checkpoint has them.
+    """
+
+    def __init__(
+        self,
+        head: PublishedHead,
+        target: CachedModel,
+        lm_head: Tensor,
+        num_full_rows: int,
+        rope: tuple[Tensor, float],
+        hidden_layers: tuple[int, ...],
+    ) -> None:
+        """Take the head, the target's `lm_head` [V, C], `rope`: inv_freq [D / 2] and a factor on sine and cosine."""
+        self._head, self._attend = head, target.attend
+        self.hidden_layers, self.reads_history = hidden_layers, False
+        device, dtype = target.device, target.dtype
+        vocabulary = read_vocabulary(head)
+        self.vocabulary = None if vocabulary is None else vocabulary.to(device)
+        names = [name for name in head.sources if name not in _MAPS]
+        weights = {name: each.to(dtype) for name, each in read_tensors(head, names, str(device)).items()}
+        self._embedding = _own_or(weights.pop("embed_tokens.weight", None), target.model.get_input_embeddings().weight)
+        own_head = _own_or(weights.pop("lm_head.weight", None), lm_head)
+        self._norms = {name: weight for name, weight in weights.items() if name.endswith("norm.weight")}
+        self._linears = linears({name: weight for name, weight in weights.items() if name not in self._norms})
+        if own_head is not lm_head:
+            self._linears["lm_head"] = linear(own_head)
+        if packs(device, dtype):
+            pack_linears(self._linears)
+        self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
+        self._inv_freq = rope[0].to(device)
+        self._scale = head.head_dim**-0.5 * rope[1] ** 2
+        working = KVCache(1, num_full_rows, head.num_kv_heads, head.head_dim, dtype, device)
+        self.cache = DraftCache(working, num_full_rows, self._inv_freq)
+        self._pending: dict[int, Tensor] = {}
+
+    def num_staging_rows(self) -> int:
+        """Return 0: prefill fills the full cache directly."""
+        return 0
+
+    def release(self, slot: int) -> None:
+        """Free the slot."""
+        self._pending.pop(slot, None)
+
+    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Store keys and values of every position whose next token is known; the chunk's last one waits."""
+        if (pending := self._pending.get(slot)) is not None:
+            hidden = torch.cat([pending, hidden])
+        else:
+            token_ids = token_ids[1:]
+        self._pending[slot] = hidden[-1:].clone()
+        if len(token_ids):
+            _, inputs = self._inputs(token_ids, hidden[:-1])
+            keys, values = self._heads("k", inputs), self._heads("v", inputs)
+            self.cache.store(slot, keys.unsqueeze(0), values.unsqueeze(0))
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
+    ) -> Tensor:
+        """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden [B, T, C]."""
+        residual, inputs = self._inputs(token_ids, hidden)
+        query, keys = (rotate(self._heads(name, inputs), positions, self._inv_freq) for name in "qk")
+        rows = plan.new_rows(keys.device)
+        working = self.cache.working
+        working.keys[0].index_copy_(0, rows, keys.flatten(0, 1))
+        working.values[0].index_copy_(0, rows, self._heads("v", inputs).flatten(0, 1))
+        mixed = attend_plan(self._attend, query, working.keys[0], working.values[0], plan, self._scale)
+        residual = residual + self._linears["layer/self_attn/o_proj"](mixed.flatten(2))
+        normed = self._norm("layer.post_attention_layernorm", residual)
+        gate, up, down = (self._linears[f"layer/mlp/{name}_proj"] for name in ("gate", "up", "down"))
+        return residual + down(silu(gate(normed)) * up(normed))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., V] of hidden [..., C]."""
+        return self._lm_head(self._norm_if_any("norm", hidden))
+
+    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the layer's residual [..., C], and the input of its queries, keys and values."""
+        embedded, fc = self._embedding[token_ids], self._linears["fc"]
+        if not self._head.fused:
+            fused = fc(torch.cat([self._norm_if_any("embedding_norm", embedded), hidden], -1))
+            return fused, self._norm_if_any("layer.input_layernorm", fused)
+        if hidden.shape[-1] != self._head.hidden_size:
+            hidden = fc(self._norm_if_any("input_norm", hidden))
+        normed = self._norm("layer.hidden_norm", hidden)
+        inputs = torch.cat([self._norm("layer.input_layernorm", embedded), normed], -1)
+        return normed if self._head.norm_before_residual else hidden, inputs
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        heads = self._linears[f"layer/self_attn/{name}_proj"](x).unflatten(-1, (-1, self._head.head_dim))
+        return self._norm_if_any(f"layer.self_attn.{name}_norm", heads)
+
+    def _norm_if_any(self, name: str, x: Tensor) -> Tensor:
+        return self._norm(name, x) if f"{name}.weight" in self._norms else x
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        normed = rms_norm(x.float(), (x.shape[-1],), eps=self._head.norm_eps)
+        return normed.to(x.dtype) * self._norms[f"{name}.weight"]
+
+
+def _own_or(own: Tensor | None, target: Tensor) -> Tensor:
+    """Return the head's own matrix, or the target's if there is none or both are equal, to save memory."""
+    return target if own is None or torch.equal(own, target) else own
+
+
+def linears(weights: Mapping[str, Tensor]) -> nn.ModuleDict:
+    """Make a layer for every `<name>.weight` [out, in], with its `<name>.bias` [out] if there is one.
+
+    Dots of a name become slashes, which nn.ModuleDict takes.
+    """
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    return nn.ModuleDict(
+        {name.replace(".", "/"): linear(weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in names}
+    )
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Make a layer around weight [out, in] and bias [out]."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer

@@ -1,0 +1,122 @@
+"""A small standalone causal LM as the draft.
+
+Shapes: `L` layers, `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan
+from specextend.checkpoint import read_json, read_safetensors_header
+from specextend.decoding.model import CachedModel
+from specextend.drafters.draft_cache import DraftCache
+from specextend.drafters.eagle_config import VOCABULARY, read_token_ids
+
+
+class ModelNetwork:
+    """A stock transformers LM. It reads tokens only and ignores the target's hidden states."""
+
+    def __init__(
+        self,
+        model: CachedModel,
+        num_full_rows: int,
+        prefill_window: int,
+        max_chunk: int,
+        reduced: ReducedVocabulary | None = None,
+    ) -> None:
+        """Take the model; without `reduced` it knows all of the target's tokens."""
+        self._model, self._window, self._max_chunk = model, prefill_window, max_chunk
+        self.vocabulary = None if reduced is None else reduced.token_ids.to(model.device)
+        self._rows = None if reduced is None else reduced.rows().to(model.device)
+        self.hidden_layers: tuple[int, ...] = ()
+        self.reads_history = False
+        self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
+
+    def num_staging_rows(self) -> int:
+        """Return the rows of a window and a chunk, which prefill keeps in the working cache."""
+        return self._window - 1 + self._max_chunk
+
+    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Run a chunk at its original positions with sliding-window attention, and store its rows in the full cache."""
+        num_new, position = len(token_ids), self.cache.length(slot)
+        assert num_new <= self._max_chunk
+        kept = min(position, self._window - 1)
+        plan = AttentionPlan([self.cache.start(slot)], [kept + num_new], num_new, window=self._window)
+        positions = torch.arange(position, position + num_new, device=token_ids.device)
+        self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), plan)
+        self.cache.store_working(slot, kept, num_new, position)
+        keep_next = min(position + num_new, self._window - 1)
+        self.cache.keep_last(slot, kept + num_new - keep_next, keep_next)
+
+    def release(self, slot: int) -> None:
+        """Do nothing: all that belongs to a slot is in the cache."""
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
+    ) -> Tensor:
+        """Run token_ids [B, T] at positions [B, T] and return hidden [B, T, C]."""
+        return self._run(token_ids, positions, plan)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., V] of hidden [..., C]."""
+        logits = self._model.logits(hidden)
+        return logits if self.vocabulary is None else logits[..., :-1]
+
+    def _run(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        return self._model.forward(token_ids if self._rows is None else self._rows[token_ids], positions, plan)
+
+
+FILE = "draft_vocabulary.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedVocabulary:
+    """The part of the target's tokens that a model knows.
+
+    Row r of the model's embedding and LM head is the token `token_ids[r]`; the one row behind them stands for every
+    other token and is never proposed.
+    """
+
+    token_ids: Tensor
+    """[R] int64, ascending"""
+    target_vocab_size: int
+    """Rows of the target's embedding."""
+    tokens_sha256: str | None = None
+    """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
+
+    def rows(self) -> Tensor:
+        """Return the model's row [target_vocab_size] int64 of each of the target's tokens; R for those it lacks."""
+        rows = torch.full((self.target_vocab_size,), len(self.token_ids))
+        rows[self.token_ids] = torch.arange(len(self.token_ids))
+        return rows
+
+
+def read_reduced(folder: Path) -> ReducedVocabulary | None:
+    """Read the reduced vocabulary of a model's folder and check it against the config; None if there is none.
+
+    Beside a stock model's files, `draft_vocabulary.safetensors` holds `draft_token_ids` [R], ascending ids of the
+    target; `config.json` says under `target_vocab_size` how many tokens the target has, and under `tokens_sha256`
+    which. No weight is loaded to check it. Raises ValueError in one line.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    header, config = read_safetensors_header(file), read_json(folder / "config.json")
+    if set(header) != {VOCABULARY} or header[VOCABULARY].dtype != "I64" or len(header[VOCABULARY].shape) != 1:
+        raise ValueError(f"{file} must hold one tensor, {VOCABULARY}, a list of int64")
+    size, target_vocab_size = header[VOCABULARY].shape[0], config.get("target_vocab_size")
+    if type(target_vocab_size) is not int or target_vocab_size < 1:
+        raise ValueError(
+            f"{folder / 'config.json'}: target_vocab_size must be a positive int, got {target_vocab_size!r}"
+        )
+    if config.get("vocab_size") != size + 1:
+        raise ValueError(
+            f"{folder / 'config.json'}: vocab_size is {config.get('vocab_size')!r}; {FILE} lists {size} tokens, "
+            "and one more row stands for all others"
+        )
+    return ReducedVocabulary(read_token_ids(file, target_vocab_size), target_vocab_size, config.get("tokens_sha256"))

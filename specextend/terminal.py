@@ -1,0 +1,100 @@
+"""Standard streams that are safe to write any text to, in any encoding, even after their reader has gone."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+from typing import Any, TextIO, cast
+
+from specextend.core import printable
+
+_UP = "\x1b[A"
+"""Cursor up."""
+_ASCII = {"─": "-", "━": "-", "│": "|", "┃": "|", "…": "..."}
+
+
+class PlainStream:
+    """A stream that escapes control characters, and drops output once its reader has gone.
+
+    unescaped: the underlying stream, for code that draws on the terminal with its own control characters.
+    """
+
+    def __init__(self, stream: TextIO, *, bars: bool = False) -> None:
+        """If `bars`, allow the cursor movements of libraries' progress bars, such as that of a model download."""
+        self.unescaped = stream
+        self._bars = bars
+
+    def write(self, text: str) -> int:
+        """Write text with its control characters escaped."""
+        try:
+            self.unescaped.write(_plain_bar(text) if self._bars else _plain(text))
+        except BrokenPipeError:
+            self._drop()
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, if it still has a reader."""
+        try:
+            self.unescaped.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Discard what is buffered and all later output; otherwise Python would complain again at exit."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.unescaped.fileno())
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unescaped, name)
+
+
+def guard_streams() -> None:
+    """Make stdout and stderr safe for any text, whatever their encoding. Jobs call this before they print."""
+    codecs.register_error("specextend.plain", _in_ascii)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell: `>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for the process's life
+        getattr(sys, name).reconfigure(errors="specextend.plain")
+    wrap_streams()
+
+
+def wrap_streams() -> None:
+    """Wrap the current stdout and stderr in plain streams."""
+    sys.stdout = cast(TextIO, PlainStream(sys.stdout))
+    sys.stderr = cast(TextIO, PlainStream(sys.stderr, bars=True))
+
+
+def raw_stream(stream: TextIO) -> TextIO:
+    """Return the stream underneath a plain one, or the stream itself if it is not plain."""
+    return cast(TextIO, getattr(stream, "unescaped", stream))
+
+
+def complain(error: BaseException) -> None:
+    """Write an error to stderr as one line."""
+    message = str(error).strip() or type(error).__name__
+    sys.stderr.write(f"error: {printable(' '.join(message.splitlines()))}\n")
+
+
+def _plain(text: str) -> str:
+    return printable(text, keep="\n\t")
+
+
+def _plain_bar(text: str) -> str:
+    """Escape text, except cursor movements between lines and a leading carriage return: progress bars need these."""
+    if not text.replace(_UP, "").strip("\n"):
+        return text
+    return "\r" + _plain(text[1:]) if text.startswith("\r") else _plain(text)
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Replace characters that the stream's encoding lacks: table borders become ASCII, all others become codes."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(map(_substitute, error.object[error.start : error.end])), error.end
+
+
+def _substitute(character: str) -> str:
+    is_corner = "\u2500" <= character <= "\u257f"
+    other = "+" if is_corner else character.encode("ascii", "backslashreplace").decode()
+    return _ASCII.get(character, other)

@@ -1,0 +1,221 @@
+"""The end of a run, after the last commit: summaries, report, `_SUCCESS`. Nothing is left to decode: no Ray starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.cluster.exits import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_LOCKED,
+    EXIT_OTHER_RUN,
+    EXIT_TOO_MANY_ERRORS,
+    InterruptedRunError,
+    LockGoneError,
+    LockLostError,
+    OtherRunError,
+    exit_code,
+)
+from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.prepare import prepare
+from specextend.cluster.run import run
+from specextend.cluster.status import read_status
+from specextend.config import RunConfig
+from specextend.core import DocumentKey
+from specextend.data.fingerprint import write_manifest
+from specextend.data.parts import PartWriter
+from specextend.data.storage import resolve
+from specextend.report import write_report
+from tests.cluster.conftest import MODELS, ROOT, Screen, rows_of
+from tests.cluster.fakes import NeverLoads
+from tests.properties.rows import done, failed
+
+NUM_ROWS = 3
+
+
+class Ended:
+    """A run of two files whose rows are all committed, and which has not been finalized."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "in").mkdir()
+        for number in range(2):
+            pq.write_table(pa.table({"text": ["one"] * NUM_ROWS}), folder / "in" / f"{number}.parquet")
+        self.output, self.screen = folder / "output", Screen()
+        self.handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        prepared = prepare(self.config())
+        self.fingerprint: str = prepared.manifest["fingerprint"]
+        write_manifest(prepared.output, prepared.manifest)
+        keys = [DocumentKey(file, row) for file in range(2) for row in range(NUM_ROWS)]
+        self.commit([done(key) for key in keys[1:]] + [failed(keys[0])], self.fingerprint)
+
+    def commit(self, rows: list[dict], fingerprint: str) -> None:
+        PartWriter(resolve(str(self.output)), "0000000a", fingerprint).commit(rows)
+
+    def config(self, **job: object) -> RunConfig:
+        return RunConfig.from_values(
+            {
+                "input": {"path": str(self.output.parent / "in")},
+                "output": {"path": str(self.output)},
+                "target": {"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
+                "decoding": {"mode": "autoregressive", "max_new_tokens": 5},
+                "job": {"max_error_fraction": 1.0, **job},
+            }
+        )
+
+    def run(self, interrupt: Interrupt | None = None, report: Callable[..., object] = write_report, **job) -> int:
+        interrupt = interrupt or Interrupt(60.0)
+        try:
+            return run(self.config(**job), self.screen, interrupt, report=report, factory=NeverLoads())
+        finally:
+            interrupt.disarm()
+
+    @property
+    def lock(self) -> Path:
+        return self.output / "_run" / "lock"
+
+    def is_complete(self) -> bool:
+        return (self.output / "_SUCCESS").exists()
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Iterator[Ended]:
+    ended = Ended(tmp_path)
+    yield ended
+    for number, handler in ended.handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_run_with_nothing_left_to_decode_is_finalized_reported_and_complete(ended: Ended):
+    """What all the tests here disturb."""
+    assert ended.run() == EXIT_DONE
+    assert len(rows_of(ended.output / "summaries")) == 2 * NUM_ROWS - 1
+    assert ended.is_complete()
+    assert not ended.lock.exists()
+
+
+def steal(ended: Ended) -> None:
+    ended.lock.write_text(json.dumps(json.loads(ended.lock.read_text()) | {"run_id": "feedbeef", "pid": 1}))
+
+
+def remove(ended: Ended) -> None:
+    ended.lock.unlink()
+
+
+@pytest.mark.parametrize(
+    ("happens", "expected", "code"), [(steal, LockLostError, EXIT_LOCKED), (remove, LockGoneError, EXIT_FAILED)]
+)
+def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(
+    ended: Ended, happens: Callable[[Ended], None], expected: type[Exception], code: int
+):
+    """Its successor is at work in the folder: `_SUCCESS` beside half of its summaries would be believed."""
+    with pytest.raises(expected) as said:
+        ended.run(report=lambda *arguments, **options: happens(ended))
+    assert exit_code(said.value) == code
+    assert not ended.is_complete()
+
+
+def test_a_run_told_to_stop_during_its_report_stops_and_the_next_one_completes_it(ended: Ended):
+    """A report over a million rows takes minutes, in which Ctrl-C did nothing."""
+    interrupt = Interrupt(60.0)
+    interrupt.install()
+
+    def report(*arguments: object, **options: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        write_report(*arguments, **options)
+
+    with pytest.raises(InterruptedRunError, match="SIGINT"):
+        ended.run(interrupt, report)
+    assert not ended.is_complete()
+    assert not (ended.output / "report.json").exists()
+    kept = {path: path.stat().st_ino for path in (ended.output / "summaries").iterdir()}
+    assert ended.run() == EXIT_DONE
+    assert ended.is_complete()
+    assert {path: path.stat().st_ino for path in kept} == kept, "and writes no summaries again"
+
+
+def test_a_run_told_to_stop_between_two_summary_files_stops(ended: Ended, monkeypatch: pytest.MonkeyPatch):
+    """Summaries of a large corpus take longer than anybody waits; what is written stays."""
+    interrupt, replace = Interrupt(60.0), os.replace
+
+    def told(source: str, target: str) -> None:
+        replace(source, target)
+        if target.endswith("summaries/part-00000.parquet"):
+            interrupt.tell("SIGTERM received")
+
+    monkeypatch.setattr(os, "replace", told)
+    with pytest.raises(InterruptedRunError):
+        ended.run(interrupt)
+    assert [path.name for path in (ended.output / "summaries").iterdir()] == ["part-00000.parquet"]
+    assert ended.run() == EXIT_DONE
+    assert len(rows_of(ended.output / "summaries")) == 2 * NUM_ROWS - 1
+
+
+@pytest.mark.parametrize(("fraction", "code"), [(1.0, EXIT_DONE), (0.0, EXIT_TOO_MANY_ERRORS)])
+def test_the_report_of_a_run_says_how_it_ended(ended: Ended, fraction: float, code: int):
+    """It is written before the end, and said `null`."""
+    assert ended.run(max_error_fraction=fraction) == code
+    [start] = json.loads((ended.output / "report.json").read_text())["attempts"]
+    assert start["exit_code"] == code
+    assert start["end"] is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1, 2]", b"\xff", b'{"rows": "6", "done": 5, "errors": 1}', b"null"])
+def test_a_success_file_that_says_nothing_is_written_again(ended: Ended, content: bytes):
+    """An empty one, of a tool that touches it or of a full disk, was a traceback, also in `--status`."""
+    assert ended.run() == EXIT_DONE
+    whole = (ended.output / "_SUCCESS").read_bytes()
+    (ended.output / "_SUCCESS").write_bytes(content)
+    assert read_status(resolve(str(ended.output)))["state"] == "stopped, run again to resume"
+    assert ended.run() == EXIT_DONE
+    assert (ended.output / "_SUCCESS").read_bytes() == whole
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_a_part_of_another_run_is_refused(ended: Ended, has_manifest: bool):
+    """Somebody copied it there; its rows would have passed for ours, also where the manifest had been taken away."""
+    ended.commit([done(DocumentKey(0, 0), "a stranger's")], "f00d" * 16)
+    if not has_manifest:
+        (ended.output / "_run" / "manifest.json").unlink()
+    which = f"fingerprint f00df00df00d, here {ended.fingerprint[:12]}"
+    with pytest.raises(
+        OtherRunError, match=rf"part-0000000a-000001.parquet is a part of another run \({which}\); move it away$"
+    ) as said:
+        ended.run()
+    assert exit_code(said.value) == EXIT_OTHER_RUN
+    assert not ended.is_complete()
+
+
+def summarize(ended: Ended, **options: object) -> subprocess.Popen[str]:
+    """The job as a process, for what ends one."""
+    config = ended.config()
+    values = {"input.path": config.input.path, "input.id_column": "null", "output.path": config.output.path}
+    settings = [f"{name}={value}" for name, value in (values | options).items()]
+    command = [sys.executable, "jobs/summarize.py", "--config", "configs/tiny-random.yaml"]
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *arguments], env=environment, cwd=ROOT, **pipes)
+
+
+@pytest.mark.parametrize("name", ["_run/manifest.json", pytest.param("_run/lock", marks=pytest.mark.slow)])
+def test_an_output_store_that_never_answers_ends_the_run(ended: Ended, name: str):
+    """A pipe without a writer hangs whoever opens it, as a dead mount does: the job hung with it, all night."""
+    (ended.output / "_run" / "manifest.json").unlink()
+    os.mkfifo(ended.output / name)
+    process = summarize(ended, **{"job.store_s": 1})
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == EXIT_FAILED, stderr
+    said = stderr.splitlines()[-1]
+    assert said.startswith("error: ")
+    for part in (str(ended.output), "no answer", "for 1 s", "run again"):
+        assert part in said

@@ -1,0 +1,157 @@
+"""Which models a start takes: the commit that the run began with, whatever its branch is by now."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+
+from specextend.cluster.attempts import Attempt
+from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
+from specextend.cluster.prepare import Prepared, prepare
+from specextend.cluster.run import check_same_run
+from specextend.config import RunConfig
+from specextend.data.fingerprint import fingerprint, write_manifest
+from specextend.data.storage import read_bytes
+from tests.cluster.conftest import MODELS
+from tests.hub_server import Hub
+
+Configure = Callable[..., RunConfig]
+TARGET, DRAFT = "owner/target", "owner/draft"
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """Makes configurations of one corpus and one output folder; keywords are sections."""
+    pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "input.parquet")
+
+    def configure(**sections: dict[str, Any]) -> RunConfig:
+        values = {
+            "input": {"path": str(tmp_path / "input.parquet")},
+            "output": {"path": str(tmp_path / "out")},
+            "target": {"model": TARGET, "dtype": "float32", "device": "cpu"},
+            "draft": {"kind": "model", "model": DRAFT},
+            "decoding": {"max_new_tokens": 5},
+        }
+        return RunConfig.from_values(values | sections)
+
+    return configure
+
+
+@pytest.fixture
+def pair(hub: Hub) -> tuple[str, str]:
+    """The tiny pair on a Hub: its commits."""
+    return hub.push(TARGET, MODELS / "target"), hub.push(DRAFT, MODELS / "draft-model")
+
+
+def move_on(hub: Hub, folder: Path) -> str:
+    """Give the target's branch other weights."""
+    shutil.copytree(MODELS / "target", folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight * 2 for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return hub.push(TARGET, folder)
+
+
+def begin(prepared: Prepared) -> None:
+    """Do what a run does first: write down what it is."""
+    assert not check_same_run(prepared)
+    write_manifest(prepared.output, prepared.manifest)
+
+
+def test_a_start_takes_commits_and_writes_them_down(hub: Hub, pair: tuple[str, str], configure: Configure) -> None:
+    """Without them nobody could say a month later which weights it was that `main` meant."""
+    prepared = prepare(configure())
+    assert prepared.config.draft is not None
+    assert (prepared.config.target.revision, prepared.config.draft.revision) == pair
+    models = {
+        "target": {"model": TARGET, "revision": None, "commit": pair[0]},
+        "draft": {"model": DRAFT, "revision": None, "commit": pair[1]},
+    }
+    assert prepared.manifest["models"] == models
+    assert prepared.notes[0] == f"target {TARGET} (default branch) is commit {pair[0]}"
+    assert "model.safetensors" not in hub.fetched, "the driver may be a head without a disk for weights"
+    Attempt(prepared.output, "0000000a", prepared.config, prepared.models).begin()
+    record = read_bytes(prepared.output.child("_run", "attempts", "0000000a.json"))
+    assert json.loads(record or b"")["models"] == models
+
+
+def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(
+    hub: Hub, pair: tuple[str, str], configure: Configure, tmp_path: Path
+) -> None:
+    """An author's push in the night would otherwise end every run that is not done: other weights, exit 5."""
+    begin(prepare(configure()))
+    newer = move_on(hub, tmp_path / "newer")
+    again = prepare(configure())
+    assert check_same_run(again)
+    assert again.config.target.revision == pair[0]
+    assert again.notes[0] == (
+        f"target {TARGET} (default branch) is commit {pair[0]}, with which this run began; "
+        f"the Hub has {newer} by now, which only a run of its own takes"
+    )
+    asked_for = {"model": TARGET, "revision": newer, "dtype": "float32", "device": "cpu"}
+    with pytest.raises(OtherRunError, match="weights of target: "):
+        check_same_run(prepare(configure(target=asked_for)))
+
+
+def test_a_run_moves_between_the_hub_and_copies_on_disk(hub: Hub, pair: tuple[str, str], configure: Configure) -> None:
+    """Begun by a head that has no weights, gone on with on a machine that has no network, or the other way."""
+    begin(prepare(configure()))
+    local = configure(
+        target={"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
+        draft={"kind": "model", "model": str(MODELS / "draft-model")},
+    )
+    hub.is_down = True
+    prepared = prepare(local)
+    assert check_same_run(prepared)
+    assert prepared.models["target"]["commit"] is None
+    assert prepared.notes == ()
+
+
+def test_a_hub_that_is_away_at_the_start_is_no_mistake_of_the_configuration(
+    hub: Hub, pair: tuple[str, str], configure: Configure
+) -> None:
+    """Exit 1, so that a scheduler tries again; a model that the Hub does not have is 2."""
+    hub.is_down = True
+    with pytest.raises(StoreError, match=r"the Hub does not answer for owner/target, .*; run again"):
+        prepare(configure())
+    hub.is_down = False
+    with pytest.raises(RefusedError, match="owner/none is not a local folder and cannot be fetched from the Hub"):
+        prepare(configure(draft={"kind": "model", "model": "owner/none"}))
+
+
+def test_a_mode_without_a_draft_asks_for_none(hub: Hub, configure: Configure) -> None:
+    """The configuration may name one that is nowhere."""
+    hub.push(TARGET, MODELS / "target")
+    prepared = prepare(configure(decoding={"mode": "autoregressive", "max_new_tokens": 5}))
+    assert set(prepared.models) == {"target"}
+
+
+def test_a_run_that_an_older_version_began_goes_on_under_its_own_fingerprint(configure: Configure) -> None:
+    """It counted memory and the revision, and knew no commits: the folder keeps the manifest that it has."""
+    local = {"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"}
+    config = configure(target=local, draft={"kind": "ngram"})
+    manifest = prepare(config).manifest
+    counted = {"decoding.cache_gib": 8.0, "attention.backend": "sdpa", "target.revision": None, "draft.revision": None}
+    identity = manifest["identity"] | {"config": manifest["identity"]["config"] | counted}
+    old = {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": manifest["config"]}
+    write_manifest(prepare(config).output, old)
+    again = prepare(config)
+    assert check_same_run(again)
+    assert again.manifest == old
+    assert again.manifest["fingerprint"] != manifest["fingerprint"]
+
+
+def test_a_folder_whose_manifest_is_not_ours_is_another_runs(configure: Configure, tmp_path: Path) -> None:
+    """It is looked at before any model is."""
+    path = tmp_path / "out" / "_run" / "manifest.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"version": 99}))
+    with pytest.raises(OtherRunError, match="is not a manifest that this version can read"):
+        prepare(configure())

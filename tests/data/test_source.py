@@ -1,0 +1,298 @@
+"""What may be wrong with an input, and who pays for it: the run before it starts, or one row."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specextend.core import Document, DocumentKey
+from specextend.data.inputs import DocumentError, InputError, InputOptions
+from specextend.data.source import Source, decode_text, open_source
+
+Write = Callable[..., Path]
+
+NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
+
+
+def keys(source: Source) -> list[DocumentKey]:
+    return [DocumentKey(file.number, row) for file in source.files for row in range(file.num_rows)]
+
+
+def test_rows_are_read_by_key_over_files_and_row_groups(tmp_path: Path, write: Write) -> None:
+    write("in/b.parquet", {"text": ["four", "five"]})
+    write("in/a.parquet", {"text": ["one", "two", "three"]})
+    write("in/none.parquet", {"text": []}, types={"text": pa.string()})
+    source = open_source(InputOptions(path=str(tmp_path / "in")))
+    assert source.num_rows == 5
+    assert [source.read(key).document for key in reversed(keys(source))][::-1] == [
+        Document(DocumentKey(0, 0), "a.parquet:0", "one"),
+        Document(DocumentKey(0, 1), "a.parquet:1", "two"),
+        Document(DocumentKey(0, 2), "a.parquet:2", "three"),
+        Document(DocumentKey(1, 0), "b.parquet:0", "four"),
+        Document(DocumentKey(1, 1), "b.parquet:1", "five"),
+    ]
+
+
+def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path, write: Write) -> None:
+    """Whoever repairs a corpus wants to do it once."""
+    write("in/a.parquet", {"body": ["one"]})
+    write("in/b.parquet", {"text": [1]})
+    (tmp_path / "in" / "c.parquet").write_bytes(b"no Parquet")
+    write("in/d.parquet", {"text": ["fine"]})
+    with pytest.raises(InputError) as caught:
+        open_source(InputOptions(path=str(tmp_path / "in")))
+    message = str(caught.value)
+    assert message.startswith("a.parquet has no column 'text' (input.text_column); it has body; ")
+    assert "; b.parquet: column 'text' (input.text_column) is int64, but must be a string column; " in message
+    assert "; c.parquet cannot be read as Parquet" in message
+    assert "d.parquet" not in message
+
+
+def test_of_many_bad_files_some_are_named_and_all_are_counted(tmp_path: Path, write: Write) -> None:
+    for number in range(9):
+        write(f"in/{number}.parquet", {"body": ["one"]})
+    with pytest.raises(InputError, match=r"^0\.parquet has .*; 4\.parquet has .*; and 4 more such files$"):
+        open_source(InputOptions(path=str(tmp_path / "in")))
+
+
+def test_a_key_that_is_not_in_the_input_is_our_own_mistake(write: Write) -> None:
+    source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x"]}))))
+    with pytest.raises(IndexError):
+        source.read(DocumentKey(0, 1))
+    with pytest.raises(IndexError):
+        source.read(DocumentKey(1, 0))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.dictionary(pa.int8(), pa.large_string()),
+    ],
+    ids=str,
+)
+def test_every_type_of_text_is_text(write: Write, kind: pa.DataType) -> None:
+    text = pa.array(["one", None, "two"]).cast(kind)
+    source = open_source(
+        InputOptions(path=str(write("a.parquet", {"text": text, "id": ["x", "y", "z"]})), id_column="id")
+    )
+    assert source.read(DocumentKey(0, 2)).document == Document(DocumentKey(0, 2), "z", "two")
+    with pytest.raises(DocumentError, match="NullText"):
+        source.read(DocumentKey(0, 1))
+    assert [row.num_bytes for row in source.scan()] == [3, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (pa.array([7, 8], pa.int64()), ["7", "8"]),
+        (pa.array([2**64 - 1, 0], pa.uint64()), ["18446744073709551615", "0"]),
+        (pa.array(["a", "b"]), ["a", "b"]),
+        (pa.array(["a", "b"]).dictionary_encode(), ["a", "b"]),
+    ],
+)
+def test_ids_are_strings_and_integers_become_decimal(write: Write, ids: pa.Array, expected: list[str]) -> None:
+    source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x", "y"], "n": ids})), id_column="n"))
+    assert [source.read(key).document.doc_id for key in keys(source)] == expected
+    assert [source.doc_id(key) for key in keys(source)] == expected
+
+
+def run_error(path: Path, **options: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        open_source(InputOptions(path=str(path), **options))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_an_unreadable_file_is_a_run_error(tmp_path: Path, write: Write) -> None:
+    good = write("in/a.parquet", {"text": ["x"] * 100})
+    (tmp_path / "in" / "b.parquet").write_bytes(good.read_bytes()[:-20])
+    assert run_error(tmp_path / "in").startswith("b.parquet cannot be read as Parquet")
+    (tmp_path / "in" / "b.parquet").write_bytes(b"")
+    assert "b.parquet cannot be read" in run_error(tmp_path / "in")
+
+
+def test_a_missing_column_is_a_run_error_that_lists_those_there(write: Write) -> None:
+    path = write("a.parquet", {"body": ["x"], "n": [1]})
+    assert run_error(path) == "a.parquet has no column 'text' (input.text_column); it has body, n"
+    for option in ("id_column", "max_new_tokens_column", "num_tokens_column"):
+        assert f"input.{option}" in run_error(path, text_column="body", **{option: "missing"})
+    assert "input.passthrough" in run_error(path, text_column="body", passthrough=("missing",))
+
+
+@pytest.mark.parametrize(
+    ("option", "column"),
+    [
+        ("text_column", "number"),
+        ("text_column", "bytes"),
+        ("id_column", "ratio"),
+        ("max_new_tokens_column", "body"),
+        ("num_tokens_column", "ratio"),
+    ],
+)
+def test_a_mistyped_column_is_a_run_error(write: Write, option: str, column: str) -> None:
+    path = write("a.parquet", {"body": ["x"], "number": [1], "ratio": [0.5], "bytes": [b"x"]})
+    options = {"text_column": "body", option: column}
+    assert f"column '{column}' (input.{option}) is " in run_error(path, **options)
+
+
+def test_the_second_file_is_audited_like_the_first(tmp_path: Path, write: Write) -> None:
+    write("in/a.parquet", {"text": ["x"], "topic": [1]})
+    write("in/b.parquet", {"text": ["x"], "topic": ["one"]})
+    assert "'topic' is int64 in a.parquet but string in b.parquet" in run_error(tmp_path / "in", passthrough=("topic",))
+    write("in/b.parquet", {"text": [1], "topic": [1]})
+    assert run_error(tmp_path / "in").startswith("b.parquet: column 'text'")
+
+
+def test_two_columns_of_one_name_are_a_run_error(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert "2 columns named 'text'" in run_error(tmp_path / "a.parquet")
+
+
+def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
+    write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", None]})
+    assert "nulls in column 'id' (input.id_column): 1, the first in row 2; " in run_error(
+        tmp_path / "in", id_column="id"
+    )
+    write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", "3"]})
+    write("in/b.parquet", {"text": ["x"] * 2, "id": [4, 2]})
+    message = run_error(tmp_path / "in", id_column="id")
+    assert message == (
+        "ids must be unique over all files: 1 repeated, the first is '2' in a.parquet row 1 and b.parquet row 1; "
+        "make them different, or leave out input.id_column"
+    )
+    write("in/b.parquet", {"text": ["x"], "id": NOT_UTF8})
+    assert "not UTF-8" in run_error(tmp_path / "in", id_column="id")
+
+
+def test_a_passthrough_column_may_not_have_a_name_of_ours(write: Write) -> None:
+    path = write("a.parquet", {"text": ["x"], "summary": ["y"]})
+    assert "names summary, which summaries have already" in run_error(path, passthrough=("summary",))
+
+
+def test_passthrough_takes_its_type_from_the_file_that_has_values(tmp_path: Path, write: Write) -> None:
+    """A column without values may have the type null: that is how pandas writes it."""
+    write("in/a.parquet", {"text": ["x"], "topic": [None]})
+    write("in/b.parquet", {"text": ["x"], "topic": [["law"]]})
+    source = open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("topic",)))
+    assert source.passthrough_fields == (pa.field("topic", pa.list_(pa.string())),)
+
+
+def test_passthrough_without_any_value_is_a_string_column(write: Write) -> None:
+    """Many readers refuse a column of type null, and a later file with values could not join it."""
+    path = write("a.parquet", {"text": ["x"], "topic": [None]})
+    source = open_source(InputOptions(path=str(path), passthrough=("topic",)))
+    assert source.passthrough_fields == (pa.field("topic", pa.string()),)
+
+
+@pytest.mark.parametrize(
+    ("text", "error_class"),
+    [
+        (pa.array([None], pa.string()), "NullText"),
+        (pa.array([None], pa.null()), "NullText"),
+        (pa.array([""]), "EmptyText"),
+        (pa.array([" \n\t\u00a0"]), "EmptyText"),
+        (NOT_UTF8, "UndecodableText"),
+    ],
+)
+def test_a_bad_text_costs_its_row_and_no_more(write: Write, text: pa.Array, error_class: str) -> None:
+    path = write("a.parquet", {"text": text, "id": ["one"]})
+    source = open_source(InputOptions(path=str(path), id_column="id"))
+    with pytest.raises(DocumentError) as caught:
+        source.read(DocumentKey(0, 0))
+    error = caught.value
+    assert (error.error_class, error.stage, error.retryable, error.doc_id) == (error_class, "read", False, "one")
+    assert [row.error_class for row in source.scan()] == [error_class]
+
+
+def test_bad_text_is_found_in_a_dictionary_too(write: Write) -> None:
+    path = write("a.parquet", {"text": pa.concat_arrays([NOT_UTF8, pa.array(["good"])]).dictionary_encode()})
+    source = open_source(InputOptions(path=str(path)))
+    assert [row.error_class for row in source.scan()] == ["UndecodableText", None]
+    assert source.read(DocumentKey(0, 1)).document.text == "good"
+
+
+def test_a_row_may_set_its_own_limit(write: Write) -> None:
+    path = write("a.parquet", {"text": ["x", "y", "z"], "limit": [16, None, 0]})
+    source = open_source(InputOptions(path=str(path), max_new_tokens_column="limit"))
+    assert [source.read(DocumentKey(0, row)).max_new_tokens for row in (0, 1)] == [16, None]
+    with pytest.raises(DocumentError, match="BadMaxNewTokens"):
+        source.read(DocumentKey(0, 2))
+    assert [(row.max_new_tokens, row.error_class) for row in source.scan()] == [
+        (16, None),
+        (None, None),
+        (0, "BadMaxNewTokens"),
+    ]
+
+
+def test_known_lengths_spare_reading_the_text(write: Write) -> None:
+    """Of every file that has them all; a null or a count that no document has is no length."""
+    write("in/a.parquet", {"text": ["x", None], "n": [100, 200]})
+    write("in/b.parquet", {"text": ["four", None, "five5", "six"], "n": [None, None, -1, 300]}, group_rows=4)
+    folder = write("in/c.parquet", {"text": ["y"], "n": [9]}).parent
+    source = open_source(InputOptions(path=str(folder), num_tokens_column="n"))
+    assert [(row.num_tokens, row.text, row.num_bytes, row.error_class) for row in source.scan()] == [
+        (100, None, None, None),
+        (200, None, None, None),
+        (None, b"four", 4, None),
+        (None, None, 0, "NullText"),
+        (None, b"five5", 5, None),
+        (300, None, None, None),
+        (9, None, None, None),
+    ]
+
+
+def test_a_source_ships_without_its_data(write: Write) -> None:
+    path = write("a.parquet", {"text": ["x" * 1_000_000] * 4})
+    source = open_source(InputOptions(path=str(path)))
+    source.read(DocumentKey(0, 0))
+    shipped = pickle.dumps(source)
+    assert len(shipped) < 2000
+    assert pickle.loads(shipped).read(DocumentKey(0, 3)).document.text == "x" * 1_000_000
+
+
+def test_reading_keeps_few_row_groups(write: Write) -> None:
+    path = write("a.parquet", {"text": [f"{i:02d}" * 500_000 for i in range(20)]}, group_rows=1)
+    source = open_source(InputOptions(path=str(path)))
+    before = pa.total_allocated_bytes()
+    for key in keys(source):
+        assert source.read(key).document.text[:2] == f"{key.row:02d}"
+    assert pa.total_allocated_bytes() - before < 5 << 20
+
+
+def test_an_error_survives_the_way_from_a_worker() -> None:
+    error = DocumentError("PromptTooLong", "too long", stage="prompt", doc_id="one")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.error_class, again.message, again.stage, again.retryable, again.doc_id) == (
+        "PromptTooLong", "too long", "prompt", False, "one",
+    )  # fmt: skip
+
+
+@given(st.text(max_size=20))
+def test_text_is_decoded_exactly_or_refused(text: str) -> None:
+    if text.strip():
+        assert decode_text(text.encode()) == text
+    else:
+        with pytest.raises(DocumentError, match="EmptyText"):
+            decode_text(text.encode())
+
+
+@pytest.mark.parametrize("name", ["path", "text_column", "id_column"])
+def test_empty_options_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"input.{name} must not be empty"):
+        InputOptions(**{"path": "x", name: ""})
+    with pytest.raises(ValueError, match="names a more than once"):
+        InputOptions(path="x", passthrough=("a", "a"))

@@ -1,0 +1,184 @@
+"""The draft's two caches: keys filed at position 0, shown at contiguous slots, whatever the RoPE type."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from specextend.decoding.cache import KVCache
+from specextend.drafters.draft_cache import DraftCache, rotate
+
+CPU = torch.device("cpu")
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+}
+
+
+def rotary(name: str) -> LlamaRotaryEmbedding:
+    """The rotation as a stock model does it."""
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        head_dim=32,
+        max_position_embeddings=32_768,
+        rope_parameters=dict(ROPES[name]),
+    )
+    return LlamaRotaryEmbedding(config)
+
+
+def turned_by_the_model(embedding: LlamaRotaryEmbedding, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Keys [L, n, K, D] as a stock model hands them over: after RoPE, yarn's attention scaling included."""
+    cos, sin = embedding(keys, positions.unsqueeze(0))
+    heads_first = keys.transpose(1, 2)
+    return apply_rotary_pos_emb(heads_first, heads_first, cos, sin)[1].transpose(1, 2)
+
+
+def draft_cache(dtype: torch.dtype = torch.float32, name: str = "default") -> DraftCache:
+    return DraftCache(KVCache(2, 1024, 2, 32, dtype, CPU), 2048, rotary(name).inv_freq)
+
+
+def random_keys(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(2, count, 2, 32, generator=torch.Generator().manual_seed(count)).to(dtype)
+
+
+def working_rows(cache: DraftCache, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = slice(cache.start(row), cache.start(row) + cache.visible(row))
+    return cache.working.keys[:, rows], cache.working.values[:, rows]
+
+
+def put_into_working(cache: DraftCache, row: int, offset: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """What a forward does: write new rows behind those that are there."""
+    rows = slice(cache.start(row) + offset, cache.start(row) + offset + keys.shape[1])
+    cache.working.keys[:, rows], cache.working.values[:, rows] = keys, values
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_keys_come_back_as_a_fresh_run_at_their_slots_would_make_them(name):
+    """Prefilled at positions 16,000 and up, shown at slots 0 and up: in range for a draft trained on 2K.
+
+    yarn scales keys once; a second scaling in the gather would sharpen every score by its square.
+    """
+    embedding, cache = rotary(name), draft_cache(name=name)
+    bare, values = random_keys(100), random_keys(100) + 1
+    positions = torch.arange(16_000, 16_100)
+    assert cache.admit(0, 200, 300)
+    put_into_working(cache, 0, 0, turned_by_the_model(embedding, bare, positions), values)
+    cache.store_working(0, 0, 100, 16_000)
+    chosen = torch.tensor([0, 1, 2, 40, 41, 42, 97, 98, 99])
+    cache.select(0, chosen)
+    keys, shown = working_rows(cache, 0)
+    torch.testing.assert_close(shown, values[:, chosen])
+    fresh = turned_by_the_model(embedding, bare[:, chosen], torch.arange(9))
+    torch.testing.assert_close(keys, fresh, atol=5e-5, rtol=0)
+
+
+def test_yarn_scales_at_all():
+    """The test above would prove nothing if the scaling were 1."""
+    assert rotary("yarn").attention_scaling == pytest.approx(1.1386, abs=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
+def test_turning_to_a_slot_and_back_costs_two_roundings(dtype, bound):
+    """Angles are in fp32 whatever the keys are: bf16 angles would be off by whole turns at 16K."""
+    keys = random_keys(64, dtype)
+    inv_freq = rotary("default").inv_freq
+    positions = torch.arange(16_000, 16_064)
+    back = rotate(rotate(keys, positions, inv_freq), -positions, inv_freq)
+    assert back.dtype == dtype
+    assert (back.float() - keys.float()).abs().max() < bound
+
+
+def test_rotation_is_the_models_own():
+    """Half-split layout, as Llama's family has it."""
+    keys, positions = random_keys(50), torch.arange(300, 350)
+    expected = turned_by_the_model(rotary("default"), keys, positions)
+    torch.testing.assert_close(rotate(keys, positions, rotary("default").inv_freq), expected, atol=1e-5, rtol=0)
+
+
+def test_between_selections_rows_are_appended_at_the_next_slots():
+    """The full cache files them as well, so a later selection finds them again."""
+    embedding, cache = rotary("default"), draft_cache()
+    prompt, new = random_keys(20), random_keys(3)
+    assert cache.admit(0, 64, 300)
+    cache.store(0, prompt, prompt)
+    cache.select(0, torch.tensor([0, 1, 18, 19]))
+    put_into_working(cache, 0, 4, turned_by_the_model(embedding, new, torch.arange(4, 7)), new)
+    cache.append([0], [2])
+    assert (cache.visible(0), cache.length(0)) == (6, 22), "the third row was only proposed"
+    cache.select(0, torch.tensor([5, 20, 21]))
+    keys, values = working_rows(cache, 0)
+    bare = torch.cat([prompt[:, 5:6], new[:, :2]], 1)
+    torch.testing.assert_close(values, bare)
+    torch.testing.assert_close(keys, turned_by_the_model(embedding, bare, torch.arange(3)), atol=2e-5, rtol=0)
+
+
+def test_positions_that_are_not_filed_yet_are_left_out():
+    """The target has committed what the draft is still to absorb; those rows follow a moment later."""
+    cache = draft_cache()
+    assert cache.admit(0, 64, 64)
+    cache.store(0, random_keys(5), random_keys(5))
+    cache.select(0, torch.arange(9))
+    assert cache.visible(0) == 5
+
+
+def test_many_reselections_do_not_wear_keys_out():
+    """Each gather starts from the filed key: 100 selections leave the error of one."""
+    embedding, cache, bare = rotary("default"), draft_cache(), random_keys(200)
+    assert cache.admit(0, 256, 300)
+    cache.store(0, bare, bare)
+    for shift in range(100):
+        cache.select(0, torch.arange(shift, shift + 50))
+    keys, _ = working_rows(cache, 0)
+    expected = turned_by_the_model(embedding, bare[:, 99:149], torch.arange(50))
+    torch.testing.assert_close(keys, expected, atol=2e-5, rtol=0)
+
+
+def test_sequences_share_nothing():
+    """One's selection and release leave the other's rows as they are."""
+    cache = draft_cache()
+    for row in (0, 1):
+        assert cache.admit(row, 100, 100)
+        cache.store(row, random_keys(30) + row, random_keys(30) + row)
+        cache.select(row, torch.arange(30))
+    before = [x.clone() for x in working_rows(cache, 1)]
+    cache.select(0, torch.tensor([3]))
+    cache.release(0)
+    assert cache.admit(7, 100, 100)
+    cache.store(7, random_keys(30) * 9, random_keys(30) * 9)
+    cache.select(7, torch.arange(30))
+    for now, then in zip(working_rows(cache, 1), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_where_one_region_is_lacking_none_is_kept():
+    """A half admitted sequence would hold rows that nobody gives back."""
+    cache = draft_cache()
+    for num_tokens, num_working_rows in ((100, 1025), (2049, 100)):
+        assert not cache.admit(0, num_tokens, num_working_rows)
+    assert cache.admit(0, 2048, 1024), "all rows are still there"
+    cache.release(0)
+    assert cache.admit(0, 2048, 1024)
+
+
+def test_the_full_cache_takes_no_more_than_it_was_admitted_for():
+    cache = draft_cache()
+    assert cache.admit(0, 256, 256)
+    with pytest.raises(AssertionError, match="full"):
+        cache.store(0, random_keys(257), random_keys(257))

@@ -1,0 +1,217 @@
+"""Trees of n-gram drafts: what they hold, and how they learn from what the target said."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specextend.decoding.tree import DraftTree
+from specextend.drafters.ngram import Evidence, NgramState, Node, as_draft_tree, children_of, prior
+
+CPU = torch.device("cpu")
+TEXT = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+
+
+def state_of(prompt: list[int], output: list[int], max_new_tokens: int = 1000) -> NgramState:
+    state = NgramState(len(prompt), max_new_tokens)
+    state.read(prompt)
+    state.absorb(output)
+    return state
+
+
+def paths(nodes: list[Node]) -> set[tuple[int, ...]]:
+    """Every path from the root, without the root."""
+    by_number: list[tuple[int, ...]] = [()]
+    for node in nodes[1:]:
+        by_number.append((*by_number[node.parent], node.token_id))
+    return set(by_number[1:])
+
+
+def draft_tree(*nodes: tuple[int, int, float]) -> DraftTree:
+    """Node 0 is the root; others as (token, parent, probability after it)."""
+    token_ids, parents, depths, log_probs = [0], [-1], [0], [0.0]
+    for token_id, parent, probability in nodes:
+        token_ids.append(token_id)
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+        log_probs.append(log_probs[parent] + math.log(probability))
+    return DraftTree(*(torch.tensor(column) for column in (token_ids, parents, depths, log_probs)))
+
+
+def accepted(nodes: list[Node], going_on: list[int]) -> int:
+    """Tokens of `going_on` that a tree holds as a path."""
+    return max((len(path) for path in paths(nodes) if list(path) == going_on[: len(path)]), default=0)
+
+
+def decode(state: NgramState, output: list[int], num_nodes: int = 8) -> list[tuple[int, int]]:
+    """Greedy decoding of a known output: the draft tokens and the accepted tokens of each step."""
+    steps, at = [], 0
+    while at < len(output):
+        nodes = state.propose(num_nodes, 16, {})
+        taken = accepted(nodes, output[at:])
+        steps.append((len(nodes) - 1, taken))
+        state.absorb(output[at : at + taken + 1])
+        at += taken + 1
+    return steps
+
+
+def test_what_followed_the_match_is_proposed_as_a_chain():
+    nodes = state_of([*TEXT, 0], [10, 11, 12]).propose(5, 16, {})
+    assert [node.token_id for node in nodes] == [12, 13, 14, 15, 16, 17]
+    assert [node.parent for node in nodes] == [-1, 0, 1, 2, 3, 4]
+
+
+def test_matches_that_disagree_become_branches():
+    """A tree, not the chain of the last match alone."""
+    prompt = [1, 2, 3, 4, 50, 51, 1, 2, 3, 4, 60, 61, 9]
+    found = paths(state_of(prompt, [1, 2, 3, 4]).propose(8, 2, {}))
+    assert found >= {(50,), (50, 51), (60,), (60, 61)}
+
+
+def test_a_text_without_a_match_gets_the_root_alone():
+    nodes = state_of(TEXT, [30]).propose(8, 16, {})
+    assert [(node.token_id, node.parent, node.probability) for node in nodes] == [(30, -1, 1.0)]
+    tree = as_draft_tree(nodes, CPU)
+    assert (tree.token_ids.tolist(), tree.parents.tolist(), tree.log_probs.tolist()) == ([30], [-1], [0.0])
+
+
+@pytest.mark.parametrize(("depth", "left", "levels"), [(3, 100, 3), (16, 5, 4), (16, 1, 0)])
+def test_no_level_is_deeper_than_allowed_or_than_the_output_can_take(depth, left, levels):
+    """The bonus token comes too; a longer copy would cost rows and never be said."""
+    state = state_of([*TEXT, 0], [10, 11, 12], max_new_tokens=3 + left)
+    assert max(node.depth for node in state.propose(20, depth, {})) == levels
+    assert state.most_levels == left - 1
+
+
+@st.composite
+def proposals(draw):
+    """A text of few tokens, and a draft's tree behind it."""
+    tokens = st.integers(0, 4)
+    nodes = draw(st.lists(st.tuples(tokens, st.integers(0, 5), st.floats(0.01, 1.0)), max_size=12))
+    grown: dict[tuple[int, int], tuple[int, int, float]] = {}
+    for number, (token_id, parent, probability) in enumerate(nodes):
+        parent = min(parent, number)
+        siblings = [other for other in grown.values() if other[1] == parent]
+        if parent <= len(grown) and all(token_id != other[0] for other in siblings):
+            left = 1 - sum(other[2] for other in siblings)
+            grown[(token_id, parent)] = (token_id, parent, max(0.001, probability * left))
+    return draw(st.lists(tokens, max_size=40)), draw(st.lists(tokens, min_size=1, max_size=20)), [*grown.values()]
+
+
+@given(proposals(), st.integers(1, 12), st.integers(1, 6))
+def test_a_merged_tree_keeps_its_budget_and_is_a_tree(proposal, num_nodes, depth):
+    """The engine relies on it: parents first, no probability above the parent's, no path twice."""
+    prompt, output, drafted = proposal
+    state = NgramState(len(prompt), 1000)
+    state.read(prompt)
+    for token_id in output:
+        state.absorb([token_id])
+        nodes = state.propose(num_nodes, depth, children_of(draft_tree(*drafted)))
+    assert len(nodes) <= 1 + num_nodes
+    assert (nodes[0].token_id, nodes[0].parent) == (output[-1], -1)
+    for number, node in enumerate(nodes[1:], start=1):
+        parent = nodes[node.parent]
+        assert node.parent < number
+        assert node.depth == parent.depth + 1 <= depth
+        assert 0 < node.probability < parent.probability
+    assert len(paths(nodes)) == len(nodes) - 1
+    tree = as_draft_tree(nodes, CPU)
+    assert (tree.log_probs.diff() <= 0).all(), "best first"
+
+
+def test_a_merged_tree_holds_the_best_of_both():
+    """The draft's likely first token, the copy, and not the draft's unlikely one."""
+    state = state_of([*TEXT, 0], [10, 11, 12])
+    found = paths(state.propose(4, 16, children_of(draft_tree((70, 0, 0.6), (71, 1, 0.9), (72, 0, 0.02)))))
+    assert found == {(13,), (13, 14), (70,), (70, 71)}
+
+
+def test_a_token_that_both_propose_is_likelier_than_by_one_alone():
+    drafted = draft_tree((13, 0, 0.5))
+    alone = state_of([*TEXT, 0], [10, 11, 12]).propose(1, 1, {})[1]
+    both = state_of([*TEXT, 0], [10, 11, 12]).propose(1, 1, children_of(drafted))[1]
+    assert (alone.token_id, both.token_id) == (13, 13)
+    assert both.probability > max(alone.probability, 0.5)
+
+
+def test_below_a_token_of_both_the_copy_goes_on():
+    nodes = state_of([*TEXT, 0], [10, 11, 12]).propose(4, 16, children_of(draft_tree((13, 0, 0.5))))
+    assert (13, 14, 15) in paths(nodes)
+
+
+def test_a_text_that_is_copied_whole_soon_fills_whole_trees():
+    """Rates rise with every token that came as it was guessed, and a long match is trusted at once."""
+    text = Random(0).sample(range(1000), 200)
+    steps = decode(state_of(text, text[:1]), text[1:])
+    assert steps[0][1] < 8
+    assert all(taken == 8 for _, taken in steps[3:-1])
+    assert len(steps) < 26
+
+
+def test_copies_that_never_come_true_are_no_longer_proposed():
+    """Each phrase of the prompt is begun and goes on otherwise; to propose the old end costs time in every step."""
+    prompt = [token for n in range(100, 400, 2) for token in (n, n + 1)]
+    output = [token for n in range(100, 400, 2) for token in (n, 1000 + n)]
+    steps = decode(state_of(prompt, [5000]), output)
+    assert sum(drafted for drafted, _ in steps[:20]) > 10
+    assert sum(drafted for drafted, _ in steps[-20:]) == 0
+    assert sum(taken for _, taken in steps) == 0
+
+
+def test_copies_come_back_when_they_come_true_again():
+    """Rates are learned from every token that was decided, whether it had been proposed or not."""
+    prompt = [token for n in range(100, 400, 2) for token in (n, n + 1)]
+    failing = [token for n in range(100, 400, 2) for token in (n, 1000 + n)]
+    state = state_of(prompt, [5000])
+    decode(state, failing)
+    steps = decode(state, prompt * 2)
+    assert sum(taken for _, taken in steps[-10:]) >= 70
+
+
+def test_a_draft_that_is_always_wrong_loses_its_nodes_to_copies():
+    """One budget, and both sources are measured by what came of them."""
+    text = Random(1).sample(range(1000), 400)
+    state, shares = state_of(text[:300], text[:1]), []
+    for n in range(1, 250):
+        drafted = children_of(draft_tree(*((5000 + i, 0, 0.12) for i in range(8))))
+        nodes = state.propose(6, 16, drafted)
+        shares.append(sum(node.token_id >= 5000 for node in nodes))
+        state.absorb([text[n]])
+    assert sum(shares[:5]) > 0
+    assert sum(shares[-50:]) == 0
+
+
+def test_probabilities_mean_what_they_say():
+    """Trees are cut, and drafting is left out, by sums of them: what is promised must be what is accepted."""
+    random = Random(2)
+    text = random.choices(range(60), k=600)
+    output = []
+    while len(output) < 1500:
+        at = random.randrange(len(text) - 30)
+        output += text[at : at + random.choice([2, 4, 8, 25])]
+    state, promised, taken, at = state_of(text, output[:1], 10_000), 0.0, 0, 1
+    while at < len(output):
+        nodes = state.propose(12, 16, {})
+        count = accepted(nodes, output[at:])
+        promised += sum(node.probability for node in nodes[1:])
+        taken += count
+        state.absorb(output[at : at + count + 1])
+        at += count + 1
+    assert taken > 500
+    assert promised == pytest.approx(taken, rel=0.15)
+
+
+def test_what_is_not_known_yet_is_guessed_by_length_and_agreement():
+    """A longer match is likelier, one among several that disagree less so, and a repetition of one's own more."""
+    lone = [prior(Evidence(length, "lone", False, 0)) for length in range(1, 13)]
+    assert lone == sorted(lone)
+    for length in (1, 3, 8):
+        some, one, every = (prior(Evidence(length, agreement, False, 0)) for agreement in ("some", "lone", "all"))
+        assert some < one <= every
+        assert prior(Evidence(length, "lone", True, 0)) > one
+        assert prior(Evidence(length, "lone", False, 1)) < one

@@ -1,0 +1,119 @@
+"""The model draft: windowed prefill is full attention with a band mask, and rows come and go cleanly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specextend.attention import reference, sdpa
+from specextend.attention.hf import IMPLEMENTATION
+from specextend.decoding.decoding_options import TreeOptions
+from specextend.decoding.model import CachedModel
+from specextend.drafters.causal import CausalDrafter
+from specextend.drafters.small_lm import ModelNetwork
+from specextend.models import load_causal_lm
+from tests.covering import covering
+from tests.tiny_models import load_reference, random_prompt
+
+NAMES = ["llama", "mistral-yarn", "qwen3-tied-linear", "llama-tied-llama3"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request, pairs):
+    return pairs(request.param)
+
+
+def network_of(pair, window: int, max_chunk: int = 512, attend=sdpa.attend) -> ModelNetwork:
+    model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
+    return ModelNetwork(CachedModel(model, attend, 2048), 2048, window, max_chunk)
+
+
+def prefilled(network: ModelNetwork, prompt: list[int], chunk: int) -> CausalDrafter:
+    drafter = CausalDrafter(network, TreeOptions(nodes=4, depth=2, threshold=0), "hybrid", None)
+    assert drafter.admit(0, len(prompt), 16)
+    for tokens in torch.tensor(prompt).split(chunk):
+        drafter.prefill(0, tokens, torch.zeros(len(tokens), 48))
+    return drafter
+
+
+def banded_run(pair, prompt: list[int], window: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [L, n, K, D] of one forward under a band mask, by transformers with its own cache."""
+    model = load_reference(pair)
+    position = torch.arange(len(prompt))
+    back = position[:, None] - position[None]
+    mask = torch.zeros(len(prompt), len(prompt)).masked_fill_((back < 0) | (back >= window), -torch.inf)
+    cache = model(torch.tensor([prompt]), attention_mask=mask[None, None], use_cache=True).past_key_values
+    keys, values = ([getattr(layer, name)[0].transpose(0, 1) for layer in cache.layers] for name in ("keys", "values"))
+    return torch.stack(keys), torch.stack(values)
+
+
+@pytest.mark.parametrize(
+    ("family", "window_and_chunk", "attend"),
+    covering(
+        NAMES,
+        [(16, 64), (16, 7), (1, 5), (64, 1), (30, 30), (31, 30), (500, 64)],
+        [reference.attend, sdpa.attend],
+    ),
+)
+@torch.inference_mode()
+def test_windowed_prefill_is_attention_in_a_band(family, window_and_chunk, attend, pairs):
+    """Whatever the chunks: the window slides over their borders, and only window - 1 old rows are kept."""
+    pair, prompt, (window, chunk) = pairs(family), random_prompt(130), window_and_chunk
+    drafter = prefilled(network_of(pair, window, 64, attend), prompt, chunk)
+    expected_keys, expected_values = banded_run(pair, prompt, window)
+    cache = drafter._cache
+    filed = slice(cache._sequences[0].full.start, cache._sequences[0].full.start + len(prompt))
+    torch.testing.assert_close(cache._full.values[:, filed], expected_values, atol=2e-4, rtol=1e-4)
+    drafter.select(0, torch.arange(len(prompt)))  # slots are the original positions
+    shown = slice(cache.start(0), cache.start(0) + len(prompt))
+    torch.testing.assert_close(cache.working.keys[:, shown], expected_keys, atol=2e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_the_chunk_size_does_not_matter_to_the_tree(pair):
+    prompt = random_prompt(130)
+    trees = []
+    for chunk in (1, 7, 512):
+        drafter = prefilled(network_of(pair, 32), prompt, chunk)
+        drafter.select(0, torch.arange(130))
+        drafter.absorb([0], [[5]], [torch.zeros(1, 48)])
+        trees += drafter.propose([0])
+    for tree in trees[1:]:
+        assert torch.equal(tree.token_ids, trees[0].token_ids)
+        torch.testing.assert_close(tree.log_probs, trees[0].log_probs, atol=1e-3, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_selected_view_is_a_fresh_run_of_the_visible_tokens(pair):
+    """With one layer's K and V free of context (window 1), what is shown is the short text at positions 0 and up.
+
+    That is the claim of slot positions: the draft is in range, and cannot tell that anything was left out.
+    """
+    prompt = random_prompt(200)
+    drafter = prefilled(network_of(pair, 1), prompt, 64)
+    chosen = [*range(8), *range(100, 108), *range(190, 200)]
+    drafter.select(0, torch.tensor(chosen))
+    keys, values = banded_run(pair, [prompt[position] for position in chosen], 1)
+    cache = drafter._cache
+    shown = slice(cache.start(0), cache.start(0) + len(chosen))
+    torch.testing.assert_close(cache.working.keys[:, shown], keys, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(cache.working.values[:, shown], values, atol=2e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_nothing_of_a_row_survives_its_release(pair):
+    """A second prompt in the same rows drafts what it drafts in fresh ones."""
+    network = network_of(pair, 32)
+    fresh, used = [], []
+    for prompts, trees in (([random_prompt(20)], fresh), ([random_prompt(150), random_prompt(20)], used)):
+        for prompt in prompts:
+            drafter = prefilled(network, prompt, 64)
+            drafter.select(0, torch.arange(len(prompt)))
+            drafter.absorb([0], [[5]], [torch.zeros(1, 48)])
+            trees += drafter.propose([0])
+            drafter.release(0)
+            assert drafter._roots == {}
+            assert drafter._cache._sequences == {}
+    assert torch.equal(fresh[0].token_ids, used[1].token_ids)
+    assert torch.equal(fresh[0].log_probs, used[1].log_probs)

@@ -1,0 +1,134 @@
+"""A Hugging Face Hub on loopback: the few calls that `huggingface_hub` makes, over files in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+LARGE = (".safetensors",)
+"""Kept as a repository keeps large files: with their SHA-256 on record."""
+
+
+@dataclass
+class Hub:
+    """Repositories by name; each commit's files, and the commit of each branch."""
+
+    url: str = ""
+    commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
+    branches: dict[tuple[str, str], str] = field(default_factory=dict)
+    is_down: bool = False
+    fetched: list[str] = field(default_factory=list)
+    """Files that were handed out as a whole."""
+
+    def push(self, name: str, folder: Path, branch: str = "main") -> str:
+        """Make a folder's files the newest commit of a branch; its hash."""
+        files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+        content = repr([(file, hashlib.sha256(data).hexdigest()) for file, data in files.items()])
+        commit = hashlib.sha1(content.encode()).hexdigest()
+        self.commits.setdefault(name, {})[commit] = files
+        self.branches[name, branch] = commit
+        return commit
+
+    def commit(self, name: str, revision: str) -> str | None:
+        found = self.branches.get((name, revision), revision)
+        return found if found in self.commits.get(name, {}) else None
+
+
+def entry(name: str, data: bytes) -> dict[str, Any]:
+    """A file in a listing."""
+    found: dict[str, Any] = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
+    found["blobId"] = found["oid"] = hashlib.sha1(data).hexdigest()
+    if name.endswith(LARGE):
+        sha256 = hashlib.sha256(data).hexdigest()
+        found["lfs"] = {"sha256": sha256, "oid": sha256, "size": len(data), "pointerSize": 130}
+    return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers of a `Hub`."""
+
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def answer(self) -> None:
+        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        if self.hub.is_down:
+            self.send(503, b"{}")
+        elif parts[:2] == ["api", "models"]:
+            self.tell("/".join(parts[2:4]), parts[4:])
+        else:
+            self.hand_out("/".join(parts[:2]), parts[3], parts[4])
+
+    def tell(self, name: str, rest: list[str]) -> None:
+        """What a repository holds: `[revision, R]`, `[tree, R]` or nothing."""
+        if name not in self.hub.commits:
+            self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            return
+        commit = self.hub.commit(name, rest[1] if rest else "main")
+        if commit is None:
+            self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return
+        files = [entry(file, data) for file, data in self.hub.commits[name][commit].items()]
+        about = files if rest[:1] == ["tree"] else {"id": name, "sha": commit, "siblings": files}
+        self.send(200, json.dumps(about).encode())
+
+    def hand_out(self, name: str, revision: str, file: str) -> None:
+        """A file, or the range of it that was asked for."""
+        commit = self.hub.commit(name, revision)
+        data = None if commit is None else self.hub.commits[name][commit].get(file)
+        if commit is None or data is None:
+            self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        known = entry(file, data)
+        etag = known["lfs"]["sha256"] if "lfs" in known else known["oid"]
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "X-Linked-Size": str(len(data))}
+        if (wanted := self.headers.get("Range", "")).startswith("bytes="):
+            first, last = wanted.removeprefix("bytes=").split("-")
+            self.send(206, data[int(first) : int(last or len(data)) + 1], headers)
+            return
+        if self.command == "GET":
+            self.hub.fetched.append(file)
+        self.send(200, data, headers)
+
+    def send(self, code: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        for name, value in (
+            {"Content-Length": str(len(body)), "Content-Type": "application/json"} | (headers or {})
+        ).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """A Hub that listens on loopback."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OwnHandler", (Handler,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

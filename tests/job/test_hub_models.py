@@ -1,0 +1,47 @@
+"""The job with models of the Hub, as on a cluster: a driver that has no weights, workers that fetch them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import Hub, serving
+from tests.job.conftest import ROOT, Ended, rows, summarize, write_corpus
+
+MODELS = ROOT / ".models" / "tiny-random"
+
+
+def start(hub: Hub, cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    """Start the job on the tiny pair of a Hub."""
+    for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    corpus = write_corpus(folder / "in" / "a.parquet", ["a document", "another one"])
+    settings = ("input.id_column=null", "target.model=owner/target", "draft.model=owner/draft")
+    changes = [argument for setting in settings for argument in ("--set", setting)]
+    return summarize("--input", str(corpus), "--output", str(folder / "out"), *changes)
+
+
+def test_a_run_of_models_by_name_loads_one_commit_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From the first worker to a start next month: said once in the log, in the manifest, in each start's record."""
+    with serving() as hub:
+        commits = {
+            name: hub.push(f"owner/{name}", MODELS / folder)
+            for name, folder in (("target", "target"), ("draft", "draft-model"))
+        }
+        ended = start(hub, tmp_path / "cache", tmp_path, monkeypatch)
+        assert ended.code == 0, ended.stderr
+        for name, commit in commits.items():
+            assert ended.stderr.count(f"{name} owner/{name} (default branch) is commit {commit}") == 1
+            snapshots = tmp_path / "cache" / "hub" / f"models--owner--{name}" / "snapshots"
+            assert [path.name for path in snapshots.iterdir()] == [commit]
+        assert len(rows(tmp_path / "out" / "summaries")) == 2
+        records = [tmp_path / "out" / "_run" / "manifest.json", *(tmp_path / "out" / "_run" / "attempts").iterdir()]
+        for record in records:
+            models = json.loads(record.read_text())["models"]
+            assert {name: model["commit"] for name, model in models.items()} == commits
+        hub.is_down = True
+        ended = start(hub, tmp_path / "another-cache", tmp_path / "another", monkeypatch)
+        assert ended.code == 1
+        assert ended.stderr.splitlines()[-1].startswith("error: the Hub does not answer for owner/target, ")

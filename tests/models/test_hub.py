@@ -1,0 +1,167 @@
+"""Models by their names on the Hub: one commit for all, and hashes that do not depend on who computes them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from safetensors.torch import load_file, save_file
+
+from specextend.checkpoint import ModelError
+from specextend.drafters.draft_options import DraftOptions
+from specextend.hub import HubUnreachableError
+from specextend.model_files import published_hashes, resolve_revision, weight_hashes
+from specextend.models import TargetOptions, check_model, load_target
+from specextend.pairing import check_files, check_pair, pair_hashes
+from tests.hub_server import Hub
+
+NAME = "owner/target"
+WEIGHTS = "model.safetensors"
+
+
+def change(folder: Path) -> None:
+    """Other bytes of the same size in a checkpoint."""
+    weights = load_file(folder / WEIGHTS)
+    save_file({name: weight + 1 for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
+
+
+def test_a_pair_is_checked_and_hashed_without_its_weights(hub: Hub, write_model: Callable[..., Path]) -> None:
+    """A head without a disk for them: of sixteen gigabytes it needs the headers and thirty-two bytes."""
+    target, draft = write_model("target"), write_model("draft", num_hidden_layers=1)
+    hub.push(NAME, target)
+    hub.push("owner/draft", draft)
+    options = TargetOptions(model=NAME), DraftOptions(kind="model", model="owner/draft")
+    assert check_pair(*options).num_layers == 2
+    here = TargetOptions(model=str(target)), DraftOptions(kind="model", model=str(draft))
+    assert pair_hashes(*options) == pair_hashes(*here)
+    assert {"config.json", "tokenizer.json"} <= set(hub.fetched)
+    assert WEIGHTS not in hub.fetched
+
+
+def test_files_that_the_hub_has_no_hash_of_are_fetched_and_hashed(
+    hub: Hub, write_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small one may be kept like any text."""
+    folder = write_model()
+    monkeypatch.setattr("tests.hub_server.LARGE", ())
+    hub.push(NAME, folder)
+    assert published_hashes(NAME) == weight_hashes(str(folder))
+
+
+def test_weights_on_the_hub_of_another_shape_are_refused_by_their_header(
+    hub: Hub, write_model: Callable[..., Path], edit_json: Callable[..., None]
+) -> None:
+    """Before any node fetches them."""
+    folder = write_model()
+    edit_json(folder / "config.json", intermediate_size=64)
+    hub.push(NAME, folder)
+    with pytest.raises(ModelError, match=r"mlp.* is \[48, 32\], config.json says \[64, 32\]"):
+        check_model(NAME)
+    assert WEIGHTS not in hub.fetched
+
+
+def test_a_repository_of_pickles_alone_is_refused_unopened(hub: Hub, write_model: Callable[..., Path]) -> None:
+    """With the command that fetches it for conversion."""
+    folder = write_model()
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    hub.push(NAME, folder)
+    with pytest.raises(ModelError, match=r"it has none .*hf download"):
+        check_model(NAME)
+    assert "pytorch_model.bin" not in hub.fetched
+
+
+def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub: Hub, write_model: Callable[..., Path]) -> None:
+    """Workers start over hours, and `main` moves in between: each would load what it finds."""
+    folder = write_model()
+    first = hub.push(NAME, folder)
+    commit = resolve_revision(NAME, None)
+    assert commit == resolve_revision(NAME, "main") == first
+    before = pair_hashes(TargetOptions(model=NAME, revision=commit), None)
+    change(folder)
+    assert hub.push(NAME, folder) == resolve_revision(NAME, "main") != commit
+    options = TargetOptions(model=NAME, revision=commit, dtype="float32", device="cpu")
+    check_files(options, None, before)
+    loaded = load_target(options, "sdpa").state_dict()["model.norm.weight"]
+    assert loaded.max() == 1.0, "a norm before the change"
+    with pytest.raises(ModelError, match=r"the target in owner/target on .* is not the run's: its files have the hash"):
+        check_files(TargetOptions(model=NAME), None, before)
+
+
+@pytest.mark.parametrize("way", ["down", "gone", "offline"])
+def test_without_the_hub_its_cache_answers(
+    way: str, hub: Hub, write_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that has what it needs must not fail for a look that it could do without."""
+    commit = hub.push(NAME, write_model())
+    expected = weight_hashes(NAME)
+    assert published_hashes(NAME) == expected
+    cut_off(hub, way, monkeypatch)
+    assert resolve_revision(NAME, None) == commit
+    assert published_hashes(NAME, commit) == weight_hashes(NAME, commit) == expected
+    assert check_model(NAME, commit).num_layers == 2
+
+
+@pytest.mark.parametrize("way", ["down", "gone"])
+def test_a_hub_that_is_away_is_said_to_be_and_not_the_model(
+    way: str, hub: Hub, write_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next try may succeed; a model that is not there is a mistake in the configuration."""
+    hub.push(NAME, write_model())
+    with pytest.raises(ModelError) as refused:
+        resolve_revision("owner/none", None)
+    assert not isinstance(refused.value, HubUnreachableError)
+    with pytest.raises(ModelError, match=r"owner/target at revision none .* cannot be fetched from the Hub"):
+        resolve_revision(NAME, "none")
+    cut_off(hub, way, monkeypatch)
+    with pytest.raises(HubUnreachableError) as away:
+        resolve_revision(NAME, None)
+    assert str(away.value).startswith("the Hub does not answer for owner/target, nor does its cache here: ")
+    assert "\n" not in str(away.value)
+
+
+def test_weights_that_only_the_hub_has_cannot_be_vouched_for_without_it(
+    hub: Hub, write_model: Callable[..., Path]
+) -> None:
+    """The cache has the small files of a driver's last start; half of what is needed is not enough."""
+    hub.push(NAME, write_model())
+    check_model(NAME)
+    hub.is_down = True
+    with pytest.raises(HubUnreachableError):
+        check_model(NAME)
+    with pytest.raises(HubUnreachableError):
+        published_hashes(NAME)
+
+
+def test_a_pinned_commit_and_a_folder_need_no_hub(hub: Hub, write_model: Callable[..., Path]) -> None:
+    """There is nothing to resolve."""
+    hub.is_down = True
+    assert resolve_revision(NAME, "a" * 40) == "a" * 40
+    assert resolve_revision(str(write_model()), None) is None
+
+
+def test_a_machine_with_other_bytes_is_named_with_both_hashes(write_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A folder of the same name on another node's disk: nothing else would ever say so."""
+    here, there = write_model(), tmp_path / "there"
+    shutil.copytree(here, there)
+    expected = pair_hashes(TargetOptions(model=str(here)), None)
+    check_files(TargetOptions(model=str(there)), None, expected)
+    change(there)
+    with pytest.raises(ModelError) as refused:
+        check_files(TargetOptions(model=str(there)), None, expected)
+    found = weight_hashes(str(there))["weights"]
+    assert f"the target in {there} on " in str(refused.value)
+    assert found[:12] in str(refused.value)
+    assert expected["target"][:12] in str(refused.value)
+
+
+def cut_off(hub: Hub, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the Hub away: it answers with errors, nobody listens, or nobody may ask."""
+    if way == "down":
+        hub.is_down = True
+    elif way == "gone":
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    else:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

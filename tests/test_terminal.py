@@ -1,0 +1,111 @@
+"""Standard streams of the jobs: any text, any encoding, and a reader that goes away."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specextend.core import DocumentKey
+from specextend.data.parts import PartWriter
+from specextend.data.schema import error_row
+from specextend.data.storage import resolve
+from specextend.terminal import PlainStream
+from tests.bench.made_up import compare_result
+
+ROOT = Path(__file__).parent.parent
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz é"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a hostile id and message, and figures that name a hostile device."""
+    folder = tmp_path_factory.mktemp("streams")
+    failed = {"error_class": "NullText", "stage": "read", "retryable": False, "attempts": 1}
+    PartWriter(resolve(str(folder / "out")), "00000001").commit(
+        [error_row(DocumentKey(0, 0), HOSTILE, message=HOSTILE, **failed)]
+    )
+    result = compare_result()
+    result["environment"]["device"] = HOSTILE
+    (folder / "figures.json").write_text(json.dumps(result))
+    return folder
+
+
+COMMANDS = {
+    "report": ["jobs/report.py", "out"],
+    "bench": ["jobs/bench.py", "table", "--json", "figures.json"],
+    "status": ["jobs/summarize.py", "--status", f"no{HOSTILE}"],
+    "summarize": ["jobs/summarize.py", "--help"],
+    "prepare": ["jobs/prepare.py", "text", f"no{HOSTILE}", "--output", "a.parquet"],
+    "train_draft": ["jobs/train_draft.py", "--config", f"no{HOSTILE}", "--text", "a", "--output", "b"],
+    "arguments": ["jobs/report.py", "out", HOSTILE],
+}
+CODES = {"status": 2, "prepare": 2, "train_draft": 2, "arguments": 2}
+
+
+def run(name: str, folder: Path, **options: object) -> subprocess.CompletedProcess[bytes]:
+    script, *arguments = COMMANDS[name]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | options.pop("environment", {})
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments], cwd=folder, env=environment, check=False, **options
+    )
+
+
+def unwrapped(shown: str) -> str:
+    """Without what tables do to a long cell, and without the backslashes that Markdown wants before backslashes."""
+    return "".join(shown.split()).replace("\\\\", "\\")
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [*((name, "utf-8") for name in COMMANDS), *((name, "ascii") for name in ("report", "bench", "status"))],
+)
+def test_no_job_lets_a_text_drive_the_terminal_in_any_encoding(name: str, encoding: str, folder: Path):
+    """Ids, messages, file names and arguments come from elsewhere; a terminal may speak ASCII alone."""
+    ended = run(name, folder, capture_output=True, environment={"PYTHONIOENCODING": encoding})
+    assert ended.returncode == CODES.get(name, 0), ended.stderr
+    shown = (ended.stdout + ended.stderr).decode(encoding)
+    assert shown
+    assert "Traceback" not in shown
+    assert not set(shown) & set("\x1b\x07\r\u202e\u2028")
+    assert name in ("summarize", "train_draft") or r"\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz" in unwrapped(shown)
+
+
+@pytest.mark.parametrize("name", ["report", "bench", "summarize"])
+def test_a_reader_that_goes_away_ends_no_job(name: str, folder: Path):
+    """`jobs/report.py out | head -1`: the rest is not read, and nobody wants a traceback instead."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = run(name, folder, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("name", ["report", "status"])
+def test_closed_streams_end_no_job(name: str, folder: Path):
+    """`>&- 2>&-`, as some daemons start their children: Python has no such streams then."""
+    script, *arguments = COMMANDS[name]
+    line = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, str(ROOT / script), *arguments]
+    ended = subprocess.run(line, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert ended.returncode == CODES.get(name, 0)
+
+
+def test_a_traceback_is_plain_too(folder: Path):
+    """The one message that nobody foresaw is the likeliest to quote what was read."""
+    code = "from specextend.terminal import guard_streams; guard_streams(); raise RuntimeError('\\x1b[2J\\u202e')"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert ended.stderr.splitlines()[-1] == rb"RuntimeError: \x1b[2J\u202e"
+
+
+def test_bars_of_libraries_still_move_and_nothing_else_does():
+    """A model's download draws its bars with a carriage return in front and cursor up between them."""
+    raw = io.StringIO()
+    stream = PlainStream(raw, bars=True)
+    for text in ("\r 50%", "\n", "\x1b[A", "a\rb", "\x1b[2J", "c\x1b[A"):
+        stream.write(text)
+    assert raw.getvalue() == "\r 50%\n\x1b[Aa\\rb\\x1b[2Jc\\x1b[A"
