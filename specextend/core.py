@@ -107,7 +107,7 @@ def printable(text: str, keep: str = "") -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its class name if it has no message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip()
+    return (str(error).strip() or type(error).__name__).split("\n", 1)[0].rstrip()
 
 
 def one_line(error: BaseException) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import TypeVar
 
-from specextend.cluster.lock import HEARTBEAT
 from specextend.core import DocumentKey
 from specextend.data.inputs import DocumentError, InputUnreachableError
 from specextend.data.parquet import DAMAGED
@@ -19,8 +18,6 @@ PATIENCE_S = 1.0
 """Seconds after which a look is a long one, and all looks of a turn together are enough."""
 LOOK_S = 30.0
 """Seconds that a look may take; a store that has not answered by then answers nobody."""
-THREAD = "arbiter"
-"""Name of the thread that looks."""
 
 Value = TypeVar("Value")
 
@@ -78,7 +75,7 @@ class Arbiter:
                 failed.append(error)
 
         began = time.monotonic()
-        self._thread = threading.Thread(target=run, name=THREAD, daemon=True)
+        self._thread = threading.Thread(target=run, name="arbiter", daemon=True)
         self._thread.start()
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
@@ -102,10 +99,3 @@ def _judge(source: Source, key: DocumentKey) -> Ruling:
     except DocumentError:  # such as a null text: a worker that reads it says so
         return Ruling.READABLE
     return Ruling.READABLE
-
-
-def is_looking() -> bool:
-    """Whether a look, or a heartbeat, has not come back: its thread can be inside a library that waits for it when the
-    process ends.
-    """
-    return any(thread.name in (THREAD, HEARTBEAT) for thread in threading.enumerate())

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from specextend.cluster.exits import ClusterError, LockHeldError, RefusedError
 from specextend.core import first_line
 
 if TYPE_CHECKING:  # not at run time: the actor of a claim must not load torch
+    from specextend.cluster.interrupt import Interrupt
     from specextend.config import JobOptions
     from specextend.models import TargetOptions
 
@@ -26,6 +28,8 @@ LOCAL_OBJECT_STORE_BYTES = 100 << 20
 """Of a Ray that we start for ourselves: nothing large goes through it."""
 KNOCK_S = 10.0
 """Seconds in which the head must take a connection."""
+_TAKE_BACK_S = 0.001
+"""Seconds between two takings back of SIGTERM while Ray shuts down."""
 _NAMESPACE = "specextend"
 _CLAIM_S = 10.0
 """Seconds that the name of a driver that has died may live on."""
@@ -66,23 +70,40 @@ def workers_that_fit(job: JobOptions) -> int:
 
 
 @contextmanager
-def connected() -> Iterator[None]:
-    """Ray for the length of a `with` block: the one that this process has joined already, a local one of our own
-    (`RAY_ADDRESS=local`), or the cluster that `ray.init()` finds. Raises ClusterError.
+def connected(interrupt: Interrupt) -> Iterator[None]:
+    """Connect to Ray for the length of a `with` block: to the cluster that this process has joined already, to a
+    local one of its own (`RAY_ADDRESS=local`), or to the one that `ray.init()` finds.
+
+    `interrupt` has SIGTERM again wherever Ray takes it. Raises ClusterError and InterruptedRunError.
     """
     if ray.is_initialized():
         yield
         return
     try:
         _connect()
+    except SystemExit:  # while Ray starts, its own handler of SIGTERM raises this
+        _shut_down(interrupt)
+        interrupt.tell("SIGTERM received")
+        interrupt.check()
     except Exception as error:  # Ray raises no class of its own
-        ray.shutdown()
+        _shut_down(interrupt)
         what = "started" if is_local() else "joined"
         raise ClusterError(f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again") from error
+    interrupt.install()
     try:
         yield
     finally:
-        ray.shutdown()
+        _shut_down(interrupt)
+
+
+def _shut_down(interrupt: Interrupt) -> None:
+    """Shut Ray down, with our handlers put back all the while: a second before its end, Ray makes SIGTERM deadly."""
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(ray.shutdown)
+        while wait([ending], _TAKE_BACK_S).not_done:
+            interrupt.install()
+    interrupt.install()
+    ending.result()
 
 
 def _connect() -> None:

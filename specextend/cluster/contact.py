@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from specextend.cluster.arbiter import THREAD
 from specextend.cluster.exits import StoreError
 from specextend.core import first_line
 from specextend.data.storage import is_uri, resolve
@@ -31,7 +30,7 @@ def within(limit_s: float, call: Callable[[], Value], checkpoint: Callable[[], o
         except Exception as error:  # noqa: BLE001  raised below, whatever it is
             failed.append(error)
 
-    thread = threading.Thread(target=run, name=THREAD, daemon=True)
+    thread = threading.Thread(target=run, name="contact", daemon=True)
     thread.start()
     give_up_at = time.monotonic() + limit_s
     while thread.is_alive():

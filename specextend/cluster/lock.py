@@ -20,8 +20,6 @@ from specextend.core import first_line
 from specextend.data.run_folder import lock_file, records_folder
 from specextend.data.storage import Location, delete, is_folder, read_bytes, write_bytes
 
-HEARTBEAT = "heartbeat"
-"""Name of the thread that beats."""
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
 """Seconds without a change of the lock after which anyone may take it over."""
@@ -241,7 +239,7 @@ class OutputLock(FolderLock):
         super().__init__(output, run_id, clock)
         self._say, self._checkpoint = say, checkpoint
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name=HEARTBEAT, daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
 
     def __enter__(self) -> OutputLock:
         said = ""

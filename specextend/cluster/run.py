@@ -268,17 +268,13 @@ class _Start:
         return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
 
     def _decode(self, source: Source, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
-        try:
-            with connected(), claimed(self.prepared.output.path):
-                self.interrupt.install()
-                self._say_what_fits()
-                driver = self._driver(source, plan, ledger, tried)
-                try:
-                    driver.run()
-                finally:
-                    driver.pool.close()
-        finally:
-            self.interrupt.install()  # ray.shutdown() has taken the handler of SIGTERM away
+        with connected(self.interrupt), claimed(self.prepared.output.path):
+            self._say_what_fits()
+            driver = self._driver(source, plan, ledger, tried)
+            try:
+                driver.run()
+            finally:
+                driver.pool.close()
 
     def _say_what_fits(self) -> None:
         job = self.prepared.config.job

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster import arbiter
-from specextend.cluster.arbiter import Arbiter, Ruling, is_looking
+from specextend.cluster.arbiter import Arbiter, Ruling
 from specextend.core import DocumentKey
 from specextend.data import source as source_module
 from specextend.data.inputs import InputChangedError, InputOptions
@@ -85,7 +85,6 @@ def test_a_store_that_never_answers_is_asked_once_and_holds_nobody(source: Sourc
     assert judge.judge(DocumentKey(0, 0)) is Ruling.OUT_OF_REACH
     assert told == ["commit"], "what is done is on disk before it gets long"
     assert judge.is_tired
-    assert is_looking()
     assert judge.judge(DocumentKey(0, 2)) is Ruling.OUT_OF_REACH
     assert judge.doc_id(DocumentKey(0, 2)) == "a.parquet:2"
     assert len(calls) == 1

@@ -109,6 +109,45 @@ def test_a_deadline_holds_while_nobody_asks_for_it():
         assert process.wait(60) == 75
 
 
+RAY = """
+import os, signal, sys, threading, time
+import psutil
+from specextend.cluster.cluster import connected
+from specextend.cluster.exits import InterruptedRunError, exit_code
+from specextend.cluster.interrupt import Interrupt
+
+def raylets():
+    return [child for child in psutil.Process().children() if child.name() == "raylet"]
+
+def when(condition):
+    def strike():
+        while not condition():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=strike).start()
+
+interrupt = Interrupt(grace_s=60)
+interrupt.install()
+try:
+    if sys.argv[1] == "begins":
+        when(raylets)
+    with connected(interrupt):
+        assert sys.argv[1] == "ends"
+        [raylet] = raylets()
+        when(lambda: not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE)
+    interrupt.check()
+except InterruptedRunError as error:
+    sys.exit(exit_code(error))
+"""
+
+
+@pytest.mark.parametrize("moment", ["begins", "ends"])
+def test_a_signal_is_heard_while_ray_begins_and_ends(moment: str):
+    """Ray's handler ended the job with 15 while Ray started, and no handler was there while it shut down."""
+    process = subprocess.run([sys.executable, "-c", RAY, moment], capture_output=True, timeout=120, check=False)
+    assert process.returncode == 75, process.stderr.decode()
+
+
 def test_a_run_that_ends_by_itself_is_left_alone():
     """The watchdog of a finished run must not fire into what comes after."""
     interrupt = Interrupt(grace_s=0.0)

@@ -176,11 +176,12 @@ def test_a_stopped_run_is_resumed_and_ends_as_if_it_had_not_been_stopped(tmp_pat
     """SIGTERM, exit 75 within the grace, finished rows kept; the resumed summaries equal an undisturbed run's."""
     arguments, output = long_corpus(tmp_path), tmp_path / "out"
     process = start(*arguments, "--output", str(output))
-    wait_for(lambda: parts(output), "part")
-    assert listening(psutil.Process(process.pid)) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    wait_for((output / "_run" / "lock").exists, "lock")
+    assert call("--config", str(CONFIG), *arguments, "--output", str(output)).code == 4
     holder = json.loads((output / "_run" / "lock").read_text())
     assert holder["pid"] == process.pid
-    assert call("--config", str(CONFIG), *arguments, "--output", str(output)).code == 4
+    wait_for(lambda: parts(output), "part")
+    assert listening(psutil.Process(process.pid)) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONGEST_S) == 75
