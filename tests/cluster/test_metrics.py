@@ -97,7 +97,7 @@ def scrape_until(run_id: str, num_ended: int) -> list[Sample]:
 @dataclass
 class Watcher:
     """Scrapes while one document holds a run up, and lets it go when all gauges were seen: Ray forgets those, and shows
-    them late.
+    them late. Two more may be left: one that took its worker or its batch along waits until another worker is empty.
     """
 
     holds: Path
@@ -109,7 +109,7 @@ class Watcher:
             return
         names = {f"ray_specextend_{name}" for name in GAUGES}
         self.gauges = {sample.name: sample.value for sample in scrape() if sample.name in names}
-        if self.gauges.keys() == names and self.gauges["ray_specextend_rows_left"] == 1:
+        if self.gauges.keys() == names and self.gauges["ray_specextend_rows_left"] <= 3:
             self.holds.unlink()
 
 
@@ -118,7 +118,7 @@ def test_ray_exports_every_metric_with_its_true_value(job, tmp_path: Path):
     """The dashboard's source: a real run with an error row and a lost worker, read from a real metrics port."""
     (tmp_path / "holds").touch()
     run = job([*GOOD, "raise", f"kill:{tmp_path}/killed", f"crawl@{tmp_path}/holds"], workers=2)
-    watcher = run.screen.on_show = Watcher(tmp_path / "holds", num_others=6)
+    watcher = run.screen.on_show = Watcher(tmp_path / "holds", num_others=len(GOOD))
     assert run.run(SpeculatingEngine) == EXIT_TOO_MANY_ERRORS
     run_id, done = run.screen.run_id, run.summaries().values()
     samples = scrape_until(run_id, 7)

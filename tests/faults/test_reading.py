@@ -124,7 +124,7 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(attempt, job, monkeypat
 
     run.screen.on_show = after_planning
     with monkeypatch.context() as patch, pytest.raises(StalledRunError, match=r"input.parquet:11") as said:
-        run.run(LacksTheMount(tmp_path, 1), stall_s=5, silence_s=12)
+        run.run(LacksTheMount(tmp_path, 1), stall_s=8, silence_s=20)
     assert exit_code(said.value) == EXIT_FAILED
     assert run.screen.told("document_unread")
     assert any("it cannot read what nobody can: " in note for note in run.screen.notes)
