@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from specextend.stats import DecodingStats
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "repetition"]
 
 _UNSAFE = frozenset(("Cc", "Cf", "Co", "Cs", "Zl", "Zp"))
 """Unicode categories of the characters that are escaped."""
@@ -50,6 +50,8 @@ class SamplingParams:
     """Seed of the request's noise; equal seeds give equal output in every decoding mode."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; none of them is part of `Completion.text`."""
+    stop_repetition: bool = False
+    """End the output once its tokens repeat themselves in a loop."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -82,7 +84,8 @@ class Request:
 class Completion:
     """The output of the engine for one request.
 
-    `token_ids` ends with the EOS or with the token that completes a stop string; `text` contains neither.
+    `token_ids` ends with the EOS or with the token that completes a stop string; `text` contains neither. A loop that
+    ends the output is part of both, up to the token that completes it.
     """
 
     request_id: str

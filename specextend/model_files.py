@@ -20,6 +20,7 @@ from specextend.checkpoint import (
     read_safetensors_header,
 )
 from specextend.core import first_line
+from specextend.gguf_cache import find_kept, keep
 
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = (
@@ -182,7 +183,11 @@ def _has_weights(folder: Path | None) -> bool:
 
 
 def _check_gguf(file: Path) -> None:
+    """Raise ModelError unless a GGUF file is whole; what was found whole once is not parsed again."""
+    if find_kept(file, "headers") is not None:
+        return
     try:
         GGUFReader(file)  # maps every tensor, reads none
     except Exception as error:  # noqa: BLE001  on a broken file it raises anything
         raise ModelError(f"{file} is not a GGUF file, or is cut short: {first_line(error)}") from None
+    keep(file, "headers", lambda folder: None)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from specextend.checkpoint import ModelError, TensorInfo, read_json
 from specextend.core import first_line
+from specextend.gguf_cache import Part, find_kept, keep
 from specextend.model_files import ModelFiles, check_weights, find_files, read_tensors
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -150,8 +153,12 @@ def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokeniz
     location = find_files(model, revision, weights=False)
     try:
         with _quiet():
-            tokenizer = AutoTokenizer.from_pretrained(
-                location.folder, trust_remote_code=False, use_fast=True, **location.gguf_argument()
+            # AutoTokenizer would give a kept Qwen2 tokenizer a normalizer that the converted one does not have.
+            tokenizer = _load_part(
+                location,
+                "tokenizer",
+                partial(AutoTokenizer.from_pretrained, trust_remote_code=False, use_fast=True),
+                PreTrainedTokenizerFast.from_pretrained,
             )
     except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception
         raise ModelError(f"{model} has no tokenizer that can be loaded: {first_line(error)}") from None
@@ -215,11 +222,24 @@ def _read_config(location: ModelFiles, model: str) -> PreTrainedConfig:
         _check_raw_config(read_json(location.folder / "config.json"), model)
     try:
         with _quiet():
-            config = AutoConfig.from_pretrained(location.folder, trust_remote_code=False, **location.gguf_argument())
+            load = partial(AutoConfig.from_pretrained, trust_remote_code=False)
+            config: PreTrainedConfig = _load_part(location, "config", load, load)
     except Exception as error:  # noqa: BLE001  on a broken file third parties raise anything
         raise ModelError(f"{model} has a config that transformers cannot read: {first_line(error)}") from None
     check_supported(config, model)
     return config
+
+
+def _load_part(location: ModelFiles, part: Part, load: Callable[..., Any], load_kept: Callable[[Path], Any]) -> Any:
+    """Load a model's config or tokenizer; of a GGUF file it is converted once, kept, and loaded from there later."""
+    if not location.gguf_file:
+        return load(location.folder)
+    file = location.folder / location.gguf_file
+    if (folder := find_kept(file, part)) is not None:
+        return load_kept(folder)
+    converted = load(location.folder, **location.gguf_argument())
+    keep(file, part, converted.save_pretrained)
+    return converted
 
 
 def _check_raw_config(raw: dict[str, Any], model: str) -> None:
@@ -280,7 +300,8 @@ def _weight_arguments(location: ModelFiles, config: PreTrainedConfig) -> dict[st
     if not location.gguf_file:
         return {"config": config, "use_safetensors": True}
     unpack = getattr(transformers, "GgufConfig", None)  # older releases unpack always and have no such option
-    return location.gguf_argument() | ({"quantization_config": unpack(dequantize=True)} if unpack else {})
+    quantization = {"quantization_config": unpack(dequantize=True)} if unpack else {}
+    return {"config": config, **location.gguf_argument(), **quantization}
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:

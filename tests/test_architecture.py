@@ -23,7 +23,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # From the ground up; a name imports only from lines above its own, and from itself.
 LAYERS = (
     {"stats", "file_hashes"},
-    {"core", "checkpoint"},
+    {"core", "checkpoint", "gguf_cache"},
     {"hub"},
     {"model_files"},
     {"attention", "terminal"},

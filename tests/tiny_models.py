@@ -205,6 +205,21 @@ def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02,
     return Pair(target, drafts | {"same": target})
 
 
+def write_looping_pair(folder: Path) -> Pair:
+    """A target that looks at its last token alone, so that it soon goes in circles: of 18 tokens, or of 4.
+
+    Drafts are `good` and `bad`, as in any pair.
+    """
+    model = tiny_model(FAMILIES["llama"], seed=7)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    drafts = {"good": perturbed(model, 0.02, seed=1), "bad": tiny_model(FAMILIES["llama"], seed=2)}
+    written = {name: write_model(draft, folder / name) for name, draft in drafts.items()}
+    return Pair(write_model(model, folder / "target"), written)
+
+
 def load_reference(pair: Pair) -> Any:
     """The target as transformers runs it, in plain attention."""
     config = AutoConfig.from_pretrained(pair.target)

@@ -211,6 +211,7 @@ class Worker:
             top_p=decoding.top_p,
             seed=document_seed(decoding.seed, row.document.doc_id),
             stop=decoding.stop,
+            stop_repetition=decoding.stop_repetition,
         )
         return Request(
             request_id=lease_id,

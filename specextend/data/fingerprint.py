@@ -30,7 +30,7 @@ _HASHED = ("target.model", "target.revision", "draft.model", "draft.revision")
 """Options that name weights: the hashes of the weights stand for them."""
 RETIRED: dict[str, Any] = {"cache.chunk_boundaries": "fixed", "cache.score_heads": "mean"}
 """Options that no longer exist, each with the JSON value by which the code now always acts."""
-ADDED: dict[str, Any] = {}
+ADDED: dict[str, Any] = {"decoding.stop_repetition": False}
 """Options that older versions did not have, each with the JSON value by which those acted."""
 
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompt
+from specextend.decoding.stopping import ends_in_loop
 from specextend.stats import DecodingStats
 
 SUMMARY_SCHEMA = pa.schema(
@@ -75,9 +76,7 @@ PART_SCHEMA = pa.schema(
 )
 """Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null for a row done."""
 
-_MIN_REPEATS = 4
-_MIN_LOOP_TOKENS = 24
-_MAX_PERIOD = 64
+_MIN_FLAGGED_TOKENS = 24
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
 
 
@@ -125,31 +124,14 @@ def summary_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
 
 
 def quality_flags(completion: Completion) -> list[str]:
-    """List what is wrong: `empty` (no text), `truncated` (at `max_new_tokens`), `repeated` (the end is a loop)."""
+    """List what is wrong: `empty` (no text), `truncated` (at `max_new_tokens`), `repeated` (the end is a loop).
+
+    A flag takes less of a loop than a stop does, since it costs no text. A final EOS does not hide the loop.
+    """
+    token_ids = completion.token_ids
     flags = {
         "empty": not completion.text.strip(),
         "truncated": completion.finish_reason == "length",
-        "repeated": ends_in_loop(completion.token_ids),
+        "repeated": any(ends_in_loop(tokens, _MIN_FLAGGED_TOKENS) for tokens in (token_ids, token_ids[:-1])),
     }
     return [name for name, raised in flags.items() if raised]
-
-
-def ends_in_loop(token_ids: list[int]) -> bool:
-    """Return True if the tokens end in the same stretch at least four times over, 24 tokens or more in all.
-
-    A final EOS does not hide the loop.
-    """
-    return _loops(token_ids) or _loops(token_ids[:-1])
-
-
-def _loops(token_ids: list[int]) -> bool:
-    return any(
-        _tail_repeats(token_ids, period, max(_MIN_REPEATS * period, _MIN_LOOP_TOKENS))
-        for period in range(1, _MAX_PERIOD + 1)
-    )
-
-
-def _tail_repeats(token_ids: list[int], period: int, length: int) -> bool:
-    """Return True if each of the last `length` tokens equals the one `period` before it, if that is among them too."""
-    tail = token_ids[-length:]
-    return len(tail) == length and tail[period:] == tail[:-period]

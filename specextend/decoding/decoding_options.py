@@ -41,6 +41,9 @@ class DecodingOptions:
     """Seed of the run. The seed of a document is derived from it and the document's id."""
     stop: tuple[str, ...] = ()
     """Strings that end an output. They are matched across token borders and are not part of the summary."""
+    stop_repetition: bool = False
+    """End an output once it is a loop: a stretch of up to 64 tokens, at least four times in a row, over at least 64
+    tokens. What there is of the loop stays in the summary, and its `finish_reason` is `repetition`."""
     max_batch_size: int = 1
     """Sequences that a worker decodes together at most."""
     cache_gib: float = 2.0

@@ -182,7 +182,13 @@ class Engine:
             assert self._active, "an empty engine has room for whatever passes the check"
             return None
         now = self._watch.charge("other_s", list(self._active.values()))
-        stopper = StopChecker(self.tokenizer, self._eos_token_ids, request.sampling.stop, request.max_new_tokens)
+        stopper = StopChecker(
+            self.tokenizer,
+            self._eos_token_ids,
+            request.sampling.stop,
+            request.max_new_tokens,
+            stop_repetition=request.sampling.stop_repetition,
+        )
         drafts = self._memory.num_nodes > 0
         sequence = Sequence(request, *admitted, stopper, CachePolicy(self._cache_options), now, drafts)
         sequence.speculation.active = drafts

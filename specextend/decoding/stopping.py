@@ -1,4 +1,4 @@
-"""Where a sequence ends: at its EOS, at the token that completes a stop string, or at its length."""
+"""Where a sequence ends: at its EOS, at the token that completes a stop string or a loop, or at its length."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from specextend.core import FinishReason
+
+MIN_REPEATS = 4
+"""Times that a stretch of tokens must stand in a row to be a loop."""
+MAX_PERIOD = 64
+"""Tokens of the longest stretch that is looked for."""
+MIN_STOP_TOKENS = 64
+"""Tokens that a loop must cover to end an output. A line of a table with one entry over and over has covered 40."""
 
 _BROKEN = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
 _MAX_HELD_TOKENS = 16  # a character has at most four bytes; more broken tokens than this will not mend
@@ -31,7 +38,13 @@ class StopChecker:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], stop: tuple[str, ...], max_new_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        stop: tuple[str, ...],
+        max_new_tokens: int,
+        *,
+        stop_repetition: bool = False,
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -39,6 +52,7 @@ class StopChecker:
         self._eos_token_ids = eos_token_ids
         self._stop = stop
         self._max_new_tokens = max_new_tokens
+        self._stop_repetition = stop_repetition
         self._search = StopSearch(tokenizer, stop) if stop else None
 
     def push(self, token_ids: Iterable[int]) -> FinishReason | None:
@@ -49,6 +63,8 @@ class StopChecker:
             self.token_ids.append(token_id)
             if token_id in self._eos_token_ids or self._completes_stop(token_id):
                 self.finish_reason = "stop"
+            elif self._stop_repetition and ends_in_loop(self.token_ids, MIN_STOP_TOKENS):
+                self.finish_reason = "repetition"
             elif len(self.token_ids) >= self._max_new_tokens:
                 self.finish_reason = "length"
         return self.finish_reason
@@ -67,6 +83,25 @@ class StopChecker:
         if self._search is None or not self._search.push(token_id):
             return False
         return _find(_decode(self._tokenizer, self.token_ids), self._stop) is not None
+
+
+def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
+    """Return True if a stretch of up to MAX_PERIOD tokens, MIN_REPEATS times or more in a row, is the end.
+
+    min_tokens: how many tokens the repeats must cover at least.
+    """
+    if len(token_ids) < min_tokens:
+        return False
+    last = token_ids[-1]
+    longest = min(MAX_PERIOD, len(token_ids) // MIN_REPEATS)
+    periods = [period for period in range(1, longest + 1) if token_ids[-1 - period] == last]
+    return any(_tail_repeats(token_ids, period, max(MIN_REPEATS * period, min_tokens)) for period in periods)
+
+
+def _tail_repeats(token_ids: list[int], period: int, length: int) -> bool:
+    """Return True if each of the last `length` tokens equals the one `period` before it, if that is among them too."""
+    tail = token_ids[-length:]
+    return tail[period:] == tail[:-period]
 
 
 class StopSearch:

@@ -136,6 +136,15 @@ def test_an_option_that_was_added_ends_no_run_while_it_says_what_was_always_done
     assert differences(before, manifest(changed("tree", "shape", "deep"))) == ['tree.shape: nothing there, "deep" here']
 
 
+def test_a_run_of_a_version_without_stop_repetition_goes_on_unless_it_is_switched_on(
+    manifest: Callable[..., dict[str, Any]],
+) -> None:
+    """It changes summaries, so half of a run must not have it."""
+    off, on = (manifest(changed("decoding", "stop_repetition", value)) for value in (False, True))
+    assert off["fingerprint"] == manifest()["fingerprint"]
+    assert differences(manifest(), on) == ["decoding.stop_repetition: nothing there, true here"]
+
+
 def test_other_weights_are_another_run(manifest: Callable[..., dict[str, Any]]) -> None:
     other = manifest(hashes=HASHES | {"draft": "d" * 64})
     assert other["fingerprint"] != manifest()["fingerprint"]

@@ -14,7 +14,6 @@ from specextend.data.schema import (
     ERROR_SCHEMA,
     PART_SCHEMA,
     SUMMARY_SCHEMA,
-    ends_in_loop,
     quality_flags,
     result_row,
     summary_schema,
@@ -106,26 +105,14 @@ def test_every_column_of_a_result_is_filled_by_name(done: Callable[..., dict[str
         (" \n", [1], "stop", ["empty"]),
         ("cut off", [1, 2], "length", ["truncated"]),
         ("no no no", [7] * 30, "length", ["truncated", "repeated"]),
+        ("no no no", [7] * 30, "repetition", ["repeated"]),
+        ("no no no", [7] * 24, "stop", ["repeated"]),
+        ("no no no", [7] * 23, "stop", []),
+        ("no no no", [*[7] * 24, 2], "stop", ["repeated"]),
+        ("no no no", [*[7] * 24, 1, 2], "stop", []),
     ],
 )
 def test_flags_say_what_is_wrong_with_a_summary(
     text: str, token_ids: list[int], finish_reason: Any, flags: list[str]
 ) -> None:
     assert quality_flags(Completion("x", token_ids, text, finish_reason, DecodingStats())) == flags
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "loops"),
-    [
-        ([], False),
-        (list(range(100)), False),
-        ([9, *range(10), *range(10), *range(10), *range(10)], True),
-        ([*range(10), *range(10), *range(10), *range(10), 99], True),
-        ([*range(10), *range(10), *range(10)], False),
-        ([*[3] * 40, 1, 2, 4], False),
-        ([5] * 23, False),
-        ([5] * 24, True),
-    ],
-)
-def test_a_loop_is_a_stretch_repeated_up_to_the_end(token_ids: list[int], loops: bool) -> None:
-    assert ends_in_loop(token_ids) is loops

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specextend.decoding.stopping import StopChecker
+from specextend.decoding.stopping import MAX_PERIOD, MIN_STOP_TOKENS, StopChecker, ends_in_loop
 
 CORPUS = ["the end of the report. the committee finds", "\n\n### the report ends here", "été naïve café 😀😀 日本語"]
 SPECIAL = ["<eos>", "<|im_end|>", "<pad>"]
@@ -235,6 +235,120 @@ def test_incremental_search_equals_decoding_every_prefix_whole(name, data):
         assert (check.finish_reason, check.text) == (None, text)
     else:
         assert (check.finish_reason, len(check.token_ids), check.text) == ("stop", *expected)
+
+
+def loop_checker(max_new_tokens: int = 10**6) -> StopChecker:
+    return StopChecker(LETTERS, frozenset({eos(LETTERS)}), ("the end",), max_new_tokens, stop_repetition=True)
+
+
+def has_period(token_ids: list[int], period: int) -> bool:
+    return all(token_ids[i] == token_ids[i - period] for i in range(period, len(token_ids)))
+
+
+def slow_loop(token_ids: list[int], min_tokens: int) -> bool:
+    """The definition: some end of the tokens is long enough and nothing but four repeats or more of a stretch."""
+    ends = (token_ids[start:] for start in range(len(token_ids) - min_tokens + 1))
+    return any(has_period(end, period) for end in ends for period in range(1, min(MAX_PERIOD, len(end) // 4) + 1))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "loops"),
+    [
+        ([], False),
+        (list(range(100)), False),
+        ([9, *[*range(10)] * 4], True),
+        ([9, *[*range(10)] * 3], False),
+        ([*[*range(10)] * 4, 0, 1, 2], True),
+        ([*[*range(10)] * 4, 99], False),
+        ([5] * 23, False),
+        ([5] * 24, True),
+    ],
+)
+def test_a_loop_is_a_stretch_repeated_up_to_the_end(token_ids, loops):
+    """It may end inside a repeat, as long as nothing else comes after it."""
+    assert ends_in_loop(token_ids, 24) is loops
+
+
+@pytest.mark.parametrize(
+    ("period", "tokens_needed"), [(1, 64), (2, 64), (15, 64), (16, 64), (17, 68), (64, 256), (65, None)]
+)
+def test_a_loop_ends_the_output_at_the_token_that_makes_it_one(period, tokens_needed):
+    """Four repeats and 64 tokens; a longer stretch than 64 tokens is not looked for."""
+    loop = [10 + n for n in range(period)] * 100
+    check = loop_checker()
+    assert check.push([5, 7, *loop]) == (tokens_needed and "repetition")
+    assert len(check.token_ids) == 2 + (tokens_needed or len(loop))
+
+
+def test_the_text_keeps_the_loop():
+    """Whoever reads the summary sees why it ended."""
+    check = loop_checker()
+    tokens = byte_ids("They met. " + "no " * 50)
+    assert check.push(tokens) == "repetition"
+    assert check.token_ids == tokens[: len(check.token_ids)]
+    assert check.text == LETTERS.decode(check.token_ids)
+    assert check.text.startswith("They met. no no ")
+
+
+def test_loops_are_nobodys_business_unless_asked():
+    """Off by default: a run of an older version must go on as it began."""
+    assert checker().push([5] * 500) is None
+
+
+def test_an_end_that_says_more_comes_before_a_loop_and_a_loop_before_the_length():
+    """All at the same token: the model had finished, or it never would have."""
+    loop = byte_ids("the en") * 20
+    at_the_limit = loop_checker(max_new_tokens=MIN_STOP_TOKENS)
+    assert at_the_limit.push(loop) == "repetition"
+    assert len(at_the_limit.token_ids) == MIN_STOP_TOKENS
+    check = loop_checker()
+    assert check.push([*[5] * (MIN_STOP_TOKENS - 1), eos(LETTERS)]) == "stop"
+    spelled = byte_ids("the end")
+    check = StopChecker(LETTERS, frozenset(), ("the end" * 10,), 10**6, stop_repetition=True)
+    assert check.push(spelled * 20) == "repetition", "64 tokens come before the 70 of the stop string"
+    check = StopChecker(LETTERS, frozenset(), ("the end" * 9 + "t",), 10**6, stop_repetition=True)
+    assert check.push(spelled * 20) == "stop"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"{number}. The report finds that costs rose.\n" for number in range(1, 40)),
+        "".join(f"| {year} | 0.0 | 0.0 | 0.0 |\n" for year in range(1990, 2025)),
+        "| --- " * 10 + "|\n",
+        "Total: " + "n/a (n/a) " * 6 + "\n",
+        "Introduction " + "." * 60 + " 7\n",
+    ],
+)
+def test_lists_and_tables_are_no_loops(text):
+    """With a byte a token, which stretches a repeat more than any real tokenizer does."""
+    assert loop_checker().push(byte_ids(text * 2)) is None
+
+
+STRETCHES = st.lists(st.integers(5, 8), min_size=1, max_size=20)
+
+
+@given(pieces=st.lists(st.tuples(STRETCHES, st.integers(1, 8)), min_size=1, max_size=4), data=st.data())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_loop_ends_the_output_at_the_same_token_however_the_tokens_arrive(pieces, data):
+    """One by one in plain steps, several at a time in speculative ones: always where the definition first holds."""
+    tokens = [token for stretch, times in pieces for token in stretch * times]
+    ends = (size for size in range(1, len(tokens) + 1) if slow_loop(tokens[:size], MIN_STOP_TOKENS))
+    end = next(ends, None)
+    check, rest = loop_checker(), tokens
+    while rest and check.finish_reason is None:
+        size = data.draw(st.integers(1, 17))
+        check.push(rest[:size])
+        rest = rest[size:]
+    assert check.token_ids == tokens[:end]
+    assert check.finish_reason == (None if end is None else "repetition")
+
+
+@given(st.lists(st.integers(0, 299), unique=True, max_size=300), st.integers(1, 3))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_text_that_says_a_thing_three_times_is_no_loop(token_ids, times):
+    """Whatever the length of what is said."""
+    assert not any(ends_in_loop((token_ids * times)[:size], 24) for size in range(len(token_ids) * times + 1))
 
 
 class CountingTokenizer:

@@ -20,6 +20,7 @@ import torch
 from specextend import Request, RunConfig, load_engine
 from specextend.data.prompts import Prompts
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, Ended, parts, rows, summarize, wait_for, write_corpus
+from tests.tiny_models import write_looping_pair
 
 TEXT = "The committee met and talked about the weather. "
 
@@ -193,6 +194,24 @@ def test_a_stopped_run_is_resumed_and_ends_as_if_it_had_not_been_stopped(tmp_pat
     assert summarize(*arguments, "--output", str(output), "--set", "decoding.max_batch_size=2").code == 0
     assert {path: path.read_bytes() for path in parts(output)}.items() >= kept.items()
     assert summaries(output) == undisturbed
+
+
+@pytest.mark.slow
+def test_documents_that_end_in_a_loop_are_counted_and_finish_for_that_reason(tmp_path: Path):
+    """From the configuration to the row and the report; the same run without it is another run."""
+    pair = write_looping_pair(tmp_path)
+    corpus = write_corpus(tmp_path / "in.parquet", ["t5 t6 t7", "t8 t9 t10"])
+    values = ["input.id_column=null", f"target.model={pair.target}", f"draft.model={pair.drafts['good']}"]
+    values += ["decoding.max_new_tokens=150", "decoding.stop_repetition=true"]
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out")]
+    ended = summarize(*arguments, *(word for value in values for word in ("--set", value)))
+    assert ended.code == 0, ended.stderr
+    for row in rows(tmp_path / "out" / "summaries"):
+        assert (row["finish_reason"], row["quality_flags"]) == ("repetition", ["repeated"])
+        assert row["num_output_tokens"] < 150
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["finish_reasons"] == {"repetition": 2}
+    assert summarize(*arguments, *(word for value in values[:-1] for word in ("--set", value))).code == 5
 
 
 @pytest.mark.slow

@@ -1,0 +1,79 @@
+"""With `stop_repetition` a loop ends an output at the same token in every mode, with every draft and batch size."""
+
+from __future__ import annotations
+
+import pytest
+
+from specextend.data.schema import quality_flags
+from specextend.decoding.stopping import MIN_STOP_TOKENS, ends_in_loop
+from tests.covering import covering
+from tests.tiny_models import Pair, random_prompt, request, tiny_engine, write_looping_pair
+
+LENGTHS = (40, 90, 15)
+MAX_NEW_TOKENS = 160
+MODES = ("autoregressive", "tree", "specextend")
+DRAFTS = ("good", "bad", "ngram", "merged-good")
+
+
+@pytest.fixture(scope="module")
+def looping(tmp_path_factory) -> Pair:
+    return write_looping_pair(tmp_path_factory.mktemp("looping"))
+
+
+def outputs(engine, **sampling) -> dict:
+    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS, **sampling) for length in LENGTHS]
+    return {completion.request_id: completion for completion in engine.generate(requests)}
+
+
+@pytest.fixture(scope="module")
+def unstopped(looping) -> dict:
+    """What plain decoding gives without the option."""
+    return outputs(tiny_engine(looping, decoding__mode="autoregressive"))
+
+
+def first_loop(token_ids: list[int]) -> int:
+    return next(n for n in range(len(token_ids)) if ends_in_loop(token_ids[:n], MIN_STOP_TOKENS))
+
+
+def test_loops_run_to_the_end_by_default(unstopped):
+    """And they are of several tokens here: one token for ever would be too easy."""
+    for completion in unstopped.values():
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", MAX_NEW_TOKENS)
+        assert quality_flags(completion) == ["truncated", "repeated"]
+        assert len(set(completion.token_ids[-MIN_STOP_TOKENS:])) > 2
+
+
+@pytest.mark.parametrize(("mode", "draft", "batch"), covering(MODES, DRAFTS, [1, 3]))
+def test_a_loop_ends_the_output_at_the_same_token_whatever_decodes_it(mode, draft, batch, looping, unstopped):
+    """A step that accepts six tokens past the end of the loop keeps none of them."""
+    engine = tiny_engine(looping, draft, decoding__mode=mode, decoding__max_batch_size=batch)
+    for name, completion in outputs(engine, stop_repetition=True).items():
+        token_ids = unstopped[name].token_ids
+        assert completion.token_ids == token_ids[: first_loop(token_ids)]
+        assert completion.finish_reason == "repetition"
+        assert completion.text == engine.tokenizer.decode(completion.token_ids)
+        assert quality_flags(completion) == ["repeated"]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_counts_add_up_where_a_loop_ends_the_output(draft, looping):
+    """The identities of the data contract; n-gram drafts are 16 deep, so that the last step is cut short."""
+    engine = tiny_engine(looping, draft)
+    for completion in outputs(engine, stop_repetition=True).values():
+        stats = completion.stats
+        assert stats.num_output_tokens == len(completion.token_ids)
+        assert sum(stats.acceptance_histogram) == stats.num_spec_steps
+        assert sum(n * steps for n, steps in enumerate(stats.acceptance_histogram)) == stats.num_accepted_tokens
+        decided = 1 + stats.num_plain_steps + stats.num_spec_steps + stats.num_accepted_tokens
+        assert 0 <= decided - stats.num_output_tokens < len(stats.acceptance_histogram)
+
+
+def test_a_request_that_does_not_ask_goes_on_beside_one_that_does(looping, unstopped):
+    """The option is each request's own."""
+    engine = tiny_engine(looping, decoding__max_batch_size=2)
+    asked = request("asked", random_prompt(40), MAX_NEW_TOKENS, stop_repetition=True)
+    found = {
+        each.request_id: each for each in engine.generate([asked, request("not", random_prompt(40), MAX_NEW_TOKENS)])
+    }
+    assert found["asked"].finish_reason == "repetition"
+    assert found["not"].token_ids == unstopped["40"].token_ids
