@@ -12,7 +12,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from specextend.cluster.display import Pace
 from specextend.cluster.progress import Snapshot
-from specextend.stats import DecodingStats
+from specextend.stats import PHASES, DecodingStats
 
 EVERY_S = 1.0
 """Seconds between two values of a gauge."""
@@ -49,7 +49,6 @@ HISTOGRAMS = {
         (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8),
     ),
 }
-PHASES = ("prefill", "draft_prefill", "draft", "verify", "retrieval", "other")
 COUNTED = ("prompt_tokens", "spec_steps", "plain_steps", "draft_tokens", "accepted_tokens")
 
 
@@ -95,7 +94,7 @@ class Metrics:
         for name in COUNTED:
             self._count(name, getattr(stats, f"num_{name}"))
         for phase in PHASES:
-            self._count("busy_seconds", getattr(stats, f"{phase}_s"), phase=phase)
+            self._count("busy_seconds", getattr(stats, phase), phase=phase.removesuffix("_s"))
         self._histograms["document_seconds"].observe(stats.total_s)
         if num_steps := stats.num_spec_steps + stats.num_plain_steps:
             self._histograms["step_seconds"].observe(stats.decode_s / num_steps)
