@@ -7,23 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specextend.cluster.arbiter import Arbiter, Ruling
-from specextend.cluster.attempts import Attempt
-from specextend.cluster.clock import AwakeClock
 from specextend.cluster.display import Display, Fact
-from specextend.cluster.exits import InterruptedRunError, OutputError
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
 from specextend.cluster.leases import GivenUp, Lease, Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.output import writing
 from specextend.cluster.places import Place, Spot
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
-from specextend.cluster.progress import Ledger
+from specextend.cluster.progress import AwakeClock, ErrorGuard, Ledger, StallGuard
+from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.stall import ErrorGuard, StallGuard
+from specextend.cluster.stores import Arbiter, Ruling, writing
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.data.parts import PartWriter
@@ -130,7 +126,7 @@ class Driver:
 
     def _turn(self) -> None:
         self.interrupt.check()
-        self._arbiter.rest()
+        self._arbiter.begin_turn()
         now = self.clock()
         for worker in self.roster.due(now, self.scheduler.num_wanted):
             self.pool.start(worker)
@@ -264,7 +260,7 @@ class Driver:
         if not self.scheduler.sees(worker, lease.key.file, now):
             self.scheduler.unread(lease.lease_id, now)
             return
-        if self._is_stopping or self._arbiter.is_tired:
+        if self._is_stopping or self._arbiter.is_spent:
             self.scheduler.put_back(lease.lease_id, now)
             return
         verdict, now = self._arbiter.judge(lease.key), self.clock()

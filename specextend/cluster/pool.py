@@ -20,9 +20,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from specextend.cluster.clock import AwakeClock
 from specextend.cluster.leases import Lease
 from specextend.cluster.messages import EngineBrokenError, Failed, Outcome, WorkerInfo, WorkerReport
+from specextend.cluster.progress import AwakeClock
 from specextend.cluster.worker import EngineFactory, worker_actor
 from specextend.config import RunConfig
 from specextend.core import first_line

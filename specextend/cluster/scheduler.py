@@ -19,11 +19,13 @@ from specextend.cluster.leases import (
     Item,
     Lease,
     Limits,
+    Rank,
     Tried,
+    Waiting,
     nearest_to_empty,
+    rank,
 )
 from specextend.cluster.places import Coming, Place, Places, Rest
-from specextend.cluster.waiting import Rank, Waiting, rank
 from specextend.core import DocumentKey
 
 ALONE_SHARE = 4

@@ -8,8 +8,8 @@ import pytest
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, TooManyErrorsError, exit_code
 from specextend.cluster.messages import Failed
-from specextend.cluster.stall import MIN_ENDED, ErrorGuard
-from specextend.cluster.status import read_status
+from specextend.cluster.progress import MIN_ENDED, ErrorGuard
+from specextend.cluster.records import read_status
 from specextend.data.storage import resolve
 
 BROKEN = Failed("", "RuntimeError", "the kernel is not there", "decode", retryable=False)
