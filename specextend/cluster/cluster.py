@@ -131,6 +131,7 @@ def _claim(name: str, output: str, wait_s: float) -> Any:
                 raise LockHeldError(f"{output} is held by another driver of this cluster") from None
             time.sleep(0.5)
         except RayError as error:
-            raise ClusterError(f"Ray does not do as it is asked: {first_line(error)}; run again") from error
+            what = f"Ray cannot create the actor that claims {output}"
+            raise ClusterError(f"{what}: {first_line(error)}; run again") from error
         else:
             return holder

@@ -115,7 +115,7 @@ class Interrupt:
     """
 
     def __init__(self, grace_s: float, deadline_s: float = 0.0) -> None:
-        """`deadline_s`: seconds from now after which the run is told to stop; 0: never."""
+        """Watch for requests to stop. deadline_s: seconds from now after which the run is told to stop; 0: never."""
         self.last: Callable[[], None] = lambda: None
         """The last call before the process is ended by force; it runs on another thread and must be quick."""
         self._grace_s = grace_s

@@ -1,4 +1,4 @@
-"""Documents that wait for a worker or are leased to one, and when a document or a worker has had enough. Pure.
+"""Documents that wait for a worker or are leased to one, and the limits after which either is given up. Pure.
 
 A lease is one document handed to one worker, once. A document is charged an attempt when its lease ends in a way that
 may be its fault; after `max_attempts` of these it is given up. Times are seconds of any monotonic clock that the caller
@@ -35,7 +35,7 @@ Rank = tuple[int, DocumentKey]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """When a document or a worker has had enough."""
+    """Limits after which a document is given up or a worker counts as hung."""
 
     max_attempts: int = 3
     """Charged attempts before a document becomes an error row."""
@@ -76,9 +76,9 @@ class Tried:
     """The attempts of earlier starts of the run at a document."""
 
     attempts: int
-    """All that were charged."""
+    """All attempts that were charged."""
     struck: frozenset[Spot] = frozenset()
-    """Where."""
+    """The places where they were charged."""
     forgiven: int = 0
     """Those of them that ended in an error row which is to be done again: they do not count towards `max_attempts`."""
 

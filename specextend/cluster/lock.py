@@ -115,7 +115,8 @@ class FolderLock:
             return ""
         if (holder := parse_lock(self._seen)) is None:
             path = lock_file(self._output).path
-            return f"{path} is no lock that this version knows; it is taken over if it is the same {STALE_S:.0f} s on"
+            what = f"{path} is no lock that this version knows"
+            return f"{what}; it is taken over if it does not change for {STALE_S:.0f} s"
         return f"{self._output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign of life"
 
     def try_take(self) -> bool:

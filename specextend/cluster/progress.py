@@ -36,7 +36,7 @@ class AwakeClock:
     """
 
     def __init__(self, source: Callable[[], float] = time.monotonic) -> None:
-        """`source`: returns seconds, which may jump."""
+        """Begin at 0. source: returns seconds, which may jump."""
         self._source = source
         self._last = source()
         self._now = 0.0
@@ -84,7 +84,7 @@ class Ledger:
     """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts replace estimates."""
 
     def __init__(self, estimates: Mapping[DocumentKey, TokenEstimate], num_done: int, num_errors: int) -> None:
-        """`estimates`: the documents that this start has to do. `num_done`, `num_errors`: rows of earlier starts."""
+        """Begin a start. estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts."""
         self._open = dict(estimates)
         self._num_rows = len(estimates) + num_done + num_errors
         self._num_done, self._num_errors = num_done, num_errors
@@ -174,7 +174,7 @@ class ErrorGuard:
     """
 
     def __init__(self, limit: float, num_documents: int) -> None:
-        """`limit`: share of failures above which the run stops. `num_documents`: what this start has to do."""
+        """Begin a start of `num_documents`. limit: share of failures above which the run stops."""
         self._limit = limit
         self._least = max(MIN_ENDED, MIN_SHARE * num_documents)
         self._num_done = 0
@@ -202,7 +202,7 @@ class ErrorGuard:
         raise TooManyErrorsError(
             f"stopped early: {num_failed} of {num_ended} documents failed, more than job.stop_error_fraction "
             f"{self._limit:g} allows, most often with {name}, such as {self._examples[name]}; what is done is kept: "
-            "mend the cause and run again with --retry-errors, or allow more"
+            "fix the cause and run again with --retry-errors, or allow more"
         )
 
 
@@ -214,7 +214,7 @@ class StallGuard:
     """
 
     def __init__(self, limit_s: float, now: float) -> None:
-        """`limit_s`: most seconds without a token. `now`: seconds of the clock that later calls use, too."""
+        """Begin to watch. limit_s: most seconds without a token. now: by the clock that later calls use, too."""
         self._limit_s = limit_s
         self._moved_at = now
         self._steps: dict[str, int] = {}

@@ -57,7 +57,7 @@ class Attempt:
         config: RunConfig,
         models: Mapping[str, Mapping[str, str | None]] | None = None,
     ) -> None:
-        """models: by name, the model that was asked for and the commit that it is."""
+        """Fill the record. models: by name, the model that was asked for and the commit that it is."""
         self._file = starts_folder(output).child(f"{run_id}.json")
         self._record: dict[str, Any] = {
             "run_id": run_id,

@@ -189,7 +189,7 @@ class Arbiter:
         patience_s: float = PATIENCE_S,
         reread_s: float = REREAD_S,
     ) -> None:
-        """before_long: called before a wait of more than `patience_s`, for what must not be delayed by it."""
+        """Keep the source. before_long: called before a wait longer than `patience_s`, for what it must not delay."""
         self._source, self._before_long = source, before_long
         self._patience_s, self._reread_s = patience_s, reread_s
         self._answer: Future[Any] | None = None

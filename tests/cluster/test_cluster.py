@@ -58,7 +58,7 @@ def test_a_cluster_that_grants_no_name_is_said_in_one_line(shared: None, monkeyp
 
     monkeypatch.setattr(ray, "get", lost)
     with (
-        pytest.raises(ClusterError, match=r"^Ray does not do as it is asked: .*; run again$"),
+        pytest.raises(ClusterError, match=r"^Ray cannot create the actor that claims s3://bucket/new: .*; run again$"),
         claimed("s3://bucket/new"),
     ):
         pass
