@@ -1,4 +1,4 @@
-"""How a run ends: exit codes, the exceptions that stand for them, and requests to stop.
+"""The end of a run: exit codes, the exceptions that stand for them, and requests to stop.
 
 SIGTERM, SIGINT or the job's deadline ask the run to stop: finished work is committed, then it exits with 75.
 """

@@ -95,7 +95,7 @@ class Item:
     strikes: int = 0
     """Attempts that may have ended through its fault, and may have failed its neighbours."""
     struck: set[Spot] = field(default_factory=set)
-    """Where it was held when something ended that way, charged or not."""
+    """The places where it was held when a worker or a batch failed, charged or not."""
     losses: int = 0
     exposures: int = 0
     num_leases: int = 0

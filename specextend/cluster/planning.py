@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """What the scan of the input tells about a row."""
+    """The facts about a row that the scan of the input gives."""
 
     num_bytes: int
     num_tokens: int | None

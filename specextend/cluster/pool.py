@@ -267,7 +267,7 @@ class Pool:
         return [Dying(worker, reason)]
 
     def _verdicts(self) -> list[Event]:
-        """Bury the dying workers whose cause of death is known by now."""
+        """Forget the dying workers whose cause of death is known by now, and report it."""
         dying = {name: actor for name, actor in self._actors.items() if actor.dying_since is not None}
         if not dying:
             return []

@@ -101,8 +101,8 @@ def run(
             gate.fence = lock
             attempt = Attempt(prepared.output, run_id, config, prepared.models)
             interrupt.last = _last(lock, attempt, display)
-            this_start = _Run(prepared, lock, run_id, attempt, display, interrupt, report, factory)
-            return this_start.run_recorded(retry_errors)
+            locked = _LockedRun(prepared, lock, run_id, attempt, display, interrupt, report, factory)
+            return locked.run_recorded(retry_errors)
     finally:
         gate.close()
 
@@ -135,7 +135,7 @@ def _sweep(output: Location) -> None:
 
 
 @dataclass(slots=True)
-class _Run:
+class _LockedRun:
     """A run that holds its output folder, from its start to its exit code."""
 
     prepared: Prepared

@@ -165,7 +165,7 @@ def _refused(output: Location, what: str) -> Iterator[None]:
 
 
 class Ruling(Enum):
-    """What is at fault if a worker could not read a document."""
+    """The party at fault if a worker could not read a document."""
 
     READABLE = auto()
     """The worker or its node: the driver can read the document."""
