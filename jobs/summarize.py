@@ -40,10 +40,8 @@ def main(arguments: argparse.Namespace) -> int:
 def job(arguments: argparse.Namespace) -> int:
     """Run, or only say what there is to do (`--dry-run`). Returns the exit code."""
     from specextend.cluster.display import open_display
-    from specextend.cluster.dry_run import describe_dry_run, dry_run
-    from specextend.cluster.exits import RefusedError
-    from specextend.cluster.interrupt import Interrupt
-    from specextend.cluster.prepare import prepare
+    from specextend.cluster.exits import Interrupt, RefusedError
+    from specextend.cluster.prepare import describe_dry_run, dry_run, prepare
     from specextend.cluster.run import run
     from specextend.config import ConfigError, RunConfig
     from specextend.core import first_line
@@ -94,9 +92,9 @@ def conclude(output: str) -> None:
 
 def status(arguments: argparse.Namespace) -> int:
     """Print the status of the run in an output folder. Returns the exit code."""
-    from specextend.cluster.contact import within
     from specextend.cluster.exits import RefusedError, StoreError
-    from specextend.cluster.status import describe_status, read_status
+    from specextend.cluster.records import describe_status, read_status
+    from specextend.cluster.stores import within
     from specextend.core import first_line
     from specextend.data.storage import resolve
 

@@ -31,7 +31,7 @@ from specextend.cluster.environment import prepare_environment
 prepare_environment(os.environ)  # before anything imports ray
 
 from specextend.cluster.display import Fact  # noqa: E402
-from specextend.cluster.interrupt import Interrupt  # noqa: E402
+from specextend.cluster.exits import Interrupt  # noqa: E402
 from specextend.cluster.progress import Snapshot  # noqa: E402
 from specextend.cluster.run import run  # noqa: E402
 from specextend.config import RunConfig  # noqa: E402

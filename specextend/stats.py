@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
+
+Phase = Literal["prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"]
+"""A phase of decoding: the field of `DecodingStats` to which its seconds are charged."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

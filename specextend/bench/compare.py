@@ -30,8 +30,8 @@ from specextend.bench.workload import (
     use_configured_threads,
 )
 from specextend.config import RunConfig
-from specextend.report.statistics import PHASES, Spread, bucket_name, spread
-from specextend.stats import DecodingStats, ratio
+from specextend.report.statistics import Spread, bucket_name, spread
+from specextend.stats import PHASES, DecodingStats, ratio
 
 WARM_UP_TOKENS = 16
 """Most tokens that a side decodes before it is measured."""

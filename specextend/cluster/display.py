@@ -30,7 +30,7 @@ class Display(Protocol):
         """Name this start of the run."""
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Show the progress, if enough time has passed since the last one."""
+        """Show the progress, if enough time has passed since the last time."""
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
         """Report something to people and machines."""
@@ -90,7 +90,7 @@ class LineDisplay:
         """Do nothing: people do not need this."""
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Write one line, if the last one is old enough."""
+        """Write one line, if enough time has passed since the last one."""
         if self._pace.is_due(now):
             self._write(describe(snapshot))
 
@@ -152,7 +152,7 @@ class JsonDisplay:
         self._run_id = run_id
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Write an event, if the last one is old enough."""
+        """Write an event, if enough time has passed since the last one."""
         if self._pace.is_due(now):
             self.event("progress", **asdict(snapshot))
 
@@ -184,13 +184,13 @@ class Forgiving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, or do not."""
+        """Write what the stream takes, and report all as written."""
         with suppress(OSError):
             return self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or do not."""
+        """Flush if the stream can."""
         with suppress(OSError):
             self._stream.flush()
 

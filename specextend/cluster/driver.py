@@ -1,4 +1,4 @@
-"""The loop of a run: leases out, outcomes in, finished work on disk. The only writer of the output folder."""
+"""The driver: a loop that hands leases out, takes outcomes in and commits finished rows. Nothing else writes them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specextend.cluster.arbiter import Arbiter, Ruling
-from specextend.cluster.attempts import Attempt
-from specextend.cluster.clock import AwakeClock
 from specextend.cluster.display import Display, Fact
-from specextend.cluster.exits import InterruptedRunError, OutputError
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
 from specextend.cluster.leases import GivenUp, Lease, Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.output import writing
 from specextend.cluster.places import Place, Spot
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
-from specextend.cluster.progress import Ledger
+from specextend.cluster.progress import AwakeClock, ErrorGuard, Ledger, StallGuard
+from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.stall import ErrorGuard, StallGuard
+from specextend.cluster.stores import Arbiter, Ruling, writing
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.data.parts import PartWriter
@@ -32,11 +28,11 @@ from specextend.data.source import Source
 from specextend.data.storage import Location
 
 TICK_S = 0.2
-"""Seconds to wait for an event before looking at clocks and signals again."""
+"""Seconds to wait for an event before clocks and signals are checked again."""
 
 
 class Committer:
-    """Rows that are done, written as parts when there are enough of them, or when they have waited long enough."""
+    """Finished rows, which it writes as a part once there are enough of them or the oldest has waited long enough."""
 
     def __init__(self, output: Location, writer: PartWriter, lock: OutputLock, every_rows: int, every_s: float) -> None:
         self._output, self._writer, self._lock = output, writer, lock
@@ -45,25 +41,25 @@ class Committer:
         self._oldest = 0.0
 
     def add(self, row: dict[str, Any], now: float) -> None:
-        """A row of a part."""
+        """Add a row."""
         if not self._rows:
             self._oldest = now
         self._rows.append(row)
 
     def commit_if_due(self, now: float) -> None:
-        """Write a part if it is time to. Raises LockLostError, LockGoneError, also when there is nothing to write."""
+        """Write a part if one is due. Raises LockLostError and LockGoneError even if there is nothing to write."""
         self._lock.check_heard()
         if len(self._rows) >= self._every_rows or (self._rows and now - self._oldest >= self._every_s):
             self.commit()
 
     def commit(self) -> None:
-        """Write what there is. Raises LockLostError, LockGoneError, OutputError."""
+        """Write the rows there are. Raises LockLostError, LockGoneError and OutputError."""
         with writing(self._output):
             self._writer.commit(self._rows)
         self._rows = []
 
     def remember(self, attempt: Attempt, charges: Mapping[DocumentKey, Tried]) -> None:
-        """Write down which open documents have been charged. Raises as `commit` does."""
+        """Record which open documents have been charged. Raises as `commit` does."""
         self._lock.check()
         with writing(self._output):
             attempt.charged(charges)
@@ -71,7 +67,7 @@ class Committer:
 
 @dataclass(slots=True)
 class Driver:
-    """Runs the documents of a scheduler to their end."""
+    """Runs the documents of a scheduler until each is done or has become an error row."""
 
     scheduler: Scheduler
     pool: Pool
@@ -89,7 +85,7 @@ class Driver:
     _errors: ErrorGuard = field(init=False)
     _arbiter: Arbiter = field(init=False)
     _hosts: dict[str, str] = field(default_factory=dict)
-    """Of the workers that were ready once."""
+    """Hosts of the workers that were ready once."""
     _is_stopping: bool = False
 
     def __post_init__(self) -> None:
@@ -99,7 +95,7 @@ class Driver:
         self._errors = ErrorGuard(limit, self.scheduler.num_open)
 
     def run(self) -> None:
-        """Until every document is done or given up; what is finished is on disk whatever happens.
+        """Run until every document is done or given up; finished rows are on disk whatever happens.
 
         Raises:
             InterruptedRunError: told to stop.
@@ -130,7 +126,7 @@ class Driver:
 
     def _turn(self) -> None:
         self.interrupt.check()
-        self._arbiter.rest()
+        self._arbiter.begin_turn()
         now = self.clock()
         for worker in self.roster.due(now, self.scheduler.num_wanted):
             self.pool.start(worker)
@@ -167,7 +163,10 @@ class Driver:
             raise self._guard.error(self.roster.num_ready, leased, waiting, self.source.place)
 
     def _enforce(self, now: float) -> None:
-        """Deadlines and hangs, after a look at what came: a driver that was held up itself has not seen it yet."""
+        """Cancel overdue documents and kill workers that hang.
+
+        Comes after `_collect`: a driver that was held up itself has not seen yet what its workers did.
+        """
         for lease in self.scheduler.overdue(now):
             seconds = self.job.deadline_base_s + self.job.deadline_s_per_token * lease.num_tokens
             message = f"not done {seconds:.0f} s after the start of its prefill"
@@ -212,7 +211,7 @@ class Driver:
                 self._died(event, now)
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
-        """Let a worker take documents, unless it is where others have died one after the other."""
+        """Let a worker take documents, unless others have died at its place one after the other."""
         self.roster.ready(worker)
         self._hosts[worker] = info.host
         self.attempt.worker_started(info)
@@ -226,14 +225,14 @@ class Driver:
         where = f"{info.host} ({device}, {info.device})"
         if math.isinf(rest.seconds):
             self.roster.leave_out(worker)
-            message = f"{where} is left out, {worker} there gets no documents any more: {why}"
+            message = f"{where} is left out, {worker} there gets no more documents: {why}"
             self.display.note(message, "place_left_out", **facts, reason=why)
         else:
             message = f"{where} rests, {worker} there gets no documents for {rest.seconds:.0f} s: {why}"
             self.display.note(message, "place_rests", **facts, reason=why)
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
-        """An outcome counts only while its lease is in force."""
+        """Take an outcome in. It counts only while its lease is in force."""
         if self.scheduler.lease(lease.lease_id) is None:
             self.scheduler.closed(worker)
             return
@@ -259,12 +258,15 @@ class Driver:
             self._fail(lease.key, lease.attempt, outcome, worker, now)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
-        """A worker could not read a document: the driver looks whose fault that is, if it does not know."""
+        """Put a document back that a worker could not read, after a re-read has shown whose fault it is.
+
+        If the driver can read it, the worker gets no more documents of that file for a while.
+        """
         self.display.event("document_unread", **_facts(worker, lease), message=failed.message)
         if not self.scheduler.sees(worker, lease.key.file, now):
             self.scheduler.unread(lease.lease_id, now)
             return
-        if self._is_stopping or self._arbiter.is_tired:
+        if self._is_stopping or self._arbiter.is_spent:
             self.scheduler.put_back(lease.lease_id, now)
             return
         verdict, now = self._arbiter.judge(lease.key), self.clock()
@@ -274,13 +276,14 @@ class Driver:
                 self._fail(item.key, item.attempts, failed, worker, now)
             return
         pause_s = self.scheduler.unread(lease.lease_id, now)
-        who = "nobody can" if verdict is Ruling.OUT_OF_REACH else "the driver can"
+        who = "the driver cannot read either" if verdict is Ruling.OUT_OF_REACH else "the driver can read"
         host, reason = self._hosts[worker], failed.message
-        message = f"{worker} on {host} waits {pause_s:.0f} s, it cannot read what {who}: {reason}"
+        what = f"{worker} on {host} cannot read a document that {who}"
+        message = f"{what}, and gets no more of its file for {pause_s:.0f} s: {reason}"
         self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=reason)
 
     def _lost(self, worker: str, lease: Lease, reason: str, now: float) -> None:
-        """The call of a lease ended without outcome: as was asked for, or the document waits again."""
+        """Note that a call ended without outcome. Unless it was cancelled, its document waits again."""
         if self.scheduler.lease(lease.lease_id) is None:
             self.scheduler.closed(worker)
         else:
@@ -322,16 +325,16 @@ class Driver:
 
 
 def _where(key: DocumentKey) -> dict[str, Fact]:
-    """A document, for machines."""
+    """Return the facts about a document for a log that machines read."""
     return {"file": key.file, "row": key.row}
 
 
 def _facts(worker: str, lease: Lease) -> dict[str, Fact]:
-    """A lease, for machines."""
+    """Return the facts about a lease for a log that machines read."""
     return _where(lease.key) | {"worker": worker, "attempt": lease.attempt}
 
 
 def _result(done: Done) -> dict[str, Fact]:
-    """What a document came to, for machines: no text."""
+    """Return the facts about a result for a log that machines read; no text of the document is among them."""
     counts = ("num_prompt_tokens", "num_output_tokens", "mean_acceptance_length", "total_s")
     return {"document": done.row["doc_id"]} | {name: getattr(done.stats, name) for name in counts}

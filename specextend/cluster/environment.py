@@ -1,26 +1,38 @@
-"""Environment variables that Ray reads when it is imported: set what the user has not. Imports nothing of Ray."""
+"""The environment of a run: the variables that Ray reads when it is imported, and the resources of this machine.
+
+Imports neither Ray nor torch, because it sets what they read.
+"""
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
+
+from specextend.cluster.exits import RefusedError
+
+if TYPE_CHECKING:  # they import torch
+    from specextend.config import JobOptions
+    from specextend.models import TargetOptions
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Set for the driver of `ray job submit`."""
+"""The variable that `ray job submit` sets for the driver."""
 
 
 def is_submitted(environment: MutableMapping[str, str]) -> bool:
-    """Whether this is the driver of `ray job submit`, whose current folder is a copy that goes away."""
+    """Return True for the driver of `ray job submit`, whose current folder is a temporary copy."""
     return SUBMITTED in environment
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Make a Ray of our own private: on loopback, with a token that nobody else knows, reporting nothing.
+    """Set the variables that the user has not set, so that a Ray which the job starts is private.
 
-    Without `RAY_ADDRESS` the job starts such a Ray rather than join whatever was left running on this machine.
+    It listens on loopback, asks for a token that nobody else knows and reports nothing. Without `RAY_ADDRESS` the job
+    starts such a Ray; by default it would join any Ray that was left running on this machine.
     """
     environment.setdefault("RAY_DEDUP_LOGS", "0")
-    environment.setdefault("RAY_COLOR_PREFIX", "0")  # of the workers' lines; stderr would show the codes of colours
+    environment.setdefault("RAY_COLOR_PREFIX", "0")  # no colour codes before the workers' lines on stderr
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_ADDRESS", "local")
     if environment["RAY_ADDRESS"] != "local":
@@ -29,3 +41,37 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     if "RAY_AUTH_MODE" not in environment:
         environment["RAY_AUTH_MODE"] = "token"
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray would write one into the home folder
+
+
+def is_local() -> bool:
+    """Return True if the job starts a private Ray (`RAY_ADDRESS=local`)."""
+    return os.environ.get("RAY_ADDRESS") == "local"
+
+
+def num_cores() -> int:
+    """Count the CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_resources(target: TargetOptions, job: JobOptions) -> None:
+    """Raise RefusedError if a private Ray could never give a worker what it needs: it would wait for ever."""
+    if target.device.startswith("cuda") and not job.gpus_per_worker:
+        raise RefusedError(f"target.device {target.device} needs job.gpus_per_worker above 0")
+    if not is_local():
+        return
+    import torch
+
+    there = {"cpus_per_worker": num_cores(), "gpus_per_worker": torch.cuda.device_count()}
+    for key, count in there.items():
+        if getattr(job, key) > count:
+            raise RefusedError(f"job.{key} is {getattr(job, key):g} but this machine has {count}")
+
+
+def workers_that_fit(job: JobOptions) -> int:
+    """Count how many of `job.workers` a private Ray has room for at a time."""
+    import torch
+
+    fit = [num_cores() // job.cpus_per_worker]
+    if job.gpus_per_worker:
+        fit.append(int(torch.cuda.device_count() / job.gpus_per_worker))
+    return min(job.workers, *fit)

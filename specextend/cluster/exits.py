@@ -1,6 +1,18 @@
-"""How a run ends, as an exit code and as the exception that says so."""
+"""The end of a run: exit codes, the exceptions that stand for them, and requests to stop.
+
+SIGTERM, SIGINT or the job's deadline ask the run to stop: finished work is committed, then it exits with 75.
+"""
 
 from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -9,10 +21,13 @@ EXIT_TOO_MANY_ERRORS = 3
 EXIT_LOCKED = 4
 EXIT_OTHER_RUN = 5
 EXIT_INTERRUPTED = 75
+LAST_S = 3.0
+"""Seconds that the last call may take before the process is ended by force."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class RefusedError(ValueError):
-    """A configuration or an input that cannot be run, in one line: exit 2. No model was loaded."""
+    """A configuration or an input that cannot be run, said in one line before a model is loaded: exit 2."""
 
 
 class LockHeldError(RuntimeError):
@@ -20,43 +35,49 @@ class LockHeldError(RuntimeError):
 
 
 class LockLostError(LockHeldError):
-    """Another driver took the output folder over while this one did not beat: nothing more may be committed."""
+    """Another driver took the output folder over because this one's heartbeat was missing: exit 4.
+
+    Nothing more may be committed.
+    """
 
 
 class LockGoneError(RuntimeError):
-    """Somebody removed the lock, perhaps a driver that took over and is done: exit 1. Nothing more may be committed."""
+    """Somebody removed the lock, perhaps a driver that took over and has finished: exit 1.
+
+    Nothing more may be committed.
+    """
 
 
 class OtherRunError(ValueError):
-    """The output folder belongs to another run: exit 5. The message says what differs."""
+    """The output folder belongs to another run, and the message says what differs: exit 5."""
 
 
 class WorkersFailError(RuntimeError):
-    """Workers cannot be built, or none of them lives: exit 1."""
+    """Workers cannot be built, or all of them die: exit 1."""
 
 
 class ClusterError(RuntimeError):
-    """Ray cannot be started or joined: exit 1. Nothing was decoded."""
+    """Ray cannot be started or joined, so nothing was decoded: exit 1."""
 
 
 class StoreError(RuntimeError):
-    """The store of the input or of the models does not answer: exit 1. What is done is kept; run again to resume."""
+    """The store of the input or of the models does not answer: exit 1. Finished work is kept; run again to resume."""
 
 
 class StalledRunError(RuntimeError):
-    """No worker has read or written a token for too long: exit 1. What is done is kept; run again to resume."""
+    """No worker has read or written a token for too long: exit 1. Finished work is kept; run again to resume."""
 
 
 class OutputError(RuntimeError):
-    """The output folder takes no more files: exit 1. What was committed before is there; run again to resume."""
+    """The output folder cannot be read or written: exit 1. Committed work is kept; run again to resume."""
 
 
 class TooManyErrorsError(RuntimeError):
-    """Most documents fail, and the run has stopped early: exit 3. What is done is kept."""
+    """Most documents fail, so the run has stopped early: exit 3. Finished work is kept."""
 
 
 class InterruptedRunError(Exception):
-    """The run was told to stop; run again to resume: exit 75."""
+    """The run was told to stop: exit 75. Run again to resume."""
 
 
 SAID_IN_ONE_LINE = (
@@ -71,11 +92,11 @@ SAID_IN_ONE_LINE = (
     StalledRunError,
     TooManyErrorsError,
 )
-"""What a user can do something about: no traceback."""
+"""Exceptions whose message tells the user what to do: they are printed without a traceback."""
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a run that ended with this exception."""
+    """Return the exit code of a run that ended with this exception."""
     codes: dict[type[BaseException], int] = {
         RefusedError: EXIT_REFUSED,
         LockHeldError: EXIT_LOCKED,
@@ -84,3 +105,83 @@ def exit_code(error: BaseException) -> int:
         InterruptedRunError: EXIT_INTERRUPTED,
     }
     return next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_FAILED)
+
+
+class Interrupt:
+    """A flag that the run was told to stop. Call `check` often: the flag alone stops nothing.
+
+    If the run has not stopped `grace_s` later, the process ends itself with 75, so that nobody has to kill it. This
+    works even while the main thread is inside a library and runs no signal handler.
+    """
+
+    def __init__(self, grace_s: float, deadline_s: float = 0.0) -> None:
+        """Watch for requests to stop. deadline_s: seconds from now after which the run is told to stop; 0: never."""
+        self.last: Callable[[], None] = lambda: None
+        """The last call before the process is ended by force; it runs on another thread and must be quick."""
+        self._grace_s = grace_s
+        self._deadline = time.monotonic() + deadline_s if deadline_s else None
+        self._reason: str | None = None
+        self._told = threading.Event()
+        self._over = threading.Event()
+        self._wakeup: int | None = None
+        """The pipe into which the system writes the number of each signal at once, whatever the main thread does."""
+        threading.Thread(target=self._watch, name="grace", daemon=True).start()
+
+    def install(self) -> None:
+        """Take over SIGTERM and SIGINT. Call it again after ray.init(), which installs handlers of its own."""
+        if self._wakeup is None:
+            heard, self._wakeup = os.pipe()
+            os.set_blocking(self._wakeup, False)
+            threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, self._handle)
+
+    def check(self) -> None:
+        """Raise InterruptedRunError once the run was told to stop."""
+        if self._reason is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            self.tell("job.deadline_s has passed")
+        if self._reason is not None:
+            raise InterruptedRunError(self._reason)
+
+    def tell(self, reason: str) -> None:
+        """Tell the run to stop."""
+        self._reason = self._reason or reason
+        self._told.set()
+
+    def disarm(self) -> None:
+        """Leave the process alone from now on, because the run has ended by itself."""
+        self._over.set()
+        self._told.set()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.tell(f"{signal.Signals(number).name} received")
+
+    def _listen(self, heard: int) -> None:
+        while numbers := os.read(heard, 64):
+            for number in set(_SIGNALS).intersection(numbers):
+                self._handle(number, None)
+
+    def _watch(self) -> None:
+        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        if not self._told.wait(left_s):
+            self.tell("job.deadline_s has passed")
+        if not self._over.wait(self._grace_s):
+            end_process(EXIT_INTERRUPTED, self.last)
+
+
+def end_process(code: int, last: Callable[[], object]) -> None:
+    """End the process from any thread, whatever the others do, after a last call that may raise or never return."""
+
+    def leave() -> None:
+        try:
+            last()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+
+    thread = threading.Thread(target=leave, daemon=True)
+    thread.start()
+    thread.join(LAST_S)
+    os._exit(code)

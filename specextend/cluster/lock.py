@@ -1,4 +1,4 @@
-"""One driver per output folder, across machines: `_run/lock`, kept alive by a heartbeat."""
+"""The lock of an output folder, `_run/lock`: it keeps out other drivers on any machine while its heartbeat goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from types import TracebackType
 
 from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, RefusedError
-from specextend.cluster.output import using, writing
+from specextend.cluster.stores import using, writing
 from specextend.core import first_line
 from specextend.data.run_folder import lock_file, records_folder
 from specextend.data.storage import Location, delete, is_folder, read_bytes, write_bytes
@@ -24,19 +24,19 @@ HEARTBEAT_S = 10.0
 STALE_S = 60.0
 """Seconds without a change of the lock after which anyone may take it over."""
 DOUBT_S = 45.0
-"""Seconds without a heartbeat after which a driver looks who holds its folder before it writes there; nobody can have
+"""Seconds without a heartbeat after which a driver checks who holds its folder before it writes there; nobody can have
 taken it earlier."""
 SETTLE_S = 2.0
-"""Seconds to wait where a file system cannot exclude a second writer; the last one wins and the first one sees it."""
-LOOK_EVERY_S = 1.0
-"""Seconds between two looks at the lock of somebody who may be dead."""
+"""Seconds to wait if the file system cannot exclude a second writer: the last one wins, and the first one sees it."""
+CHECK_EVERY_S = 1.0
+"""Seconds between two checks of the lock of a driver that may be dead."""
 LAST_S = 5.0
-"""Seconds that the end of a run waits for a heartbeat that does not come back."""
+"""Seconds that the end of a run waits for a heartbeat that does not return."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockHolder:
-    """Who holds an output folder."""
+    """The driver that holds an output folder, as the lock names it."""
 
     run_id: str
     host: str
@@ -44,16 +44,16 @@ class LockHolder:
     heartbeat: float
     """Seconds since the epoch, by the holder's clock."""
     pid_namespace: str = ""
-    """Makes the pid mean something: boot and process namespace of the host."""
+    """Boot and process namespace of the host, without which the pid says nothing."""
 
     def is_gone(self, host: str) -> bool:
-        """Return True where its process is known to have ended: it was on `host`, this machine."""
+        """Return True if its process ran on `host`, this machine, and is known to have ended."""
         if (self.host, self.pid_namespace) != (host, _pid_namespace()):
             return False
         return self.pid == os.getpid() or not _is_running(self.pid)
 
     def seems_alive(self, now: float) -> bool:
-        """Guess from one look, by two clocks that may differ; who must know watches the heartbeat."""
+        """Guess from the lock alone, by two clocks that may differ; to be certain, watch the heartbeat."""
         return abs(now - self.heartbeat) <= STALE_S and not self.is_gone(socket.gethostname())
 
     def __str__(self) -> str:
@@ -61,13 +61,13 @@ class LockHolder:
 
 
 def read_lock(output: Location) -> LockHolder | None:
-    """The holder named by `_run/lock`, alive or not; None where there is no lock, or a file that is none."""
+    """Read the holder that `_run/lock` names, alive or not; None if there is no lock, or a file that is none."""
     data = read_bytes(lock_file(output))
     return None if data is None else parse_lock(data)
 
 
 def parse_lock(data: bytes) -> LockHolder | None:
-    """The holder that a lock file names; None for a file that is no lock. Unknown fields are left out."""
+    """Parse the holder that a lock file names; None for a file that is no lock. Unknown fields are ignored."""
     known = {field.name for field in fields(LockHolder)}
     try:
         holder = LockHolder(**{name: value for name, value in json.loads(data).items() if name in known})
@@ -80,10 +80,12 @@ def parse_lock(data: bytes) -> LockHolder | None:
 
 
 class FolderLock:
-    """The lock of an output folder, without a thread: `try_take` until it is ours, then `beat` and `check`.
+    """The lock of an output folder, without a thread: call `try_take` until it is ours, then `beat` and `check`.
 
-    A holder is dead when its process is known to be gone, or when its lock has not changed for STALE_S by our own
-    clock: clocks of two machines are never compared. clock: wall time. monotonic: time that nobody sets. host: ours.
+    A holder counts as dead if its process is known to be gone, or if its lock has not changed for STALE_S by our own
+    clock: the clocks of two machines are never compared.
+
+    clock: wall time. monotonic: time that nobody sets. host: this machine.
     """
 
     def __init__(
@@ -97,9 +99,9 @@ class FolderLock:
         self._output, self._run_id, self._host = output, run_id, host or socket.gethostname()
         self._clock, self._monotonic = clock, monotonic
         self._seen: bytes | None = None
-        """The foreign lock that is watched."""
+        """The lock of another driver that is watched for a change."""
         self._since = 0.0
-        """When the watched lock was first seen as it is, or when ours was written."""
+        """The time when the watched lock was first seen as it is, or when ours was written."""
         self._is_settling = False
         self._mutex = threading.Lock()
         self._written = 0.0
@@ -108,18 +110,19 @@ class FolderLock:
 
     @property
     def watched(self) -> str:
-        """The lock that `try_take` waits for, in a line; empty where it waits for none."""
+        """Describe the lock for which `try_take` waits, in one line; empty if it waits for none."""
         if self._seen is None:
             return ""
         if (holder := parse_lock(self._seen)) is None:
             path = lock_file(self._output).path
-            return f"{path} is no lock that this version knows; it is taken over if it is the same {STALE_S:.0f} s on"
+            what = f"{path} is no lock that this version knows"
+            return f"{what}; it is taken over if it does not change for {STALE_S:.0f} s"
         return f"{self._output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign of life"
 
     def try_take(self) -> bool:
-        """One look: True once the folder is ours, False while that has to wait.
+        """Check the lock, and take it if nobody holds it. Returns True once the folder is ours.
 
-        Raises LockHeldError, RefusedError where the lock is a folder, OSError.
+        Raises LockHeldError, RefusedError if the lock is a folder, and OSError.
         """
         if self._is_settling:
             return self._settle()
@@ -135,15 +138,15 @@ class FolderLock:
         return is_exclusive
 
     def check_heard(self) -> None:
-        """Raise LockLostError or LockGoneError once a heartbeat has found out that the folder is not ours."""
+        """Raise LockLostError or LockGoneError once a heartbeat has found that the folder is not ours."""
         if self._lost is not None:
             raise self._lost
 
     def check(self) -> None:
-        """Raise LockLostError or LockGoneError where the folder is not ours; OutputError where nobody can tell.
+        """Raise LockLostError or LockGoneError if the folder is not ours, and OutputError if that cannot be found out.
 
-        Asks the store only where the last heartbeat was a while ago: a driver that was suspended, or whose clock was
-        set, goes on if nobody has come in the meantime.
+        Asks the store only if the last heartbeat was a while ago: a driver that was suspended, or whose clock was set,
+        goes on if nobody has taken the folder meanwhile.
         """
         self.check_heard()
         seconds = max(now - then for now, then in zip(self._times(), self._beat_at, strict=True))
@@ -152,7 +155,7 @@ class FolderLock:
         self.confirm()
 
     def confirm(self) -> None:
-        """Look now who holds the folder; raises as `check`."""
+        """Ask the store who holds the folder. Raises as `check` does."""
         try:
             self.beat()
         except OSError as error:
@@ -161,7 +164,7 @@ class FolderLock:
         self.check_heard()
 
     def beat(self) -> None:
-        """One heartbeat; finds out whether the lock is still ours. Raises OSError."""
+        """Beat once, and find out whether the lock is still ours. Raises OSError."""
         with self._mutex, _exclusive(self._output):
             if self._lost is not None:
                 return
@@ -176,13 +179,13 @@ class FolderLock:
 
     def release(self) -> None:
         """Remove the lock if it is ours."""
-        with suppress(OSError):  # a lock that cannot be removed goes stale, and hides no error that came before
+        with suppress(OSError):  # a lock that cannot be removed goes stale, and must not hide an earlier error
             holder = read_lock(self._output)
             if holder is not None and holder.run_id == self._run_id:
                 delete(lock_file(self._output))
 
     def _is_dead(self, found: bytes) -> bool:
-        """Whether the lock of another driver may be taken over. Raises LockHeldError where that driver lives."""
+        """Return True if the lock of another driver may be taken over. Raises LockHeldError if that driver lives."""
         holder = parse_lock(found)
         if holder is not None and holder.is_gone(self._host):
             return True
@@ -213,7 +216,7 @@ class FolderLock:
             raise
 
     def _write(self) -> None:
-        """Write a lock of ours that differs from the last one, whatever the clock says."""
+        """Write our lock, so that it differs from the last one whatever the clock says."""
         times = self._times()
         self._written = times[1] if times[1] != self._written else math.nextafter(self._written, math.inf)
         holder = LockHolder(self._run_id, self._host, os.getpid(), self._written, _pid_namespace())
@@ -224,8 +227,8 @@ class FolderLock:
 class OutputLock(FolderLock):
     """Holds `_run/lock` from entry to exit of a `with` block, with a heartbeat in a thread of its own.
 
-    say: told that there is somebody to wait for. checkpoint: called while waiting; may raise. Entering raises
-    LockHeldError, OutputError.
+    say: told whom the lock has to wait for. checkpoint: called while waiting; may raise. Entering raises LockHeldError
+    and OutputError.
     """
 
     def __init__(
@@ -235,9 +238,10 @@ class OutputLock(FolderLock):
         clock: Callable[[], float] = time.time,
         say: Callable[[str], object] = lambda line: None,
         checkpoint: Callable[[], object] = lambda: None,
+        check_every_s: float = CHECK_EVERY_S,
     ) -> None:
         super().__init__(output, run_id, clock)
-        self._say, self._checkpoint = say, checkpoint
+        self._say, self._checkpoint, self._check_every_s = say, checkpoint, check_every_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
 
@@ -249,7 +253,7 @@ class OutputLock(FolderLock):
                     said = self.watched
                     self._say(said)
                 self._checkpoint()
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(self._check_every_s)
         except BaseException:
             if self._is_settling:
                 self.release()
@@ -271,13 +275,13 @@ class OutputLock(FolderLock):
 
     def _keep(self) -> None:
         while self._lost is None and not self._closing.wait(HEARTBEAT_S):
-            with suppress(OSError):  # `check` looks for itself once the last good beat is too old
+            with suppress(OSError):  # `check` asks the store itself once the last good beat is too old
                 self.beat()
 
 
 @contextmanager
 def _exclusive(output: Location) -> Iterator[bool]:
-    """Keep other processes out while a lock is examined and taken; yields False where the file system cannot."""
+    """Keep other processes out while a lock is examined and taken; yields False if the file system cannot."""
     folder = records_folder(output).path
     if not output.is_local or not os.path.isdir(folder):
         yield False
@@ -308,7 +312,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _pid_namespace() -> str:
-    """Tells two containers of one name apart; empty where the system does not say."""
+    """Return an id that tells two containers of one name apart; empty if the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""The messages between the driver and its workers: small values that can be pickled, without Ray."""
+"""The messages between the driver and its workers: small values that can be pickled. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A document that cannot be processed; if `stage` is `read` and it is `retryable`, not by this worker now."""
+    """A document that failed. If its `stage` is `read` and it is `retryable`, another worker may be able to read it."""
 
     doc_id: str
     """Empty if the document was not read."""
@@ -32,7 +32,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Suspected:
-    """A document whose batch failed: it or a neighbour is to blame. It is tried again alone, which leaves no doubt."""
+    """A document whose batch failed through its fault or a neighbour's. It is tried again alone, which decides that."""
 
     error_class: str
     message: str
@@ -54,7 +54,7 @@ class WorkerInfo:
     pid: int
     device: str
     accelerators: tuple[str, ...] = ()
-    """What Ray has given it, such as `GPU 3`."""
+    """Accelerators that Ray has assigned to it, such as `GPU 3`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +63,4 @@ class WorkerReport:
 
     num_steps: int
     outputs: dict[str, int]
-    """Lease id -> output tokens so far, for leases whose prefill has begun."""
+    """Output tokens so far by lease id, for leases whose prefill has begun."""

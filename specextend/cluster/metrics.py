@@ -1,7 +1,7 @@
-"""What a run exports while it runs, by `ray.util.metrics`. The driver alone records: a worker's death loses nothing.
+"""Metrics that a run exports through `ray.util.metrics`. Only the driver records, so a worker's death loses nothing.
 
-Ray adds the prefix `ray_`, and keeps the counts of runs that have ended: every one has the tag `run_id`. Gauges go
-when they are not set any more. The sum of a histogram is not exact: Ray rebuilds it from the buckets.
+Ray adds the prefix `ray_` and keeps the counts of runs that have ended, so every metric has the tag `run_id`. Gauges
+disappear once they are not set any more. The sum of a histogram is not exact: Ray rebuilds it from the buckets.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from specextend.cluster.display import Pace
 from specextend.cluster.progress import Snapshot
-from specextend.stats import DecodingStats
+from specextend.stats import PHASES, DecodingStats
 
 EVERY_S = 1.0
 """Seconds between two values of a gauge."""
@@ -49,12 +49,11 @@ HISTOGRAMS = {
         (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8),
     ),
 }
-PHASES = ("prefill", "draft_prefill", "draft", "verify", "retrieval", "other")
 COUNTED = ("prompt_tokens", "spec_steps", "plain_steps", "draft_tokens", "accepted_tokens")
 
 
 def exported_names() -> set[str]:
-    """The series that a scrape of Ray can find, as Prometheus names them."""
+    """Return the names of the series that a scrape of Ray can find, as Prometheus writes them."""
     names = {f"ray_specextend_{name}_total" for name in COUNTERS} | {f"ray_specextend_{name}" for name in GAUGES}
     return names | {f"ray_specextend_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
 
@@ -78,24 +77,24 @@ class Metrics:
             metric.set_default_tags({"run_id": run_id})
         self._pace = Pace(EVERY_S)
         self._outputs: dict[str, dict[str, int]] = {}
-        """Worker -> lease -> output tokens counted already."""
+        """Output tokens counted already, by worker and lease."""
 
     def running(self, worker: str, outputs: Mapping[str, int]) -> None:
-        """A worker's leases in force, with their output tokens so far."""
+        """Record the output tokens so far of a worker's leases in force."""
         before = self._outputs.get(worker, {})
         new = sum(max(0, num - before.get(lease, 0)) for lease, num in outputs.items())
         self._count("output_tokens", new, worker=worker)
         self._outputs[worker] = dict(outputs)
 
     def done(self, worker: str, lease_id: str, stats: DecodingStats) -> None:
-        """A document is done."""
+        """Record a document that is done."""
         self._count("documents", 1, outcome="done")
         counted = self._outputs.get(worker, {}).pop(lease_id, 0)
         self._count("output_tokens", stats.num_output_tokens - counted, worker=worker)
         for name in COUNTED:
             self._count(name, getattr(stats, f"num_{name}"))
         for phase in PHASES:
-            self._count("busy_seconds", getattr(stats, f"{phase}_s"), phase=phase)
+            self._count("busy_seconds", getattr(stats, phase), phase=phase.removesuffix("_s"))
         self._histograms["document_seconds"].observe(stats.total_s)
         if num_steps := stats.num_spec_steps + stats.num_plain_steps:
             self._histograms["step_seconds"].observe(stats.decode_s / num_steps)
@@ -103,17 +102,17 @@ class Metrics:
             self._histograms["acceptance_length"].observe(stats.mean_acceptance_length)
 
     def failed(self, error_class: str) -> None:
-        """A document has become an error row."""
+        """Record a document that has become an error row."""
         self._count("documents", 1, outcome="failed")
         self._count("errors", 1, error_class=error_class)
 
     def worker_lost(self, worker: str, cause: str) -> None:
-        """cause: `died`, `node` or `stalled`."""
+        """Record a worker that was lost. cause: `died`, `node` or `stalled`."""
         self._outputs.pop(worker, None)
         self._count("worker_deaths", 1, cause=cause)
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """How far the run is, if it is time to."""
+        """Set the gauges, if enough time has passed since the last time."""
         if not self._pace.is_due(now):
             return
         self._gauges["rows_left"].set(snapshot.num_rows - snapshot.num_done - snapshot.num_errors)
@@ -124,6 +123,6 @@ class Metrics:
             self._gauges["eta_seconds"].set(snapshot.eta_s)
 
     def _count(self, name: str, amount: float, **tags: str) -> None:
-        """Ray refuses to count nothing."""
+        """Add to a counter, unless the amount is 0, which Ray refuses."""
         if amount > 0:
             self._counters[name].inc(amount, tags)

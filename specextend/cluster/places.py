@@ -1,8 +1,9 @@
-"""Where workers run, and which of these places kills whatever works there. Pure.
+"""The places where workers run, and which of them kill whatever works there. Pure.
 
-A death is explained where the worker held documents over which workers have died elsewhere; otherwise the place may be
-at fault as well. A place is trusted until it has an unexplained death; then it has to finish a document before it is
-trusted again, unless no other place has fewer of them.
+A place is what a worker runs on: the accelerators of a node, or a seat on a node without accelerators. A death is
+explained if the worker held documents over which workers have died elsewhere; otherwise the place may be at fault as
+well. A place is trusted until it has an unexplained death. Then a document has to be finished there before it is
+trusted again, unless no other place has fewer such deaths.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FIRST_REST_S = 10.0
 
 
 class Spot(NamedTuple):
-    """Names a place so that the next start, on another Ray, finds it again."""
+    """A name of a place under which the next start, on another Ray, finds it again."""
 
     host: str
     device: str
@@ -28,46 +29,46 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Names what a worker runs on: the accelerators of a node, or its seat on one without accelerators."""
+    """A place, by Ray's id of its node and by its spot."""
 
     node: str
-    """Ray's id."""
+    """Ray's id of the node."""
     spot: Spot
 
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """Counts the workers that are being built."""
+    """The number of workers that are being built."""
 
     num_all: int = 0
     num_new: int = 0
-    """Those that replace nobody: a run that has just begun, or a cluster that grows."""
+    """Those that replace nobody, because the run has just begun or the cluster grows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Says for how long, and why, a worker takes no documents."""
+    """A time in which a worker gets no documents, and the reason."""
 
     seconds: float
-    """Infinite where its place is left out."""
+    """Infinite if its place is left out."""
     num_deaths: int
     """Workers that died there in a row without explanation."""
     last_words: str
-    """What the last of them died of."""
+    """The reason of the last of these deaths."""
 
 
 class Places:
-    """Counts deaths by place, and says where a charged document may run next."""
+    """The deaths at each place, and from them the places where a charged document may run next."""
 
     def __init__(self) -> None:
         self._deaths: Counter[Place] = Counter()
-        """In a row, without a document done between."""
+        """Deaths in a row, without a document done between."""
         self._unexplained: Counter[Place] = Counter()
-        """Of these, those that are not explained: a corpus full of poison is no broken machine."""
+        """Those of them that are not explained: documents that kill every worker make no broken machine."""
         self._last_words: dict[Place, str] = {}
         self._left_out: set[Place] = set()
         self._up: Counter[Place] = Counter()
-        """Workers at each, those among them that are gone and not buried yet."""
+        """Workers at each place, those included whose end is not settled yet."""
         self._coming = Coming()
 
     def expect(self, coming: Coming) -> None:
@@ -75,7 +76,7 @@ class Places:
         self._coming = coming
 
     def arrive(self, place: Place) -> Rest | None:
-        """Note that a worker is ready at a place. Returns its rest where others have died one after the other."""
+        """Note that a worker is ready at a place. Returns its rest if others have died there one after the other."""
         self._up[place] += 1
         self._coming = Coming(max(0, self._coming.num_all - 1), max(0, self._coming.num_new - 1))
         num_deaths = self._unexplained[place]
@@ -88,11 +89,11 @@ class Places:
         return Rest(FIRST_REST_S * 2.0 ** (num_deaths - 2), num_deaths, self._last_words[place])
 
     def depart(self, place: Place) -> None:
-        """Note that a worker is gone, and nothing is known against its place."""
+        """Note that a worker is gone through no fault of its place."""
         self._up[place] -= 1
 
     def died(self, place: Place, last_words: str, *, is_explained: bool) -> None:
-        """Note that a worker has died, and not with its node."""
+        """Note that a worker has died while its node lives on."""
         self._last_words[place] = last_words
         self._up[place] -= 1
         self._deaths[place] += 1
@@ -104,7 +105,7 @@ class Places:
         del self._deaths[place], self._unexplained[place]
 
     def num_deaths(self, place: Place) -> int:
-        """Count the deaths there since a document was last done."""
+        """Return the number of deaths there since a document was last done."""
         return self._deaths[place]
 
     def is_on_trial(self, place: Place) -> bool:
@@ -112,20 +113,19 @@ class Places:
         return self._unexplained[place] > 0
 
     def is_left_out(self, place: Place) -> bool:
-        """Return True once too many workers have died there: whoever is there gets no documents any more."""
+        """Return True once too many workers have died there: its workers get no documents any more."""
         return place in self._left_out
 
     def is_trusted(self, place: Place) -> bool:
-        """Return True where a death says something about the document: no other place is better."""
+        """Return True if a death there says something about the document, because no other place is better."""
         return not self._unexplained[place] or not (self._coming.num_all or self._has_better(place))
 
     def for_retry(self, struck: Collection[Spot], seeing: Collection[Place]) -> set[Place]:
-        """Choose the places where a document may run that was charged at others.
+        """Choose the places where a document may run next that was charged somewhere.
 
-        Places on other hosts come first, then other places, if no host can come up, and those where it was charged only
-        if no other place can come up. Of these, the ones with the fewest deaths.
-
-        struck: where it was charged. seeing: places with a worker that can read it.
+        Places on other hosts come first. If no new host can come up, other places on the same hosts may be chosen, and
+        if no other place can come up, those where it was charged. Of the allowed places, those with the fewest deaths
+        are chosen. struck: where it was charged. seeing: places with a worker that can read it.
         """
         known = [place for place in seeing if place not in self._left_out]
         hosts = {spot.host for spot in struck}
@@ -138,6 +138,6 @@ class Places:
         return {place for place in allowed if self._deaths[place] == fewest}
 
     def _has_better(self, place: Place) -> bool:
-        """Return True where another place that has a worker has fewer unexplained deaths behind it."""
+        """Return True if another place that has a worker has fewer unexplained deaths."""
         others = {other for other, num in self._up.items() if num > 0} - {place} - self._left_out
         return any(self._unexplained[other] < self._unexplained[place] for other in others)

@@ -1,4 +1,4 @@
-"""What there is to do, and how much of it: tokens per document, estimated from a sample."""
+"""The plan of a start: its documents with their tokens, estimated from a sample."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from specextend.cluster.progress import TokenEstimate
 from specextend.core import DocumentKey
@@ -15,19 +14,12 @@ from specextend.data.prompts import Prompts
 from specextend.data.source import Source
 
 SAMPLE_SIZE = 200
-"""Documents that are tokenized to learn tokens per byte."""
+"""Documents that are tokenized to estimate tokens per byte."""
 SAMPLE_BYTES = 64 << 10
-"""Bytes of each that are: tokenizing takes a hundred times the memory of the text."""
+"""Most bytes of each that are tokenized: that takes a hundred times the memory of the text."""
 DEFAULT_TOKENS_PER_BYTE = 0.25
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Upper bounds of the length buckets, in prompt tokens."""
-
-
-class Checkpoint(Protocol):
-    """Called between documents; raises to stop the planning."""
-
-    def __call__(self) -> None:
-        """Go on, or raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +28,29 @@ class Plan:
 
     estimates: dict[DocumentKey, TokenEstimate]
     tokens_per_byte: float | None
-    """None where `num_tokens_column` says it all."""
+    """None if `num_tokens_column` gives the tokens of every document."""
     rejected: Counter[str]
-    """Rows that are known to become error rows, by error class."""
+    """Number of rows that are sure to become error rows, by error class."""
     num_over_length: int
-    """Documents that by their estimate exceed the prompt limit, and meet the length policy."""
+    """Number of documents whose estimate exceeds the prompt limit, so that the length policy applies to them."""
 
     def work(self) -> list[tuple[DocumentKey, int]]:
-        """Keys with their tokens, prompt and output."""
+        """List the keys with their tokens, prompt and output."""
         return [(key, estimate.total) for key, estimate in self.estimates.items()]
 
     def num_prompt_tokens(self) -> int:
-        """Estimated prompt tokens of all documents."""
+        """Sum the estimated prompt tokens of all documents."""
         return sum(estimate.num_prompt_tokens for estimate in self.estimates.values())
 
     def buckets(self) -> dict[str, int]:
-        """Documents by estimated prompt length."""
+        """Count the documents by estimated prompt length."""
         counts = Counter(_bucket(estimate.num_prompt_tokens) for estimate in self.estimates.values())
         return {name: counts[name] for name in map(_bucket_name, range(len(BUCKETS) + 1)) if counts[name]}
 
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """What the scan says of a row."""
+    """The facts about a row that the scan of the input gives."""
 
     num_bytes: int
     num_tokens: int | None
@@ -76,11 +68,12 @@ def make_plan(
 ) -> Plan:
     """Estimate the documents of `keys` in one streaming pass over the input.
 
-    max_new_tokens: where a row has none of its own. seed: of the sample. checkpoint: called for every row.
+    max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called for every row; may
+    raise.
     """
     lengths: dict[DocumentKey, _Length] = {}
     rejected: Counter[str] = Counter()
-    sample = _Sample(random.Random(seed))
+    sample = _TokenSample(random.Random(seed))
     for row in source.scan():
         checkpoint()
         if row.key not in keys:
@@ -100,15 +93,15 @@ def make_plan(
 
 
 @dataclass(slots=True)
-class _Sample:
-    """The beginnings of documents, drawn as they stream by, each as likely as any other."""
+class _TokenSample:
+    """A sample of the beginnings of documents, drawn as they stream by, each with the same probability."""
 
     random: random.Random
     texts: list[str] = field(default_factory=list)
     num_offered: int = 0
 
     def offer(self, text: bytes) -> None:
-        """Take a document into the sample, or not."""
+        """Take a document into the sample if the draw falls on it."""
         self.num_offered += 1
         if len(self.texts) < SAMPLE_SIZE:
             self.texts.append(_beginning(text))
@@ -116,7 +109,7 @@ class _Sample:
             self.texts[place] = _beginning(text)
 
     def tokens_per_byte(self, prompts: Prompts, checkpoint: Callable[[], None]) -> float:
-        """Tokens per byte of text over the sample."""
+        """Tokenize the sample. Returns tokens per byte of text."""
         num_tokens = num_bytes = 0
         for text in self.texts:
             checkpoint()
@@ -126,12 +119,12 @@ class _Sample:
 
 
 def _beginning(text: bytes) -> str:
-    """At most `SAMPLE_BYTES` of a text, whole characters."""
+    """Cut a text to at most `SAMPLE_BYTES`, between characters."""
     return text[:SAMPLE_BYTES].decode(errors="ignore")
 
 
 def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
-    """Why a row's own `max_new_tokens` leaves no room for any document; None where it does."""
+    """Return the error class of a `max_new_tokens` that leaves no room for a document; None if there is room."""
     try:
         prompts.room(max_new_tokens)
     except DocumentError as error:
@@ -140,7 +133,7 @@ def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
 
 
 def _estimate(length: _Length, prompts: Prompts, per_byte: float | None) -> TokenEstimate:
-    """Template and document, cut where the length policy would cut; nothing for a row that will be refused."""
+    """Estimate template and document, cut as the length policy would; nothing for a row that will be refused."""
     if length.is_rejected:
         return TokenEstimate(0, 0)
     num_tokens = min(_limit(length, prompts), _uncut(length, prompts, per_byte))
@@ -148,13 +141,13 @@ def _estimate(length: _Length, prompts: Prompts, per_byte: float | None) -> Toke
 
 
 def _uncut(length: _Length, prompts: Prompts, per_byte: float | None) -> int:
-    """Tokens of template and whole document."""
+    """Estimate the tokens of template and whole document."""
     document = round(length.num_bytes * (per_byte or 0.0)) if length.num_tokens is None else length.num_tokens
     return prompts.num_template_tokens + document
 
 
 def _limit(length: _Length, prompts: Prompts) -> int:
-    """Tokens of the prompt at most."""
+    """Return the most tokens that the prompt may have."""
     limit = prompts.limit - length.max_new_tokens
     longest = prompts.options.max_prompt_tokens
     return limit if longest is None else min(limit, longest)

@@ -1,4 +1,4 @@
-"""The Ray side of the driver: actors and their calls in, plain events out."""
+"""The pool of workers: it starts and calls Ray actors for the driver, and turns their answers into plain events."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from specextend.cluster.clock import AwakeClock
 from specextend.cluster.leases import Lease
 from specextend.cluster.messages import EngineBrokenError, Failed, Outcome, WorkerInfo, WorkerReport
+from specextend.cluster.progress import AwakeClock
 from specextend.cluster.worker import EngineFactory, worker_actor
 from specextend.config import RunConfig
 from specextend.core import first_line
@@ -31,9 +31,9 @@ from specextend.data.source import Source
 POLL_S = 2.0
 """Seconds between two polls of a worker."""
 GATHER_S = 0.02
-"""Seconds to let more answers come in beside the first: a turn of the driver costs as much for one as for many."""
+"""Seconds to wait for more answers after the first: a turn of the driver costs the same for one as for many."""
 VERDICT_S = 5.0
-"""Seconds to wait, after a worker is gone, for word that its whole node is."""
+"""Seconds to wait, after a worker is gone, for Ray to report that its whole node is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class CallLost:
-    """A lease's call ended without outcome, its worker lives: cancelled, or lost on the way."""
+    """A lease's call ended without outcome while its worker lives: it was cancelled, or lost on the way."""
 
     worker: str
     lease: Lease
@@ -80,7 +80,7 @@ class Polled:
 
 @dataclass(frozen=True, slots=True)
 class Dying:
-    """A worker is gone; what that means for its leases is said by the `Died` that follows."""
+    """A worker is gone. The `Died` that follows says what that means for its leases."""
 
     worker: str
     reason: str
@@ -93,7 +93,7 @@ class Died:
     worker: str
     reason: str
     with_node: bool
-    """Its node is down or out of reach: no document is to blame."""
+    """True if its node is down or out of reach, so that no document is to blame."""
 
 
 Event = Ready | StartFailed | Returned | CallLost | Polled | Dying | Died
@@ -101,26 +101,26 @@ Event = Ready | StartFailed | Returned | CallLost | Polled | Dying | Died
 
 @dataclass(slots=True)
 class _Actor:
-    """An actor, and whether it is dying: since when, of what."""
+    """An actor, its last poll and, if it is dying, since when and of what."""
 
     handle: Any
     info: WorkerInfo | None = None
     host: str = ""
-    """Once there is a process."""
+    """Known once there is a process."""
     loads_since: float | None = None
     polled_at: float = 0.0
     is_polling: bool = False
     dying_since: float | None = None
     reason: str = ""
     has_spoken: bool = False
-    """Whether it said itself that it is beyond use."""
+    """True if it said itself that its engine is broken."""
     is_out_of_reach: bool = False
-    """Whether all that is known is that it does not answer."""
+    """True if all that is known is that it does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a reference is the answer to."""
+    """The call whose answer a reference is."""
 
     worker: str
     kind: Literal["begun", "ready", "run", "poll"]
@@ -129,7 +129,7 @@ class _Call:
 
 @dataclass(slots=True)
 class Pool:
-    """Starts, asks and kills workers. Events of a worker end with its `Died` or `StartFailed`, or with `kill`."""
+    """Starts, polls and kills workers. A worker's last event is `Died` or `StartFailed`; none follows `kill`."""
 
     config: RunConfig
     source: Source
@@ -159,7 +159,7 @@ class Pool:
         self._runs[lease.lease_id] = reference
 
     def cancel(self, lease_id: str) -> None:
-        """Take a lease back; `CallLost` follows, or its outcome if that was faster."""
+        """Cancel a lease's call; `CallLost` follows, or its outcome if that was faster."""
         if (reference := self._runs.get(lease_id)) is not None:
             ray.cancel(reference)
 
@@ -168,7 +168,7 @@ class Pool:
         self._forget(worker)
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Events since the last call; waits for one up to `timeout_s`."""
+        """Return the events since the last call; wait for one up to `timeout_s`."""
         self._poll()
         references = list(self._calls)
         if references:
@@ -197,7 +197,7 @@ class Pool:
 
     def _answer(self, reference: Any) -> list[Event]:
         call = self._calls.pop(reference, None)
-        if call is None:  # forgotten with its worker, by an answer of the same turn
+        if call is None:  # forgotten with its worker, because of another answer of this turn
             return []
         actor = self._actors[call.worker]
         if call.lease is not None:
@@ -228,7 +228,7 @@ class Pool:
             return self._dies(call.worker, actor, "its process ended")
         if actor.dying_since is None:
             actor.is_out_of_reach = True
-            self._calls[actor.handle.progress.remote()] = _Call(call.worker, "poll")  # tells a dead one from a far one
+            self._calls[actor.handle.progress.remote()] = _Call(call.worker, "poll")  # shows if it is dead or far
         return self._dies(call.worker, actor, "it is out of reach")
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
@@ -250,7 +250,7 @@ class Pool:
         return [StartFailed(worker, f"{reason} (on {actor.host})" if actor.host else reason)]
 
     def _overdue_starts(self) -> list[Event]:
-        """Workers that hang while they load; one that waits for its resources does not load yet."""
+        """Give up workers that hang while they load. One that waits for its resources does not load yet."""
         now, limit_s = self.clock(), self.config.job.start_s
         late = {
             name: actor
@@ -267,7 +267,7 @@ class Pool:
         return [Dying(worker, reason)]
 
     def _verdicts(self) -> list[Event]:
-        """Those of the dying whose cause is known by now."""
+        """Forget the dying workers whose cause of death is known by now, and report it."""
         dying = {name: actor for name, actor in self._actors.items() if actor.dying_since is not None}
         if not dying:
             return []
@@ -282,7 +282,10 @@ class Pool:
         return events
 
     def _is_certain(self, actor: _Actor) -> bool:
-        """Whether no more will be known: it said so itself, its node is ours, or a dead node would be known by now."""
+        """Return True once the cause cannot become clearer.
+
+        The worker has named it itself, or it ran on our own node, or Ray has had the time to report a dead node.
+        """
         assert actor.info is not None
         assert actor.dying_since is not None
         is_here = actor.info.node_id == ray.get_runtime_context().get_node_id()
@@ -298,13 +301,13 @@ class Pool:
 
 
 def unexpected(error: RayTaskError) -> Failed:
-    """An exception of our own code about one document, or of Ray about a long result that finds no room."""
+    """Turn an exception of our own code, or of Ray about a result that finds no room, into the document's outcome."""
     cause = error.cause
     no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
     return Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
 
 
 def _last_line(error: BaseException) -> str:
-    """Ray's messages end with the exception that mattered."""
+    """Return the last line of Ray's message, which names the exception that mattered."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,38 +1,70 @@
-"""How far a run is, by work rather than by rows, and when it will end."""
+"""Progress of a run: its clock, the work done and left, and the guards that stop a run which gets nowhere. Pure."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from specextend.cluster.exits import StalledRunError, TooManyErrorsError
+from specextend.cluster.messages import Failed
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats, ratio
 
+MAX_GAP_S = 10.0
+"""Most seconds that count between two readings of the clock."""
 WINDOW_S = 600.0
-"""Seconds of the past that the rate is taken from."""
+"""Seconds of the past from which the rate is taken."""
 REMEMBER_EVERY_S = 1.0
-"""Seconds between two points of that past: a driver with hundreds of results a second would fill its memory with it."""
+"""Seconds between two points of that past: hundreds of results a second would fill the driver's memory."""
 DEFAULT_OUTPUT_COST = 10.0
 """Cost of an output token in prompt tokens, until it is measured."""
+MOST_NAMES = 10
+"""Most documents of a kind that the message names."""
+MIN_ENDED = 100
+"""Fewest documents that must have ended before the error rate is checked."""
+MIN_SHARE = 0.01
+"""Smallest share of a start's documents that must have ended, too: the longest come first, and fail more often."""
+
+
+class AwakeClock:
+    """Clock of the driver: it counts the seconds in which the driver could see what its workers did.
+
+    After its process or machine was suspended, the driver must not find every worker silent and every document overdue:
+    it did not watch them. So a gap between two readings counts for `MAX_GAP_S` at most, and a step back for nothing.
+    """
+
+    def __init__(self, source: Callable[[], float] = time.monotonic) -> None:
+        """Begin at 0. source: returns seconds, which may jump."""
+        self._source = source
+        self._last = source()
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds since the clock was made, without gaps."""
+        seconds = self._source()
+        self._now += min(max(0.0, seconds - self._last), MAX_GAP_S)
+        self._last = seconds
+        return self._now
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEstimate:
-    """Tokens of a document before it has run."""
+    """Estimated tokens of a document that has not run yet."""
 
     num_prompt_tokens: int
     max_new_tokens: int
 
     @property
     def total(self) -> int:
-        """What the document takes at most, prompt and output."""
+        """Return the most tokens that the document may take, prompt and output."""
         return self.num_prompt_tokens + self.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What there is to say now."""
+    """Figures of a run at one moment."""
 
     num_rows: int
     num_done: int
@@ -40,19 +72,19 @@ class Snapshot:
     num_running: int
     num_workers: int
     fraction: float
-    """Of this start's work, 0 to 1."""
+    """Share of this start's work that is done, 0 to 1."""
     output_tokens_per_s: float | None
-    """Over the last ten minutes, all workers together."""
+    """Rate over the last ten minutes, all workers together."""
     mean_acceptance_length: float | None
     eta_s: float | None
-    """None until something was finished."""
+    """None until there is a rate."""
 
 
 class Ledger:
-    """Work done and left: prompt tokens + w x output tokens, w as measured. True counts replace estimates."""
+    """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts replace estimates."""
 
     def __init__(self, estimates: Mapping[DocumentKey, TokenEstimate], num_done: int, num_errors: int) -> None:
-        """`estimates`: of the documents this start has to do; the counts: rows of earlier starts."""
+        """Begin a start. estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts."""
         self._open = dict(estimates)
         self._num_rows = len(estimates) + num_done + num_errors
         self._num_done, self._num_errors = num_done, num_errors
@@ -64,7 +96,7 @@ class Ledger:
         self._history: deque[tuple[float, int, int]] = deque()
 
     def finish(self, key: DocumentKey, stats: DecodingStats | None) -> None:
-        """A document is done, with its true counts, or given up (None)."""
+        """Note that a document is done, with its true counts, or has become an error row (None)."""
         estimate = self._open.pop(key)
         for outputs in self._running.values():
             outputs.pop(key, None)
@@ -78,19 +110,19 @@ class Ledger:
         self._stats.add(stats)
 
     def running(self, worker: str, outputs: Iterable[tuple[DocumentKey, int]]) -> None:
-        """Documents in a worker's engine now, with their output tokens so far."""
+        """Note the documents that are in a worker's engine now, with their output tokens so far."""
         self._running[worker] = {key: tokens for key, tokens in outputs if key in self._open}
 
     @property
     def output_cost(self) -> float:
-        """w: seconds of an output token over seconds of a prompt token."""
+        """Return w: seconds of an output token over seconds of a prompt token."""
         stats = self._stats
         prefill = ratio(stats.prefill_s + stats.draft_prefill_s, stats.num_prompt_tokens)
         decode = ratio(stats.draft_s + stats.verify_s + stats.retrieval_s + stats.other_s, stats.num_output_tokens)
         return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
 
     def snapshot(self, now: float, num_workers: int) -> Snapshot:
-        """Take the state at `now`, in seconds of any monotonic clock; remembers it for the rate, once a second."""
+        """Return the figures at `now`, in seconds of any monotonic clock; keep them once a second, for the rate."""
         prompt, output = self._done_tokens()
         if not self._history or now - self._history[-1][0] >= REMEMBER_EVERY_S:
             self._history.append((now, prompt, output))
@@ -113,7 +145,7 @@ class Ledger:
         )
 
     def _done_tokens(self) -> tuple[int, int]:
-        """Prompt and output tokens done by this start, those of running documents included."""
+        """Count the prompt and output tokens that this start has done, running documents included."""
         prompt, output = self._stats.num_prompt_tokens, self._stats.num_output_tokens
         for estimate, tokens in self._begun():
             prompt += estimate.num_prompt_tokens
@@ -121,7 +153,7 @@ class Ledger:
         return prompt, output
 
     def _work_left(self, cost: float) -> float:
-        """Outputs are taken to end as early, on average, as those that have ended."""
+        """Estimate the work left, on the assumption that outputs end as early, on average, as those so far."""
         share = self._stats.num_output_tokens / self._output_allowed if self._output_allowed else 1.0
         prompt, output = float(self._prompt_left), share * self._output_left
         for estimate, tokens in self._begun():
@@ -130,6 +162,91 @@ class Ledger:
         return max(0.0, prompt + cost * output)
 
     def _begun(self) -> list[tuple[TokenEstimate, int]]:
-        """Running documents whose prefill is through, with their output tokens so far."""
+        """List the running documents that have begun to decode, with their output tokens so far."""
         running = [item for outputs in self._running.values() for item in outputs.items()]
         return [(self._open[key], tokens) for key, tokens in running if tokens]
+
+
+class ErrorGuard:
+    """Guard that stops a run most of whose documents fail.
+
+    Rows whose own content is at fault (null text, over length) are not counted: they are no sign of a broken run.
+    """
+
+    def __init__(self, limit: float, num_documents: int) -> None:
+        """Begin a start of `num_documents`. limit: share of failures above which the run stops."""
+        self._limit = limit
+        self._least = max(MIN_ENDED, MIN_SHARE * num_documents)
+        self._num_done = 0
+        self._failed: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def done(self) -> None:
+        """Count a document that is done."""
+        self._num_done += 1
+
+    def failed(self, doc_id: str, failed: Failed) -> None:
+        """Count a document that became an error row, unless its own content is at fault."""
+        if failed.stage in ("read", "prompt") and not failed.retryable:
+            return
+        self._failed[failed.error_class] += 1
+        self._examples.setdefault(failed.error_class, f"{doc_id}: {failed.message}")
+
+    def check(self) -> None:
+        """Raise TooManyErrorsError once enough documents have ended and too many of them have failed."""
+        num_failed = self._failed.total()
+        num_ended = self._num_done + num_failed
+        if num_ended < self._least or num_failed <= self._limit * num_ended:
+            return
+        [(name, _)] = self._failed.most_common(1)
+        raise TooManyErrorsError(
+            f"stopped early: {num_failed} of {num_ended} documents failed, more than job.stop_error_fraction "
+            f"{self._limit:g} allows, most often with {name}, such as {self._examples[name]}; what is done is kept: "
+            "fix the cause and run again with --retry-errors, or allow more"
+        )
+
+
+class StallGuard:
+    """Guard that stops a run in which no worker reads or writes a token.
+
+    A single worker that hangs is replaced long before. This guard is for faults that no worker can report: no worker
+    comes up, the cluster never grows, calls never arrive.
+    """
+
+    def __init__(self, limit_s: float, now: float) -> None:
+        """Begin to watch. limit_s: most seconds without a token. now: by the clock that later calls use, too."""
+        self._limit_s = limit_s
+        self._moved_at = now
+        self._steps: dict[str, int] = {}
+
+    def stepped(self, worker: str, num_steps: int, now: float) -> None:
+        """Note a worker's counter of prefill chunks and decoding steps; if it moved, tokens were read or written."""
+        if num_steps > self._steps.get(worker, 0):
+            self._moved_at = now
+        self._steps[worker] = num_steps
+
+    def ended(self, now: float) -> None:
+        """Note that a document has its outcome."""
+        self._moved_at = now
+
+    def is_stalled(self, now: float) -> bool:
+        """Return True if the last token is too long ago."""
+        return now - self._moved_at > self._limit_s
+
+    def error(
+        self,
+        num_workers: int,
+        leased: Sequence[DocumentKey],
+        waiting: Sequence[DocumentKey],
+        place: Callable[[DocumentKey], str],
+    ) -> StalledRunError:
+        """Make the error that names the documents which workers hold and those that wait.
+
+        place: describes where a document is without reading it, because its store may be what does not answer.
+        """
+        workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}" if num_workers else "no worker is"
+        parts = [f"no token for {self._limit_s:.0f} s: {workers} ready"]
+        for begin, keys in (("at work on", leased), ("waiting:", waiting)):
+            more = f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else ""
+            parts += [f"{begin} {', '.join(map(place, keys[:MOST_NAMES]))}{more}"] if keys else []
+        return StalledRunError("; ".join([*parts, "what is done is kept, run again"]))

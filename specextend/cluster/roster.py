@@ -1,4 +1,4 @@
-"""Which workers to start when: replaced when they die, with a growing pause while they cannot be built. Pure."""
+"""The roster of workers: which to start when, and when to give the run up because workers fail. Pure."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.places import Coming
 
 MAX_FAILED_STARTS = 5
-"""Constructions that fail in a row on one seat, with no worker up, before the run is given up."""
+"""Workers that cannot be built in a row on one seat, while no other worker is ready, before the run is given up."""
 MAX_FRUITLESS_DEATHS = 50
-"""Workers that die in a row without one document done between before the run is given up."""
+"""Workers that die in a row, with no document done in between, before the run is given up."""
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 PATIENCE_S = 600.0
-"""Seconds that a worker which is being built is waited for; a cluster may have no room for it."""
+"""Seconds during which a worker that is being built counts as coming; a cluster may have no room for it."""
 
 
 @dataclass(slots=True)
 class _Seat:
-    """One of the run's workers, whoever fills it now."""
+    """A seat for one worker at a time: a dead one leaves it to its successor."""
 
     worker: str | None = None
     is_ready: bool = False
     is_left_out: bool = False
     is_new: bool = True
-    """Whether nobody was ever ready there."""
+    """True until a worker was ready there."""
     num_failures: int = 0
     not_before: float = 0.0
     started_at: float = 0.0
 
     def clear(self) -> None:
-        """Nobody fills it."""
+        """Empty the seat."""
         self.worker, self.is_ready, self.is_left_out = None, False, False
 
 
 class Roster:
-    """Keeps up to `size` workers alive."""
+    """Up to `size` workers: each that dies is replaced, after a growing pause if the new one cannot be built."""
 
     def __init__(self, size: int) -> None:
         self._seats = [_Seat() for _ in range(size)]
@@ -46,11 +46,11 @@ class Roster:
 
     @property
     def num_ready(self) -> int:
-        """Workers that take leases."""
+        """Count the workers that take leases."""
         return sum(seat.is_ready for seat in self._seats)
 
     def due(self, now: float, num_wanted: int) -> list[str]:
-        """Names of new workers to start now; no more workers in all than are wanted."""
+        """Name the new workers to start now, so that there are no more in all than are wanted."""
         names: list[str] = []
         num_alive = sum(seat.worker is not None for seat in self._seats)
         for seat in self._seats:
@@ -71,17 +71,20 @@ class Roster:
         return next(number for number, seat in enumerate(self._seats, start=1) if seat.worker == worker)
 
     def ready(self, worker: str) -> None:
-        """Its models are loaded."""
+        """Note that a worker's models are loaded."""
         seat = self._seat(worker)
         seat.is_ready, seat.is_new, seat.num_failures = True, False, 0
 
     def leave_out(self, worker: str) -> None:
-        """Keep a worker that takes no documents: whoever came in its stead would get what it runs on."""
+        """Keep a worker that takes no documents, because its successor would run at the same place."""
         seat = self._seat(worker)
         seat.is_ready, seat.is_left_out = False, True
 
     def failed(self, worker: str, reason: str, now: float) -> float:
-        """It could not be built: seconds until the next try. Raises WorkersFailError after too many."""
+        """Note that a worker could not be built. Returns the seconds until the next try.
+
+        Raises WorkersFailError after too many failures.
+        """
         seat = self._seat(worker)
         seat.clear()
         seat.num_failures += 1
@@ -92,10 +95,10 @@ class Roster:
         return pause
 
     def died(self, worker: str, reason: str, *, is_explained: bool = False) -> None:
-        """A worker that had been ready is gone. Raises WorkersFailError when all of them die over nothing.
+        """Note that a worker which had been ready is gone. Raises WorkersFailError if workers only die.
 
-        is_explained: over documents that others have died over. They are left for the end of a run, where nothing is
-        done between: such deaths count only where no document was ever done.
+        is_explained: others have died over its documents. Such documents run at the end, when nothing else gets done
+        in between, so such deaths count only if no document was ever done.
         """
         seat = self._seat(worker)
         seat.clear()
@@ -106,7 +109,7 @@ class Roster:
             raise WorkersFailError(f"{self._num_fruitless} workers died and no document was done between: {reason}")
 
     def document_done(self) -> None:
-        """The workers are of use."""
+        """Note that a document is done, so that the workers are of use."""
         self._is_of_use = True
         self._num_fruitless = 0
 

@@ -1,4 +1,4 @@
-"""A run from its configuration to its exit code: checked, locked, planned, decoded, finalized."""
+"""A run from its configuration to its exit code: check, lock, plan, decode, finalize."""
 
 from __future__ import annotations
 
@@ -10,41 +10,43 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from specextend.cluster.attempts import Attempt, read_charges, version_changes
-from specextend.cluster.cluster import claimed, connected, is_local, workers_that_fit
+from specextend.cluster.cluster import claimed, connected
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Committer, Driver
+from specextend.cluster.environment import is_local, workers_that_fit
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TOO_MANY_ERRORS,
+    Interrupt,
     LockGoneError,
     LockHeldError,
     OtherRunError,
     OutputError,
     RefusedError,
     StoreError,
+    end_process,
     exit_code,
 )
-from specextend.cluster.interrupt import Interrupt, end_process
 from specextend.cluster.leases import Limits, Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.output import OutputGate, reading, using, writing
 from specextend.cluster.planning import Plan, make_plan
 from specextend.cluster.pool import Pool
-from specextend.cluster.prepare import Prepared, prepare, read_recorded
+from specextend.cluster.prepare import Prepared, check_same_run, prepare, read_progress, say_left_out
 from specextend.cluster.progress import Ledger
+from specextend.cluster.records import Attempt, read_charges, version_changes
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
+from specextend.cluster.stores import OutputGate, reading, using, writing
 from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, first_line
 from specextend.data.finalize import finalize, is_finalized
-from specextend.data.fingerprint import differences, write_manifest
+from specextend.data.fingerprint import write_manifest
 from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.parts import DamagedPartError, PartWriter, Progress, Retry, StrangePartError, pending, read_parts
+from specextend.data.parts import DamagedPartError, PartWriter, Progress, Retry, StrangePartError, pending
 from specextend.data.run_folder import (
     Counts,
     read_success,
@@ -59,31 +61,11 @@ from specextend.loading import load_engine
 
 FORCED = "ended by force; what was committed is there, run again to resume"
 EXTRA_LEASES = 2
-"""Leases that wait at a worker beside those that decode."""
-
-
-def check_same_run(prepared: Prepared) -> bool:
-    """Whether the output folder holds this run already. Raises OtherRunError where it holds another."""
-    recorded = read_recorded(prepared.output)
-    if recorded is None:
-        return False
-    if lines := differences(recorded, prepared.manifest):
-        raise OtherRunError(f"{prepared.output.path} belongs to another run:\n  " + "\n  ".join(lines))
-    return True
-
-
-def read_progress(prepared: Prepared) -> Progress:
-    """What the parts hold. Raises RefusedError for a damaged one, OtherRunError for one of another run."""
-    try:
-        return read_parts(prepared.output, prepared.manifest["fingerprint"])
-    except StrangePartError as error:
-        raise OtherRunError(str(error)) from error
-    except ValueError as error:
-        raise RefusedError(str(error)) from error
+"""Leases that wait at a worker in addition to those that it decodes."""
 
 
 def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:
-    """Find how often earlier starts have tried each document; what ended in an error row is forgiven on a retry."""
+    """Find how often earlier starts have tried each document; attempts that ended in an error row are forgiven."""
     charges = read_charges(output)
     tried: dict[DocumentKey, Tried] = {}
     for key in (charges.keys() | progress.attempts.keys()) - progress.done:
@@ -101,11 +83,11 @@ def run(
     report: Callable[..., object] = lambda output, folder, **options: None,
     factory: EngineFactory = load_engine,
 ) -> int:
-    """Run or resume a job; the exit code is 0 or 3.
+    """Run or resume a job. Returns the exit code, 0 or 3.
 
     report: writes the run's report; takes what `write_report` takes. factory: makes a worker's engine, on the worker.
-    Raises RefusedError, LockHeldError, LockGoneError, OtherRunError, OutputError, StoreError, InterruptedRunError, and
-    what ends a run unforeseen. Ends the process where the output's store does not answer.
+    Raises the exceptions of `exits.py`, and any that nobody foresaw. Ends the process if the output's store does not
+    answer.
     """
     prepared = prepare(config, interrupt.check)
     interrupt.check()
@@ -119,14 +101,14 @@ def run(
             gate.fence = lock
             attempt = Attempt(prepared.output, run_id, config, prepared.models)
             interrupt.last = _last(lock, attempt, display)
-            start = _Start(prepared, lock, run_id, attempt, display, interrupt, report, factory)
-            return start.run_recorded(retry_errors)
+            locked = _LockedRun(prepared, lock, run_id, attempt, display, interrupt, report, factory)
+            return locked.run_recorded(retry_errors)
     finally:
         gate.close()
 
 
 def _give_up(config: RunConfig, display: Display) -> None:
-    """End the process: what it waits for may never come back, and cannot be stopped."""
+    """End the process: the call for which it waits may never return, and cannot be stopped."""
     what = f"no answer from the store of {config.output.path}, or of the input, for {config.job.store_s:g} s"
     reason = f"{what}; what was committed is there, run again to resume"
     end_process(
@@ -136,7 +118,7 @@ def _give_up(config: RunConfig, display: Display) -> None:
 
 
 def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], None]:
-    """What is to be done before the process is ended by force."""
+    """Make the call that precedes the end of the process by force."""
 
     def last() -> None:
         lock.release()
@@ -147,14 +129,14 @@ def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], 
 
 
 def _sweep(output: Location) -> None:
-    """Remove what drivers that were killed while they wrote have left beside the files of a run."""
+    """Remove the temporary files of drivers that were killed while they wrote."""
     for folder in (output, records_folder(output), starts_folder(output)):
         remove_temporary_files(folder)
 
 
 @dataclass(slots=True)
-class _Start:
-    """One start of a run, which holds the output folder."""
+class _LockedRun:
+    """A run that holds its output folder, from its start to its exit code."""
 
     prepared: Prepared
     lock: OutputLock
@@ -166,7 +148,7 @@ class _Start:
     factory: EngineFactory
 
     def run_recorded(self, retry_errors: Retry) -> int:
-        """`run`, between the begin and the end of its record."""
+        """Do what `run` does, and record its beginning and its end."""
         output, display = self.prepared.output, self.display
         with writing(output):
             changes = version_changes(output)
@@ -193,7 +175,7 @@ class _Start:
         return code
 
     def _record_failure(self, error: BaseException) -> None:
-        """Where the disk is full or the lock is lost that is what there is to tell, and `error` says it."""
+        """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
         with suppress(OSError, OutputError, LockHeldError, LockGoneError), using(self.prepared.output):
             self.attempt.end(exit_code(error), first_line(error))
 
@@ -239,12 +221,12 @@ class _Start:
             return self._conclude(finalize(self.prepared.source, output, self._checkpoint))
 
     def _checkpoint(self) -> None:
-        """Called between steps of what takes long: stop if told to, and note that there is progress."""
+        """Stop if told to, and note that there is progress. Called between the steps of long operations."""
         self.interrupt.check()
         self.prepared.output.touch()
 
     def _conclude(self, counts: Counts) -> int:
-        """The report, and `_SUCCESS` last, or not at all. The report can be interrupted, `_SUCCESS` not any more."""
+        """Write the report and then, if enough rows are done, `_SUCCESS`. Only the report can be interrupted."""
         output = self.prepared.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self._checkpoint()
@@ -282,7 +264,7 @@ class _Start:
             self.display.note(f"warning: this machine has room for {fit} of {job.workers} workers (job.workers)")
 
     def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
-        """Where to read documents from, and what there is to do. Raises InputError for a file that breaks off."""
+        """Return the source from which to read, and the plan. Raises InputError for a file that breaks off."""
         output = self.prepared.output
         with writing(output):
             source = regroup(self.prepared.source, output, self._checkpoint)
@@ -324,14 +306,6 @@ class _Start:
             source=source,
             job=job,
         )
-
-
-def say_left_out(num_final: int) -> str:
-    """Tell a user of `--retry-errors` what it does not do."""
-    return (
-        f"{num_final} error rows are left as they are: by their `retryable` another try does not mend them; "
-        "--retry-errors=all does them, too"
-    )
 
 
 def _say(counts: Counts) -> str:

@@ -1,7 +1,7 @@
-"""Who works on which document, and what a death costs whom. Pure: no Ray, no clock of its own, no files.
+"""The scheduler: which worker gets which document, and which documents a failure charges. Pure.
 
-A document is open until `finish` or a `GivenUp` names it; it is leased to at most one worker at a time. Times
-are seconds of any monotonic clock that the caller passes in.
+It has no Ray, no files and no clock of its own: times are seconds of any monotonic clock that the caller passes in. A
+document is open until `finish` or a `GivenUp` closes it; at most one worker holds its lease at a time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from specextend.cluster.leases import (
     Item,
     Lease,
     Limits,
+    Rank,
     Tried,
+    Waiting,
     nearest_to_empty,
+    rank,
 )
 from specextend.cluster.places import Coming, Place, Places, Rest
-from specextend.cluster.waiting import Rank, Waiting, rank
 from specextend.core import DocumentKey
 
 ALONE_SHARE = 4
-"""One worker in so many, and at least one, may be kept for documents that run alone while others wait."""
+"""One worker in this many, and at least one, may be kept for documents that run alone while others wait."""
 
 
 class Scheduler:
@@ -41,9 +43,10 @@ class Scheduler:
         stem: str = "",
         tried: Mapping[DocumentKey, Tried] | None = None,
     ) -> None:
-        """`documents`: keys, each once, with their estimated tokens. `stem` begins every lease id.
+        """Queue the documents.
 
-        tried: those that earlier starts have charged. One that has not become an error row runs alone.
+        documents: keys, each once, with their estimated tokens. stem: the beginning of every lease id. tried: documents
+        that earlier starts have charged; one that has not become an error row runs alone.
         """
         self._limits = limits
         self._leases_per_worker = leases_per_worker
@@ -67,39 +70,39 @@ class Scheduler:
 
     @property
     def num_open(self) -> int:
-        """Documents neither finished nor given up."""
+        """Count the documents that are neither finished nor given up."""
         return len(self._items)
 
     @property
     def num_waiting(self) -> int:
-        """Open documents that no worker holds."""
+        """Count the open documents that no worker holds."""
         return len(self._fresh) + len(self._alone) + len(self._later)
 
     @property
     def is_done(self) -> bool:
-        """Nothing is open."""
+        """Return True if no document is open."""
         return not self._items
 
     @property
     def num_wanted(self) -> int:
-        """Count the workers that open documents can use: one each, beside those that are where something has died."""
+        """Count the workers that open documents can use: one each, and one more for each place of a death."""
         struck = {spot for _, key in self._alone for spot in self._items[key].struck}
         places = [worker.place for worker in self._workers.values()]
         return self.num_open + sum(self._places.num_deaths(place) > 0 or place.spot in struck for place in places)
 
     def expect(self, coming: Coming) -> None:
-        """Note the workers that are being built: a document that was charged everywhere else waits for them."""
+        """Note the workers that are being built: a document that was charged at all other places waits for them."""
         self._places.expect(coming)
 
     def join(self, worker: str, place: Place, now: float) -> Rest | None:
-        """Note that a worker is ready. Returns its rest where others have died one after the other."""
+        """Note that a worker is ready. Returns its rest if others have died one after the other at its place."""
         assert worker not in self._workers, f"{worker} joined twice"
         rest = self._places.arrive(place)
         self._workers[worker] = Holder(place, now + (rest.seconds if rest else 0.0), moved_at=now)
         return rest
 
     def assign(self, now: float) -> list[tuple[str, Lease]]:
-        """Leases to hand out now: charged documents alone on empty workers, the others longest first, spread."""
+        """Grant the leases that are due: charged documents alone on empty workers, the others longest first, spread."""
         while self._later and self._later[0][0] <= now:
             self._enqueue(self._items[heapq.heappop(self._later)[1]])
         takers = self._takers(now)
@@ -153,10 +156,11 @@ class Scheduler:
         return 1 if self._places.is_on_trial(worker.place) else self._leases_per_worker
 
     def rebalance(self, now: float) -> tuple[str, Lease] | None:
-        """A lease taken back from the queue of a slow worker, and that worker: `assign` gives it to an idle one.
+        """Take a lease back from the queue of a slow worker, so that `assign` gives the document to an idle one.
 
-        Only at the end, when no document waits here. The idle worker has no queue, and two leases less than the slow
-        one, so no lease goes to and fro. It costs no attempt. Call `closed` when the slow worker has let go of it.
+        Returns the slow worker and the lease; None if none is to be moved. This happens only at the end of a run, when
+        no document waits here. The idle worker has no queue and two leases fewer than the slow one, so that no lease
+        moves back and forth. No attempt is charged. Call `closed` when the slow worker has let go of the lease.
         """
         if self._fresh or self._alone or (held := self._misplaced(now)) is None:
             return None
@@ -166,17 +170,17 @@ class Scheduler:
         return held.worker, held.lease
 
     def suspend(self, worker: str) -> bool:
-        """Hand nothing more to a worker that is gone, until `leave` or `lose` says what that means.
+        """Grant nothing more to a worker that is gone, until `leave` or `lose` says why it is gone.
 
-        Returns True where its documents explain its end.
+        Returns True if its documents explain its end.
         """
         state = self._workers[worker]
         state.takes_leases = False
-        state.is_trusted = self._places.is_trusted(state.place)  # before its successor counts as one that comes
+        state.is_trusted = self._places.is_trusted(state.place)  # before its successor counts as coming
         return state.holds_struck
 
     def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> None:
-        """A worker's step counter, and its leases whose prefill has begun; its others wait."""
+        """Note a worker's step counter and its leases whose prefill has begun; its other leases wait."""
         if (state := self._workers.get(worker)) is None:
             return
         if num_steps != state.num_steps:
@@ -189,24 +193,24 @@ class Scheduler:
                 state.has_read(held.item.key.file)
 
     def lease(self, lease_id: str) -> Lease | None:
-        """The lease, while it is in force."""
+        """Return a lease that is in force; None for any other."""
         held = self._held.get(lease_id)
         return held.lease if held is not None else None
 
     def leased(self) -> list[DocumentKey]:
-        """Documents that workers hold."""
+        """List the documents that workers hold."""
         return [held.lease.key for held in self._held.values()]
 
     def waiting(self) -> list[DocumentKey]:
-        """Open documents that no worker holds, in the order in which they will be leased."""
+        """List the open documents that no worker holds, in the order in which they will be leased."""
         return [*(key for _, key in self._alone), *self._fresh.keys(), *(key for _, key in sorted(self._later))]
 
     def holder(self, lease_id: str) -> str:
-        """The worker that holds a lease in force."""
+        """Return the worker that holds a lease in force."""
         return self._held[lease_id].worker
 
     def finish(self, lease_id: str) -> bool:
-        """Close the document of this lease; False where the lease was taken away, so its result must be dropped."""
+        """Close the document of a lease. Returns False if the lease was taken back: then drop the result."""
         held = self._release(lease_id)
         if held is None:
             return False
@@ -227,7 +231,7 @@ class Scheduler:
         return {item.key: Tried(item.attempts, frozenset(item.struck)) for item in charged}
 
     def overdue(self, now: float) -> list[Lease]:
-        """Leases past their document's deadline."""
+        """List the leases past their document's deadline."""
         base, per_token = self._limits.deadline_base_s, self._limits.deadline_s_per_token
         return [
             held.lease
@@ -245,29 +249,32 @@ class Scheduler:
         return self._charge(held.item, worker.place, "DeadlineExceeded", message, is_certain=True)
 
     def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
-        """Its batch failed, and perhaps by its fault: charge the document of a lease in force."""
+        """Charge the document of a lease in force whose batch failed, perhaps through its fault."""
         held = self._release(lease_id)
         assert held is not None
         place = self._workers[held.worker].place
         return self._charge(held.item, place, error_class, message, is_certain=False)
 
     def unread(self, lease_id: str, now: float) -> float:
-        """Its worker could not read it, others may: it waits again, uncharged; the seconds that the worker waits."""
+        """Put a document back that its worker could not read but others may, uncharged.
+
+        Returns the seconds during which the worker gets no documents of that file.
+        """
         held = self._held[lease_id]
         self.put_back(lease_id, now)
         return self._workers[held.worker].could_not_read(held.item.key.file, now)
 
     def put_back(self, lease_id: str, now: float) -> None:
-        """It could not be read, and nobody has looked why: it waits again."""
+        """Put a document back that could not be read, if the driver has not found out why."""
         held = self._release(lease_id)
         assert held is not None
         self._enqueue(held.item)
         worker = self._workers[held.worker]
         if all(other.started_at is None for other in worker.leases.values()):
-            worker.moved_at = now  # it has answered, and nothing that it decodes may hang
+            worker.moved_at = now  # it has answered, and decodes nothing that may hang
 
     def damaged(self, lease_id: str, error_class: str, message: str, now: float) -> list[GivenUp]:
-        """Nobody can read it: charge the document of a lease in force, and let it wait for `PAUSE_S`."""
+        """Charge the document of a lease in force that nobody can read, and let it wait for `PAUSE_S`."""
         held = self._release(lease_id)
         assert held is not None
         held.item.attempts += 1
@@ -277,22 +284,22 @@ class Scheduler:
         return []
 
     def sees(self, worker: str, file: int, now: float) -> bool:
-        """Whether a worker may get documents of a file, or waits because it could not read one."""
+        """Return True if a worker may get documents of a file; False while it pauses because it could not read one."""
         return self._workers[worker].sees(file, now)
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
-        """The call was lost for no fault of the document: it waits again, as if its node had died."""
+        """Take a lease back whose call was lost through no fault of the document, as if its node had died."""
         held = self._release(lease_id)
         return [] if held is None else self._count_loss(held.item, message)
 
     def closed(self, worker: str) -> None:
-        """The call of a lease taken back has returned."""
+        """Note that the call of a lease taken back has returned."""
         if (state := self._workers.get(worker)) is not None:
             state.num_closing -= 1
             assert state.num_closing >= 0
 
     def stalled(self, now: float) -> list[str]:
-        """Workers that hold leases and have made no step for `stall_s`."""
+        """List the workers that hold leases and have made no step for `stall_s`."""
         return [
             name
             for name, worker in self._workers.items()
@@ -300,11 +307,11 @@ class Scheduler:
         ]
 
     def leave(self, worker: str, error_class: str, message: str) -> list[GivenUp]:
-        """A worker died: charge what it had started, free the rest.
+        """Remove a worker that died: charge the documents that it had started, and free the others.
 
-        A document that ran alone, or on trial, is charged even when the worker died before it could say that it had
-        started, unless the worker made no step since it was told to drop another one: then that one may be what hangs.
-        At a place that is not trusted nobody is charged: what had started runs alone, elsewhere.
+        A document that ran alone, or on trial, is charged even if the worker died before it could report the start,
+        unless the worker made no step since it was told to drop another document, which may then be the one that hung.
+        At a place that is not trusted no document is charged; those that had started run alone next, elsewhere.
         """
         if self._workers[worker].takes_leases:
             self.suspend(worker)
@@ -323,7 +330,7 @@ class Scheduler:
         return given_up
 
     def lose(self, worker: str, message: str) -> list[GivenUp]:
-        """A worker went down with its node: nobody is charged."""
+        """Remove a worker that went down with its node: no document is charged."""
         state = self._drop(worker)
         self._places.depart(state.place)
         return [given_up for held in state.leases.values() for given_up in self._count_loss(held.item, message)]
@@ -349,7 +356,7 @@ class Scheduler:
         return min(held, key=held.__getitem__, default=None)
 
     def _misplaced(self, now: float) -> Held | None:
-        """The longest lease that waits at the busiest worker, if another one is idle."""
+        """Find the longest lease that waits at the busiest worker, if another worker is idle."""
         takers = [worker for worker in self._takers(now).values() if not worker.alone]
         slow = max((worker for worker in takers if worker.queued()), key=lambda each: each.num_before, default=None)
         held = slow.queued() if slow is not None else None
@@ -368,7 +375,7 @@ class Scheduler:
         return held
 
     def _charge(self, item: Item, place: Place, error_class: str, message: str, *, is_certain: bool) -> list[GivenUp]:
-        """Not `is_certain`: a neighbour may be to blame, so the last attempt is left for the document alone."""
+        """Charge a document. If it is not certain to be at fault, its last attempt is kept for a run alone."""
         if not is_certain and item.num_counted + 1 == self._limits.max_attempts:
             self._set_apart(item, place)
             return []
@@ -382,7 +389,7 @@ class Scheduler:
         return []
 
     def _set_apart(self, item: Item, place: Place) -> None:
-        """Let a document run alone from now on, and elsewhere if it can; uncharged."""
+        """Let a document run alone from now on, and elsewhere if it can, without charging it."""
         item.exposures = MAX_UNCHARGED_EXPOSURES
         item.struck.add(place.spot)
         self._enqueue(item)

@@ -1,4 +1,4 @@
-"""A Ray actor with one engine: leases come in as calls, one thread decodes them in batches."""
+"""The worker: a Ray actor with one engine. Leases come in as calls, and one thread decodes them in batches."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
 
 DEVICE_EXIT_CODE = 70
-"""Of a worker whose GPU context is beyond use."""
+"""Exit code of a worker whose GPU context is beyond use."""
 OUT_OF_MEMORY = "OutOfMemoryError"
-"""Error class of a document that does not fit, whichever allocator said so."""
+"""Error class of a document that does not fit into memory, whichever allocator says so."""
 
 
 class EngineLike(Protocol):
-    """What a worker needs of an engine."""
+    """An engine, as far as a worker needs it."""
 
     @property
     def tokenizer(self) -> Any:
-        """A transformers fast tokenizer."""
+        """Return a transformers fast tokenizer."""
 
     @property
     def num_steps(self) -> int:
-        """Grows with every prefill chunk and every decoding step."""
+        """Return a counter that grows with every prefill chunk and every decoding step."""
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and output tokens of one request, at most."""
+        """Return the most tokens of one request, prompt and output."""
 
     @property
     def num_active(self) -> int:
-        """Sequences in the engine now."""
+        """Count the sequences in the engine now."""
 
     def generate(
         self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
@@ -65,7 +65,7 @@ class EngineLike(Protocol):
         """Drop a sequence between two steps."""
 
     def progress(self) -> dict[str, int]:
-        """Output tokens of those whose prefill has begun."""
+        """Return the output tokens so far by request, for requests whose prefill has begun."""
 
 
 EngineFactory = Callable[[RunConfig], EngineLike]
@@ -73,11 +73,11 @@ EngineFactory = Callable[[RunConfig], EngineLike]
 
 @dataclass(frozen=True, slots=True)
 class CheckedFactory:
-    """Makes engines of the very files that the driver has recorded: on a machine with other ones it raises."""
+    """An engine factory that accepts only the model files that the driver has recorded."""
 
     factory: EngineFactory
     hashes: Mapping[str, str]
-    """Of the run's models, by `target`, `tokenizer` and `draft`."""
+    """Hashes of the run's models, by `target`, `tokenizer` and `draft`."""
 
     def __call__(self, config: RunConfig) -> EngineLike:
         """Compare the files on this machine, then build the engine. Raises ModelError."""
@@ -86,7 +86,7 @@ class CheckedFactory:
 
 
 def document_seed(run_seed: int, doc_id: str) -> int:
-    """A document's own seed: the same on every worker, in every order, after every restart."""
+    """Derive a document's own seed: the same on every worker, in every order, after every restart."""
     return int.from_bytes(blake2b(f"{run_seed}:{doc_id}".encode(), digest_size=8).digest()) >> 1
 
 
@@ -105,14 +105,14 @@ class Inbox:
             self._changed.notify()
 
     def take(self, block: bool) -> Request | None:
-        """The longest request; None if there is none and `block` is False."""
+        """Remove and return the longest request; None if there is none and `block` is False."""
         with self._changed:
             while block and not self._heap:
                 self._changed.wait()
             return heapq.heappop(self._heap)[2] if self._heap else None
 
     def remove(self, request_id: str) -> bool:
-        """Remove a request that still waits; False if it does not."""
+        """Remove a request. Returns False if it does not wait here any more."""
         with self._changed:
             kept = [entry for entry in self._heap if entry[1] != request_id]
             found = len(kept) < len(self._heap)
@@ -122,13 +122,13 @@ class Inbox:
 
 
 class Worker:
-    """Holds an engine and answers `run` with a document's outcome. Made into an actor by `worker_actor`."""
+    """Holds an engine and answers `run` with a document's outcome. `worker_actor` makes it an actor."""
 
     _engine: EngineLike
     _prompts: Prompts
 
     def __init__(self, config: RunConfig, source: Source, factory: EngineFactory) -> None:
-        """Load nothing yet: the driver is to know when the loading begins."""
+        """Load nothing yet: the driver has to know when loading begins."""
         wrap_streams()  # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a text
         self._config, self._source, self._factory = config, source, factory
         self._inbox = Inbox()
@@ -144,7 +144,7 @@ class Worker:
         return os.uname().nodename
 
     async def ready(self) -> WorkerInfo:
-        """Load the models; returns once they are loaded. Raises whatever keeps them from loading."""
+        """Load the models. Raises whatever keeps them from loading."""
         device = await asyncio.get_running_loop().run_in_executor(None, self.load)
         context = ray.get_runtime_context()
         given = context.get_accelerator_ids() if self._config.job.gpus_per_worker else {}
@@ -154,7 +154,7 @@ class Worker:
         return WorkerInfo(context.get_node_id(), os.uname().nodename, os.getpid(), device, accelerators)
 
     def load(self) -> str:
-        """Load the models and start the engine; the name of their device."""
+        """Load the models and start the engine. Returns the name of their device."""
         if not self._config.job.gpus_per_worker:
             torch.set_num_threads(self._config.job.cpus_per_worker)
         self._engine = self._factory(self._config)
@@ -163,9 +163,9 @@ class Worker:
         return torch.cuda.get_device_name() if self._config.job.gpus_per_worker else "cpu"
 
     async def run(self, lease_id: str, key: DocumentKey, attempt: int) -> Outcome:
-        """One lease: read, render, decode. A cancelled call drops its sequence between two steps.
+        """Read, render and decode the document of a lease. A cancelled call drops its sequence between two steps.
 
-        Raises EngineBrokenError when the whole engine has failed.
+        Raises EngineBrokenError if the whole engine has failed.
         """
         received = time.monotonic()
         self._loop = loop = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ class Worker:
         return Done(result, outcome.stats)
 
     async def progress(self) -> WorkerReport:
-        """The step counter, and how far each started lease is."""
+        """Report the step counter and the output tokens of each lease that has started."""
         return WorkerReport(self._engine.num_steps, self._engine.progress())
 
     def _prepare(self, key: DocumentKey) -> tuple[Row, Prompt]:
@@ -238,7 +238,7 @@ class Worker:
             self._handed_out.pop(request.request_id, None)
 
     def _serve(self) -> None:
-        """The engine thread: one endless `generate`, begun again after a batch that failed."""
+        """Run the engine thread: one endless `generate`, begun again after a batch that failed."""
         try:
             while True:
                 try:
@@ -257,12 +257,12 @@ class Worker:
             request = self._inbox.take(block=self._engine.num_active == 0)
             if request is not None:
                 self._handed_out[request.request_id] = request
-                if request.request_id not in self._waiting:  # cancelled before it stood there
+                if request.request_id not in self._waiting:  # cancelled before it was noted there
                     self._handed_out.pop(request.request_id, None)
             yield request
 
     def _on_batch_error(self, error: BatchError) -> None:
-        """Those that were in the batch are suspected; one that the engine had only looked at waits again."""
+        """Suspect the requests that were in the batch, and queue those again that had not begun."""
         cause = error.__cause__ or error
         traceback.print_exception(cause, file=sys.stderr)
         for name in error.request_ids:
@@ -273,7 +273,7 @@ class Worker:
         self._handed_out.clear()
 
     def _on_error(self, request_id: str, error: Exception) -> None:
-        """One request failed alone: its outcome is an error row, the engine goes on."""
+        """Settle a request that failed alone: it becomes an error row, and the engine goes on."""
         _exit_on_device_error(error)
         if isinstance(error, DocumentError):
             failed = Failed("", error.error_class, error.message, error.stage, error.retryable)
@@ -296,7 +296,7 @@ class Worker:
             future.set_result(outcome)
 
     def _break(self, error: BaseException) -> None:
-        """Every call, now and later, says that the engine is gone."""
+        """Let every call, now and later, report that the engine is broken."""
         broken = EngineBrokenError(f"{type(error).__name__}: {first_line(error)}")
         self._broken = broken
         if self._loop is not None:
@@ -309,7 +309,7 @@ class Worker:
 
 
 def worker_actor(config: RunConfig, num_leases: int) -> Any:
-    """The actor class, with the resources of one worker; the driver replaces its actors, Ray does not."""
+    """Make the actor class with the resources of one worker. The driver replaces actors that die, Ray does not."""
     return ray.remote(Worker).options(
         num_cpus=config.job.cpus_per_worker,
         num_gpus=config.job.gpus_per_worker,
@@ -320,7 +320,7 @@ def worker_actor(config: RunConfig, num_leases: int) -> Any:
 
 
 def _exit_on_device_error(error: BaseException) -> None:
-    """End the process where every later call on the device would fail too."""
+    """End the process after an error that makes every later call on the device fail, too."""
     if is_device_error(error):
         traceback.print_exception(error, file=sys.stderr)
         sys.stderr.flush()

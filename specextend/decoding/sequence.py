@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +14,7 @@ from specextend.decoding.cache import Region
 from specextend.decoding.retrieval import CachePolicy
 from specextend.decoding.speculation import Speculation
 from specextend.decoding.stopping import StopChecker
-from specextend.stats import DecodingStats
-
-Phase = Literal["prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"]
+from specextend.stats import DecodingStats, Phase
 
 
 @dataclass(slots=True)

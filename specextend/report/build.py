@@ -78,7 +78,7 @@ def build_report(
     """
     location = folder or resolve(output)
     rows = _Rows(location)
-    done, errors = _Done(), _Errors()
+    done, errors = _DoneFigures(), _Errors()
     for table in rows.read(_DONE_COLUMNS, done=True):
         checkpoint()
         done.add(table)
@@ -141,7 +141,7 @@ class _Rows:
 
 
 @dataclass(slots=True)
-class _Done:
+class _DoneFigures:
     """Figures of the finished documents, collected table by table."""
 
     tally: Tally = field(default_factory=Tally)

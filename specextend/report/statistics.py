@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from specextend.stats import ratio
+from specextend.stats import PHASES, ratio
 
 SMALLEST = 512
 """Upper bound in tokens of the smallest bucket."""
-PHASES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s")
-"""Columns that share out the workers' time."""
 SUMS = (
     "num_prompt_tokens",
     "num_output_tokens",

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from specextend.cluster.display import Fact
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import Interrupt
 from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
 from specextend.cluster.worker import EngineFactory

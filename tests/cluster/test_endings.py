@@ -20,16 +20,16 @@ from specextend.cluster.exits import (
     EXIT_LOCKED,
     EXIT_OTHER_RUN,
     EXIT_TOO_MANY_ERRORS,
+    Interrupt,
     InterruptedRunError,
     LockGoneError,
     LockLostError,
     OtherRunError,
     exit_code,
 )
-from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.prepare import prepare
+from specextend.cluster.records import read_status
 from specextend.cluster.run import run
-from specextend.cluster.status import read_status
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.fingerprint import write_manifest

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
+
 from specextend.cluster.environment import is_submitted, prepare_environment
 
 
@@ -36,3 +41,10 @@ def test_a_submitted_job_knows_that_it_is_one():
     """There, relative paths lead into a folder that goes away."""
     assert is_submitted({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"})
     assert not is_submitted({"RAY_ADDRESS": "local"})
+
+
+@pytest.mark.parametrize("module", ["environment", "exits", "records", "scheduler", "roster", "progress"])
+def test_what_must_be_quick_or_pure_imports_neither_ray_nor_torch(module: str):
+    """Ray reads its variables when it is imported, and `--status` must not wait fifteen seconds for torch."""
+    code = f"import specextend.cluster.{module}, sys; sys.exit(not {{'ray', 'torch'}}.isdisjoint(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -124,9 +124,8 @@ def test_the_lock_names_its_holder_and_goes_with_it(output: Location):
     assert read_lock(output) is None
 
 
-def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output: Location, monkeypatch):
+def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output: Location):
     """A minute of silence looks like a hang; and a scheduler may give up on it."""
-    monkeypatch.setattr(lock, "LOOK_EVERY_S", 0.01)
     write_holder(output, elsewhere(time.time()))
     said: list[str] = []
     looks = iter(range(3))
@@ -135,7 +134,8 @@ def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output: Locat
         if next(looks, None) is None:
             raise InterruptedRunError("SIGTERM received")
 
-    with pytest.raises(InterruptedRunError), OutputLock(output, "00000001", say=said.append, checkpoint=checkpoint):
+    start = OutputLock(output, "00000001", say=said.append, checkpoint=checkpoint, check_every_s=0.01)
+    with pytest.raises(InterruptedRunError), start:
         pass
     assert len(said) == 1
     assert "is held by run feedbeef" in said[0]
@@ -298,10 +298,10 @@ from specextend.cluster import lock
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.exits import LockHeldError
 from specextend.data.storage import resolve
-lock.STALE_S, lock.LOOK_EVERY_S = 1.0, 0.05
+lock.STALE_S = 1.0
 sys.stdin.readline()
 try:
-    with OutputLock(resolve(sys.argv[1]), sys.argv[2]):
+    with OutputLock(resolve(sys.argv[1]), sys.argv[2], check_every_s=0.05):
         print("won", flush=True)
         sys.stdin.readline()
 except LockHeldError:

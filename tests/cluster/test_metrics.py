@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.metrics import GAUGES, PHASES, exported_names
+from specextend.cluster.metrics import GAUGES, exported_names
 from specextend.cluster.progress import Snapshot
+from specextend.stats import PHASES
 from tests.cluster.conftest import ROOT
 from tests.cluster.fakes import SpeculatingEngine
 
@@ -133,7 +134,7 @@ def test_ray_exports_every_metric_with_its_true_value(job, tmp_path: Path):
     lengths = [value(samples, "acceptance_length_bucket", run_id, le=bound) for bound in ("1.75", "2.0", "+Inf")]
     assert lengths == [0, 6, 6], "six documents of two tokens a step"
     for phase in PHASES:
-        seconds = sum(row[f"{phase}_s"] for row in done)
-        assert value(samples, "busy_seconds_total", run_id, phase=phase) == pytest.approx(seconds)
+        seconds = sum(row[phase] for row in done)
+        assert value(samples, "busy_seconds_total", run_id, phase=phase.removesuffix("_s")) == pytest.approx(seconds)
     assert watcher.gauges["ray_specextend_workers"] in (1, 2)
     assert 0 < watcher.gauges["ray_specextend_work_fraction"] < 1

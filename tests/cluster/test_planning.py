@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster import planning as plan_module
-from specextend.cluster.planning import Plan, make_plan
+from specextend.cluster.planning import SAMPLE_BYTES, SAMPLE_SIZE, Plan, make_plan
 from specextend.cluster.progress import TokenEstimate
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
@@ -76,11 +76,10 @@ def test_a_document_without_a_token_count_is_measured_like_any_other(tmp_path: P
     assert plan.tokens_per_byte is not None
 
 
-def test_a_sample_is_cut_between_characters(tmp_path: Path, tokenizer: Any, monkeypatch):
+def test_a_sample_is_cut_between_characters(tmp_path: Path, tokenizer: Any):
     """Half a character would be a token of its own, and no bytes of the text."""
-    monkeypatch.setattr(plan_module, "SAMPLE_BYTES", 5)
-    whole = planned(source(tmp_path, {"text": ["éé"]}), tokenizer)
-    cut = planned(source(tmp_path, {"text": ["éééééé"]}), tokenizer)
+    whole = planned(source(tmp_path, {"text": ["x" + "é" * (SAMPLE_BYTES // 2 - 1)]}), tokenizer)
+    cut = planned(source(tmp_path, {"text": ["x" + "é" * SAMPLE_BYTES]}), tokenizer)
     assert cut.tokens_per_byte == whole.tokens_per_byte
 
 
@@ -106,17 +105,21 @@ def test_documents_over_the_prompt_limit_are_counted(tmp_path: Path, tokenizer: 
     assert planned(corpus, tokenizer).num_over_length == 1
 
 
-def test_the_sample_is_seeded_and_small(tmp_path: Path, tokenizer: Any, monkeypatch):
+def test_the_sample_is_seeded_and_small(tmp_path: Path, tokenizer: Any):
     """Two starts of a run order its documents alike; a million documents are not tokenized twice."""
-    monkeypatch.setattr(plan_module, "SAMPLE_SIZE", 3)
-    corpus = source(tmp_path, {"text": [f"{'x' * row} y" for row in range(1, 30)]})
-    assert planned(corpus, tokenizer).tokens_per_byte == planned(corpus, tokenizer).tokens_per_byte
+    num_rows, prompts = 3 * SAMPLE_SIZE, Prompts(tokenizer, PromptOptions(), 1000)
+    corpus = source(tmp_path, {"text": [f"{'x' * row} y" for row in range(1, num_rows + 1)]})
+    checkpoints: list[None] = []
+    keys = [DocumentKey(0, row) for row in range(num_rows)]
+    plan = make_plan(corpus, prompts, keys, 10, 0, lambda: checkpoints.append(None))
+    assert len(checkpoints) == num_rows + SAMPLE_SIZE, "one for each row, and one for each text that is tokenized"
+    assert plan.tokens_per_byte == planned(corpus, tokenizer).tokens_per_byte
 
 
 def test_documents_are_counted_by_length():
     """What a dry run shows of a corpus."""
     sizes = [1, 512, 513, 40_000]
     estimates = {DocumentKey(0, row): TokenEstimate(size, 10) for row, size in enumerate(sizes)}
-    plan = Plan(estimates, None, plan_module.Counter(), 0)
+    plan = Plan(estimates, None, Counter(), 0)
     assert plan.buckets() == {"up to 512": 2, "513 to 1024": 1, "over 32768": 1}
     assert plan.num_prompt_tokens() == sum(sizes)

@@ -13,12 +13,12 @@ from specextend.cluster import roster
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_TOO_MANY_ERRORS,
+    Interrupt,
     InterruptedRunError,
     LockLostError,
     OtherRunError,
     WorkersFailError,
 )
-from specextend.cluster.interrupt import Interrupt
 from specextend.cluster.worker import document_seed
 from specextend.data import source as source_module
 from specextend.pairing import pair_hashes
@@ -26,6 +26,13 @@ from tests.cluster.conftest import Screen
 from tests.cluster.fakes import LoadsLater, NeverLoads, SwapsWeights
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a run up after two workers that cannot be built, without a pause between them."""
+    monkeypatch.setattr(roster, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(roster, "FIRST_PAUSE_S", 0.01)
 
 
 def test_every_row_ends_in_one_summary_in_input_order(job):
@@ -103,11 +110,9 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch):
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
 
 
-def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end(job, monkeypatch):
+def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end(job, hasty, monkeypatch):
     """They are as large as the corpus, and nobody looks into `_run` once there are summaries."""
     monkeypatch.setattr(source_module, "MAX_GROUP_BYTES", 0)
-    monkeypatch.setattr(roster, "MAX_FAILED_STARTS", 2)
-    monkeypatch.setattr(roster, "FIRST_PAUSE_S", 0.01)
     run = job([*GOOD[:2], "raise"])
     copy = run.output / "_run" / "input" / "file-00000.parquet"
     with pytest.raises(WorkersFailError):
@@ -200,10 +205,8 @@ def test_an_engine_that_breaks_is_replaced_and_its_reason_is_said(job):
     assert len(run.summaries()) == 3
 
 
-def test_a_model_that_does_not_load_ends_the_run_after_a_few_tries(job, monkeypatch):
+def test_a_model_that_does_not_load_ends_the_run_after_a_few_tries(job, hasty):
     """A wrong path or a full disk: backing off for ever would hide it. The reason is said."""
-    monkeypatch.setattr(roster, "MAX_FAILED_STARTS", 2)
-    monkeypatch.setattr(roster, "FIRST_PAUSE_S", 0.01)
     run = job(GOOD)
     with pytest.raises(WorkersFailError, match=r"2 tries in a row failed: .*the weights are gone"):
         run.run(NeverLoads())
@@ -212,10 +215,8 @@ def test_a_model_that_does_not_load_ends_the_run_after_a_few_tries(job, monkeypa
     assert not (run.output / "_run" / "lock").exists()
 
 
-def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, monkeypatch, tmp_path: Path):
+def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, tmp_path: Path):
     """Half of the summaries by one model, half by another, and nobody would know: the second worker refuses."""
-    monkeypatch.setattr(roster, "MAX_FAILED_STARTS", 2)
-    monkeypatch.setattr(roster, "FIRST_PAUSE_S", 0.01)
     run = job([GOOD[0], f"kill:{tmp_path}/killed"])
     run.target = Path(shutil.copytree(run.target, tmp_path / "target"))
     weights = run.target / "model.safetensors"

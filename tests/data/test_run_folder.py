@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specextend.cluster.attempts import library_versions, version_changes
+from specextend.cluster.records import library_versions, version_changes
 from specextend.data.run_folder import read_starts
 from specextend.data.storage import Location, resolve
 

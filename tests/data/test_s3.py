@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.arbiter import Arbiter, Ruling
 from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code
 from specextend.cluster.lock import FolderLock, OutputLock, read_lock
 from specextend.cluster.prepare import prepare
+from specextend.cluster.stores import Arbiter, Ruling
 from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
 from specextend.data.finalize import finalize

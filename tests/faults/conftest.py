@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from specextend.cluster.exits import EXIT_DONE
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import EXIT_DONE, Interrupt
 from specextend.cluster.run import run
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig

@@ -8,8 +8,8 @@ import pytest
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, TooManyErrorsError, exit_code
 from specextend.cluster.messages import Failed
-from specextend.cluster.stall import MIN_ENDED, ErrorGuard
-from specextend.cluster.status import read_status
+from specextend.cluster.progress import MIN_ENDED, ErrorGuard
+from specextend.cluster.records import read_status
 from specextend.data.storage import resolve
 
 BROKEN = Failed("", "RuntimeError", "the kernel is not there", "decode", retryable=False)
@@ -28,7 +28,7 @@ def test_a_run_in_which_most_documents_fail_stops_and_says_why():
         guard.check()
     assert str(end.value) == (
         "stopped early: 51 of 101 documents failed, more than job.stop_error_fraction 0.5 allows, most often with "
-        "RuntimeError, such as d1: the kernel is not there; what is done is kept: mend the cause and run again with "
+        "RuntimeError, such as d1: the kernel is not there; what is done is kept: fix the cause and run again with "
         "--retry-errors, or allow more"
     )
     assert exit_code(end.value) == EXIT_TOO_MANY_ERRORS

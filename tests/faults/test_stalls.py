@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
-from specextend.cluster.stall import MOST_NAMES, StallGuard
+from specextend.cluster.progress import MOST_NAMES, StallGuard
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from tests.cluster.fakes import FakeEngine

@@ -17,8 +17,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster import lock as lock_module
-from specextend.cluster.display import LineDisplay
 from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
@@ -212,24 +210,23 @@ def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus: Path,
     assert ended.code == 0
 
 
-def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_path: Path, monkeypatch):
+def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_path: Path):
     """Exit 4, and who holds it, once it has given a sign of life."""
     lock = tmp_path / "out" / "_run" / "lock"
     lock.parent.mkdir(parents=True)
     holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
     lock.write_text(json.dumps(holder))
-    monkeypatch.setattr(lock_module, "LOOK_EVERY_S", 0.01)
-    waits = threading.Event()
-    monkeypatch.setattr(LineDisplay, "note", lambda self, line, *rest, **facts: waits.set())
+    ended_already = threading.Event()
 
     def beat() -> None:
-        waits.wait(60)
-        write_bytes(resolve(str(lock)), json.dumps(holder | {"heartbeat": 0.0}).encode())
+        while not ended_already.wait(0.1):
+            write_bytes(resolve(str(lock)), json.dumps(holder | {"heartbeat": time.time()}).encode())
 
     other = threading.Thread(target=beat)
     other.start()
     arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
     ended = call("--config", str(CONFIG), *arguments)
+    ended_already.set()
     other.join()
     assert ended.code == 4
     assert "is held by run feedbeef (process 1 on another-host)" in ended.stderr

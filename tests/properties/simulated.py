@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specextend.cluster.attempts import Attempt
-from specextend.cluster.clock import AwakeClock
 from specextend.cluster.driver import Committer, Driver
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import Interrupt
 from specextend.cluster.leases import Lease, Limits, Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Suspected, WorkerInfo, WorkerReport
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned, StartFailed
-from specextend.cluster.progress import Ledger, TokenEstimate
+from specextend.cluster.progress import AwakeClock, Ledger, TokenEstimate
+from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
 from specextend.config import JobOptions, RunConfig

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.cluster.driver import Driver
-from specextend.cluster.exits import TooManyErrorsError, WorkersFailError
-from specextend.cluster.interrupt import Interrupt
-from specextend.cluster.progress import TokenEstimate
+from specextend.cluster.exits import Interrupt, TooManyErrorsError, WorkersFailError
+from specextend.cluster.progress import MIN_ENDED, TokenEstimate
 from specextend.cluster.run import tried_before
-from specextend.cluster.stall import MIN_ENDED
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.data.finalize import finalize

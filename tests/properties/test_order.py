@@ -7,10 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.cluster.leases import Limits
+from specextend.cluster.leases import LENGTH_STEP, Limits
 from specextend.cluster.places import Place, Spot
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.waiting import LENGTH_STEP
 from specextend.core import DocumentKey
 
 

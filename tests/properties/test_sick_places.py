@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specextend.cluster.exits import WorkersFailError
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import Interrupt, WorkersFailError
 from specextend.cluster.places import MAX_DEATHS
 from specextend.cluster.progress import TokenEstimate
 from specextend.cluster.roster import MAX_FRUITLESS_DEATHS

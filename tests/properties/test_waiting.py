@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.cluster.waiting import Waiting, rank
+from specextend.cluster.leases import Waiting, rank
 from specextend.core import DocumentKey
 
 DOCUMENTS = st.builds(DocumentKey, st.integers(0, 3), st.integers(0, 20))

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from specextend.cluster.exits import InterruptedRunError
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import Interrupt, InterruptedRunError
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +43,7 @@ def test_a_job_may_have_a_deadline_of_its_own():
 
 STUCK = """
 import os, signal, threading, time
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import Interrupt
 interrupt = Interrupt(grace_s=0.2)
 interrupt.install()
 interrupt.last = lambda: print("last", flush=True)
@@ -74,7 +73,7 @@ def test_a_lock_that_cannot_be_removed_holds_nobody_up(last: str):
 
 DEAF = """
 import ctypes
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import Interrupt
 interrupt = Interrupt(grace_s=0.2, deadline_s={deadline_s})
 interrupt.install()
 print("waiting", flush=True)
@@ -114,7 +113,7 @@ import os, signal, sys, threading, time
 import psutil
 from specextend.cluster.cluster import connected
 from specextend.cluster.exits import InterruptedRunError, exit_code
-from specextend.cluster.interrupt import Interrupt
+from specextend.cluster.exits import Interrupt
 
 def raylets():
     return [child for child in psutil.Process().children() if child.name() == "raylet"]

@@ -1,0 +1,238 @@
+"""Records of a run in its output folder: one per start, `_run/attempts/<run id>.json`, and the status read from them.
+
+`--status` imports this module, so it needs neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
+from specextend.cluster.leases import Tried
+from specextend.cluster.lock import read_lock
+from specextend.cluster.messages import WorkerInfo
+from specextend.cluster.places import Spot
+from specextend.core import DocumentKey, printable
+from specextend.data.fingerprint import num_input_rows, read_manifest
+from specextend.data.parts import read_parts
+from specextend.data.run_folder import Start, lock_file, read_starts, read_success, starts_folder, success_file
+from specextend.data.storage import Location, exists, write_bytes
+
+if TYPE_CHECKING:  # it imports torch
+    from specextend.config import RunConfig
+
+_PACKAGES = ("specextend", "torch", "transformers", "ray", "pyarrow", "numpy")
+_UNITS = ((1, "s"), (60, "min"), (3600, "h"), (86400, "days"))
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries on which a result may depend."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    return versions
+
+
+class Attempt:
+    """The record of one start of a run, from the moment it holds the lock to its exit code."""
+
+    def __init__(
+        self,
+        output: Location,
+        run_id: str,
+        config: RunConfig,
+        models: Mapping[str, Mapping[str, str | None]] | None = None,
+    ) -> None:
+        """Fill the record. models: by name, the model that was asked for and the commit that it is."""
+        self._file = starts_folder(output).child(f"{run_id}.json")
+        self._record: dict[str, Any] = {
+            "run_id": run_id,
+            "begin": _now(),
+            "end": None,
+            "exit_code": None,
+            "driver": {"host": socket.gethostname(), "pid": os.getpid()},
+            "versions": library_versions(),
+            "models": dict(models or {}),
+            "job": asdict(config.job),
+            "workers": [],
+            "charges": {},
+        }
+
+    def ending(self, exit_code: int) -> dict[str, Any]:
+        """Return what the record will say if the run ends now, for the report, which is written before."""
+        return {"run_id": self._record["run_id"], "end": _now(), "exit_code": exit_code}
+
+    def begin(self) -> None:
+        """Write the record without an end."""
+        self._write()
+
+    def worker_started(self, info: WorkerInfo) -> None:
+        """Remember where a worker runs; this is written with the next change of the record."""
+        self._record["workers"].append(asdict(info))
+
+    def charged(self, charges: Mapping[DocumentKey, Tried]) -> None:
+        """Write how often open documents have been tried, by earlier starts too; the next start counts on."""
+        self._record["charges"] = {
+            f"{key.file}:{key.row}": {"attempts": tried.attempts, "struck": sorted(tried.struck)}
+            for key, tried in charges.items()
+        }
+        self._write()
+
+    def end(self, exit_code: int, reason: str | None = None) -> None:
+        """Write the record with its end."""
+        self._record |= {"end": _now(), "exit_code": exit_code, "reason": reason}
+        self._write()
+
+    def _write(self) -> None:
+        write_bytes(self._file, json.dumps(self._record, indent=2).encode())
+
+
+def read_charges(output: Location) -> dict[DocumentKey, Tried]:
+    """Read how often documents have been tried that a start had charged and that were still open when it ended.
+
+    An entry that cannot be read is skipped: at worst its document gets all its attempts again.
+    """
+    charges: dict[DocumentKey, Tried] = {}
+    for name, charge in (entry for start in read_starts(output) for entry in start.charges.items()):
+        if (found := _parse_charge(name, charge)) is None:
+            continue
+        key, tried = found
+        before = charges.get(key, Tried(0))
+        charges[key] = Tried(max(before.attempts, tried.attempts), before.struck | tried.struck)
+    return charges
+
+
+def _parse_charge(name: str, charge: Any) -> tuple[DocumentKey, Tried] | None:
+    """Return a document and how often it was tried, from an entry of a record; None for one that is damaged."""
+    file, _, row = name.partition(":")
+    try:
+        tried = Tried(
+            int(charge["attempts"]), frozenset(Spot(str(host), str(device)) for host, device in charge["struck"])
+        )
+        return DocumentKey(int(file), int(row)), tried
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def version_changes(output: Location) -> list[str]:
+    """List the libraries that have changed since the last start, one line each."""
+    before = next((start.versions for start in reversed(read_starts(output)) if start.versions), {})
+    now = library_versions()
+    return [
+        f"{name} was {before[name]} and is {version}"
+        for name, version in now.items()
+        if before.get(name, version) != version
+    ]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_status(output: Location) -> dict[str, Any]:
+    """Read state, rows and starts. Raises ValueError, in one line, if there is no run or its rows cannot be counted.
+
+    Any other record (the lock, a start, `_SUCCESS`) may be damaged, which becomes one of the `warnings`.
+    """
+    manifest, driver = read_manifest(output), _read_last_sign(output)
+    if manifest is None:
+        if driver.is_alive:
+            raise ValueError(f"{output.path} holds no run yet: {driver.name} is reading its input")
+        raise ValueError(f"{output.path} holds no run (there is no _run/manifest.json)")
+    progress, starts = read_parts(output), read_starts(output)
+    num_rows = num_input_rows(manifest)
+    num_left = num_rows - len(progress.done) - len(progress.errors)
+    is_complete, damage = _read_completion(output)
+    return {
+        "state": _state(driver, is_complete, starts, num_left),
+        "rows": num_rows,
+        "done": len(progress.done),
+        "errors": len(progress.errors),
+        "errors_by_class": dict(Counter(progress.errors.values()).most_common()),
+        "left": num_left,
+        "driver": driver.name,
+        "heartbeat_age_s": driver.heartbeat_age_s,
+        "fingerprint": manifest["fingerprint"],
+        "starts": [start for start in starts if start.damage is None],
+        "warnings": [*driver.warnings, *damage, *_damaged(starts)],
+    }
+
+
+def describe_status(status: dict[str, Any]) -> str:
+    """Describe the status for people. No text from a record can add a line of its own."""
+    lines = [
+        f"{status['state']}: {status['done']} of {status['rows']} rows done, {status['errors']} failed, "
+        f"{status['left']} left",
+    ]
+    lines += [f"errors: {count} {name}" for name, count in status["errors_by_class"].items()]
+    if status["driver"]:
+        lines.append(f"driver: {status['driver']}, last heartbeat {describe_age(status['heartbeat_age_s'])}")
+    for start in status["starts"]:
+        end = "no end recorded" if start.end is None else f"{start.end}, exit {start.exit_code}"
+        lines.append(f"start {start.run_id}: {start.begin} to {end}")
+    lines += [f"warning: {warning}" for warning in status["warnings"]]
+    return "\n".join(map(printable, lines))
+
+
+def describe_age(seconds: float) -> str:
+    """Describe how long ago something happened, by a clock that may differ from ours."""
+    if not math.isfinite(seconds) or abs(seconds) >= 1000 * 365 * 86400:
+        return "at no time that a clock shows"
+    size, unit = max((each for each in _UNITS if abs(seconds) >= 2 * each[0]), default=_UNITS[0])
+    count = round(abs(seconds) / size)
+    return f"{count} {unit} in the future: its clock differs" if seconds < 0 and count else f"{count} {unit} ago"
+
+
+@dataclass(frozen=True, slots=True)
+class _LastSign:
+    """The last sign of life of the driver, as its lock shows it."""
+
+    name: str | None = None
+    heartbeat_age_s: float | None = None
+    is_alive: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+def _read_last_sign(output: Location) -> _LastSign:
+    now, holder = time.time(), read_lock(output)
+    if holder is not None:
+        return _LastSign(str(holder), now - holder.heartbeat, holder.seems_alive(now))
+    if exists(lock_file(output)):
+        return _LastSign(warnings=("_run/lock cannot be read; if no driver is running, delete it",))
+    return _LastSign()
+
+
+def _read_completion(output: Location) -> tuple[bool, list[str]]:
+    """Return True if the run has written `_SUCCESS`, and a warning if that cannot be read."""
+    if read_success(output) is not None:
+        return True, []
+    is_damaged = exists(success_file(output))
+    return False, ["_SUCCESS cannot be read; run again to write it anew"] if is_damaged else []
+
+
+def _damaged(starts: list[Start]) -> list[str]:
+    return [f"_run/attempts/{start.run_id}.json cannot be read: {start.damage}" for start in starts if start.damage]
+
+
+def _state(driver: _LastSign, is_complete: bool, starts: list[Start], num_left: int) -> str:
+    if driver.is_alive:
+        return "running"
+    if is_complete:
+        return "complete"
+    last = next((start for start in reversed(starts) if start.damage is None), None)
+    is_finished = last is not None and last.exit_code == EXIT_TOO_MANY_ERRORS and not num_left
+    return "finished with errors" if is_finished else "stopped, run again to resume"
