@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from specextend.attention.backends import load_backend
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.attention.hybrid import load_backend
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specextend.attention.hybrid import load_backend
+from specextend.attention.backends import load_backend
 from specextend.cluster.cluster import check_resources, is_local
 from specextend.cluster.contact import knock, within
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specextend.attention.hybrid import Attend
+from specextend.attention.backends import Attend
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
 

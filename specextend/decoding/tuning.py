@@ -150,7 +150,7 @@ def describe(target: CachedModel) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": str(target.dtype),
-        "backend": target.attend.__module__,
+        "backend": target.attend.__name__,
         "head_dim": target.head_dim,
         **{name: getattr(target.config, name) for name in _SHAPE},
     }

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from specextend.attention.backends import load_backend
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.attention.hybrid import load_backend
 from specextend.config import RunConfig
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from specextend.attention import reference
+from specextend.attention.backends import attend_reference
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
@@ -80,7 +80,7 @@ class Case:
     def __init__(self, pair, length: int, draft: str = "eagle") -> None:
         model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
         model.lm_head.weight.mul_(8)  # sure of itself, so that trees are deep
-        target = CachedModel(model, reference.attend, 256)
+        target = CachedModel(model, attend_reference, 256)
         folder = pair.drafts[draft]
         config, weights = load_eagle_config(folder), load_file(f"{folder}/{WEIGHTS_FILE}")
         self.network = EagleNetwork(config, weights, target, model.lm_head.weight, 4096)

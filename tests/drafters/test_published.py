@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specextend.attention import reference
+from specextend.attention.backends import attend_reference
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.decoding_options import TreeOptions
@@ -131,7 +131,7 @@ class Case:
     def __init__(self, pair: SimpleNamespace, variant: str) -> None:
         model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
         model.lm_head.weight.mul_(4)  # sure of itself, so that trees are deep
-        self.target = CachedModel(model, reference.attend, 256)
+        self.target = CachedModel(model, attend_reference, 256)
         head = read_head(pair.drafts[variant])
         layers = head.hidden_layers(3)
         rope = rope_frequencies(head.rope, head.head_dim, "tiny")
@@ -254,7 +254,7 @@ def test_the_usual_layers_are_those_that_the_formats_authors_take(tmp_path):
     head = read_head(write_eagle3_without_layers(tmp_path, model))
     expected = model(torch.arange(20)[None], output_hidden_states=True).hidden_states
     model.config._attn_implementation = IMPLEMENTATION
-    target = CachedModel(model, reference.attend, 256)
+    target = CachedModel(model, attend_reference, 256)
     plan = AttentionPlan([0], [20], 20)
     layers = head.hidden_layers(9)
     hooks = [len(layer._forward_hooks) for layer in model.model.layers]  # transformers leaves some
