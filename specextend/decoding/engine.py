@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
-from specextend.decoding.step_costs import StepCosts
+from specextend.decoding.step_costs import CostTable
 from specextend.decoding.stopping import StopChecker
 from specextend.decoding.tree import DraftTree, Verdict, prune, root_only, stack_trees, tree_mask, verify
 
@@ -74,23 +74,22 @@ class Engine:
         max_tokens: int,
         max_batch_size: int,
         tree: TreeOptions,
-        tree_attention: TreeAttention | Literal["auto"],
+        tree_attention: TreeAttention | CostTable,
         cache: CacheOptions,
-        costs: StepCosts | None = None,
+        adaptive: Adaptive | None = None,
     ) -> None:
         """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and output together.
 
-        `costs` of steps decide where `tree.nodes` or `tree_attention` is `auto`; without them no tree is cut.
+        With a table as `tree_attention` each step takes the kind that is faster by the table. `adaptive` cuts trees and
+        pauses speculation; without it all sequences speculate in every step, with whole trees.
         """
         self.tokenizer = tokenizer
         self.num_steps = 0
         """Prefill chunks and decoding steps so far; a stall guard watches it."""
         self.target, self.drafter = target, drafter
         self._eos_token_ids, self._cache_options = eos_token_ids, cache
-        assert costs is not None or tree_attention != "auto", "without costs there is nothing to choose by"
-        self._tree_attention, self._costs = tree_attention, costs
-        adapts = drafter is not None and tree.nodes == "auto"
-        self._adaptive = Adaptive(costs, tree.most_nodes) if costs is not None and adapts else None
+        assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
+        self._tree_attention, self._adaptive = tree_attention, adaptive
         self._admission = Admission(target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size)
         self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, PREFILL_CHUNK)
         self._scored_layers = scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
@@ -405,8 +404,7 @@ class Engine:
         )
 
     def _kind(self, lengths: list[int], num_new: int) -> TreeAttention:
-        """Choose the kind of tree attention, the faster one at these lengths under `auto`."""
-        if self._tree_attention != "auto":
-            return self._tree_attention
-        assert self._costs is not None
-        return self._costs.table.tree_attention(num_new, lengths)
+        """Return the kind of tree attention: the configured one, or the faster one at these lengths."""
+        if isinstance(self._tree_attention, CostTable):
+            return self._tree_attention.tree_attention(num_new, lengths)
+        return self._tree_attention

@@ -207,7 +207,7 @@ class CausalDrafter:
         offsets = torch.arange(num_new) if mask is None else torch.full((num_new,), depth - 1)
         plan = AttentionPlan(
             starts=[self._cache.start(slot) for slot in slots],
-            lengths=(visible + behind).tolist(),
+            lengths=[self._cache.reach(slot, behind) for slot in slots],
             num_new=num_new,
             mask=mask,
             tree=self._tree_attention,

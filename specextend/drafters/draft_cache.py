@@ -76,6 +76,12 @@ class DraftCache:
         """Return the number of rows that the draft sees now, which is also the next position."""
         return self._sequences[slot].visible
 
+    def reach(self, slot: int, num_new: int) -> int:
+        """Return the rows in use with `num_new` behind the visible ones; the region must hold them."""
+        sequence = self._sequences[slot]
+        assert sequence.visible + num_new <= sequence.working.size, "the working cache is full"
+        return sequence.visible + num_new
+
     def length(self, slot: int) -> int:
         """Return the number of tokens in the full cache."""
         return self._sequences[slot].length
