@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.data.parts import Results, Window, find_results
+from specextend.data.parts import WINDOW_ROWS, Results, Window, find_results
 from specextend.data.run_folder import Counts, errors_folder, result_name, summaries_folder
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
 from specextend.data.source import Source
@@ -25,20 +25,25 @@ class ReconciliationError(RuntimeError):
     """Rows in are not rows done plus errors: nothing is written."""
 
 
-def finalize(source: Source, output: Location, checkpoint: Callable[[], object] = lambda: None) -> Counts:
+def finalize(
+    source: Source,
+    output: Location,
+    checkpoint: Callable[[], object] = lambda: None,
+    window_rows: int = WINDOW_ROWS,
+) -> Counts:
     """Write `summaries/` and `errors/` from the parts, one row per document in input order.
 
-    Memory is bounded. Each file is there whole or not at all; one that would not change is not rewritten; an errors
-    file whose rows are done by now is deleted. Passthrough columns are read from the input itself. checkpoint: called
-    between tables; may raise. Raises ReconciliationError, DamagedPartError, StrangePartError, and InputError for an
-    input that changed or cannot be read.
+    Memory is bounded: `window_rows` results are held at a time. Each file is there whole or not at all; one that would
+    not change is not rewritten; an errors file whose rows are done by now is deleted. Passthrough columns are read from
+    the input itself. checkpoint: called between tables; may raise. Raises ReconciliationError, DamagedPartError,
+    StrangePartError, and InputError for an input that changed or cannot be read.
     """
     for file in source.files:
         checkpoint()
         source.check_unchanged(file.number)
     results = find_results(output)
     counts = _reconcile(source, results)
-    window = Window(results)
+    window = Window(results, window_rows)
     for folder in (summaries_folder(output), errors_folder(output)):
         remove_temporary_files(folder)
     for file in source.files:

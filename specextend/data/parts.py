@@ -24,7 +24,7 @@ Retry = Literal["none", "retryable", "all"]
 """The error rows that are done again."""
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
 WINDOW_ROWS = 16_384
-"""Neighbouring results that are loaded at once."""
+"""Neighbouring results that `finalize` loads at once."""
 _RUN_ID, _FINGERPRINT = b"specextend.run_id", b"specextend.fingerprint"
 KEY_COLUMNS = ("file", "row", "error_class")
 """The columns that say which row a result belongs to, and by nulls in the last that it is done."""
@@ -157,15 +157,16 @@ class Results:
 class Window:
     """Neighbouring results, loaded thousands at a time, so that reading them in order reads each part few times."""
 
-    def __init__(self, results: Results) -> None:
-        self._results = results
+    def __init__(self, results: Results, size: int = WINDOW_ROWS) -> None:
+        """Take the results, and how many of them to load at once."""
+        self._results, self._size = results, size
         self._loaded = range(0)
         self._table = PART_SCHEMA.empty_table()
 
     def rows(self, begin: int, end: int) -> pa.Table:
         """Return the results at positions `begin` to `end`."""
         if begin < self._loaded.start or end > self._loaded.stop:
-            stop = max(end, min(begin + WINDOW_ROWS, len(self._results.rows)))
+            stop = max(end, min(begin + self._size, len(self._results.rows)))
             self._loaded = range(begin, stop)
             self._table = self._results.load(np.arange(begin, stop))
         return self._table.slice(begin - self._loaded.start, end - begin)

@@ -17,10 +17,10 @@ LengthPolicy = Literal["error", "head", "tail", "middle"]
 PLACEHOLDER = "{document}"
 """Stands for the document in an instruction."""
 
-WHOLE_CHARACTERS = 1 << 20
-"""Longest document that is tokenized in one call, which takes about a hundred bytes of memory per character."""
 PIECE_CHARACTERS = 1 << 18
-"""Length of the pieces of a longer document."""
+"""Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes per character."""
+_LEAST_PIECES = 4
+"""A document that is no longer than so many pieces is tokenized in one call."""
 _WINDOW = 2048
 """Characters on either side of a cut that are tokenized with and without it, to see that it changes nothing."""
 _MOST_TRIES = 64
@@ -69,12 +69,17 @@ class Prompts:
     """Renders documents for one tokenizer.
 
     tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take together
-    (`Engine.max_tokens`). Raises ValueError for a template that cannot take the options.
+    (`Engine.max_tokens`). piece_characters: length of the pieces of a long document, above 2,048. Raises ValueError for
+    a template that cannot take the options.
     """
 
-    def __init__(self, tokenizer: Any, options: PromptOptions, limit: int) -> None:
+    def __init__(
+        self, tokenizer: Any, options: PromptOptions, limit: int, piece_characters: int = PIECE_CHARACTERS
+    ) -> None:
+        assert piece_characters > _WINDOW, "a cut is looked for in the last window of a piece"
         self.options = options
         self.limit = limit
+        self._piece_characters = piece_characters
         self._tokenizer = tokenizer
         self._documents = _document_tokenizer(tokenizer)
         self._control_ids = control_token_ids(tokenizer)
@@ -126,12 +131,12 @@ class Prompts:
         return spelled
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
-        """Tokenize a document, piece by piece if it is longer than `WHOLE_CHARACTERS`; yield the tokens of each piece.
+        """Tokenize a document, in one piece if it is not longer than four; yield the tokens of each piece.
 
         Together they are the tokens of the whole text if no token depends on text more than 2,048 characters away. In a
         text without any such place to cut (one endless word), tokens beside a cut may differ.
         """
-        size = PIECE_CHARACTERS if len(text) > WHOLE_CHARACTERS else len(text)
+        size = self._piece_characters if len(text) > _LEAST_PIECES * self._piece_characters else len(text)
         begin = 0
         while len(text) - begin > size:
             end = self._cut(text, begin + size)
