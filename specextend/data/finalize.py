@@ -22,7 +22,7 @@ _GROUP_BYTES = 16 << 20
 
 
 class ReconciliationError(RuntimeError):
-    """Rows in are not rows done plus errors: nothing is written."""
+    """The number of input rows differs from that of rows done and error rows; nothing is written."""
 
 
 def finalize(
@@ -119,9 +119,9 @@ def _summaries(
 
 
 def gathered(tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
-    """Join tables until they are worth a row group: a writer keeps its facts about each group until the file is whole.
+    """Join tables into row groups that are not too small: a writer keeps metadata of each until the file is whole.
 
-    tables: each with the bytes that it keeps in memory, which for a slice is more than its own size.
+    tables: each with the bytes that it keeps in memory, which for a slice are more than its own size.
     """
     waiting: list[pa.Table] = []
     num_rows = num_bytes = 0

@@ -1,4 +1,4 @@
-"""Prompts: the template around a document, and what is dropped when both do not fit."""
+"""Prompts: the template around a document, and the length policy for documents that do not fit."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _ANCHOR = "\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptOptions:
-    """`prompt.*`: What the target is asked, and what a document that is too long loses."""
+    """`prompt.*`: The question to the target, and the part that is dropped from a document that is too long."""
 
     instruction: str = "Summarize the following document."
     """The user message. The document takes the place of `{document}`; without it the document follows a blank line."""
     system: str = ""
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
-    """What happens to a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
-    both ends and drops the middle, `error` makes it an error row."""
+    """Treatment of a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps both
+    ends and drops the middle, `error` makes it an error row."""
     max_prompt_tokens: int | None = None
-    """Tokens of the rendered prompt at most; none stands for what the model's context leaves."""
+    """Most tokens of the rendered prompt; none stands for what the model's context leaves."""
 
     def __post_init__(self) -> None:
         if self.length_policy not in get_args(LengthPolicy):
@@ -89,7 +89,7 @@ class Prompts:
 
     @property
     def num_template_tokens(self) -> int:
-        """Return how many tokens of a prompt are not the document's."""
+        """Return the number of tokens of a prompt that are not the document's."""
         return len(self._prefix_ids) + len(self._suffix_ids)
 
     def render(self, text: str, max_new_tokens: int) -> Prompt:
@@ -108,7 +108,7 @@ class Prompts:
         return Prompt(token_ids, num_tokens - len(kept), policy)
 
     def room(self, max_new_tokens: int) -> int:
-        """Return how many of a document's tokens fit in a prompt. Raises DocumentError (`PromptTooLong`) if none do."""
+        """Return the number of a document's tokens that fit. Raises DocumentError (`PromptTooLong`) if none do."""
         limit = self._limit(max_new_tokens)
         if limit <= self.num_template_tokens:
             raise DocumentError(
@@ -187,7 +187,7 @@ class Prompts:
 def keep(pieces: Iterable[list[int]], room: int, policy: LengthPolicy) -> tuple[list[int], int]:
     """Keep at most `room` of a document's tokens, as the policy says; return them and how many the document has.
 
-    Holds no more than a piece besides. `error` keeps the head; its caller notices.
+    Besides the result it holds one piece at most. Under `error` it keeps the head, and its caller raises.
     """
     num_tail = {"tail": room, "middle": room // 2}.get(policy, 0)
     head: list[int] = []
@@ -211,7 +211,7 @@ def _places(text: str, end: int) -> Iterator[int]:
 
 
 def control_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Collect the ids that steer a model: added tokens other than white space, without a mere unknown token."""
+    """Collect the ids that steer a model: added tokens other than white space and a mere unknown token."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     special = set(tokenizer.all_special_ids)
     roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
@@ -253,8 +253,8 @@ def _plain(system: str, content: str) -> str:
 def _document_tokenizer(tokenizer: Any) -> Tokenizer:
     """Copy the tokenizer proper, without transformers around it, for which special tokens are text.
 
-    What transformers does for a batch of one is a quarter of the cost with a small vocabulary. The copy truncates and
-    pads nothing, whatever its file says.
+    With a small vocabulary, transformers' own work on a batch of one is a quarter of the cost. The copy neither
+    truncates nor pads, whatever its file says.
     """
     own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     own.encode_special_tokens = True

@@ -44,7 +44,8 @@ from specextend.data.storage import (
 )
 
 MAX_GROUP_BYTES = 64 << 20
-"""Most bytes that a row group may take when the columns of a document are read from it."""
+"""Most bytes that a row group may take when the columns of a document are read from it; a file with a larger one is
+copied."""
 _GROUPS_PER_LIMIT = 4
 """A row group of a copy ends at this fraction of the limit, in uncompressed bytes."""
 
@@ -116,7 +117,7 @@ class Source:
 
     @property
     def warning(self) -> str:
-        """Describe what a user may not expect of the input; empty if there is nothing."""
+        """Describe what may surprise a user about the input; empty if there is nothing."""
         return f"files not read in {self.root.path}: {describe_skipped(self.skipped)}" if self.skipped else ""
 
     def place(self, key: DocumentKey) -> str:
@@ -356,7 +357,7 @@ def _copy(
 
 
 def _is_copy(location: Location, file: InputFile) -> bool:
-    """Return True if it is a whole copy of this very file; a broken one (an upload cut short) is written again."""
+    """Return True if it is a whole copy of this file; a damaged one (an upload cut short) is written again."""
     try:
         with open_parquet(location) as parquet:
             origin = (parquet.schema_arrow.metadata or {}).get(_ORIGIN)

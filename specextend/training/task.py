@@ -1,4 +1,4 @@
-"""Everything that a training needs, whatever the kind of draft: options, text, samples, recordings, frozen target.
+"""The inputs of a training, for any kind of draft: options, text, samples, recordings, frozen target.
 
 One document in ten is held out: no draft learns from it, and every draft is evaluated on it.
 """
