@@ -89,7 +89,9 @@ def scripted(verify: Callable[[int], float], draft: Callable[[], float]) -> Adap
 
 def run(engine: Engine, new: int = NEW, lengths=LENGTHS, **sampling):
     requests = [request(str(n), random_prompt(n), new, seed=n, **sampling) for n in lengths]
-    return list(engine.generate(requests))
+    completions = list(engine.generate(requests))
+    assert len(completions) == len(lengths)
+    return completions
 
 
 def check_counts(stats: DecodingStats, depth: int = 4) -> None:

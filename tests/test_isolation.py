@@ -339,6 +339,7 @@ def test_output_ends_with_its_eos(draft, position, pair, alone, tmp_path):
     end = expected.index(eos) + 1
     engine = tiny_engine(with_eos(pair, tmp_path / "target", 2, eos), draft, decoding__max_batch_size=2)
     completions = run(engine, *(request(name, random_prompt(90), NEW) for name in "ab"))
+    assert len(completions) == 2
     for completion in completions:
         assert completion.token_ids == expected[:end]
         assert completion.finish_reason == "stop"

@@ -86,34 +86,38 @@ def test_the_reference_is_attention_by_its_definition(heads, causal):
     assert_close(attend_reference(q, k, v, span, SCALE), slow_attention(q, k, v, span, SCALE))
 
 
+def assert_sdpa_is_the_reference(
+    lengths: list[int],
+    num_queries: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+) -> None:
+    starts, num_rows = regions(lengths)
+    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, dtype)
+    expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask, causal), SCALE)
+    assert_close(attend_sdpa(q, k, v, KeySpan(starts, lengths, mask, causal), SCALE), expected)
+
+
 @pytest.mark.parametrize(("heads", "num_queries", "lengths", "dtype"), covering(GROUPS, NUM_QUERIES, PREFIXES, DTYPES))
 def test_sdpa_equals_the_reference_over_a_prefix(heads, num_queries, lengths, dtype):
     """The unmasked part of a step: prefixes of different lengths, some empty, in one call."""
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, dtype)
-    span = KeySpan(starts, lengths)
-    assert_close(attend_sdpa(q, k, v, span, SCALE), attend_reference(q, k, v, span, SCALE))
+    assert_sdpa_is_the_reference(lengths, num_queries, heads, dtype)
 
 
 @pytest.mark.parametrize(("heads", "num_queries", "lengths", "dtype"), covering(GROUPS, NUM_QUERIES, PREFIXES, DTYPES))
 def test_sdpa_equals_the_reference_under_a_tree_mask(heads, num_queries, lengths, dtype):
     """Dense tree attention: a prefix that all see, and masked rows behind it."""
-    lengths = [length + num_queries for length in lengths]
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, dtype)
     mask = random_mask(len(lengths), num_queries, num_queries)
-    expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask=mask), SCALE)
-    assert_close(attend_sdpa(q, k, v, KeySpan(starts, lengths, mask=mask), SCALE), expected)
+    assert_sdpa_is_the_reference([length + num_queries for length in lengths], num_queries, heads, dtype, mask)
 
 
 @pytest.mark.parametrize(("heads", "num_queries", "dtype"), covering(GROUPS, NUM_QUERIES, DTYPES))
 def test_sdpa_equals_the_reference_in_a_causal_block(heads, num_queries, dtype):
     """A prefill chunk over itself; torch's kernel aligns `is_causal` at the top left, which is right only here."""
-    lengths = [num_queries] * 3
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(3, num_queries, heads, num_rows, dtype)
-    span = KeySpan(starts, lengths, causal=True)
-    assert_close(attend_sdpa(q, k, v, span, SCALE), attend_reference(q, k, v, span, SCALE))
+    assert_sdpa_is_the_reference([num_queries] * 3, num_queries, heads, dtype, causal=True)
 
 
 @pytest.mark.parametrize(
