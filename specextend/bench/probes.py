@@ -95,7 +95,7 @@ class ProbeMaker:
         while len(prompt) > length:
             free = [index for index, sentence in enumerate(draft.sentences) if sentence not in draft.kept]
             if not free:
-                raise ValueError(f"a {kind} probe does not fit {length} tokens")
+                raise ValueError(f"a {kind} probe does not fit {length} tokens; choose a larger length")
             del draft.sentences[free[-1]]
             prompt = self._render(draft)
         answer, needle = self._encode(draft.answer)
@@ -178,7 +178,7 @@ class ProbeMaker:
                     return filler
                 filler.append(sentence)
                 room -= size
-        raise ValueError(f"the texts for probes are too short for {length} tokens")
+        raise ValueError(f"the texts for probes are too short for {length} tokens; choose a smaller length")
 
     def _render(self, draft: _Draft) -> list[int]:
         text = f"{_INTRODUCTION}\n\n{' '.join(draft.sentences)}\n\n{draft.question}"

@@ -24,7 +24,9 @@ def read_figures(path: str) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a JSON file: {error}") from None
     if not isinstance(result, dict) or not isinstance(result.get("kind"), str):
-        raise ValueError(f"{path} does not hold the figures of a benchmark: it names no kind")
+        raise ValueError(
+            f"{path} does not hold the figures of a benchmark: it names no kind; give a file that jobs/bench.py wrote"
+        )
     return result
 
 

@@ -80,7 +80,9 @@ def _reconcile(source: Source, results: Results) -> Counts:
                 f"the first is row {missing[0]}; run the job again to do them"
             )
     if len(results.rows) != source.num_rows:
-        raise ReconciliationError(f"the parts hold {len(results.rows)} rows, the input has {source.num_rows}")
+        raise ReconciliationError(
+            f"the parts hold {len(results.rows)} rows, the input has {source.num_rows}; move foreign parts away"
+        )
     done = int(results.done.sum())
     return Counts(source.num_rows, done, source.num_rows - done)
 

@@ -231,7 +231,7 @@ def weight_files(folder: Path) -> list[Path]:
         why = convert_pickles(pickled, folder / eagle_config.WEIGHTS_FILE)
         raise ValueError(f"EAGLE draft {folder} has only a pickle ({pickled[0].name}), {why}")
     if len(files) > 1 and not (folder / _INDEX).is_file():
-        raise ValueError(f"EAGLE draft {folder} has several weight files and no {_INDEX}")
+        raise ValueError(f"EAGLE draft {folder} has several weight files and no {_INDEX}; add it, or leave one file")
     if missing := [file for file in files or [folder / eagle_config.WEIGHTS_FILE] if not file.is_file()]:
         raise ValueError(f"EAGLE draft {folder} has no {missing[0].name}")
     return files

@@ -199,7 +199,8 @@ def frequent_tokens(texts: Iterable[Sequence[int]], special: Sequence[int], size
     others = sorted((token_id for token_id in counts if token_id not in set(kept)), key=lambda i: (-counts[i], i))
     if len(kept) + len(others) < size:
         raise ValueError(
-            f"a vocabulary of {size} needs more text: this text has {len(kept) + len(others)} different tokens"
+            f"a vocabulary of {size} cannot be made: the text has {len(kept) + len(others)} different tokens; "
+            "give more text, or choose a smaller vocabulary"
         )
     return torch.tensor(sorted([*kept, *others[: size - len(kept)]]))
 

@@ -272,7 +272,7 @@ def test_the_usual_layers_are_those_that_the_formats_authors_take(tmp_path):
     model = deep_target(9)
     head = read_head(write_eagle3_without_layers(tmp_path, model))
     expected = model(torch.arange(20)[None], output_hidden_states=True).hidden_states
-    model.config._attn_implementation = IMPLEMENTATION
+    model.set_attn_implementation(IMPLEMENTATION)
     target = CachedModel(model, attend_reference, 256)
     plan = AttentionPlan([0], [20], 20)
     layers = head.hidden_layers(9)
