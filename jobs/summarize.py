@@ -152,8 +152,10 @@ def parse() -> argparse.Namespace:
 
 
 def end(code: int) -> None:
-    """End the process with that code at once. Python's own way out takes a second in which SIGTERM changes the code,
-    waits for libraries whose store has never answered, and has another code where stdout takes no more.
+    """End the process with that code at once.
+
+    Python's own exit takes a second, in which SIGTERM would change the code. It also waits for libraries whose store
+    has never answered, and ends with another code if stdout is closed.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):

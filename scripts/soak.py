@@ -1,11 +1,11 @@
-"""A run under fire: short documents on the tiny random pair, and a SIGKILL after every so many finished documents.
+"""Run the job under kills: short documents on the tiny random pair, and a SIGKILL each time that some are finished.
 
     python -m scripts.soak --json benchmarks/results/soak.json
 
 The victim is drawn with a seed among the workers and the driver; a killed driver is started again, as an operator
-would. Besides, one of the places where workers run is broken: whoever is handed a document there is killed. At the end
-every input row must be one summary, in its place, and none may be an error. Exit code 1 if not.
-Nothing is simulated: the job is `jobs/summarize.py`, and the kills are kills.
+would do. In addition, one of the places where workers run is broken: a worker that is handed a document there is
+killed. At the end every input row must be one summary, in its place, and none may be an error; else the exit code is 1.
+Nothing is simulated: the job is `jobs/summarize.py`, and the kills are real.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORDS = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
 POLL_S = 0.1
 FILES = 4
 MAX_STARTS = 200
-"""Of the driver, before the soak is given up."""
+"""Starts of the driver before the soak is given up."""
 EXIT_DONE = 0
 STARTED_AGAIN = (-signal.SIGKILL, 1)
 """Exit codes after which the driver is started again: killed by us, or a Ray that did not come up on a busy machine."""
@@ -46,18 +46,18 @@ STARTED_AGAIN = (-signal.SIGKILL, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class SoakOptions:
-    """What is run, and how often something is killed."""
+    """Size of the run, and rate of the kills."""
 
     documents: int = 2000
     workers: int = 4
     every: int = 40
     """Finished documents between two kills."""
     seed: int = 0
-    """Of the documents and of the victims."""
+    """Seed of the documents and of the choice of victims."""
     sick: int = 1
-    """Number of the seat where every worker is killed, from 1; 0: none is."""
+    """Number, from 1, of the seat where every worker is killed; 0 for none."""
     folder: Path = ROOT / "out" / "soak"
-    """Input and output; emptied first."""
+    """Folder of input and output; emptied first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ class Soak:
     options: SoakOptions
     kills: list[Kill] = field(default_factory=list)
     exit_codes: list[int] = field(default_factory=list)
-    """Of the driver's starts; -9 for a killed one, 1 for one whose Ray did not come up."""
+    """Exit codes of the driver's starts; -9 for a killed one, 1 for one whose Ray did not come up."""
 
     def run(self) -> dict[str, Any]:
-        """Run the job to its end under kills; what happened, as JSON values."""
+        """Run the job to its end under kills; return what happened as JSON values."""
         shutil.rmtree(self.options.folder, ignore_errors=True)
         write_documents(self.options)
         began, draw = time.monotonic(), random.Random(self.options.seed)
@@ -106,13 +106,13 @@ class Soak:
 
     @property
     def output(self) -> Path:
-        """The run's output folder."""
+        """Return the run's output folder."""
         return self.options.folder / "output"
 
     def _kill(self, victim: psutil.Process, what: str, rows: int, at_s: float) -> None:
         try:
             victim.kill()
-        except psutil.NoSuchProcess:  # it was faster
+        except psutil.NoSuchProcess:  # it ended before the signal
             return
         self.kills.append(Kill(rows, round(at_s, 1), what))
 
@@ -133,7 +133,7 @@ class Soak:
 
 @dataclass
 class Log:
-    """The log of one start of the driver, read as it grows: who works where, and is handed documents."""
+    """The log of one start of the driver, read as it grows: the places of workers, and their documents."""
 
     path: Path
     _read: int = field(init=False)
@@ -144,7 +144,7 @@ class Log:
         self._read = self.path.stat().st_size if self.path.exists() else 0
 
     def handed_out_at(self, place: str, driver: int) -> list[psutil.Process]:
-        """Workers at a place that were handed a document since the last call."""
+        """Return the workers at a place that were handed a document since the last call."""
         busy = set()
         for event in self._new_events():
             if event["event"] == "worker_ready":
@@ -168,7 +168,7 @@ class Log:
 
 
 def write_documents(options: SoakOptions) -> None:
-    """Documents of 20 to 80 words in `FILES` files, with their number to be passed through."""
+    """Write documents of 20 to 80 words in `FILES` files, with their number as a passthrough column."""
     draw = random.Random(options.seed)
     folder = options.folder / "input"
     folder.mkdir(parents=True)
@@ -184,7 +184,7 @@ def write_documents(options: SoakOptions) -> None:
 
 @contextmanager
 def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
-    """The job as a process, with a Ray of its own that has a core to give to every worker, however many there are."""
+    """Start the job as a process, with a Ray of its own that has a core for each worker, whatever the machine has."""
     settings = {
         "input.passthrough": ["number"],
         "job.workers": options.workers,
@@ -208,24 +208,24 @@ def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def committed_rows(output: Path) -> int:
-    """Rows in the parts: what no death can take back."""
+    """Count the rows in the parts, which no kill can undo."""
     return sum(pq.read_metadata(path).num_rows for path in (output / "_run" / "parts").glob("part-*.parquet"))
 
 
 def choose_victim(driver: int, draw: random.Random) -> psutil.Process | None:
-    """One of the workers, or the driver; None while no worker has started."""
+    """Choose one of the workers, or the driver; return None while no worker has started."""
     workers = workers_of(driver)
     return draw.choice([*workers, psutil.Process(driver)]) if workers else None
 
 
 def workers_of(driver: int) -> list[psutil.Process]:
-    """The job's workers, by process id."""
+    """List the job's workers by process id."""
     children = psutil.Process(driver).children(recursive=True)
     return sorted((child for child in children if is_worker(child)), key=lambda worker: worker.pid)
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Whether it is the process of one of the job's actors, which Ray renames."""
+    """Return True for the process of one of the job's actors, which Ray renames."""
     try:
         return any(word.startswith("ray::Worker") for word in process.cmdline()[:1])
     except psutil.Error:  # it ended meanwhile
@@ -233,7 +233,7 @@ def is_worker(process: psutil.Process) -> bool:
 
 
 def reconcile(options: SoakOptions, output: Path) -> dict[str, Any]:
-    """What became of the input rows; `exact` where each is one summary, in its place, and none is anything else."""
+    """Count what became of the input rows; `exact` is True if each is one summary, in its place, and none an error."""
     places = []
     for file in range(FILES):
         path = output / "summaries" / f"part-{file:05d}.parquet"
@@ -255,12 +255,12 @@ def reconcile(options: SoakOptions, output: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """How often each row of a file was tried."""
+    """Read the number of attempts of each row of a file."""
     return list(pq.read_table(path, columns=["attempts"]).to_pylist())
 
 
 def main() -> int:
-    """Run a soak and say what happened; the exit code."""
+    """Run a soak and print what happened; return the exit code."""
     default = SoakOptions()
     parser = argparse.ArgumentParser(
         prog="soak.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""A target of 0.2 million random weights with two drafts: everything that the job does, in seconds.
+"""A target of 0.2 million random weights with two drafts, on which the job runs in seconds.
 
 The text is noise. Embeddings outweigh what the layers add, so the next token depends mostly on the last one, which the
 drafts see too; sharp attention makes about one token in four depend on far ones. On such text the small model agrees
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_models(folder: Path, corpus: Path) -> None:
-    """`target`, `draft-model` and `draft-eagle` in a folder; the tokenizer learns from the texts of a Parquet file."""
+    """Write `target`, `draft-model` and `draft-eagle` into a folder; train the tokenizer on a Parquet file."""
     torch.manual_seed(0)
     tokenizer = train_tokenizer(corpus)
     target = random_llama()
@@ -41,7 +41,7 @@ def write_tiny_models(folder: Path, corpus: Path) -> None:
 
 
 def train_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any text is tokenized, about two characters a token."""
+    """Train a byte-level BPE tokenizer: it tokenizes any text, with about two characters per token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +61,7 @@ def train_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
 
 
 def random_llama() -> LlamaForCausalLM:
-    """Four layers with grouped heads and an untied LM head, 0.2 million weights in float32."""
+    """Make a model of four layers with grouped heads and an untied LM head, 0.2 million weights in float32."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN_SIZE,
@@ -85,7 +85,7 @@ def random_llama() -> LlamaForCausalLM:
 
 
 def perturbed(model: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
-    """A copy with normal noise on every weight, `noise` times the weights' own spread."""
+    """Return a copy with normal noise on every weight, `noise` times the weights' standard deviation."""
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -95,7 +95,7 @@ def perturbed(model: LlamaForCausalLM, noise: float) -> LlamaForCausalLM:
 
 
 def write_eagle(folder: Path) -> None:
-    """A head that hands on the embedding it is given: right wherever the target's layers add little to it."""
+    """Write a head that passes on its input embedding: right if the target's layers add little to it."""
     config = EagleConfig(
         target="tiny-random",
         vocab_size=VOCABULARY,

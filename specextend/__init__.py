@@ -22,7 +22,7 @@ _OWNERS = {
 
 
 def __getattr__(name: str) -> object:
-    """The public names, imported when first asked for: torch takes seconds, and many parts need none of it."""
+    """Import a public name when it is first used: importing torch takes seconds, and many modules do not need it."""
     if name not in _OWNERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_OWNERS[name]), name)

@@ -1,4 +1,4 @@
-"""The run's configuration: the owners' options composed, read from YAML, checked key by key."""
+"""The configuration of a run: it composes the options of the other modules, is read from YAML and checked by key."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ConfigError(ValueError):
 
 
 MAX_WORKERS = 10_000
-"""Largest `job.workers`; one driver could not lead more."""
+"""Largest value of `job.workers`; one driver could not coordinate more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """`job.*`: How work is spread, when results are committed, and when a document, a worker or the run is given up.
+    """`job.*`: The workers, the commits, and the limits at which a document, a worker or the run is given up.
 
     No value changes a summary.
     """
@@ -61,7 +61,7 @@ class JobOptions:
     commit_every_rows: int = 64
     """Finished documents after which the driver writes them to disk."""
     commit_every_s: float = 30.0
-    """Seconds that a finished document waits at most before the driver writes it to disk."""
+    """Most seconds that a finished document waits before the driver writes it to disk."""
     deadline_base_s: float = 600.0
     """Seconds that a document may take from the start of its prefill, whatever its length."""
     deadline_s_per_token: float = 1.0

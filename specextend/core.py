@@ -1,4 +1,4 @@
-"""Documents, requests and completions: values without tensors; and how text and errors of others are shown."""
+"""Documents, requests and completions, which hold no tensors; and functions that show text and errors safely."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,18 @@ def cache_folder() -> Path | None:
     return Path(home, ".cache", "specextend") if os.path.isabs(home) else None
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal digits; from an earlier call if the file is unchanged."""
+def file_sha256(path: Path, clock: Callable[[], int] = time.time_ns) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal digits; from an earlier call if the file is unchanged.
+
+    `clock` returns the file system's time in nanoseconds.
+    """
     before = _identity(path)
     is_kept = before["size"] >= KEPT_FROM_BYTES
     if is_kept and (known := _read(before)) is not None:
         return known
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    is_settled = time.time_ns() - max(before["mtime_ns"], before["ctime_ns"]) > SETTLED_S * 1e9
+    is_settled = clock() - max(before["mtime_ns"], before["ctime_ns"]) > SETTLED_S * 1e9
     if is_kept and is_settled and _identity(path) == before:
         _write(before, found)
     return found

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: commits, files, and what it tells of files that are not on this machine.
+"""The Hugging Face Hub: commits, files, and hashes and headers of files that are not on this machine.
 
 If the Hub does not answer, its cache on this machine is used. What neither has raises ModelError, or
 HubUnreachableError if another try may help.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from specextend.attention.backends import load_backend
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.attention.hybrid import load_backend
+from specextend.attention.plan import TreeAttention
 from specextend.config import RunConfig
+from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.engine import Engine
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
+from specextend.decoding.step_costs import CostTable, StepCosts
 from specextend.decoding.tuning import load_step_costs
 from specextend.models import ModelFacts, load_target, load_tokenizer
 from specextend.pairing import check_pair, load_drafter
@@ -38,7 +41,9 @@ def load_engine(config: RunConfig) -> Engine:
     costs = None
     if config.decoding.mode == "specextend":
         costs = load_step_costs(target, config.tree, config.attention, config.decoding.max_batch_size)
-    tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
+    adaptive = None
+    if costs is not None and config.tree.nodes == "auto":
+        adaptive = Adaptive(costs, config.tree.most_nodes)
     return Engine(
         load_tokenizer(config.target.model, config.target.revision),
         target,
@@ -47,10 +52,19 @@ def load_engine(config: RunConfig) -> Engine:
         max_tokens=config.max_tokens(facts.context_length),
         max_batch_size=config.decoding.max_batch_size,
         tree=config.tree,
-        tree_attention=tree_attention if tree_attention != "auto" or costs else "hybrid",
+        tree_attention=_tree_attention(config, costs),
         cache=cache,
-        costs=costs,
+        adaptive=adaptive,
     )
+
+
+def _tree_attention(config: RunConfig, costs: StepCosts | None) -> TreeAttention | CostTable:
+    """Return the kind of tree attention, or the table by which each step chooses it."""
+    if config.decoding.mode == "tree":
+        return "dense"
+    if config.attention.tree != "auto":
+        return config.attention.tree
+    return "hybrid" if costs is None else costs.table  # autoregressive decoding has no costs, and no trees
 
 
 def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:

@@ -11,17 +11,17 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """`numerator / denominator`, or None where there is nothing to divide by."""
+    """Return `numerator / denominator`; None if the denominator is 0."""
     return numerator / denominator if denominator else None
 
 
 @dataclass(slots=True)
 class DecodingStats:
-    """What one request cost.
+    """Counts and seconds of one request.
 
-    Wall clock: `ttft_s` (prefill start to first token), `decode_s` (first to last token). Shares of the
-    engine's time: `prefill_s` to `other_s`; a batched step is divided equally among its sequences, so
-    they add up over requests to the engine's busy time.
+    `ttft_s` (from the start of prefill to the first token) and `decode_s` (from the first token to the last) are wall
+    clock. `prefill_s` to `other_s` are shares of the engine's time: a batched step is divided equally among its
+    sequences, so they add up over requests to the engine's busy time.
     """
 
     num_prompt_tokens: int = 0
@@ -33,19 +33,20 @@ class DecodingStats:
     num_accepted_tokens: int = 0
     """Accepted nodes, without the bonus token; counted before the cut at a stop."""
     acceptance_histogram: list[int] = field(default_factory=list)
-    """Entry j: steps that accepted j nodes; depth + 1 entries."""
+    """Entry j is the number of steps that accepted j nodes; there are depth + 1 entries."""
     num_retrievals: int = 0
-    """The one from prefill included."""
+    """Retrievals, including the one at the end of prefill."""
     retrieval_coverage_sum: float = 0.0
-    """Sum over retrievals of the score share on visible rows."""
+    """Sum over retrievals of the share of the target's attention on visible rows."""
     retrieval_churn_sum: float = 0.0
-    """Sum, from the second retrieval, of 1 - |A and B| / |A or B| of the chunks chosen by score."""
+    """Sum over retrievals from the second on of 1 - |A and B| / |A or B|, where A and B are the chunks that it and the
+    retrieval before it chose by score."""
     num_fallbacks: int = 0
     """Times that speculation was given up for plain steps."""
     num_hybrid_steps: int = 0
     """Speculative steps whose tree attention was hybrid; that of the others was dense."""
     num_memory_retries: int = 0
-    """Times that it began again because memory ran out."""
+    """Number of times that the request was started again because memory ran out."""
     ttft_s: float = 0.0
     decode_s: float = 0.0
     prefill_s: float = 0.0
@@ -57,38 +58,38 @@ class DecodingStats:
 
     @property
     def total_s(self) -> float:
-        """Prefill start to last token."""
+        """Return the seconds from the start of prefill to the last token."""
         return self.ttft_s + self.decode_s
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens per speculative step, the bonus token counted; None without such a step."""
+        """Return the tokens per speculative step, including the bonus token; None if there was no such step."""
         extra = ratio(self.num_accepted_tokens, self.num_spec_steps)
         return None if extra is None else 1.0 + extra
 
     @property
     def draft_acceptance_rate(self) -> float | None:
-        """Accepted nodes per verified node."""
+        """Return the accepted nodes per verified node."""
         return ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     @property
     def retrieval_coverage(self) -> float | None:
-        """Mean share of the target's attention that falls on rows the draft may see."""
+        """Return the mean share of the target's attention on the rows that the draft may see."""
         return ratio(self.retrieval_coverage_sum, self.num_retrievals)
 
     @property
     def retrieval_churn(self) -> float | None:
-        """Mean change of the selection from one retrieval to the next."""
+        """Return the mean change of the selection from one retrieval to the next."""
         return ratio(self.retrieval_churn_sum, self.num_retrievals - 1) if self.num_retrievals > 1 else None
 
     @property
     def output_tokens_per_s(self) -> float | None:
-        """Output tokens per second, prefill included."""
+        """Return the output tokens per second, including prefill."""
         return ratio(self.num_output_tokens, self.total_s)
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Output tokens after the first per second of decoding."""
+        """Return the output tokens after the first per second of decoding."""
         return ratio(self.num_output_tokens - 1, self.decode_s)
 
     def add(self, other: DecodingStats) -> None:

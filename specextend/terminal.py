@@ -21,7 +21,7 @@ class PlainStream:
     """
 
     def __init__(self, stream: TextIO, *, bars: bool = False) -> None:
-        """If `bars`, allow the cursor movements of libraries' progress bars, such as that of a model download."""
+        """Take the stream; `bars` allows the cursor movements of progress bars, such as that of a model download."""
         self.unescaped = stream
         self._bars = bars
 
@@ -34,7 +34,7 @@ class PlainStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, if it still has a reader."""
+        """Flush the stream if it still has a reader."""
         try:
             self.unescaped.flush()
         except BrokenPipeError:

@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-LARGE = (".safetensors",)
-"""Kept as a repository keeps large files: with their SHA-256 on record."""
-
 
 @dataclass
 class Hub:
@@ -24,6 +21,8 @@ class Hub:
     url: str = ""
     commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     branches: dict[tuple[str, str], str] = field(default_factory=dict)
+    large: tuple[str, ...] = (".safetensors",)
+    """Ends of the names of files that are kept as a repository keeps large ones: with their SHA-256 on record."""
     is_down: bool = False
     fetched: list[str] = field(default_factory=list)
     """Files that were handed out as a whole."""
@@ -41,15 +40,14 @@ class Hub:
         found = self.branches.get((name, revision), revision)
         return found if found in self.commits.get(name, {}) else None
 
-
-def entry(name: str, data: bytes) -> dict[str, Any]:
-    """A file in a listing."""
-    found: dict[str, Any] = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
-    found["blobId"] = found["oid"] = hashlib.sha1(data).hexdigest()
-    if name.endswith(LARGE):
-        sha256 = hashlib.sha256(data).hexdigest()
-        found["lfs"] = {"sha256": sha256, "oid": sha256, "size": len(data), "pointerSize": 130}
-    return found
+    def entry(self, name: str, data: bytes) -> dict[str, Any]:
+        """A file in a listing."""
+        found: dict[str, Any] = {"rfilename": name, "path": name, "type": "file", "size": len(data)}
+        found["blobId"] = found["oid"] = hashlib.sha1(data).hexdigest()
+        if name.endswith(self.large):
+            sha256 = hashlib.sha256(data).hexdigest()
+            found["lfs"] = {"sha256": sha256, "oid": sha256, "size": len(data), "pointerSize": 130}
+        return found
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -85,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         if commit is None:
             self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return
-        files = [entry(file, data) for file, data in self.hub.commits[name][commit].items()]
+        files = [self.hub.entry(file, data) for file, data in self.hub.commits[name][commit].items()]
         about = files if rest[:1] == ["tree"] else {"id": name, "sha": commit, "siblings": files}
         self.send(200, json.dumps(about).encode())
 
@@ -96,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         if commit is None or data is None:
             self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
-        known = entry(file, data)
+        known = self.hub.entry(file, data)
         etag = known["lfs"]["sha256"] if "lfs" in known else known["oid"]
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "X-Linked-Size": str(len(data))}
         if (wanted := self.headers.get("Range", "")).startswith("bytes="):

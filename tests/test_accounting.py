@@ -25,7 +25,9 @@ def pair(pairs):
 
 def stats_of(engine: Engine, lengths=LENGTHS, max_new_tokens: int = NEW) -> list[DecodingStats]:
     requests = [request(str(length), random_prompt(length), max_new_tokens) for length in lengths]
-    return [completion.stats for completion in engine.generate(requests)]
+    completions = list(engine.generate(requests))
+    assert len(completions) == len(lengths)
+    return [completion.stats for completion in completions]
 
 
 def busy(stats: DecodingStats) -> float:
@@ -106,7 +108,9 @@ def test_the_callers_time_is_charged_to_nobody(pair):
     pause = time.perf_counter() + 0.5
     while time.perf_counter() < pause:
         pass
-    for completion in completions:
+    later = list(completions)
+    assert len(later) == 2
+    for completion in later:
         assert completion.stats.other_s < 0.25
         assert completion.stats.decode_s > 0.5, "the wall clock went on"
 

@@ -7,16 +7,18 @@ from random import Random
 
 import pytest
 
+from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.engine import Engine
 from specextend.decoding.speculation import FIRST_PAUSE
 from specextend.decoding.step_costs import CostTable, StepCosts
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties
-from tests.tiny_models import random_prompt, request, tiny_engine
+from tests.tiny_models import engine_with, random_prompt, request, tiny_config, tiny_engine
 
 LENGTHS = (300, 41, 150)
 NEW = 50
 SAMPLING = {"temperature": 0.8, "top_p": 0.9}
+NUM_NODES = 8
 SIZES = (1, 2, 4, 9)
 
 
@@ -53,34 +55,43 @@ class ScriptedCosts(StepCosts):
         assert seconds > 0
 
 
-def adaptive_engine(
-    pair, draft: str, verify: Callable[[int], float], drafting: Callable[[], float], batch: int = 1, **changes
-) -> Engine:
-    """An engine with `tree.nodes: auto` and scripted costs."""
-    settings = {"tree__nodes": "auto", "tree__max_nodes": 8, "attention__tree": "dense"}
-    engine = tiny_engine(pair, draft, decoding__max_batch_size=batch, **settings, **changes)
-    engine._adaptive.costs = ScriptedCosts(verify, drafting)
-    return engine
+class PausesAtRandom(Adaptive):
+    """Takes the decisions out of the costs' hands: any sequence may stop or go on speculating after any step."""
 
+    def __init__(self, costs: StepCosts, num_nodes: int, seed: int) -> None:
+        super().__init__(costs, num_nodes)
+        self._random = Random(seed)
 
-def run(engine: Engine, new: int = NEW, lengths=LENGTHS, **sampling):
-    requests = [request(str(n), random_prompt(n), new, seed=n, **sampling) for n in lengths]
-    return list(engine.generate(requests))
-
-
-def pause_at_random(engine: Engine, seed: int) -> None:
-    """Take the decisions out of the costs' hands: any sequence may stop or go on speculating after any step."""
-    random = Random(seed)
-
-    def decide(sequences) -> None:
+    def decide(self, sequences) -> None:
         for sequence in sequences:
-            if random.random() < 0.4:
+            if self._random.random() < 0.4:
                 if sequence.speculation.active:
                     sequence.speculation.pause()
                 else:
                     sequence.speculation.resume(0.0)
 
-    engine._adaptive.decide = decide
+
+class NeverPauses(Adaptive):
+    """Speculates in every step."""
+
+    def decide(self, sequences) -> None:
+        """Leave all sequences as they are."""
+
+
+def adaptive_engine(pair, draft: str, adaptive: Adaptive, batch: int = 1, **changes) -> Engine:
+    config = tiny_config(pair, draft, decoding__max_batch_size=batch, attention__tree="dense", **changes)
+    return engine_with(config, adaptive=adaptive)
+
+
+def scripted(verify: Callable[[int], float], draft: Callable[[], float]) -> Adaptive:
+    return Adaptive(ScriptedCosts(verify, draft), NUM_NODES)
+
+
+def run(engine: Engine, new: int = NEW, lengths=LENGTHS, **sampling):
+    requests = [request(str(n), random_prompt(n), new, seed=n, **sampling) for n in lengths]
+    completions = list(engine.generate(requests))
+    assert len(completions) == len(lengths)
+    return completions
 
 
 def check_counts(stats: DecodingStats, depth: int = 4) -> None:
@@ -99,8 +110,8 @@ def check_counts(stats: DecodingStats, depth: int = 4) -> None:
 )
 def test_output_does_not_depend_on_when_speculation_pauses(draft, policy, batch, pair, references, sampled):
     """A draft that comes back late has many tokens to catch up with: each step of a mixed batch is tried here."""
-    engine = adaptive_engine(pair, draft, lambda rows: 1 + rows / 10, lambda: 0.1, batch, cache__policy=policy)
-    pause_at_random(engine, seed=0)
+    adaptive = PausesAtRandom(ScriptedCosts(lambda rows: 1 + rows / 10, lambda: 0.1), NUM_NODES, seed=0)
+    engine = adaptive_engine(pair, draft, adaptive, batch, cache__policy=policy)
     ties, total = Ties(), DecodingStats()
     for completion in run(engine):
         ties.assert_equal(
@@ -117,7 +128,7 @@ def test_output_does_not_depend_on_when_speculation_pauses(draft, policy, batch,
 def test_trees_that_always_lose_are_given_up(pair, references):
     """Drafting costs five plain steps: two tries at the start, then plain decoding to the end."""
     for batch in (1, 3):
-        engine = adaptive_engine(pair, "good", lambda rows: 1.0, lambda: 5.0, batch)
+        engine = adaptive_engine(pair, "good", scripted(lambda rows: 1.0, lambda: 5.0), batch)
         for completion in run(engine):
             assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
             check_counts(completion.stats)
@@ -126,7 +137,7 @@ def test_trees_that_always_lose_are_given_up(pair, references):
 
 def test_plain_steps_ask_nothing_of_the_draft(pair):
     """They must cost what autoregressive decoding costs: one row, no mask, no forward of the draft."""
-    engine = adaptive_engine(pair, "good", lambda rows: 1.0, lambda: 5.0)
+    engine = adaptive_engine(pair, "good", scripted(lambda rows: 1.0, lambda: 5.0))
     calls, widths = [], []
     for name in ("propose", "absorb", "select"):
         setattr(engine.drafter, name, recording(getattr(engine.drafter, name), calls, name))
@@ -156,7 +167,7 @@ def test_speculation_comes_back_when_drafting_gets_cheap(pair, references):
         steps.append(None)
         return 5.0 if len(steps) < 60 else 0.0
 
-    engine = adaptive_engine(pair, "same", lambda rows: 1.0, drafting, cache__policy="full")
+    engine = adaptive_engine(pair, "same", scripted(lambda rows: 1.0, drafting), cache__policy="full")
     absorb, sizes = engine.drafter.absorb, []
 
     def absorbing(rows, token_ids, features):
@@ -178,17 +189,15 @@ def test_a_draft_that_catches_up_proposes_what_it_would_have(draft, pair):
     """Under `full` a tree depends on the text before it alone: late or not, the draft has read the same."""
 
     def trees_of(pauses: bool) -> dict[int, list]:
-        engine = adaptive_engine(pair, draft, lambda rows: 1.0, lambda: 0.0, cache__policy="full")
-        if pauses:
-            pause_at_random(engine, seed=1)
-        else:
-            engine._adaptive.decide = lambda sequences: None
+        costs = ScriptedCosts(lambda rows: 1.0, lambda: 0.0)
+        adaptive = PausesAtRandom(costs, NUM_NODES, seed=1) if pauses else NeverPauses(costs, NUM_NODES)
+        engine = adaptive_engine(pair, draft, adaptive, cache__policy="full")
         trees, propose = {}, engine.drafter.propose
 
         def proposing(rows):
-            [sequence] = engine._active.values()
+            [num_output_tokens] = engine.progress().values()
             [tree] = propose(rows)
-            trees[sequence.length] = [tree.token_ids.tolist(), tree.parents.tolist()]
+            trees[num_output_tokens] = [tree.token_ids.tolist(), tree.parents.tolist()]
             return [tree]
 
         engine.drafter.propose = proposing
@@ -196,9 +205,9 @@ def test_a_draft_that_catches_up_proposes_what_it_would_have(draft, pair):
         return trees
 
     steady, pausing = trees_of(False), trees_of(True)
-    common = [length for length in steady if length in pausing]
+    common = [num_tokens for num_tokens in steady if num_tokens in pausing]
     assert len(common) >= 5
-    assert [steady[length] for length in common] == [pausing[length] for length in common]
+    assert [steady[num_tokens] for num_tokens in common] == [pausing[num_tokens] for num_tokens in common]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -206,7 +215,7 @@ def test_dear_rows_make_small_trees(batch, pair, references):
     """The same draft, rows for nothing or dear: the row says how many nodes were verified."""
     sizes = {}
     for name, verify in (("free", lambda rows: 1.0), ("dear", lambda rows: 1 + (rows - 1) / 4)):
-        engine = adaptive_engine(pair, "same", verify, lambda: 0.0, batch, cache__policy="full")
+        engine = adaptive_engine(pair, "same", scripted(verify, lambda: 0.0), batch, cache__policy="full")
         total = DecodingStats()
         for completion in run(engine):
             assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
@@ -215,6 +224,16 @@ def test_dear_rows_make_small_trees(batch, pair, references):
         sizes[name] = total.num_draft_tokens / max(1, total.num_spec_steps)
     assert sizes["free"] > 6
     assert sizes["dear"] < 4
+
+
+def test_a_configuration_turns_it_on(pair, references):
+    """With measured costs: a draft as large as the target that is never right is given up after its first steps."""
+    engine = tiny_engine(pair, "bad", tree__nodes="auto", tree__max_nodes=8, attention__tree="auto")
+    for completion in run(engine):
+        assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
+        check_counts(completion.stats)
+        assert completion.stats.num_fallbacks >= 1
+        assert completion.stats.num_plain_steps >= 1
 
 
 def test_mode_tree_adapts_nothing(pair):
@@ -229,9 +248,8 @@ def test_mode_tree_adapts_nothing(pair):
 
 def test_auto_attention_follows_the_length(pair, references):
     """Crossover at 100 tokens: the short prompt's first steps are dense, the long prompt's all hybrid."""
-    engine = tiny_engine(pair, "good", attention__tree="auto")
     dense, hybrid = {1: (1.0, 0.0), 9: (1.0, 0.01)}, {1: (1.0, 0.0), 9: (2.0, 0.0)}
-    engine._costs = StepCosts(CostTable({"dense": dense, "hybrid": hybrid}))
+    engine = engine_with(tiny_config(pair), tree_attention=CostTable({"dense": dense, "hybrid": hybrid}))
     for completion in run(engine):
         stats = completion.stats
         assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids

@@ -47,7 +47,7 @@ OWNERS = {
         "scripts/",
     ),
     "huggingface_hub": ("specextend/hub.py",),
-    "flash_attn": ("specextend/attention/flash.py",),
+    "flash_attn": ("specextend/attention/backends.py",),
     "triton": ("specextend/attention/",),
     "datasets": ("specextend/data/importers.py",),
     "matplotlib": ("specextend/bench/plot.py",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,18 @@ MARK = "0" * 64
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file worth keeping the hash of, and an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("specextend.file_hashes.SETTLED_S", -60.0)  # no test waits until its file is old
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"a" * KEPT_FROM_BYTES)
     return path
+
+
+def a_minute_later() -> int:
+    """The time when a file of these tests is old; none waits for it."""
+    return time.time_ns() + 60 * 10**9
+
+
+def kept_sha256(path: Path) -> str:
+    return file_sha256(path, a_minute_later)
 
 
 def true_hash(path: Path) -> str:
@@ -38,28 +47,28 @@ def mark_kept() -> None:
 
 def test_a_large_file_is_read_once_however_often_it_is_asked_for(large: Path) -> None:
     """Eight workers of a node and every restart would each read sixteen gigabytes."""
-    assert file_sha256(large) == true_hash(large)
+    assert kept_sha256(large) == true_hash(large)
     mark_kept()
-    assert file_sha256(large) == MARK
+    assert kept_sha256(large) == MARK
     (large.parent / "link").symlink_to(large)
-    assert file_sha256(large.parent / "link") == MARK, "a link of the Hub's cache is the file it leads to"
+    assert kept_sha256(large.parent / "link") == MARK, "a link of the Hub's cache is the file it leads to"
 
 
 def test_a_file_that_changed_is_read_again_even_with_its_size_and_time_put_back(large: Path) -> None:
     """`rsync --times` and `cp -p` keep both: what they cannot keep tells."""
-    file_sha256(large)
+    kept_sha256(large)
     mark_kept()
     stat = large.stat()
     with large.open("r+b") as file:
         file.write(b"b")
     os.utime(large, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert file_sha256(large) == true_hash(large)
+    assert kept_sha256(large) == true_hash(large)
 
 
-def test_a_file_that_has_just_been_written_is_not_vouched_for(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_has_just_been_written_is_not_vouched_for(large: Path) -> None:
     """A second write within a tick of the clock would look like the first."""
-    monkeypatch.setattr("specextend.file_hashes.SETTLED_S", 3600.0)
-    assert file_sha256(large) == true_hash(large)
+    written_ns = large.stat().st_ctime_ns
+    assert file_sha256(large, lambda: written_ns + 10**9) == true_hash(large)
     folder = cache_folder()
     assert folder is not None
     assert not folder.exists()
@@ -68,12 +77,12 @@ def test_a_file_that_has_just_been_written_is_not_vouched_for(large: Path, monke
 @pytest.mark.parametrize("kept", ["", "[]", "{}", '{"file": 1, "sha256": "x"}'])
 def test_a_kept_hash_that_cannot_be_read_is_computed_again(large: Path, kept: str) -> None:
     """A cache may be deleted or damaged at any time."""
-    file_sha256(large)
+    kept_sha256(large)
     folder = cache_folder()
     assert folder is not None
     [path] = folder.iterdir()
     path.write_text(kept)
-    assert file_sha256(large) == true_hash(large)
+    assert kept_sha256(large) == true_hash(large)
 
 
 @pytest.mark.parametrize("place", ["file", "relative"])
@@ -83,5 +92,5 @@ def test_where_nothing_can_be_kept_hashes_are_right_all_the_same(
     """A container without a home, or with one that cannot be written."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(large) if place == "file" else "relative")
     monkeypatch.setenv("HOME", "relative")
-    assert file_sha256(large) == true_hash(large)
-    assert file_sha256(large) == true_hash(large)
+    assert kept_sha256(large) == true_hash(large)
+    assert kept_sha256(large) == true_hash(large)

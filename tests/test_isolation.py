@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 
 from specextend.core import Completion
-from specextend.decoding.cache import Region, RowAllocator
 from specextend.decoding.engine import BatchError, Engine
-from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.ngram import NgramDrafter
 from specextend.stats import DecodingStats
+from tests.alive import fresh
 from tests.covering import covering
 from tests.tiny_models import CONTEXT_LENGTH, Pair, random_prompt, request, tiny_engine
 
 DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle")
 POLICIES = ("full", "streaming", "retrieval")
 NEW = 24
+pytestmark = pytest.mark.usefixtures("fast_collection")
 
 
 @pytest.fixture(scope="module")
@@ -51,41 +50,11 @@ def counts(stats: DecodingStats) -> dict:
     return {name: value for name, value in dataclasses.asdict(stats).items() if not name.endswith("_s")}
 
 
-def is_whole(rows: RowAllocator) -> bool:
-    return rows._free == [Region(0, rows.num_free)]
-
-
-def assert_nothing_is_left(engine: Engine, num_rows: int) -> None:
-    """`num_rows`: the target's rows, from when the engine was new."""
-    assert engine.num_active == 0
-    assert engine.progress() == {}
-    assert not engine._cancelled
-    assert engine.target.cache.rows.num_free == num_rows
-    assert sorted(engine._admission._slots) == list(range(len(engine._admission._slots)))
-    assert is_whole(engine.target.cache.rows)
-    drafter = engine.drafter
-    assert getattr(drafter, "_slots", {}) == {}
-    drafter = getattr(drafter, "_draft", drafter)
-    if not isinstance(drafter, NgramDrafter):
-        assert_no_draft_is_left(drafter)
-
-
-def assert_no_draft_is_left(drafter: CausalDrafter) -> None:
-    cache = drafter._cache
-    assert is_whole(cache.working.rows)
-    assert is_whole(cache._full.rows)
-    assert cache._sequences == {}
-    assert drafter._roots == {}
-    assert getattr(drafter._network, "_pending", {}) == {}
-    assert cache._full.rows.num_free == cache._full.keys.shape[1]
-    assert cache.working.rows.num_free == cache.working.keys.shape[1]
-
-
 @pytest.mark.parametrize(("draft", "policy", "other"), covering(DRAFTS, POLICIES, [3, 20, 900]))
 def test_a_b_a(draft, policy, other, pair, alone):
     """The public code keeps the last document's chunks: a short one after a long one crashes or reads empty rows."""
     engine = tiny_engine(pair, draft, cache__policy=policy)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     first, between, second = (
         run(engine, request(name, random_prompt(length), NEW))[0]
         for name, length in (("a", 200), ("b", other), ("a", 200))
@@ -93,7 +62,7 @@ def test_a_b_a(draft, policy, other, pair, alone):
     assert first.token_ids == second.token_ids == alone(200)
     assert counts(first.stats) == counts(second.stats)
     assert between.token_ids == alone(other)
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -111,7 +80,7 @@ def test_a_b_a_in_one_stream(draft, pair):
 def test_sequences_join_and_leave(draft, policy, pair, alone):
     """Seven requests through three places: each says what it says alone, whoever sits beside it."""
     engine = tiny_engine(pair, draft, cache__policy=policy, decoding__max_batch_size=3)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     sizes = [(200, 24), (3, 5), (90, 40), (41, 1), (600, 12), (17, 30), (33, 2)]
     seen = []
 
@@ -123,7 +92,7 @@ def test_sequences_join_and_leave(draft, policy, pair, alone):
     completions = {completion.request_id: completion.token_ids for completion in engine.generate(source())}
     assert completions == {str(length): alone(length, max_new_tokens) for length, max_new_tokens in sizes}
     assert max(seen) == 2, "the source is asked only while there is a place"
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(batch=3)
 
 
 def until(engine: Engine, num_tokens: int, then, *requests):
@@ -138,11 +107,11 @@ def until(engine: Engine, num_tokens: int, then, *requests):
 def test_a_cancelled_request_leaves_nothing(draft, pair, alone):
     """No completion follows, its rows come back, its neighbour does not notice."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     requests = request("gone", random_prompt(150), 1500), request("stays", random_prompt(200), NEW)
     completions = list(engine.generate(until(engine, 5, lambda: engine.cancel("gone"), *requests)))
     assert [(each.request_id, each.token_ids) for each in completions] == [("stays", alone(200))]
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(batch=3, cancelled="gone")
 
 
 def at_call(engine: Engine, call: int, action: Callable[[], None]) -> None:
@@ -164,7 +133,7 @@ def fail() -> None:
 def test_cancelling_works_from_another_thread(pair):
     """A driver's deadline runs beside the engine, which sits in a step at that moment."""
     engine = tiny_engine(pair, "bad")
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     reached = threading.Event()
     at_call(engine, 20, reached.set)
 
@@ -176,30 +145,30 @@ def test_cancelling_works_from_another_thread(pair):
     thread.start()
     assert run(engine, request("long", random_prompt(100), CONTEXT_LENGTH - 200)) == []
     thread.join()
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(cancelled="long")
 
 
 def test_a_prefill_is_cancelled_between_its_chunks(pair, alone):
     """A prompt of minutes must not be read to its end for nobody."""
     engine = tiny_engine(pair)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     at_call(engine, 1, lambda: engine.cancel("gone"))
     assert run(engine, request("gone", random_prompt(1500), NEW)) == []
     assert engine.num_steps == 1
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(cancelled="gone")
     assert run(engine, request("gone", random_prompt(30), NEW))[0].token_ids == alone(30), "the name is free again"
 
 
 def test_a_request_that_waits_for_rows_can_be_cancelled(pair, alone):
     """It has left the source and is not in the batch yet; it must not run later, when nobody waits for it."""
     engine = tiny_engine(pair, decoding__max_batch_size=3, decoding__cache_gib=0.0009)
-    num_rows = engine.target.cache.rows.num_free
-    assert num_rows == 1280
+    before = fresh(engine)
+    assert before.num_rows == 1280
     at_call(engine, 20, lambda: engine.cancel("waits"))
     sizes = {"runs": 600, "waits": 700, "last": 30}
     completions = engine.generate(request(name, random_prompt(length), NEW) for name, length in sizes.items())
     assert {each.request_id: each.token_ids for each in completions} == {"runs": alone(600), "last": alone(30)}
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(batch=3, cancelled="waits")
 
 
 def test_cancelling_what_is_not_there_does_nothing(pair, alone):
@@ -215,22 +184,21 @@ def test_cancelling_what_is_not_there_does_nothing(pair, alone):
 def test_a_request_that_fails_alone_is_an_error_and_the_next_one_runs(draft, call, pair, alone):
     """In prefill, and in the middle of a verification."""
     engine = tiny_engine(pair, draft)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     at_call(engine, call, fail)
     errors = []
     requests = request("fails", random_prompt(200), NEW), request("runs", random_prompt(90), NEW)
-    completions = list(engine.generate(requests, lambda *error: errors.append(error)))
+    completions = list(engine.generate(requests, lambda name, error: errors.append((name, str(error)))))
     assert [(each.request_id, each.token_ids) for each in completions] == [("runs", alone(90))]
-    [(name, error)] = errors
-    assert (name, str(error)) == ("fails", "attention failed")
-    assert_nothing_is_left(engine, num_rows)
+    assert errors == [("fails", "attention failed")]
+    before.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("blame", [False, True])
 def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(blame, pair, alone):
     """Only one sequence alone can be blamed; who asks is told which ones it was."""
     engine = tiny_engine(pair, decoding__max_batch_size=2)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     at_call(engine, 20, fail)
     requests = [request(str(n), random_prompt(n), NEW) for n in (200, 90, 50)]
     errors = []
@@ -238,7 +206,8 @@ def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(bl
         list(engine.generate(requests, (lambda *error: errors.append(error)) if blame else None))
     assert not blame or failure.value.request_ids == ["200", "90"]
     assert errors == []
-    assert_nothing_is_left(engine, num_rows)
+    del failure  # its traceback holds the frames of the failed step
+    before.assert_nothing_is_left(batch=2)
     assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
 
 
@@ -256,18 +225,18 @@ def test_a_token_that_the_model_does_not_know_fails_its_request_alone(pair, alon
 def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     """A caller may stop listening; what runs is dropped."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     completions = engine.generate(request(str(n), random_prompt(n), n) for n in (10, 60, 90, 200))
     assert next(completions).request_id == "10"
     assert engine.num_active == 2
     completions.close()
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(batch=3)
     assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
 
 
 def test_a_failing_source_frees_everything(pair):
     engine = tiny_engine(pair, decoding__max_batch_size=3)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
 
     def source():
         yield request("a", random_prompt(90), NEW)
@@ -275,7 +244,7 @@ def test_a_failing_source_frees_everything(pair):
 
     with pytest.raises(OSError, match="the disk is gone"):
         list(engine.generate(source()))
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(batch=3)
 
 
 def test_none_means_go_on_with_what_runs(pair, alone):
@@ -370,6 +339,7 @@ def test_output_ends_with_its_eos(draft, position, pair, alone, tmp_path):
     end = expected.index(eos) + 1
     engine = tiny_engine(with_eos(pair, tmp_path / "target", 2, eos), draft, decoding__max_batch_size=2)
     completions = run(engine, *(request(name, random_prompt(90), NEW) for name in "ab"))
+    assert len(completions) == 2
     for completion in completions:
         assert completion.token_ids == expected[:end]
         assert completion.finish_reason == "stop"

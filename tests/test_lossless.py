@@ -23,7 +23,9 @@ AXES = {
     "draft": ("good", "bad", "eagle", "reduced", "copy", "small", *PUBLISHED, *NGRAMS),
 }
 FAST = covering(*AXES.values())
+"""Any two choices meet in a case."""
 SLOW = [case for case in covering(*AXES.values(), strength=3) if case not in FAST]
+"""Any three choices meet in a case of these or of the fast ones."""
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +43,6 @@ def engine_of(pair: Pair, mode: str, backend: str, tree: str, batch: int, draft:
     return tiny_engine(pair, draft, cache__policy=mode, **changes)
 
 
-def check(case: tuple, pairs, references, ties: Ties) -> None:
-    family, *how = case
-    engine = engine_of(pairs(family), *how)
-    lengths = PROMPT_LENGTHS[: engine_batch(case)]
-    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in lengths]
-    completions = list(engine.generate(requests))
-    assert {completion.request_id for completion in completions} == {str(length) for length in lengths}
-    for completion in completions:
-        reference = references(family, int(completion.request_id), MAX_NEW_TOKENS)
-        ties.assert_equal(completion.token_ids, reference, f"{'-'.join(map(str, case))}, {completion.request_id}")
-    assert not ties.found, "no tie is known on these models; look at it before you allow it"
-
-
 def engine_batch(case: tuple) -> int:
     return case[tuple(AXES).index("batch")]
 
@@ -62,17 +51,19 @@ def name_of(case: tuple) -> str:
     return "-".join(map(str, case))
 
 
-@pytest.mark.parametrize("case", FAST, ids=name_of)
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=name_of)
 def test_output_is_the_targets_own(case, pairs, references, ties):
-    """Any two choices of the matrix meet here, any three below."""
-    check(case, pairs, references, ties)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=name_of)
-def test_output_is_the_targets_own_whichever_three_choices_meet(case, pairs, references, ties):
     """Cache policy, tree attention and backend are three switches: no combination may matter."""
-    check(case, pairs, references, ties)
+    family, *how = case
+    engine = engine_of(pairs(family), *how)
+    lengths = PROMPT_LENGTHS[: engine_batch(case)]
+    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in lengths]
+    completions = list(engine.generate(requests))
+    assert {completion.request_id for completion in completions} == {str(length) for length in lengths}
+    for completion in completions:
+        reference = references(family, int(completion.request_id), MAX_NEW_TOKENS)
+        ties.assert_equal(completion.token_ids, reference, f"{name_of(case)}, {completion.request_id}")
+    assert not ties.found, "no tie is known on these models; look at it before you allow it"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,18 +99,15 @@ def test_good_drafts_are_accepted_and_bad_ones_are_not(family, pairs):
     assert bad.mean_acceptance_length < 1.4
 
 
-@pytest.mark.parametrize(("policy", "draft"), covering(POLICIES, SMALL_DRAFTS, strength=1))
-def test_a_prompt_of_several_prefill_chunks(policy, draft, pairs, references, ties):
-    """1,100 tokens take three forwards; the draft's window slides over their borders."""
-    engine = engine_of(pairs("llama"), policy, "sdpa", "hybrid", 1, draft)
-    [completion] = engine.generate([request("a", random_prompt(1100), 24)])
-    ties.assert_equal(completion.token_ids, references("llama", 1100, 24), f"1100-{policy}-{draft}")
-    assert not ties.found
+SEVERAL_CHUNKS = covering(POLICIES, SMALL_DRAFTS, [1100], strength=1)
+"""1,100 tokens take three forwards; the draft's window slides over their borders."""
+SHORTEST = covering(POLICIES, SMALL_DRAFTS, [1, 2, 3, 8, 9])
+"""One token gives a head no key at all, and a chunk is longer than the text."""
 
 
-@pytest.mark.parametrize(("policy", "draft", "length"), covering(POLICIES, SMALL_DRAFTS, [1, 2, 3, 8, 9]))
-def test_the_shortest_prompts(policy, draft, length, pairs, references, ties):
-    """One token gives a head no key at all, and a chunk is longer than the text."""
+@pytest.mark.parametrize(("policy", "draft", "length"), [*SEVERAL_CHUNKS, *SHORTEST])
+def test_prompts_of_unusual_length(policy, draft, length, pairs, references, ties):
+    """Longer than a prefill chunk, or shorter than a chunk of the cache policy."""
     engine = engine_of(pairs("llama"), policy, "sdpa", "hybrid", 1, draft)
     [completion] = engine.generate([request("a", random_prompt(length), 24)])
     ties.assert_equal(completion.token_ids, references("llama", length, 24), f"{length}-{policy}-{draft}")

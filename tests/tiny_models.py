@@ -6,6 +6,7 @@ the next token depends on far ones and outputs vary; `test_lossless.py` checks t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ from transformers import (
 
 from specextend.config import RunConfig
 from specextend.core import Request, SamplingParams
+from specextend.decoding.drafter import Drafter
 from specextend.decoding.engine import Engine
 from specextend.drafters.eagle_config import VOCABULARY as VOCABULARY_TENSOR
 from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig
 from specextend.drafters.small_lm import FILE as DRAFT_VOCABULARY_FILE
-from specextend.loading import load_engine
+from specextend.loading import load_cached_target, load_engine, target_rows
+from specextend.models import load_tokenizer
+from specextend.pairing import check_pair, load_drafter
 from tests.published_heads import WRITERS
 
 VOCABULARY = 120
@@ -253,15 +257,37 @@ def draft_section(pair: Pair, draft: str) -> dict[str, Any]:
     return {"kind": kind, "model": pair.drafts[name], "ngram": name != draft}
 
 
-def tiny_engine(pair: Pair, draft: str = "good", **changes: Any) -> Engine:
-    """An engine on a pair in fp32; `draft` as in `draft_section`. A change is `section__key=value`."""
+def tiny_config(pair: Pair, draft: str = "good", **changes: Any) -> RunConfig:
+    """A run of a pair in fp32; `draft` as in `draft_section`. A change is `section__key=value`."""
     sections = {name: dict(values) for name, values in SECTIONS.items()}
     sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
     sections["draft"] = draft_section(pair, draft)
     for name, value in changes.items():
         section, _, key = name.partition("__")
         sections[section][key] = value
-    return load_engine(RunConfig.from_values(sections))
+    return RunConfig.from_values(sections)
+
+
+def tiny_engine(pair: Pair, draft: str = "good", **changes: Any) -> Engine:
+    """The engine of `tiny_config`."""
+    return load_engine(tiny_config(pair, draft, **changes))
+
+
+def engine_with(config: RunConfig, wrap: Callable[[Drafter], Any] | None = None, **parts: Any) -> Engine:
+    """An engine whose drafter is what `wrap` makes of the configured one; `parts` are other arguments of `Engine`."""
+    facts = check_pair(config.target, config.active_draft)
+    num_rows = target_rows(config, facts)
+    target, lm_head = load_cached_target(config, num_rows)
+    usual = {
+        "eos_token_ids": frozenset(facts.eos_token_ids),
+        "max_tokens": config.max_tokens(facts.context_length),
+        "max_batch_size": config.decoding.max_batch_size,
+        "tree": config.tree,
+        "tree_attention": config.attention.tree,
+        "cache": config.cache,
+    }
+    drafter = load_drafter(config, config.cache, target, lm_head, num_rows)
+    return Engine(load_tokenizer(config.target.model), target, wrap(drafter) if wrap else drafter, **(usual | parts))
 
 
 def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCABULARY) -> list[int]:

@@ -1,7 +1,7 @@
 """The hook into transformers: stock models run on our kernels and our cache.
 
-A forward passes `plan=` and `attend=`, which reach every layer's attention function, and a `CacheHook` as
-`past_key_values`, which hands whole layers of the cache to it.
+A forward passes `plan=` and `attend=`, which reach the attention function of every layer. It also passes a `CacheHook`
+as `past_key_values`, which gives that function the layer's whole cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from specextend.attention.hybrid import Attend, attend_plan
+from specextend.attention.backends import Attend
+from specextend.attention.hybrid import attend_plan
 from specextend.attention.plan import AttentionPlan
 
 IMPLEMENTATION = "specextend"

@@ -1,4 +1,4 @@
-"""What one forward pass needs from attention.
+"""The plan of one forward pass: the cache rows that each query attends to.
 
 Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` query heads, `K` key heads, `D` head size.
 """
@@ -24,9 +24,9 @@ class KeySpan:
     starts: list[int]
     """[B] first row."""
     lengths: list[int]
-    """[B] rows; 0 is allowed and gives LSE -inf."""
+    """[B] number of rows; 0 is allowed and gives LSE -inf."""
     mask: Tensor | None = None
-    """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only where it is False."""
+    """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only in columns that are False."""
     causal: bool = False
     """The last T rows are the queries' own: query t sees the rows up to its own. Excludes `mask`."""
     biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
@@ -34,9 +34,10 @@ class KeySpan:
     def bias(
         self, b: int, dtype: torch.dtype, device: torch.device, repeats: int = 1, num_rows: int = 0
     ) -> Tensor | None:
-        """Return sequence b's mask as a bias [max(repeats * T, num_rows), S], `repeats` times from top to bottom.
+        """Return sequence b's mask as a bias [max(repeats * T, num_rows), S], or None if there is no mask.
 
-        The rows behind those see everything. It is made once a forward and shared by all layers.
+        The mask is stacked `repeats` times; rows of padding below it see everything. The bias is made once per forward
+        and shared by all layers.
         """
         if self.mask is None:
             return None
@@ -69,11 +70,11 @@ class AttentionPlan:
     num_new: int
     """T"""
     mask: Tensor | None = None
-    """[B, T, M] bool over the last M rows (M >= T), True = visible; all rows before them are. None: causal."""
+    """[B, T, M] bool over the last M rows (M >= T), True = visible; all earlier rows are visible. None: causal."""
     tree: TreeAttention = "hybrid"
-    """How a masked forward is computed."""
+    """The kind of attention of a masked forward."""
     window: int | None = None
-    """Rows a causal query sees, its own included; None: all."""
+    """Number of rows that a causal query sees, including its own; None: all."""
     keep_layers: frozenset[int] = frozenset()
     """Layers whose queries are kept for retrieval."""
     queries: dict[int, Tensor] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""`compare`: the same documents through every side, their measurements, and the figures made of them.
+"""`compare`: measurements of the same documents on every side, and the figures computed from them.
 
-Figures are speeds, ratios for each document, agreement of the tokens, and what a decoding step consists of.
+Figures are speeds, ratios for each document, agreement of the tokens, and the parts of a decoding step.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class Record:
 def run_rounds(
     sides: Mapping[str, Side], documents: Sequence[BenchDocument], max_new_tokens: int, say: Say
 ) -> Iterator[Record]:
-    """Warm every side up on the shortest document, then measure every document on every side.
+    """Warm up every side on the shortest document, then measure every document on every side.
 
-    The sides take turns on each document and in going first, so that a machine that slows down slows all of them.
+    Every document runs on all sides in turn, and each time another side goes first, so that a machine that slows down
+    slows all of them.
     """
     shortest = min(documents, key=lambda document: len(document.prompt_token_ids))
     for name, side in sides.items():

@@ -1,4 +1,4 @@
-"""`memory`: the peak memory of a prefill, and what of it is neither weights nor cache."""
+"""`memory`: the peak memory of a prefill, and the part of it that is neither weights nor cache."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset the recorded peak; return False if the system does not allow it, so that loading stays in the peak."""
+    """Reset the recorded peak; return False if the system does not allow it, so that the peak includes loading."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

@@ -1,8 +1,8 @@
-"""Probes: real text that hides something which the answer must repeat word for word.
+"""Probes: prompts of real text with a hidden detail that the answer must repeat word for word.
 
 `passkey` hides one number, `needles` four to eight codes, all of which are asked for; `quote` asks for a passage of the
-text itself. The answer is known, so a draft can be compared with it token by token. So is its needle: the tokens that
-can only come from the hidden place.
+text itself. The answer is known, so a draft can be compared with it token by token. The answer's needle is known too:
+the tokens that can only come from the hidden detail.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Draft:
     sentences: list[str]
     question: str
     answer: list[tuple[str, bool]]
-    """(text, True if it is needle), in order."""
+    """(text, True if it is part of a needle), in order."""
     kept: frozenset[str]
     """Sentences that must stay if the prompt is too long."""
 
@@ -73,7 +73,7 @@ class ProbeMaker:
     """Makes probes of any length from the sentences of real texts."""
 
     def __init__(self, tokenizer: Any, system: str, texts: Sequence[str], seed: int) -> None:
-        """Texts are used whole, in seeded order, until a probe is long enough; `system` is `prompt.system`."""
+        """Take `prompt.system` and the texts; a probe uses whole texts, in seeded order, until it is long enough."""
         self._tokenizer, self._seed = tokenizer, seed
         self._prompts = Prompts(tokenizer, PromptOptions(instruction="{document}", system=system), 1 << 30)
         self._texts = [sentences_of(text) for text in texts]
@@ -95,7 +95,7 @@ class ProbeMaker:
         while len(prompt) > length:
             free = [index for index, sentence in enumerate(draft.sentences) if sentence not in draft.kept]
             if not free:
-                raise ValueError(f"a {kind} probe does not fit {length} tokens")
+                raise ValueError(f"a {kind} probe does not fit {length} tokens; choose a larger length")
             del draft.sentences[free[-1]]
             prompt = self._render(draft)
         answer, needle = self._encode(draft.answer)
@@ -178,14 +178,14 @@ class ProbeMaker:
                     return filler
                 filler.append(sentence)
                 room -= size
-        raise ValueError(f"the texts for probes are too short for {length} tokens")
+        raise ValueError(f"the texts for probes are too short for {length} tokens; choose a smaller length")
 
     def _render(self, draft: _Draft) -> list[int]:
         text = f"{_INTRODUCTION}\n\n{' '.join(draft.sentences)}\n\n{draft.question}"
         return self._prompts.render(text, 0).token_ids
 
     def _encode(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
-        """Tokenize the answer, and tell which tokens hold a part of a needle."""
+        """Tokenize the answer; return its tokens, and for each whether it holds a part of a needle."""
         text = "".join(piece for piece, _ in pieces)
         is_needle = [flag for piece, flag in pieces for _ in piece]
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -1,8 +1,8 @@
-"""Replays: what the engine would accept of a draft under a cache policy, computed from a trace without the target.
+"""Replays: the tokens that the engine would accept from a draft under a cache policy, computed from a trace.
 
-The draft is driven as the engine drives it, one document at a time, with whole trees. The accepted path of a tree is
-the longest one that follows the target's choices along the known text. Where the target would choose another token than
-the text has, the path ends, and the replay continues with the text.
+The target does not run. The draft is called as the engine calls it, one document at a time, with whole trees. The
+accepted path of a tree is the longest one that follows the target's choices along the known text. If the target would
+choose another token than the text has, the path ends, and the replay continues with the text.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Replayer:
     """Replays one trace with one drafter, which needs room for a document of that length."""
 
     def __init__(self, trace: Trace, drafter: Drafter, options: CacheOptions, num_layers: int) -> None:
-        """`num_layers` is the target's."""
+        """Take a trace and the draft to replay it with; `num_layers` is the number of the target's layers."""
         self._trace, self._drafter = trace, drafter
         self._features = trace.features(drafter.hidden_layers)
         self._policy, self._chunk_size = CachePolicy(options), options.chunk_size

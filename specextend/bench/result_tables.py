@@ -1,4 +1,4 @@
-"""Written figures as tables for a terminal and as Markdown, so that no figure of a page is typed by hand."""
+"""Tables of written figures, for a terminal and as Markdown, so that no figure on a page is typed by hand."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ def read_figures(path: str) -> dict[str, Any]:
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no JSON file: {error}") from None
+        raise ValueError(f"{path} is not a JSON file: {error}") from None
     if not isinstance(result, dict) or not isinstance(result.get("kind"), str):
-        raise ValueError(f"{path} does not hold the figures of a benchmark: it names no kind")
+        raise ValueError(
+            f"{path} does not hold the figures of a benchmark: it names no kind; give a file that jobs/bench.py wrote"
+        )
     return result
 
 

@@ -1,4 +1,4 @@
-"""`retrieval`: what a draft's view of the document is worth, for several drafts, cache policies and prompt lengths.
+"""`retrieval`: the value of a draft's view of the document, for several drafts, cache policies and prompt lengths.
 
 The target runs each document once; the trace is replayed with every draft and cache. Nothing is timed.
 """
@@ -40,7 +40,7 @@ _LONGEST_ANSWER = 192  # tokens of a probe's answer, at most
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetrievalOptions:
-    """What to replay. Decoding is greedy, one document at a time, with whole trees even if `tree.nodes` is auto."""
+    """Options of a study. Decoding is greedy, one document at a time, with whole trees even if `tree.nodes` is auto."""
 
     kinds: tuple[str, ...] = KINDS
     """Kinds of documents."""
@@ -167,7 +167,7 @@ def _best(replayed: list[Replayed]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StudyPlan:
-    """What to replay, checked before a model is loaded."""
+    """The replays of a study, checked before a model is loaded."""
 
     facts: ModelFacts
     tokenizer: Any

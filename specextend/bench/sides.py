@@ -42,7 +42,7 @@ class Measurement:
     num_steps: int
     """Forward passes of the target after prefill."""
     num_first_tokens: int = 1
-    """Tokens present when `decode_s` begins: more than one if the pass over the prompt verifies a guess as well."""
+    """Number of tokens when `decode_s` begins: more than one if the pass over the prompt verifies a guess too."""
     stats: DecodingStats | None = None
     """Statistics of our engine."""
 
@@ -165,7 +165,7 @@ class TransformersSide:
     """`generate(do_sample=False)` of a stock model with its own sdpa attention and dynamic cache."""
 
     def __init__(self, model: Any, eos_token_ids: Iterable[int], options: Mapping[str, int] | None = None) -> None:
-        """`options` are further values of `GenerationConfig`, such as LOOKUP."""
+        """Take the model; `options` are further values of `GenerationConfig`, such as LOOKUP."""
         self._model = model
         self._eos_token_ids = [*eos_token_ids]
         self._options = options or {}
@@ -200,9 +200,9 @@ class TransformersSide:
 
 
 class TokenClock(StoppingCriteria):
-    """A stopping criterion that never stops: it notes when the first tokens came, and counts the target's passes.
+    """A stopping criterion that never stops: it records the time of the first tokens, and counts the target's passes.
 
-    `generate` calls it after each pass, which brings one token, or all that prompt lookup got accepted.
+    `generate` calls it after each pass, which adds one token, or with prompt lookup all that were accepted.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -16,20 +16,20 @@ from specextend.data.source import open_source
 CORPORA = ("govreport", "pg19")
 """Kinds of real documents: `<kind>.parquet` of the folder of examples."""
 KINDS: tuple[str, ...] = (*CORPORA, *PROBE_KINDS)
-_LEAST, _MOST = 0.75, 4 / 3  # shares of a length: shorter documents belong to another one, longer ones lose too much
+_LEAST, _MOST = 0.75, 4 / 3  # shares of a length: shorter documents belong to another length, longer ones lose too much
 _PROBE_TEXT_TOKENS = 4096  # longer texts may be what a draft was trained on
 
 
 @dataclass(frozen=True, slots=True)
 class StudyDocument:
-    """A prompt, and its answer if that is known."""
+    """A prompt, and its answer if it is known."""
 
     document: BenchDocument
     kind: str
     answer_token_ids: list[int] | None = None
     """The known answer; None: the target's own greedy output counts."""
     sources: list[int | None] | None = None
-    """As `Probe.sources`."""
+    """For each answer token, its source, as in `Probe.sources`."""
     num_dropped_tokens: int = 0
     """Tokens cut from a document that was too long."""
 
@@ -45,7 +45,7 @@ class StudyDocuments:
     """Chooses documents of any kind and length; reads each corpus once."""
 
     def __init__(self, config: RunConfig, folder: str, tokenizer: Any, max_tokens: int, seed: int) -> None:
-        """`folder` holds the corpora; `max_tokens` limits prompt and output of one request together."""
+        """Take the folder of the corpora; `max_tokens` limits prompt and output of one request together."""
         self._config, self._folder, self._tokenizer, self._seed = config, folder, tokenizer, seed
         self._max_tokens = max_tokens
         self._whole = Prompts(tokenizer, replace(config.prompt, max_prompt_tokens=None), 1 << 30)

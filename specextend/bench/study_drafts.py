@@ -107,7 +107,7 @@ def with_budget(cache: CacheOptions, tokens: int) -> CacheOptions:
 def study_choices(cache: CacheOptions, tokens: int, num_layers: int) -> list[CacheChoice]:
     """List policy `retrieval` as configured, and with one option changed at a time.
 
-    The options: which layers are trusted, and how often the target is asked.
+    The options are the layers that score the chunks, and the number of steps between retrievals.
     Raises ValueError if `tokens` is too small.
     """
     named = replace(cache, policy="retrieval")

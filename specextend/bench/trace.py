@@ -1,4 +1,4 @@
-"""Traces: one run of the target over a document, with everything that a draft or a cache policy could ask of it.
+"""Traces: records of one run of the target over a document, with all that drafts and cache policies read of it.
 
 Shapes: `P` prompt tokens, `n` known tokens behind them, `L` layers, `H` query heads, `K` key heads, `D` head size,
 `C` hidden size, `F` features, `V` vocabulary.
@@ -79,7 +79,7 @@ class TraceRecorder:
         scored_layers: Iterable[int],
         margin: int,
     ) -> None:
-        """`hidden_layers`, `scored_layers`: those of all drafts and policies; `margin`: the deepest tree's depth."""
+        """Take the target and the layers that all drafts and policies read; `margin` is the deepest tree's depth."""
         self._target, self._eos_token_ids = target, frozenset(eos_token_ids)
         self._hidden_layers, self._scored_layers = tuple(sorted(set(hidden_layers))), frozenset(scored_layers)
         self._margin = margin

@@ -1,4 +1,4 @@
-"""The workload of a benchmark: which documents it runs on, on which machine, and how its figures describe both."""
+"""The workload of a benchmark: the choice of its documents, and the description of documents and machine."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ _PACKAGES = ("specextend", "torch", "transformers")
 
 
 def use_configured_threads(config: RunConfig) -> None:
-    """On a CPU, let torch use as many threads as a worker of the job has."""
+    """Let torch use as many threads as a worker of the job has, if the device is a CPU."""
     if resolve_device(config.target.device).type == "cpu":
         torch.set_num_threads(config.job.cpus_per_worker)
 

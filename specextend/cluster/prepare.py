@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from specextend.attention.hybrid import load_backend
+from specextend.attention.backends import load_backend
 from specextend.cluster.environment import check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.cluster.planning import Plan, make_plan

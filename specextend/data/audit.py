@@ -1,4 +1,4 @@
-"""The audit of the input before a model is loaded: which files it has, and that their columns and ids are usable."""
+"""The audit of the input before a model is loaded: its files, and whether their columns and ids are usable."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.data.parts import Results, Window, find_results
+from specextend.data.parts import WINDOW_ROWS, Results, Window, find_results
 from specextend.data.run_folder import Counts, errors_folder, result_name, summaries_folder
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
 from specextend.data.source import Source
@@ -22,23 +22,28 @@ _GROUP_BYTES = 16 << 20
 
 
 class ReconciliationError(RuntimeError):
-    """Rows in are not rows done plus errors: nothing is written."""
+    """The number of input rows differs from that of rows done and error rows; nothing is written."""
 
 
-def finalize(source: Source, output: Location, checkpoint: Callable[[], object] = lambda: None) -> Counts:
+def finalize(
+    source: Source,
+    output: Location,
+    checkpoint: Callable[[], object] = lambda: None,
+    window_rows: int = WINDOW_ROWS,
+) -> Counts:
     """Write `summaries/` and `errors/` from the parts, one row per document in input order.
 
-    Memory is bounded. Each file is there whole or not at all; one that would not change is not rewritten; an errors
-    file whose rows are done by now is deleted. Passthrough columns are read from the input itself. checkpoint: called
-    between tables; may raise. Raises ReconciliationError, DamagedPartError, StrangePartError, and InputError for an
-    input that changed or cannot be read.
+    Memory is bounded: `window_rows` results are held at a time. Each file is there whole or not at all; one that would
+    not change is not rewritten; an errors file whose rows are done by now is deleted. Passthrough columns are read from
+    the input itself. checkpoint: called between tables; may raise. Raises ReconciliationError, DamagedPartError,
+    StrangePartError, and InputError for an input that changed or cannot be read.
     """
     for file in source.files:
         checkpoint()
         source.check_unchanged(file.number)
     results = find_results(output)
     counts = _reconcile(source, results)
-    window = Window(results)
+    window = Window(results, window_rows)
     for folder in (summaries_folder(output), errors_folder(output)):
         remove_temporary_files(folder)
     for file in source.files:
@@ -75,7 +80,9 @@ def _reconcile(source: Source, results: Results) -> Counts:
                 f"the first is row {missing[0]}; run the job again to do them"
             )
     if len(results.rows) != source.num_rows:
-        raise ReconciliationError(f"the parts hold {len(results.rows)} rows, the input has {source.num_rows}")
+        raise ReconciliationError(
+            f"the parts hold {len(results.rows)} rows, the input has {source.num_rows}; move foreign parts away"
+        )
     done = int(results.done.sum())
     return Counts(source.num_rows, done, source.num_rows - done)
 
@@ -114,9 +121,9 @@ def _summaries(
 
 
 def gathered(tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
-    """Join tables until they are worth a row group: a writer keeps its facts about each group until the file is whole.
+    """Join tables into row groups that are not too small: a writer keeps metadata of each until the file is whole.
 
-    tables: each with the bytes that it keeps in memory, which for a slice is more than its own size.
+    tables: each with the bytes that it keeps in memory, which for a slice are more than its own size.
     """
     waiting: list[pa.Table] = []
     num_rows = num_bytes = 0

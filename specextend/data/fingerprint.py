@@ -1,4 +1,4 @@
-"""What a run is made of: the manifest, its fingerprint, and how two differ."""
+"""The manifest of a run, which describes what it is made of; its fingerprint, and the differences of two manifests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _FREE = (
     "attention.backend",
     "target.device",
 )
-"""Options that may change from one start to the next: where files are, and in what order and on which machines
+"""Options that may change from one start to the next: the places of files, and the order and the machines in which
 documents are done."""
 _HASHED = ("target.model", "target.revision", "draft.model", "draft.revision")
-"""Options that name weights: the hashes of the weights stand for them."""
+"""Options that name weights; the manifest holds the hashes of the weights instead."""
 RETIRED: dict[str, Any] = {"cache.chunk_boundaries": "fixed", "cache.score_heads": "mean"}
-"""Options that no longer exist, each with the JSON value by which the code now always acts."""
+"""Options that no longer exist, each with the JSON value that describes how the code now always acts."""
 ADDED: dict[str, Any] = {"decoding.stop_repetition": False}
-"""Options that older versions did not have, each with the JSON value by which those acted."""
+"""Options that older versions did not have, each with the JSON value that describes how those acted."""
 
 
 def build_manifest(
@@ -100,8 +100,8 @@ def write_manifest(output: Location, manifest: Mapping[str, Any]) -> None:
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return one line for each value in which two manifests' identities differ; none if they are of the same run.
 
-    A line names the value, what the output folder has, and what this run has. Values that make no difference any more
-    are passed over, so that a run of an older version can be resumed; its fingerprint may then be another.
+    A line names the value, what the output folder has, and what this run has. Values that no longer make a difference
+    are left out, so that a run of an older version can be resumed even if its fingerprint differs.
     """
     before, after = dict(_flat_identity(recorded)), dict(_flat_identity(current))
     names = [*before, *(name for name in after if name not in before)]
@@ -113,7 +113,7 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
 
 
 def _is_whole(manifest: Mapping[str, Any]) -> bool:
-    """Return True if everything that readers take for granted is there and has the right type."""
+    """Return True if everything that readers rely on is present and has the right type."""
     identity, config = manifest["identity"], manifest["config"]
     sections = (config, *(identity[name] for name in ("files", "hashes", "config")))
     if not all(isinstance(section, dict) for section in sections):
@@ -127,7 +127,7 @@ def _is_whole(manifest: Mapping[str, Any]) -> bool:
 
 
 def _binding(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep those of a configuration's flat values that make a run what it is."""
+    """Select the flat values of a configuration on which the output depends."""
     return {name: value for name, value in values.items() if not _is_free(name) and not _says_nothing(name, value)}
 
 
@@ -136,7 +136,7 @@ def _is_free(name: str) -> bool:
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Return True for an option with the value that the code acts by, or acted by, without it."""
+    """Return True if an option has the value that describes how the code acts, or acted, without it."""
     return any(name in table and table[name] == value for table in (RETIRED, ADDED))
 
 

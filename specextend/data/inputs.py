@@ -51,7 +51,7 @@ class DocumentError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputOptions:
-    """`input.*`: Where the documents are, and which columns hold what."""
+    """`input.*`: The place of the documents, and the meaning of their columns."""
 
     path: str
     """A Parquet file, a folder or a glob; a local path or a URI.
@@ -89,7 +89,7 @@ class InputOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions:
-    """`output.*`: Where the results go."""
+    """`output.*`: The place of the results."""
 
     path: str
     """The folder of the run, a local path or a URI; created if it does not exist."""
@@ -113,7 +113,7 @@ class InputFile:
     group_rows: tuple[int, ...]
     """Number of rows in each row group."""
     largest_group_bytes: int
-    """Bytes that the largest row group takes when it is read, the columns that a document is made of counted."""
+    """Bytes that the columns of a document take when they are read from the largest row group."""
     footer_sha256: str
     modified_ns: int | None
     """Time of the last write, in nanoseconds since the epoch, at this start; None if the store does not report it."""

@@ -11,17 +11,17 @@ import pyarrow.parquet as pq
 from specextend.data.storage import Location
 
 BATCH_BYTES = 16 << 20
-"""Bytes of text that are read at once."""
+"""Bytes of text that are read at a time."""
 _MAX_BATCH_ROWS = 256
 _UNMEASURED_ROWS = 16
-"""Rows that are read at once if their size is unknown."""
+"""Rows that are read at a time if their size is unknown."""
 _SHARED_PREFIXES = "DELTA_BYTE_ARRAY"
 """The encoding that stores only how each value differs from the one before."""
 _NOT_COMPACT = "Not yet implemented"
-"""What pyarrow's message contains for an encoding that it cannot read as a dictionary."""
+"""Part of pyarrow's message about an encoding that it cannot read as a dictionary."""
 
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
-"""What reading raises if a file is no Parquet, is damaged, or has columns whose names are not UTF-8."""
+"""Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
 
 
 def open_parquet(location: Location, compact: Sequence[str] = ()) -> pq.ParquetFile:

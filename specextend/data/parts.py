@@ -1,4 +1,4 @@
-"""Append-only commits, the only record of what is done, and the result that counts for each input row."""
+"""Append-only commits, which are the only record of finished rows, and the result that counts for each input row."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Retry = Literal["none", "retryable", "all"]
 """The error rows that are done again."""
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
 WINDOW_ROWS = 16_384
-"""Neighbouring results that are loaded at once."""
+"""Neighbouring results that `finalize` loads at once."""
 _RUN_ID, _FINGERPRINT = b"specextend.run_id", b"specextend.fingerprint"
 KEY_COLUMNS = ("file", "row", "error_class")
-"""The columns that say which row a result belongs to, and by nulls in the last that it is done."""
+"""The columns that name the row of a result, and whether it is done: then the last is null."""
 
 
 class DamagedPartError(ValueError):
@@ -42,7 +42,8 @@ class PartWriter:
     """Commits rows to `_run/parts/part-<run id>-<seq>.parquet`; one writer per output folder, which holds its lock.
 
     `seq` continues after the highest in the folder, so the order of commits over all starts is the order of
-    (seq, run id): this is what "later" means. run_id: 8 hexadecimal digits. fingerprint: of the run, for every part.
+    (seq, run id): this is what "later" means. run_id: 8 hexadecimal digits. fingerprint: that of the run, which is
+    written into every part.
     """
 
     def __init__(self, output: Location, run_id: str, fingerprint: str = "") -> None:
@@ -72,21 +73,21 @@ class PartWriter:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the parts of an output folder hold."""
+    """The state of a run, as the parts of its output folder record it."""
 
     done: frozenset[DocumentKey]
     errors: dict[DocumentKey, str]
-    """Rows given up and not done: key -> error_class of the latest."""
+    """Error rows that are not done: key -> error_class of the latest result."""
     final: frozenset[DocumentKey] = frozenset()
-    """Those of `errors` that would fail again: by their latest row they are not retryable."""
+    """Those of `errors` that would fail again, because their latest result is not retryable."""
     attempts: dict[DocumentKey, int] = field(default_factory=dict)
-    """Of these: key -> attempts of the latest."""
+    """Attempts of `errors`: key -> attempts of the latest result."""
 
 
 def read_parts(output: Location, fingerprint: str = "") -> Progress:
-    """Read the keys of every part; no parts are an empty progress.
+    """Read the keys of every part; without parts the progress is empty.
 
-    fingerprint: of the run they must be parts of; if empty, that of the folder's manifest.
+    fingerprint: that of the run to which the parts must belong; if empty, that of the folder's manifest.
     """
     keys = _read_keys(output, list_parts(output), (*KEY_COLUMNS, "retryable", "attempts"), fingerprint)[0]
     final = keys.take(pa.array(_chosen(keys)))
@@ -102,7 +103,7 @@ def read_parts(output: Location, fingerprint: str = "") -> Progress:
 
 
 def pending(file_rows: Sequence[int], progress: Progress, *, retry_errors: Retry = "none") -> Iterator[DocumentKey]:
-    """Yield the keys to do, in order. file_rows: rows of each input file. retry_errors: which error rows to redo."""
+    """Yield the keys to do, in order. file_rows: rows of each input file. retry_errors: the error rows to redo."""
     closed = {"none": progress.errors.keys(), "retryable": progress.final, "all": set[DocumentKey]()}[retry_errors]
     for file, num_rows in enumerate(file_rows):
         for row in range(num_rows):
@@ -113,7 +114,7 @@ def pending(file_rows: Sequence[int], progress: Progress, *, retry_errors: Retry
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The place of the result that counts for each row, sorted by key; no text is held.
+    """The places of the results that count, sorted by the keys of their rows; no text is held.
 
     files, rows, parts, offsets [N] int64; done [N] bool.
     """
@@ -146,7 +147,7 @@ class Results:
         return pa.concat_tables(pieces).take(pa.array(np.argsort(np.concatenate(places))))
 
     def digest(self, positions: NDArray[np.int64]) -> str:
-        """Hash which results are at some positions; parts never change, so equal hashes mean equal rows."""
+        """Hash the places of the results at some positions; parts never change, so equal hashes mean equal rows."""
         used, local = np.unique(self.parts[positions], return_inverse=True)
         digest = hashlib.sha256("\n".join(self.names[part] for part in used).encode())
         for values in (local, self.offsets[positions], self.rows[positions]):
@@ -157,15 +158,16 @@ class Results:
 class Window:
     """Neighbouring results, loaded thousands at a time, so that reading them in order reads each part few times."""
 
-    def __init__(self, results: Results) -> None:
-        self._results = results
+    def __init__(self, results: Results, size: int = WINDOW_ROWS) -> None:
+        """Take the results, and how many of them to load at once."""
+        self._results, self._size = results, size
         self._loaded = range(0)
         self._table = PART_SCHEMA.empty_table()
 
     def rows(self, begin: int, end: int) -> pa.Table:
         """Return the results at positions `begin` to `end`."""
         if begin < self._loaded.start or end > self._loaded.stop:
-            stop = max(end, min(begin + WINDOW_ROWS, len(self._results.rows)))
+            stop = max(end, min(begin + self._size, len(self._results.rows)))
             self._loaded = range(begin, stop)
             self._table = self._results.load(np.arange(begin, stop))
         return self._table.slice(begin - self._loaded.start, end - begin)

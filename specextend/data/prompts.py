@@ -1,4 +1,4 @@
-"""Prompts: the template around a document, and what is dropped when both do not fit."""
+"""Prompts: the template around a document, and the length policy for documents that do not fit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LengthPolicy = Literal["error", "head", "tail", "middle"]
 PLACEHOLDER = "{document}"
 """Stands for the document in an instruction."""
 
-WHOLE_CHARACTERS = 1 << 20
-"""Longest document that is tokenized in one call, which takes about a hundred bytes of memory per character."""
 PIECE_CHARACTERS = 1 << 18
-"""Length of the pieces of a longer document."""
+"""Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes per character."""
+_LEAST_PIECES = 4
+"""A document that is no longer than so many pieces is tokenized in one call."""
 _WINDOW = 2048
 """Characters on either side of a cut that are tokenized with and without it, to see that it changes nothing."""
 _MOST_TRIES = 64
@@ -33,17 +33,17 @@ _ANCHOR = "\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptOptions:
-    """`prompt.*`: What the target is asked, and what a document that is too long loses."""
+    """`prompt.*`: The question to the target, and the part that is dropped from a document that is too long."""
 
     instruction: str = "Summarize the following document."
     """The user message. The document takes the place of `{document}`; without it the document follows a blank line."""
     system: str = ""
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
-    """What happens to a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
-    both ends and drops the middle, `error` makes it an error row."""
+    """Treatment of a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps both
+    ends and drops the middle, `error` makes it an error row."""
     max_prompt_tokens: int | None = None
-    """Tokens of the rendered prompt at most; none stands for what the model's context leaves."""
+    """Most tokens of the rendered prompt; none stands for what the model's context leaves."""
 
     def __post_init__(self) -> None:
         if self.length_policy not in get_args(LengthPolicy):
@@ -69,12 +69,17 @@ class Prompts:
     """Renders documents for one tokenizer.
 
     tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take together
-    (`Engine.max_tokens`). Raises ValueError for a template that cannot take the options.
+    (`Engine.max_tokens`). piece_characters: length of the pieces of a long document, above 2,048. Raises ValueError for
+    a template that cannot take the options.
     """
 
-    def __init__(self, tokenizer: Any, options: PromptOptions, limit: int) -> None:
+    def __init__(
+        self, tokenizer: Any, options: PromptOptions, limit: int, piece_characters: int = PIECE_CHARACTERS
+    ) -> None:
+        assert piece_characters > _WINDOW, "a cut is looked for in the last window of a piece"
         self.options = options
         self.limit = limit
+        self._piece_characters = piece_characters
         self._tokenizer = tokenizer
         self._documents = _document_tokenizer(tokenizer)
         self._control_ids = control_token_ids(tokenizer)
@@ -84,7 +89,7 @@ class Prompts:
 
     @property
     def num_template_tokens(self) -> int:
-        """Return how many tokens of a prompt are not the document's."""
+        """Return the number of tokens of a prompt that are not the document's."""
         return len(self._prefix_ids) + len(self._suffix_ids)
 
     def render(self, text: str, max_new_tokens: int) -> Prompt:
@@ -103,7 +108,7 @@ class Prompts:
         return Prompt(token_ids, num_tokens - len(kept), policy)
 
     def room(self, max_new_tokens: int) -> int:
-        """Return how many of a document's tokens fit in a prompt. Raises DocumentError (`PromptTooLong`) if none do."""
+        """Return the number of a document's tokens that fit. Raises DocumentError (`PromptTooLong`) if none do."""
         limit = self._limit(max_new_tokens)
         if limit <= self.num_template_tokens:
             raise DocumentError(
@@ -126,12 +131,12 @@ class Prompts:
         return spelled
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
-        """Tokenize a document, piece by piece if it is longer than `WHOLE_CHARACTERS`; yield the tokens of each piece.
+        """Tokenize a document, in one piece if it is not longer than four; yield the tokens of each piece.
 
         Together they are the tokens of the whole text if no token depends on text more than 2,048 characters away. In a
         text without any such place to cut (one endless word), tokens beside a cut may differ.
         """
-        size = PIECE_CHARACTERS if len(text) > WHOLE_CHARACTERS else len(text)
+        size = self._piece_characters if len(text) > _LEAST_PIECES * self._piece_characters else len(text)
         begin = 0
         while len(text) - begin > size:
             end = self._cut(text, begin + size)
@@ -182,7 +187,7 @@ class Prompts:
 def keep(pieces: Iterable[list[int]], room: int, policy: LengthPolicy) -> tuple[list[int], int]:
     """Keep at most `room` of a document's tokens, as the policy says; return them and how many the document has.
 
-    Holds no more than a piece besides. `error` keeps the head; its caller notices.
+    Besides the result it holds one piece at most. Under `error` it keeps the head, and its caller raises.
     """
     num_tail = {"tail": room, "middle": room // 2}.get(policy, 0)
     head: list[int] = []
@@ -206,7 +211,7 @@ def _places(text: str, end: int) -> Iterator[int]:
 
 
 def control_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Collect the ids that steer a model: added tokens other than white space, without a mere unknown token."""
+    """Collect the ids that steer a model: added tokens other than white space and a mere unknown token."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     special = set(tokenizer.all_special_ids)
     roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
@@ -248,8 +253,8 @@ def _plain(system: str, content: str) -> str:
 def _document_tokenizer(tokenizer: Any) -> Tokenizer:
     """Copy the tokenizer proper, without transformers around it, for which special tokens are text.
 
-    What transformers does for a batch of one is a quarter of the cost with a small vocabulary. The copy truncates and
-    pads nothing, whatever its file says.
+    With a small vocabulary, transformers' own work on a batch of one is a quarter of the cost. The copy neither
+    truncates nor pads, whatever its file says.
     """
     own = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     own.encode_special_tokens = True

@@ -1,4 +1,4 @@
-"""The rows of the output: their columns, and how a result becomes one, with flags for a summary's quality."""
+"""The rows of the output: their columns, the conversion of results into rows, and flags of a summary's quality."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def summary_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
 
 
 def quality_flags(completion: Completion) -> list[str]:
-    """List what is wrong: `empty` (no text), `truncated` (at `max_new_tokens`), `repeated` (the end is a loop).
+    """List a summary's faults: `empty` (no text), `truncated` (at `max_new_tokens`), `repeated` (the end is a loop).
 
     A flag takes less of a loop than a stop does, since it costs no text. A final EOS does not hide the loop.
     """

@@ -44,9 +44,10 @@ from specextend.data.storage import (
 )
 
 MAX_GROUP_BYTES = 64 << 20
-"""Most bytes that a row group may take when the columns of a document are read from it."""
-COPY_GROUP_BYTES = 16 << 20
-"""Uncompressed bytes at which a row group of the copy ends."""
+"""Most bytes that a row group may take when the columns of a document are read from it; a file with a larger one is
+copied."""
+_GROUPS_PER_LIMIT = 4
+"""A row group of a copy ends at this fraction of the limit, in uncompressed bytes."""
 
 _COPY_NAME = re.compile(r"file-\d{5,}\.parquet")
 _ORIGIN = b"specextend.footer_sha256"
@@ -116,7 +117,7 @@ class Source:
 
     @property
     def warning(self) -> str:
-        """Describe what a user may not expect of the input; empty if there is nothing."""
+        """Describe what may surprise a user about the input; empty if there is nothing."""
         return f"files not read in {self.root.path}: {describe_skipped(self.skipped)}" if self.skipped else ""
 
     def place(self, key: DocumentKey) -> str:
@@ -310,16 +311,22 @@ def _cached(cache: OrderedDict[Hashable, Value], key: Hashable, size: int, make:
     return cache[key]
 
 
-def regroup(source: Source, output: Location, checkpoint: Callable[[], object] = lambda: None) -> Source:
-    """Copy files that have a row group over 64 MiB into `_run/input/` in groups of 16 MiB; keys stay the same.
+def regroup(
+    source: Source,
+    output: Location,
+    checkpoint: Callable[[], object] = lambda: None,
+    max_group_bytes: int = MAX_GROUP_BYTES,
+) -> Source:
+    """Copy files that have a row group over the limit into `_run/input/`, in groups of a quarter of it.
 
-    The driver calls it once it holds the lock. Streams; a copy that is already there and whole is used again.
-    Returns the source for the workers (`source` itself if nothing is oversized). checkpoint: called between tables;
-    may raise.
+    Keys stay the same. The driver calls it once it holds the lock. Streams; a copy that is already there and whole is
+    used again. Returns the source for the workers (`source` itself if nothing is oversized). checkpoint: called between
+    tables; may raise.
     """
-    oversized = [file for file in source.files if file.largest_group_bytes > MAX_GROUP_BYTES]
+    oversized = [file for file in source.files if file.largest_group_bytes > max_group_bytes]
     remove_temporary_files(copies_folder(output))
-    copies = {file.number: _copy(source, file, output, checkpoint) for file in oversized}
+    group_bytes = max_group_bytes // _GROUPS_PER_LIMIT
+    copies = {file.number: _copy(source, file, output, group_bytes, checkpoint) for file in oversized}
     return Source(source.options, source.root, source.files, source.passthrough_fields, copies) if copies else source
 
 
@@ -336,18 +343,21 @@ def _columns(source: Source) -> list[str]:
     return list(dict.fromkeys(source.options.document_columns + ([tokens] if tokens else [])))
 
 
-def _copy(source: Source, file: InputFile, output: Location, checkpoint: Callable[[], object]) -> Copy:
+def _copy(
+    source: Source, file: InputFile, output: Location, group_bytes: int, checkpoint: Callable[[], object]
+) -> Copy:
     location = copies_folder(output).child(f"file-{file.number:05d}.parquet")
     if not (exists(location) and _is_copy(location, file)):
         with atomic_output(location) as path:
-            _write_copy(source, file, path, checkpoint)
+            batches = source.batches(file.number, _columns(source), original=True)
+            _write_copy(_grouped(batches, group_bytes), file, path, checkpoint)
     with open_parquet(location) as parquet:
         metadata = parquet.metadata
         return Copy(location, tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
 
 
 def _is_copy(location: Location, file: InputFile) -> bool:
-    """Return True if it is a whole copy of this very file; a broken one (an upload cut short) is written again."""
+    """Return True if it is a whole copy of this file; a damaged one (an upload cut short) is written again."""
     try:
         with open_parquet(location) as parquet:
             origin = (parquet.schema_arrow.metadata or {}).get(_ORIGIN)
@@ -356,8 +366,7 @@ def _is_copy(location: Location, file: InputFile) -> bool:
         return False
 
 
-def _write_copy(source: Source, file: InputFile, path: str, checkpoint: Callable[[], object]) -> None:
-    tables = _grouped(source.batches(file.number, _columns(source), original=True))
+def _write_copy(tables: Iterator[pa.Table], file: InputFile, path: str, checkpoint: Callable[[], object]) -> None:
     first = next(tables)
     schema = first.schema.with_metadata({_ORIGIN: file.footer_sha256.encode()})
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
@@ -366,12 +375,12 @@ def _write_copy(source: Source, file: InputFile, path: str, checkpoint: Callable
             writer.write_table(table.cast(schema), row_group_size=len(table))
 
 
-def _grouped(batches: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Join neighbouring rows to groups of at most 16 MiB; a larger row is a group of its own."""
+def _grouped(batches: Iterator[pa.Table], group_bytes: int) -> Iterator[pa.Table]:
+    """Join neighbouring rows to groups of at most `group_bytes`; a larger row is a group of its own."""
     waiting: list[pa.Table] = []
     num_bytes = 0
-    for piece in (piece for batch in batches for piece in halved(_plain(batch), COPY_GROUP_BYTES)):
-        if waiting and num_bytes + piece.nbytes > COPY_GROUP_BYTES:
+    for piece in (piece for batch in batches for piece in halved(_plain(batch), group_bytes)):
+        if waiting and num_bytes + piece.nbytes > group_bytes:
             yield pa.concat_tables(waiting)
             waiting, num_bytes = [], 0
         waiting.append(piece)

@@ -33,10 +33,10 @@ class Gate(Protocol):
     """Stands between a run and its output folder."""
 
     def touch(self) -> None:
-        """Note that the store is about to be asked for something."""
+        """Record that a request to the store is about to be made."""
 
     def check(self) -> None:
-        """Raise if the folder belongs to somebody else by now; called before anything in it changes."""
+        """Raise if the folder belongs to another driver by now; called before anything in it changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,11 @@ class Location:
         return Location(self.filesystem, "/".join([self.path.rstrip("/"), *names]), self.gate)
 
     def behind(self, gate: Gate) -> Location:
-        """Return the same place with a gate that its reads and writes pass."""
+        """Return the same place with a gate that is asked before its reads and writes."""
         return Location(self.filesystem, self.path, gate)
 
     def touch(self) -> None:
-        """Tell the gate that the store is about to be asked for something."""
+        """Tell the gate that a request to the store is about to be made."""
         if self.gate is not None:
             self.gate.touch()
 

@@ -14,10 +14,10 @@ from specextend.decoding.tree import DraftTree, prune
 
 
 class Adaptive:
-    """Decides for the running batch; what it knows of one sequence is kept in `Sequence.speculation`."""
+    """Decides for the running batch; the evidence of each sequence is kept in `Sequence.speculation`."""
 
     def __init__(self, costs: StepCosts, num_nodes: int) -> None:
-        """Take the measured costs, and the largest number of nodes of a tree, the root not counted."""
+        """Take the measured costs, and the largest number of nodes of a tree, not counting the root."""
         self.costs = costs
         self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
 
@@ -25,7 +25,7 @@ class Adaptive:
         """Cut the trees of the `drafting` sequences to the size that brings the batch most tokens per second.
 
         `lengths` has one entry for every sequence of the step. While a sequence tries speculation again, the size is
-        never 1: a plain step would say nothing about it.
+        never 1, because a plain step would give no evidence.
         """
         draft_s = self.costs.draft_s(len(drafting))
         trying = any(sequence.speculation.is_forced for sequence in drafting)

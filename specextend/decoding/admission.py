@@ -1,4 +1,4 @@
-"""Which requests run: the queue, the room in batch and caches, and what is given up when memory runs out."""
+"""Admission of requests: their queue, the room in batch and caches, and smaller sizes after memory ran out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 8
 _OUT_OF_MEMORY = ("can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 """Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA driver."""
 _DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
-"""Messages of libraries that raise a bare RuntimeError after any other failure of a GPU."""
+"""Messages of libraries that raise a bare RuntimeError for any other failure of a GPU."""
 
 
 class Admission:
@@ -85,7 +85,7 @@ class PendingRequest:
 
 
 class Queue:
-    """The request source, with the requests ahead of it: the one that found no room, those that start again."""
+    """The request source, behind the requests that wait: one that found no room, and those that start again."""
 
     def __init__(self, requests: Iterator[Request | None]) -> None:
         self._requests = requests
@@ -122,10 +122,10 @@ class Queue:
 
 
 class MemoryLadder:
-    """How much may run at once: all that is configured, or less since memory ran out.
+    """The sizes that may run at once: those configured, or smaller ones after memory ran out.
 
     The caches are allocated at the start. What runs out is the memory of a forward, which grows with the batch, the
-    tree and the prefill chunk. None of them changes an output, so documents simply start again with less.
+    tree and the prefill chunk. None of these changes an output, so documents start again with smaller ones.
     """
 
     def __init__(self, batch_size: int, num_nodes: int, chunk_size: int) -> None:
@@ -144,7 +144,7 @@ class MemoryLadder:
         return (self.batch_size, self.num_nodes, self.chunk_size) != self._all
 
     def lower(self, work: Work, size: int, num_active: int) -> bool:
-        """Go one rung down after `work` ran out of memory; return False if there is none left.
+        """Lower one size after `work` ran out of memory; return False if none can be lowered.
 
         `size` is the number of sequences of the step, or of tokens of the prompt; `num_active` counts the sequences in
         the engine.
@@ -200,7 +200,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return True if every later call on the device fails, too, so that only a new process helps."""
+    """Return True if every later call on the device will fail too, so that only a new process helps."""
     if is_out_of_memory(error):
         return False
     if isinstance(error, torch.AcceleratorError):

@@ -1,7 +1,7 @@
 """The KV cache: preallocated rows for many sequences, one contiguous region each.
 
-Offline work knows how long a sequence may get, so there is nothing to page: a region is aligned to 256 rows, which is
-a page table in order for any paged kernel.
+In offline work the largest length of a sequence is known in advance, so each gets one contiguous region and no paging
+is needed. A region is aligned to 256 rows, so that a paged kernel can read it through a page table in order.
 
 Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each.
 """
@@ -94,7 +94,7 @@ class KVCache:
 
 
 class CacheHook:
-    """The cache as a transformers model sees it during one forward: the model writes new rows, we read all."""
+    """The cache as a transformers model sees it during one forward: the model writes new rows, attention reads all."""
 
     def __init__(self, cache: KVCache, plan: AttentionPlan) -> None:
         self._cache = cache
@@ -108,5 +108,5 @@ class CacheHook:
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: the interface asks for it, a forward that is given its positions does not."""
+        """Return 0. The interface requires this method, but a forward that is given its positions does not use it."""
         return 0

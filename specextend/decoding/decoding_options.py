@@ -24,13 +24,13 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingOptions:
-    """`decoding.*`: How output tokens are chosen, and how many sequences run together."""
+    """`decoding.*`: The choice of output tokens, and the number of sequences that run together."""
 
     mode: Mode = "specextend"
     """`specextend` uses attention and cache as configured; `tree` always uses dense tree attention and the full cache;
     `autoregressive` loads no draft and decodes one token per step."""
     max_new_tokens: int = 256
-    """Output tokens of a document at most."""
+    """Most output tokens of a document."""
     temperature: float = 0.0
     """Sampling temperature; 0 decodes greedily."""
     top_k: int = 0
@@ -45,7 +45,7 @@ class DecodingOptions:
     """End an output once it is a loop: a stretch of up to 64 tokens, at least four times in a row, over at least 64
     tokens. What there is of the loop stays in the summary, and its `finish_reason` is `repetition`."""
     max_batch_size: int = 1
-    """Sequences that a worker decodes together at most."""
+    """Most sequences that a worker decodes together."""
     cache_gib: float = 2.0
     """Largest size of the target's KV cache on each worker, in GiB. The caches of a draft come on top."""
 
@@ -65,7 +65,7 @@ class DecodingOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """`attention.*`: Which attention kernels run, and how the draft tree is attended to."""
+    """`attention.*`: The attention kernels, and the kind of tree attention."""
 
     backend: Literal["auto", "reference", "sdpa", "flash"] = "auto"
     """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels; `flash` is the flash-attn package, an
@@ -88,11 +88,11 @@ class TreeOptions:
     """Draft tokens verified in one step; the root is not counted. `auto` chooses the number that brings most tokens per
     second by measured step times, and takes plain steps where no tree pays; in mode `tree` it is `max_nodes`."""
     max_nodes: int = 15
-    """Draft tokens of a step at most if `nodes` is `auto`. A forward pass has one row more, the root."""
+    """Most draft tokens of a step if `nodes` is `auto`. A forward pass has one row more, the root."""
     depth: int = 6
-    """Levels that a draft's own tree has at most."""
+    """Most levels of a draft's own tree."""
     ngram_depth: int = 16
-    """Levels that n-gram drafts have at most, with `draft.kind: ngram` or `draft.ngram: true`."""
+    """Most levels of n-gram drafts, with `draft.kind: ngram` or `draft.ngram: true`."""
     threshold: float = 0.05
     """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. Used on a CPU
     only: on a GPU every tree grows to its full depth."""
@@ -114,7 +114,7 @@ class TreeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions:
-    """`cache.*`: What the draft may see of the text (arXiv 2505.20776, section 3). N-gram drafts see all of it."""
+    """`cache.*`: The part of the text that a draft may see (arXiv 2505.20776, section 3). N-gram drafts see it all."""
 
     policy: Policy = "retrieval"
     """`full` shows the draft every token; `streaming` shows the first and the most recent chunks; `retrieval` shows the
@@ -128,14 +128,15 @@ class CacheOptions:
     recent: int = 128
     """Tokens at the end of the text that stay visible under `retrieval`, rounded up to whole chunks."""
     refresh: Refresh = "every"
-    """When `retrieval` chooses chunks: `once` is after prefill, `every` is then and every `refresh_every` steps."""
+    """`once` lets `retrieval` choose chunks after prefill only, `every` after prefill and then every `refresh_every`
+    steps."""
     refresh_every: int = 32
     """Steps between two retrievals."""
     draft_prefill_window: int = 512
     """Tokens that a draft of kind `model` attends back to while it reads the prompt."""
     score_layers: tuple[int, ...] = (-1,)
-    """Layers of the target whose attention scores the chunks: from 0, or negative from the last one back. With several
-    layers the mean counts."""
+    """Layers of the target whose attention scores the chunks, counted from 0, or from the last one back if negative. Of
+    several layers the mean is taken."""
 
     def __post_init__(self) -> None:
         one_of("cache.policy", self.policy, ("full", "streaming", "retrieval"))
@@ -146,7 +147,7 @@ class CacheOptions:
         at_least("cache.draft_prefill_window", self.draft_prefill_window, 1)
         if not self.score_layers:
             raise ValueError("cache.score_layers must name at least one layer; -1 is the last one")
-        # However the end of the text is aligned: two tokens can touch two chunks.
+        # The end of the text may be aligned in any way: two tokens can touch two chunks.
         forced = -(-self.sinks // self.chunk_size) + -(-(self.recent - 1) // self.chunk_size) + 1
         if self.policy == "retrieval" and self.top_k_chunks < forced:
             raise ValueError(

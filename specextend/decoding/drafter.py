@@ -13,13 +13,13 @@ from specextend.decoding.tree import DraftTree
 class Drafter(Protocol):
     """Proposes trees. A `slot` is a sequence's place in the batch.
 
-    The engine's calls for a slot: `admit`, `prefill` chunk by chunk, `select`, `absorb` of the first root; then rounds
-    of `propose`, `select` where the cache policy says so, and `absorb`; at the end `release`.
+    For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, and `absorb` of the first root; then, in
+    rounds, `propose`, `select` if the cache policy says so, and `absorb`; at the end `release`.
     """
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Return the target's layers, ascending from 0, whose outputs side by side are a position's features [.., F].
+        """Return the target's layers, ascending from 0, whose concatenated outputs are a position's features [.., F].
 
         Without layers the features are the last hidden state, after the final norm.
         """

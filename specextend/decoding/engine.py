@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
-from specextend.decoding.step_costs import StepCosts
+from specextend.decoding.step_costs import CostTable
 from specextend.decoding.stopping import StopChecker
 from specextend.decoding.tree import DraftTree, Verdict, prune, root_only, stack_trees, tree_mask, verify
 
@@ -62,7 +62,7 @@ class _Step:
 
 
 class Engine:
-    """Decodes requests. Between two calls of `generate` nothing is kept but weights and buffers."""
+    """Decodes requests. Between two calls of `generate` it keeps nothing but weights and buffers."""
 
     def __init__(
         self,
@@ -74,23 +74,22 @@ class Engine:
         max_tokens: int,
         max_batch_size: int,
         tree: TreeOptions,
-        tree_attention: TreeAttention | Literal["auto"],
+        tree_attention: TreeAttention | CostTable,
         cache: CacheOptions,
-        costs: StepCosts | None = None,
+        adaptive: Adaptive | None = None,
     ) -> None:
         """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and output together.
 
-        `costs` of steps decide where `tree.nodes` or `tree_attention` is `auto`; without them no tree is cut.
+        With a table as `tree_attention` each step takes the kind that is faster by the table. `adaptive` cuts trees and
+        pauses speculation; without it all sequences speculate in every step, with whole trees.
         """
         self.tokenizer = tokenizer
         self.num_steps = 0
-        """Prefill chunks and decoding steps so far; a stall guard watches it."""
+        """Number of prefill chunks and decoding steps so far; it shows that the engine makes progress."""
         self.target, self.drafter = target, drafter
         self._eos_token_ids, self._cache_options = eos_token_ids, cache
-        assert costs is not None or tree_attention != "auto", "without costs there is nothing to choose by"
-        self._tree_attention, self._costs = tree_attention, costs
-        adapts = drafter is not None and tree.nodes == "auto"
-        self._adaptive = Adaptive(costs, tree.most_nodes) if costs is not None and adapts else None
+        assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
+        self._tree_attention, self._adaptive = tree_attention, adaptive
         self._admission = Admission(target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size)
         self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, PREFILL_CHUNK)
         self._scored_layers = scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
@@ -124,13 +123,14 @@ class Engine:
     def generate(self, source: Iterable[Request | None], on_error: OnError | None = None) -> Iterator[Completion]:
         """Yield completions as they finish.
 
-        `source` yields None if it has nothing now; it is asked only while the batch has room, and may block only
-        while nothing runs. A request that fails alone goes to `on_error(request_id, error)`; without it, it raises.
-        When memory runs out, requests start again with less at once; if there is nothing left to give up, they fail.
+        `source` yields None if it has no request now. It is asked only while the batch has room, and may block only
+        while nothing runs. If a request fails alone, `on_error(request_id, error)` is called; without `on_error` the
+        error is raised. When memory runs out, requests start again with smaller sizes; if no size can be lowered, they
+        fail.
 
         Raises:
-            ValueError: a request that can never fit, without `on_error`.
-            BatchError: a step of several sequences failed, with `on_error`.
+            ValueError: a request can never fit, and there is no `on_error`.
+            BatchError: a step of several sequences failed, and there is an `on_error`.
         """
         assert not self._active, "one generate at a time"
         queue = Queue(iter(source))
@@ -143,7 +143,7 @@ class Engine:
                     self._guard("step", running, queue, on_error)
                 for completion in self._finished():
                     yield completion
-                    self._watch.restart()  # the caller's time is charged to nobody
+                    self._watch.restart()  # the caller's time is not charged to a request
                 if not self._active and queue.exhausted:
                     return
         finally:
@@ -152,7 +152,7 @@ class Engine:
             self._cancelled.clear()
 
     def _admit(self, queue: Queue, on_error: OnError | None) -> None:
-        """Start requests for as long as the source has some and there is room."""
+        """Start requests while the source has some and there is room."""
         while self._has_slot and (waiting := queue.peek()) is not None:
             try:
                 sequence = self._start(waiting)
@@ -198,7 +198,7 @@ class Engine:
         return sequence
 
     def _guard(self, work: Work, sequences: list[Sequence], queue: Queue, on_error: OnError | None) -> None:
-        """Do the work; if memory runs out, let the sequences start again with less, as long as there is less."""
+        """Do the work; if memory runs out and a size can be lowered, let the sequences start again."""
         try:
             with torch.inference_mode():
                 if work == "prefill":
@@ -214,7 +214,7 @@ class Engine:
                     raise
                 self._fail(sequences, error, on_error)
                 return
-        # The exception is gone here, and with it what the failed forward held.
+        # Here the exception is released, and with it the tensors of the failed forward.
         for sequence in sequences:
             self._leave(sequence)
         queue.give_back(PendingRequest(each.request, each.stats.num_memory_retries + 1) for each in sequences)
@@ -222,7 +222,7 @@ class Engine:
         self._watch.restart()
 
     def _has_less(self, work: Work, sequences: list[Sequence], size: int) -> bool:
-        """Return True if another start takes less memory: a rung lower, or without the draft that a sequence has."""
+        """Return True if another start takes less memory: with a smaller size, or without a sequence's draft."""
         still_drafts = self._memory.num_nodes == 0 and any(sequence.drafts for sequence in sequences)
         return self._memory.lower(work, size, len(self._active)) or still_drafts
 
@@ -310,7 +310,7 @@ class Engine:
             self._update_draft(running, step, new_token_ids)
 
     def _propose(self, sequences: list[Sequence]) -> list[DraftTree]:
-        """Propose a tree for each sequence, of a root alone where the step is plain."""
+        """Propose a tree for each sequence; for a plain step it is the root alone."""
         drafting = [sequence for sequence in sequences if sequence.drafts and sequence.speculation.active]
         proposed: dict[int, DraftTree] = {}
         if self.drafter is not None and drafting:
@@ -356,7 +356,7 @@ class Engine:
         return torch.stack(chosen)
 
     def _update_draft(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:
-        """Retrieve where it is due, then run the draft over what was committed, unless the next step is plain."""
+        """Retrieve if it is due, then run the draft over the committed tokens, unless the next step is plain."""
         going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
         if self._adaptive is not None and going:
             self._adaptive.decide([sequences[b] for b in going])
@@ -386,7 +386,7 @@ class Engine:
         self._watch.charge("retrieval_s", [sequence])
 
     def _absorb(self, sequences: list[Sequence]) -> None:
-        """Run the draft over what it has not read: together after one step; one by one after many, to pad less."""
+        """Run the draft over what it has not read: batched after one step, one by one after several, to pad less."""
         assert self.drafter is not None
         late = [sequence for sequence in sequences if len(sequence.undrafted) > 1]
         together = [sequence for sequence in sequences if len(sequence.undrafted) == 1]
@@ -411,8 +411,7 @@ class Engine:
         )
 
     def _kind(self, lengths: list[int], num_new: int) -> TreeAttention:
-        """Choose the kind of tree attention, the faster one at these lengths under `auto`."""
-        if self._tree_attention != "auto":
-            return self._tree_attention
-        assert self._costs is not None
-        return self._costs.table.tree_attention(num_new, lengths)
+        """Return the kind of tree attention: the configured one, or the faster one at these lengths."""
+        if isinstance(self._tree_attention, CostTable):
+            return self._tree_attention.tree_attention(num_new, lengths)
+        return self._tree_attention

@@ -1,4 +1,4 @@
-"""A stock causal LM run over our cache, batched, for the target and for standalone drafts.
+"""A stock causal LM that runs in batches on our cache, for the target and for standalone drafts.
 
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specextend.attention.hybrid import Attend
+from specextend.attention.backends import Attend
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
 
@@ -74,7 +74,7 @@ class CachedModel:
 
 
 _ROWS = 16
-"""Rows that the packing is made for; any number works."""
+"""Number of rows for which the packing is optimised; any other number works too."""
 
 
 class PackedLinear(nn.Module):

@@ -19,10 +19,10 @@ from specextend.stats import DecodingStats
 
 
 def scored_layers(options: CacheOptions, num_layers: int) -> tuple[int, ...]:
-    """Return the target's layers that retrieval scores by, ascending, counted from 0; none under another policy.
+    """Return the target's layers that score the chunks, ascending from 0; none unless the policy is `retrieval`.
 
     Raises:
-        ValueError: a target of `num_layers` layers lacks one that is named, whatever the policy.
+        ValueError: the options name a layer that a target of `num_layers` layers lacks, under any policy.
     """
     for layer in options.score_layers:
         if not -num_layers <= layer < num_layers:
@@ -58,7 +58,7 @@ class Selection:
     chunks: Tensor
     """[n] int64, ascending, on the CPU"""
     forced: Tensor
-    """[C] bool: visible whatever their score (sinks and the recent window)"""
+    """[C] bool: chunks that are visible whatever their score (sinks and the recent window)"""
 
     def positions(self, num_tokens: int, chunk_size: int) -> Tensor:
         """Return the positions [S] int64 of the visible tokens of `num_tokens`, ascending."""
@@ -66,7 +66,7 @@ class Selection:
         return positions[positions < num_tokens]
 
     def by_score(self) -> set[int]:
-        """Return the chunks that are visible for their score."""
+        """Return the chunks that are visible because of their score."""
         return set(self.chunks[~self.forced[self.chunks]].tolist())
 
 
@@ -94,7 +94,7 @@ def select_recent(num_tokens: int, options: CacheOptions) -> Selection:
 
 
 class CachePolicy:
-    """Decides what one sequence's draft may see, and when to decide it anew. Lives as long as its request."""
+    """Decides what one sequence's draft may see, and when to select again. Lives as long as its request."""
 
     def __init__(self, options: CacheOptions) -> None:
         self._options = options

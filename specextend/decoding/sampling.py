@@ -1,4 +1,4 @@
-"""The target's choice of a token: its processed distribution, and noise that knows neither tree nor batch.
+"""The target's choice of a token: its processed distribution, and noise that depends on neither tree nor batch.
 
 Sampling takes `argmax(log p + g)` with Gumbel noise g that depends on (request seed, absolute position, token id)
 alone, so every decoding mode that sees the same logits chooses the same tokens.
@@ -55,7 +55,7 @@ def processed_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
 def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
     """Choose the target's tokens [N] int64 from `logits` [N, V]; `positions` [N] int64 are those of the tokens chosen.
 
-    Greedy takes the first of equal logits and never waits for the device. Nodes at one position share its noise.
+    Greedy decoding takes the first of equal logits and never waits for the device. Nodes at one position share noise.
     """
     if sampling.temperature == 0:
         return logits.max(-1).indices  # the first of equals, as argmax, at a quarter of its time for bf16 on a CPU

@@ -1,4 +1,4 @@
-"""One running request, and the watch that charges the engine's time to it."""
+"""One running request, and the stopwatch that charges the engine's time to requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sequence:
 
     request: Request
     slot: int
-    """Its place in the batch, by which the drafter knows it."""
+    """Its place in the batch; the drafter identifies the sequence by it."""
     region: Region
     """Its rows of the target's cache."""
     stopper: StopChecker
@@ -31,10 +31,10 @@ class Sequence:
     started_at: float
     """`time.perf_counter()` at the start of prefill."""
     drafts: bool
-    """True if a draft follows it, proposing or not."""
+    """True if a draft reads along, whether it proposes now or not."""
     first_token_at: float = 0.0
     length: int = 0
-    """Committed tokens: those the target has run."""
+    """Committed tokens: those that the target has read."""
     root_token_id: int = -1
     """The last token the target chose; it stands at position `length`."""
     finish_reason: FinishReason | None = None
@@ -49,7 +49,7 @@ class Sequence:
         return self.region.start + self.length
 
     def push(self, token_ids: list[int], now: float) -> None:
-        """Append tokens that the target decided; record the times, and if they end the sequence."""
+        """Append tokens that the target decided, record the times, and check whether they end the sequence."""
         if self.stats.num_output_tokens == 0:
             self.first_token_at = now
             self.stats.ttft_s = now - self.started_at
@@ -66,7 +66,7 @@ class Sequence:
         return token_ids, features
 
     def count_step(self, num_draft_tokens: int, num_accepted: int, num_levels: int, *, hybrid: bool) -> None:
-        """Count a verification: of a tree, or a plain step where `num_draft_tokens` is 0."""
+        """Count a verification: of a tree, or a plain step if `num_draft_tokens` is 0."""
         stats = self.stats
         self.policy.count_step()
         if num_draft_tokens == 0:
@@ -89,19 +89,19 @@ class Sequence:
 
 
 class Stopwatch:
-    """Charges every second of the engine to a phase of the sequences it worked for, in equal shares."""
+    """Charges every second of the engine to a phase of the sequences that it worked for, in equal shares."""
 
     def __init__(self) -> None:
         self.mark = time.perf_counter()
         """The moment up to which time is charged."""
 
     def restart(self) -> float:
-        """Charge the time since the mark to nobody; return the time."""
+        """Charge the time since the mark to no sequence; return the current time."""
         self.mark = time.perf_counter()
         return self.mark
 
     def charge(self, phase: Phase, sequences: Items[Sequence]) -> float:
-        """Charge the time since the mark to a phase of these sequences; return the time."""
+        """Charge the time since the mark to a phase of these sequences; return the current time."""
         now = time.perf_counter()
         for sequence in sequences:
             stats = sequence.stats

@@ -1,4 +1,4 @@
-"""When to speculate, and how much: decisions of one step, in plain numbers.
+"""Decisions on speculation, in plain numbers: which sequences speculate in the next step, and with how large trees.
 
 All costs are relative to a plain step of the same batch, so that seconds cancel: a *load* of 1.4 is a step that takes
 1.4 times as long.
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 FIRST_PAUSE = 16
-"""Plain steps before speculation is tried again; twice as many after each try in vain."""
+"""Plain steps before speculation is tried again; doubled after each try that did not last."""
 LONGEST_PAUSE = 256
 TRIAL_STEPS = 2
-"""Steps that a try takes whatever they bring."""
+"""Speculative steps that a try takes at least, whatever they bring."""
 PROBATION_STEPS = 16
-"""A try that lasts as long was not in vain."""
+"""Speculative steps after which a try counts as a success, so that the next pause is a short one."""
 ALLOWED_LOSS = 0.02
 """Share of a sequence's decoding time that speculation may have lost when it is tried again, or lose by going on."""
 _MEMORY = 0.92
-"""What a step's evidence weighs one step later."""
+"""Weight of a step's evidence one step later."""
 _TRUST = 4.0
-"""Accepted tokens' worth of belief in the draft's own probabilities at first; it fades as evidence does."""
+"""Initial weight of the draft's own probabilities, in accepted tokens; it fades as evidence does."""
 _LEAST_TRUST = 1.0
 _AGED = 0.25
-"""What evidence from before a pause weighs after it."""
+"""Weight after a pause of the evidence from before it."""
 _HANDICAP = 0.2
-"""Tokens that a paused sequence must bring more than one that speculates: coming back costs a forward of the draft."""
+"""Tokens by which the gain of a paused sequence is reduced: resuming it costs a forward of the draft."""
 
 
 @dataclass(slots=True)
 class Speculation:
-    """What one sequence's steps have shown. Lives as long as its request."""
+    """The evidence of one sequence's steps. Lives as long as its request."""
 
     active: bool = True
     """True while the draft proposes; otherwise steps are plain."""
@@ -56,7 +56,7 @@ class Speculation:
 
     @property
     def gain(self) -> float:
-        """Return the accepted tokens to expect of a speculative step."""
+        """Return the accepted tokens to expect from a speculative step."""
         return self.calibration * self._expected / self._steps if self._steps else 0.0
 
     @property
@@ -74,8 +74,8 @@ class Speculation:
     def observe(self, expected: float, accepted: int, load: float, cost: float) -> None:
         """Record a speculative step.
 
-        `expected` is the sum of its nodes' path probabilities, `load` that of the verification, and `cost` this
-        sequence's share of the time that the step, drafting included, took beyond a plain one, in plain steps.
+        `expected` is the sum of its nodes' path probabilities, `load` the load of the verification, and `cost` this
+        sequence's share of the time that the step, including drafting, took beyond a plain step, in plain steps.
         """
         self._trust = max(_LEAST_TRUST, _MEMORY * self._trust)
         self._accepted = _MEMORY * self._accepted + accepted
@@ -108,8 +108,9 @@ class Speculation:
 def who_speculates(states: Sequence[Speculation], draft_load: Callable[[int], float]) -> set[int]:
     """Choose the sequences of a batch that speculate next: the set that brings most tokens per second.
 
-    `draft_load(k)` is the load of drafting for k of them. All sequences wait for the verification of any, so it may
-    pay for one because it pays for another. If speculation would lose more than `ALLOWED_LOSS`, all steps are plain.
+    `draft_load(k)` is the load of drafting for k of them. All sequences wait for the largest verification of the batch,
+    so speculation may pay for one of them only because it pays for another. If speculation would lose more than
+    `ALLOWED_LOSS`, all steps are plain.
     """
     forced = [state.is_forced for state in states]
     gains = [state.gain - (0 if state.active or state.is_forced else _HANDICAP) for state in states]
@@ -125,7 +126,7 @@ def who_speculates(states: Sequence[Speculation], draft_load: Callable[[int], fl
 
 
 def best_size(probabilities: Sequence[Sequence[float]], sizes: Sequence[int], seconds: Callable[[int], float]) -> int:
-    """Choose the rows of a verification, root included, that bring most tokens per second.
+    """Choose the number of rows of a verification, including the root, that brings most tokens per second.
 
     `probabilities` are each sequence's calibrated path probabilities in falling order; `seconds(rows)` is the time of
     the whole step for one of the ascending `sizes`.

@@ -1,4 +1,4 @@
-"""The cost of a step in seconds: measured at start-up (`tuning.py`), corrected by every step that is taken.
+"""The cost of a step in seconds: measured at start-up (`tuning.py`), and corrected by every step that is taken.
 
 A forward of n rows behind a prefix of L tokens takes `a_n + b_n * L`: its linear layers, and attention over the prefix.
 """
@@ -16,10 +16,11 @@ Line = tuple[float, float]
 DraftPhase = Literal["propose", "absorb"]
 
 _WARM_UP = 4
-"""First measurements of a phase of drafting, of which the smallest counts."""
+"""Number of first measurements of a phase of drafting, of which the smallest is taken."""
 _WEIGHT = 0.1
 _OUTLIER = 2.0
-"""A measurement counts as at most this many times what was expected: one held-up step must not stop speculation."""
+"""Factor by which a measurement may exceed what was expected; more is cut off, so that one slow step does not stop
+speculation."""
 
 
 def fit_line(lengths: Sequence[float], seconds: Sequence[float]) -> Line:
@@ -58,7 +59,7 @@ class CostTable:
         return lines[self.size_for(total)][0] * beyond + lines[self.size_for(num_rows)][1] * sum(lengths)
 
     def tree_attention(self, num_rows: int, lengths: Sequence[int]) -> TreeAttention:
-        """Return the faster kind: dense saves a kernel call and a merge, hybrid saves with every token of prefix."""
+        """Return the faster kind: dense saves a kernel call and a merge, hybrid saves time per token of prefix."""
         return min(self.lines, key=lambda tree: self.seconds(tree, num_rows, lengths))
 
 
@@ -76,7 +77,7 @@ class StepCosts:
         return correction * self._expected_s(num_rows, lengths)
 
     def draft_s(self, num_sequences: int) -> float:
-        """Return the time of drafting for so many sequences, by the nearest number seen so far; 0 if none was."""
+        """Return the time of drafting for `num_sequences`, by the nearest number seen so far; 0 if there is none."""
         return sum(_nearest(seen, num_sequences) for seen in self._drafting.values())
 
     def observe_verify(self, num_rows: int, lengths: Sequence[int], seconds: float) -> None:
@@ -95,7 +96,7 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _Average:
-    """A running average that begins with the least of the first values, as first calls build kernels."""
+    """A running average that begins with the smallest of the first values, because first calls build kernels."""
 
     value: float = 0.0
     count: int = 0

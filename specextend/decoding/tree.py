@@ -118,11 +118,11 @@ def grow_trees(
 ) -> list[DraftTree]:
     """Grow each sequence's tree of the `options.most_nodes` likeliest nodes in `options.depth` levels of drafting.
 
-    root_token_ids [B], root_logits [B, V]. Weights only shrink along a path, so the ancestors of a chosen node are
-    chosen too, and a node outside the best so far can have no descendant among the best at the end: it is not
-    expanded. `adaptive` stops each sequence at `options.threshold` and narrows a level to the nodes worth expanding,
-    at the price of a host sync a level; without it every level runs at full width (fixed shapes). `vocabulary` [V]
-    are the token ids of a reduced draft's logits.
+    root_token_ids [B], root_logits [B, V]. Path probabilities only shrink along a path, so the ancestors of a chosen
+    node are chosen too, and a node outside the best so far is not expanded, because none of its descendants can be
+    among the best at the end. `adaptive` stops each sequence at `options.threshold` and narrows a level to the nodes
+    worth expanding, which costs one host sync per level; without it every level runs at full width (fixed shapes).
+    `vocabulary` [V] holds the token ids of a reduced draft's logits.
     """
     entries, _, log_probs = _children(root_logits.unsqueeze(1), root_logits.new_zeros(1, 1), options.most_nodes)
     token_ids = entries if vocabulary is None else vocabulary[entries]
@@ -150,9 +150,9 @@ def grow_trees(
 
 
 def _next_frontier(pool: _Candidates, num_nodes: int, *, adaptive: bool) -> Tensor:
-    """Return the candidate numbers [B, F] of the nodes to expand: the deepest level's.
+    """Return the candidate numbers [B, F] of the nodes to expand, which are those of the deepest level.
 
-    `adaptive`: only those among the best so far, likeliest first.
+    With `adaptive`, only those among the best so far, likeliest first.
     """
     batch, size = pool.parents.shape
     level = torch.arange(pool.level, size, device=pool.parents.device).expand(batch, -1)
@@ -164,7 +164,7 @@ def _next_frontier(pool: _Candidates, num_nodes: int, *, adaptive: bool) -> Tens
 
 
 def _parent_indices(pool: _Candidates, previous: Tensor, frontier: Tensor) -> Tensor:
-    """Return where [B, F] in the previous frontier each node's parent stands; 0 for children of the root."""
+    """Return the index [B, F] of each node's parent in the previous frontier; 0 for children of the root."""
     parents = pool.parents.gather(1, frontier)
     if previous.shape[1] == 0:
         return torch.zeros_like(parents)
@@ -196,10 +196,10 @@ def _finish(root_token_ids: Tensor, pool: _Candidates, num_nodes: int) -> list[D
 
 
 def prune(tree: DraftTree, num_nodes: int) -> DraftTree:
-    """Keep the `num_nodes` likeliest nodes, the root counted; a tree that has no more is returned as it is.
+    """Keep the `num_nodes` likeliest nodes, including the root; a smaller tree is returned unchanged.
 
-    Path probabilities never grow towards the leaves, parents come first, and the earlier of two equals stays, so the
-    ancestors of a node that stays do, too.
+    Path probabilities never grow towards the leaves, parents come first, and of two equal nodes the earlier one is
+    kept. So the ancestors of a kept node are kept too.
     """
     size = len(tree.token_ids)
     if size <= num_nodes:
@@ -223,9 +223,9 @@ class Verdict:
 
 
 def verify(token_ids: list[int], parents: list[int], target_token_ids: list[int]) -> Verdict:
-    """Follow the target's choices from the root for as long as the tree holds them.
+    """Follow the target's choices from the root for as long as the tree contains them.
 
-    All three lists have one entry a node; `target_token_ids[n]` is the target's token after node n.
+    All three lists have one entry per node; `target_token_ids[n]` is the target's token after node n.
     """
     edges = zip(parents, token_ids, strict=True)
     child = {edge: node for node, edge in enumerate(edges)}

@@ -1,7 +1,7 @@
-"""Measures the costs of steps at start-up, and keeps them in the user's cache folder: a file a device and model.
+"""Measurement of step costs at start-up. They are kept in the user's cache folder, one file per device and model.
 
-A file that is missing, damaged or foreign is measured again; a folder that cannot be written keeps nothing.
-
+If the file is missing, damaged or another machine's, the costs are measured again; if the folder cannot be written,
+nothing is kept.
 
 Shapes: `T` rows of a forward.
 """
@@ -32,11 +32,11 @@ from specextend.decoding.tree import tree_mask
 from specextend.file_hashes import cache_folder
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-"""Rows of a forward that are measured; in between, the cost of the next larger number is taken."""
+"""Numbers of rows of a forward that are measured; a number in between costs as much as the next larger one."""
 LENGTHS = (512, 6000, 2048)
 """Tokens of prefix, in the order of measuring; the last is left out on a slow machine."""
 BUDGET_S = 3.0
-"""Seconds after which no further prefix is started."""
+"""Seconds after which no further length of prefix is measured."""
 _RUNS = 2
 _BUSY = 1.1
 
@@ -84,7 +84,7 @@ def measure(
 ) -> tuple[CostTable, bool]:
     """Measure the table; return it, and True if the machine was quiet enough to keep it.
 
-    Writes to the front of the target's cache, which nobody may be using.
+    It writes to the front of the target's cache, so no request may be running.
     """
     begin = clock()
     num_rows = max(grid.lengths) + grid.sizes[-1]
@@ -126,7 +126,7 @@ def load_step_costs(
 ) -> StepCosts | None:
     """Return the costs of steps, read from disk or measured now; None if the options choose nothing by them.
 
-    Measuring writes to the target's cache, which nobody may be using.
+    Measuring writes to the target's cache, so no request may be running.
     """
     fixed = tree.nodes != "auto"
     if fixed and attention.tree != "auto":
@@ -144,13 +144,13 @@ def load_step_costs(
 
 
 def describe(target: CachedModel) -> dict[str, Any]:
-    """Return all that a step's time depends on, as JSON values: the device, its software, the model's shape."""
+    """Return everything that a step's time depends on, as JSON values: the device, its software, the model's shape."""
     return {
         "device": device_name(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": str(target.dtype),
-        "backend": target.attend.__module__,
+        "backend": target.attend.__name__,
         "head_dim": target.head_dim,
         **{name: getattr(target.config, name) for name in _SHAPE},
     }
@@ -209,7 +209,7 @@ def _checked_line(values: Any) -> tuple[float, float]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or of the processor as the kernel has it."""
+    """Return the name of the GPU, or the operating system's name of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

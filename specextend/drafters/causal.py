@@ -1,4 +1,4 @@
-"""The drafter around any network with a KV cache: a small causal LM or an EAGLE head.
+"""The drafter that runs any network with a KV cache: a small causal LM or an EAGLE head.
 
 Shapes: `B` sequences, `F` frontier nodes, `M` expanded nodes, `C` hidden size, `V` vocabulary.
 """
@@ -19,11 +19,11 @@ from specextend.decoding.tree import DraftTree, grow_trees
 from specextend.drafters.draft_cache import DraftCache
 
 HISTORY = 3
-"""Tokens before a token that a network may read."""
+"""Number of tokens before a token that a network may read."""
 
 
 def last_tokens(before: Tensor | None, token_ids: Tensor) -> Tensor:
-    """Return [3 + T] tokens: token_ids [T] behind the three `before` them; at a text's start the first one, thrice."""
+    """Return token_ids [T] behind the three tokens `before` them; at a text's start the first one stands for them."""
     return torch.cat([token_ids[:1].expand(HISTORY) if before is None else before, token_ids])
 
 
@@ -33,13 +33,13 @@ def histories(text: Tensor) -> Tensor:
 
 
 class DraftNetwork(Protocol):
-    """What a draft network must offer to be run by `CausalDrafter`."""
+    """A draft network that `CausalDrafter` can run."""
 
     cache: DraftCache
     vocabulary: Tensor | None
     """[V] int64 token ids of the logits; None: all of the target's, in order."""
     hidden_layers: tuple[int, ...]
-    """Target layers, ascending, whose outputs side by side are the features [.., F]; empty: the last hidden state."""
+    """Target layers, ascending, whose concatenated outputs are the features [.., F]; empty: the last hidden state."""
     reads_history: bool
     """True if `forward` needs the tokens before each token."""
 
@@ -47,19 +47,19 @@ class DraftNetwork(Protocol):
         """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the target."""
 
     def num_staging_rows(self) -> int:
-        """Return the working rows that prefill needs for itself."""
+        """Return the number of working rows that prefill needs."""
 
     def release(self, slot: int) -> None:
-        """Free what prefill keeps of the slot."""
+        """Free what prefill keeps for the slot."""
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
     ) -> Tensor:
         """Run token_ids [B, T] at `positions` [B, T] and return hidden [B, T, C].
 
-        `hidden` is what goes with each token: the target's features [B, T, F] one position before it, or the
-        network's own output [B, T, C] for its parent. Working rows are written as the plan says. `history` [B, T, 3]
-        are the three tokens before each token, nearest first; None where the network does not read them.
+        `hidden` belongs to each token: the target's features [B, T, F] one position before it, or the network's own
+        output [B, T, C] for its parent. Working rows are written as the plan says. `history` [B, T, 3] holds the three
+        tokens before each token, nearest first; None if the network does not read them.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _Frontier:
     hidden: Tensor
     """[B, F, C], the network's output at each node."""
     lineage: Tensor | None
-    """[B, F, 3], each node's token, its parent's and its grandparent's; None where the network does not read them."""
+    """[B, F, 3], each node's token, its parent's and its grandparent's; None if the network does not read them."""
 
     def parents(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return hidden [B, n, C] and lineage [B, n, 3] of the nodes at indices [B, n]."""
@@ -98,12 +98,12 @@ class CausalDrafter:
     def __init__(
         self, network: DraftNetwork, tree: TreeOptions, tree_attention: TreeAttention, num_visible_rows: int | None
     ) -> None:
-        """Take the network; `num_visible_rows` is the most that `select` asks for, None for all."""
+        """Take the network; `num_visible_rows` is the largest number that `select` is called with, None for all."""
         self._network, self._cache = network, network.cache
         self._options, self._tree_attention = tree, tree_attention
         self._num_visible_rows = num_visible_rows
         self._roots: dict[int, _Root] = {}
-        self._texts: dict[int, Tensor] = {}  # the last three decided tokens, where the network reads them
+        self._texts: dict[int, Tensor] = {}  # the last three decided tokens, if the network reads them
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class CausalDrafter:
         self._cache.select(slot, positions)
 
     def absorb(self, slots: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
-        """Run the newly decided tokens, the new root last, behind what each slot sees now."""
+        """Run the newly decided tokens, the new root last, behind the rows that each slot sees now."""
         counts = [len(new) for new in token_ids]
         device = hidden[0].device
         added = [torch.tensor(new, device=device) for new in token_ids]
@@ -186,7 +186,7 @@ class CausalDrafter:
         self._texts.pop(slot, None)
 
     def _read_history(self, slots: Sequence[int], added: Sequence[Tensor]) -> Tensor:
-        """Return the tokens [B, T, 3] before each newly decided one ([n] of each slot), and remember the last ones."""
+        """Return the tokens [B, T, 3] before each newly decided one ([n] for each slot), and remember the last ones."""
         texts = [last_tokens(self._texts[slot], new) for slot, new in zip(slots, added, strict=True)]
         self._texts |= {slot: text[-HISTORY:] for slot, text in zip(slots, texts, strict=True)}
         return pad_sequence([histories(text) for text in texts], batch_first=True)
@@ -207,7 +207,7 @@ class CausalDrafter:
         offsets = torch.arange(num_new) if mask is None else torch.full((num_new,), depth - 1)
         plan = AttentionPlan(
             starts=[self._cache.start(slot) for slot in slots],
-            lengths=(visible + behind).tolist(),
+            lengths=[self._cache.reach(slot, behind) for slot in slots],
             num_new=num_new,
             mask=mask,
             tree=self._tree_attention,

@@ -1,8 +1,8 @@
 """The draft's two caches: every committed token's K and V, and the rows it may see now (arXiv 2505.20776, section 3).
 
-The full cache holds keys turned back to position 0, the working cache holds the visible ones turned to consecutive
-positions, so that a draft trained on 2K positions stays in range at 16K. Rotations are done in fp32 with the bare
-`inv_freq`; yarn's attention scaling is part of the key and stays there.
+The full cache holds keys rotated back to position 0. The working cache holds the visible ones, rotated to consecutive
+positions, so that a draft trained on 2K positions stays in range at 16K. Rotations are computed in fp32 from `inv_freq`
+alone; yarn's attention scaling is part of the stored key.
 
 Shapes: `L` layers, `n` tokens, `K` key heads, `D` head size.
 """
@@ -19,9 +19,9 @@ from specextend.decoding.cache import KVCache, Region, RowAllocator
 
 
 def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Turn keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back); fp32 inside, keys' dtype out.
+    """Rotate keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back), in fp32; return the keys' dtype.
 
-    inv_freq [D / 2], or [K, D / 2] where heads differ; a row of zeros leaves its head as it is.
+    inv_freq is [D / 2], or [K, D / 2] if heads differ; a row of zeros leaves its head unchanged.
     """
     angles = positions[..., None, None].float() * inv_freq
     cos, sin = angles.cos(), angles.sin()
@@ -43,7 +43,7 @@ class DraftCache:
     """Full and working cache of one draft, for many sequences."""
 
     def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor) -> None:
-        """Allocate the full cache beside the `working` one; `inv_freq` as `rotate` takes it."""
+        """Allocate the full cache beside the `working` one; `rotate` says what `inv_freq` is."""
         num_layers, _, num_heads, head_dim = working.keys.shape
         self.working = working
         self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, working.keys.dtype, working.keys.device)
@@ -51,7 +51,7 @@ class DraftCache:
         self._sequences: dict[int, _Regions] = {}
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
-        """Reserve a region of each cache; return False, and reserve nothing, if one is lacking."""
+        """Reserve a region of each cache; return False, and reserve nothing, if either has no room."""
         assert slot not in self._sequences, f"slot {slot} is in use"
         full = self._full.rows.take(num_tokens)
         working = self.working.rows.take(num_working_rows)
@@ -73,15 +73,21 @@ class DraftCache:
         return self._sequences[slot].working.start
 
     def visible(self, slot: int) -> int:
-        """Return the number of rows that the draft sees now, which is also the next position."""
+        """Return the number of rows that the draft sees now; the next token has this position."""
         return self._sequences[slot].visible
+
+    def reach(self, slot: int, num_new: int) -> int:
+        """Return the rows in use with `num_new` behind the visible ones; the region must hold them."""
+        sequence = self._sequences[slot]
+        assert sequence.visible + num_new <= sequence.working.size, "the working cache is full"
+        return sequence.visible + num_new
 
     def length(self, slot: int) -> int:
         """Return the number of tokens in the full cache."""
         return self._sequences[slot].length
 
     def store(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Append to the full cache: keys [L, n, K, D] at position 0 (before RoPE), values alike."""
+        """Append keys [L, n, K, D] at position 0 (before RoPE), and values of the same shape, to the full cache."""
         sequence = self._sequences[slot]
         first = sequence.full.start + sequence.length
         sequence.length += keys.shape[1]
@@ -91,20 +97,20 @@ class DraftCache:
         self._full.values[:, rows] = values
 
     def store_working(self, slot: int, offset: int, count: int, position: int) -> None:
-        """Append `count` working rows from `offset` on, which stand at `position` and up, to the full cache."""
+        """Append `count` working rows from `offset` on, whose positions begin at `position`, to the full cache."""
         first = self.start(slot) + offset
         rows = slice(first, first + count)
         back = -torch.arange(position, position + count, device=self._inv_freq.device)
         self.store(slot, rotate(self.working.keys[:, rows], back, self._inv_freq), self.working.values[:, rows])
 
     def keep_last(self, slot: int, offset: int, count: int) -> None:
-        """Move `count` working rows from `offset` on to the front; used while prefill slides its window."""
+        """Move `count` working rows from `offset` on to the front, as prefill does when its window slides."""
         first = self.start(slot)
         for stored in (self.working.keys, self.working.values):
             stored[:, first : first + count] = stored[:, first + offset : first + offset + count].clone()
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Show the tokens at `positions` [S] (ascending), those that the full cache holds, at positions 0 to S - 1."""
+        """Show the tokens at `positions` [S] (ascending) that the full cache holds, at positions 0 to S - 1."""
         sequence = self._sequences[slot]
         positions = positions[positions < sequence.length]
         count = len(positions)

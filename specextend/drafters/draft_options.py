@@ -10,7 +10,7 @@ DraftKind = Literal["eagle", "model", "ngram"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftOptions:
-    """`draft.*`: What proposes the tree. A draft runs in the target's dtype and on the target's device.
+    """`draft.*`: The draft, which proposes the tree. It runs in the target's dtype and on the target's device.
 
     The section may be left out with `decoding.mode: autoregressive`.
     """

@@ -1,4 +1,4 @@
-"""Our format of an EAGLE head: a folder with `config.json` and `model.safetensors`, checked without loading."""
+"""Our format of an EAGLE head: a folder with `config.json` and `model.safetensors`, checked without loading weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EagleConfig:
     """The shape of a head of one Llama decoder layer; embedding and LM head are the target's."""
 
     target: str
-    """Name of the model the head was distilled for; for people, not checked."""
+    """Name of the model that the head was distilled for; for people to read, not checked."""
     vocab_size: int
     """Rows of the target's embedding."""
     hidden_size: int
@@ -46,7 +46,8 @@ class EagleConfig:
     draft_vocab_size: int | None = None
     """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the whole vocabulary."""
     copy_heads: int | None = None
-    """KV heads besides `num_kv_heads` that match the tokens around a position, each with its group of query heads."""
+    """Number of KV heads, besides `num_kv_heads`, that match the tokens around a position. Each has its group of query
+    heads."""
     tokens_sha256: str | None = None
     """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
 
@@ -99,7 +100,7 @@ def load_eagle_config(folder: str | Path) -> EagleConfig:
     """Read a head's config and check the file of weights against it, without loading a weight.
 
     Raises ValueError in one line for a missing file, an unknown or missing key, a file of weights that is cut short or
-    holds other tensors than the config says, and a reduced vocabulary of tokens that the target lacks.
+    holds other tensors than the config describes, and a reduced vocabulary with tokens that the target lacks.
     """
     folder = Path(folder)
     for name in ("config.json", WEIGHTS_FILE):

@@ -23,9 +23,9 @@ from specextend.drafters.eagle_config import VOCABULARY, EagleConfig
 from specextend.drafters.formats import PublishedHead, read_tensors, read_vocabulary
 
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
-"""First and last (exclusive) of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads."""
+"""Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first and end."""
 _MAPS = ("d2t", "t2d")
-"""Tensors of published heads that are no weights."""
+"""Tensors of published heads that are not weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ class EagleNetwork:
     h' approximates the target's hidden state at i + 1, gives token i + 2 through the target's LM head, and takes the
     place of h one level further (EAGLE, arXiv 2401.15077; the norms are ours).
 
-    Copy heads are further heads of the layer's attention, which find where the text said the same before and bring
-    what came next. They read tokens alone, wherever those stand (no RoPE). With normalised e of i + 1, i, i - 1, i - 2:
+    Copy heads are further heads of the layer's attention, which find earlier occurrences of the last tokens and return
+    the token that followed. They read tokens alone, without positions (no RoPE). With normalised e of i + 1, i, i - 1
+    and i - 2:
 
         query = copy.q_proj(concat(e[i + 1], e[i], e[i - 1]))
         key   = copy.k_proj(concat(e[i], e[i - 1], e[i - 2]))
@@ -63,7 +64,7 @@ class EagleNetwork:
         lm_head: Tensor,
         num_full_rows: int,
     ) -> None:
-        """Take the weights, and the target's LM head [V, C], of which a reduced vocabulary takes its own rows."""
+        """Take the weights, and the target's LM head [V, C], of which a reduced vocabulary keeps its own rows."""
         self._config, self._attend = config, target.attend
         self._embedding: Tensor = target.model.get_input_embeddings().weight
         self.vocabulary = weights.get(VOCABULARY)
@@ -95,7 +96,7 @@ class EagleNetwork:
         self._pending.pop(slot, None)
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Store keys and values of every position whose next token is known; the chunk's last one waits."""
+        """Store keys and values of every position whose next token is known; the last one waits for the next chunk."""
         pending = self._pending.get(slot)
         text = last_tokens(None if pending is None else pending.last, token_ids)
         if pending is None:
@@ -113,7 +114,7 @@ class EagleNetwork:
     def forward(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
     ) -> Tensor:
-        """Run token_ids [B, T], each with hidden [B, T, C] of one position before it; return hidden [B, T, C]."""
+        """Run token_ids [B, T], each with hidden [B, T, C] at the position before it; return hidden [B, T, C]."""
         embedded = self._embedded(token_ids, history)
         residual = self._inputs(embedded, hidden)
         normed = self._norm("layer.input_layernorm", residual)
@@ -170,7 +171,7 @@ class EagleNetwork:
 
 
 class PublishedNetwork:
-    """A published head, with the target's embedding and LM head if it has none of its own.
+    """A published head. It uses the target's embedding and LM head if it has none of its own.
 
     For position i, with e the embedding of token i + 1:
 
@@ -224,7 +225,7 @@ class PublishedNetwork:
         self._pending.pop(slot, None)
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Store keys and values of every position whose next token is known; the chunk's last one waits."""
+        """Store keys and values of every position whose next token is known; the last one waits for the next chunk."""
         if (pending := self._pending.get(slot)) is not None:
             hidden = torch.cat([pending, hidden])
         else:
@@ -280,7 +281,7 @@ class PublishedNetwork:
 
 
 def _own_or(own: Tensor | None, target: Tensor) -> Tensor:
-    """Return the head's own matrix, or the target's if there is none or both are equal, to save memory."""
+    """Return the head's own matrix, or the target's if the head has none or an equal one, which saves memory."""
     return target if own is None or torch.equal(own, target) else own
 
 

@@ -1,6 +1,6 @@
-"""Published EAGLE heads: which format a folder is in, checked without loading, and its tensors under one set of names.
+"""Published EAGLE heads: detection and check of their formats without loading weights, and one set of tensor names.
 
-| format | told by | names of the layer's tensors |
+| format | detected by | names of the layer's tensors |
 |---|---|---|
 | EAGLE-1/2 | `fc` and one decoder layer, whose q, k and v take C | `layers.0.` |
 | EAGLE-3 | the same with a `hidden_norm`, whose q, k and v take 2C | `midlayer.` or `layers.0.` |
@@ -54,7 +54,7 @@ class PublishedHead:
     folder: Path
     format: str
     fused: bool
-    """EAGLE-3: several of the target's layers go in, not its last hidden state."""
+    """EAGLE-3: the head reads several of the target's layers, not its last hidden state."""
     vocab_size: int
     """Rows of the target's embedding."""
     target_hidden_size: int
@@ -69,17 +69,17 @@ class PublishedHead:
     draft_vocab_size: int
     """Rows of the head's own LM head."""
     layers: tuple[int, ...] | None
-    """Target layers whose outputs go in, counted from 0; None: the usual three."""
+    """Target layers whose outputs the head reads, counted from 0; None: the usual three."""
     norm_before_residual: bool
-    """EAGLE-3: the residual is the fused hidden state after its norm, not before."""
+    """EAGLE-3: the residual is the fused hidden state after its norm, not before it."""
     norm_before_fc: bool
-    """EAGLE-3: the target's hidden states pass one norm together before they are fused."""
+    """EAGLE-3: one norm is applied to the concatenated hidden states of the target before they are fused."""
     layer_norms: bool
     """EAGLE-1 of `speculators`: norms of the embedding, before the layer, and before the LM head."""
     fusion_bias: bool
     """EAGLE-1 of `speculators`: `fc` must have a bias."""
     sources: dict[str, tuple[Path, str]] = field(default_factory=dict)
-    """Name here -> file and name there."""
+    """Our name of a tensor -> file, and name in it."""
 
     def hidden_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the target layers whose outputs the head takes; none if it takes the last hidden state.
@@ -99,12 +99,12 @@ class PublishedHead:
 
     @property
     def num_features(self) -> int:
-        """Return how many numbers of one position of the target go in."""
+        """Return the number of features that the head reads at one position of the target."""
         num_layers = 1 if not self.fused else 3 if self.layers is None else len(self.layers)
         return num_layers * self.target_hidden_size
 
     def required(self) -> dict[str, tuple[int, ...]]:
-        """List the tensors that must be there, by their names here."""
+        """List the required tensors by our names."""
         hidden, mlp = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         width = 2 * hidden if self.fused else hidden
@@ -122,7 +122,7 @@ class PublishedHead:
         return shapes | (self._fused_only() if self.fused else self._plain_only())
 
     def optional(self) -> dict[str, tuple[int, ...]]:
-        """List the tensors that may be there."""
+        """List the optional tensors by our names."""
         biased = [name for name, shape in self.required().items() if name.endswith("_proj.weight")]
         shapes = self.required()
         return {
@@ -166,8 +166,8 @@ def is_ours(folder: str | Path) -> bool:
 def read_head(folder: str | Path) -> PublishedHead:
     """Describe a published head by its files, without loading a tensor.
 
-    Raises ValueError in one line for an unknown format, pickled, missing or truncated files, a config that is not
-    served, and tensors that the config does not describe.
+    Raises ValueError in one line for an unknown format, pickled, missing or truncated files, an unsupported config, and
+    tensors that the config does not describe.
     """
     folder = Path(folder)
     files = weight_files(folder)
@@ -189,7 +189,7 @@ def read_head(folder: str | Path) -> PublishedHead:
 
 
 def read_tensors(head: PublishedHead, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
-    """Load some of a head's tensors, by their names here, as they are in the files."""
+    """Load some of a head's tensors, by our names, as they are in the files."""
     tensors = {}
     for name in names:
         file, spelled = head.sources[name]
@@ -201,8 +201,8 @@ def read_tensors(head: PublishedHead, names: Iterable[str], device: str = "cpu")
 def read_vocabulary(head: PublishedHead) -> Tensor | None:
     """Return the target's token id [V] int64 of each row of the head's own LM head; None if the ids are the same.
 
-    `d2t` holds differences: row i is token i + d2t[i]. Raises ValueError for ids that the target lacks, or for one that
-    stands there twice.
+    `d2t` holds differences: row i is token i + d2t[i]. Raises ValueError if an id is not one of the target's or appears
+    twice.
     """
     if "d2t" not in head.sources:
         return None
@@ -231,14 +231,14 @@ def weight_files(folder: Path) -> list[Path]:
         why = convert_pickles(pickled, folder / eagle_config.WEIGHTS_FILE)
         raise ValueError(f"EAGLE draft {folder} has only a pickle ({pickled[0].name}), {why}")
     if len(files) > 1 and not (folder / _INDEX).is_file():
-        raise ValueError(f"EAGLE draft {folder} has several weight files and no {_INDEX}")
+        raise ValueError(f"EAGLE draft {folder} has several weight files and no {_INDEX}; add it, or leave one file")
     if missing := [file for file in files or [folder / eagle_config.WEIGHTS_FILE] if not file.is_file()]:
         raise ValueError(f"EAGLE draft {folder} has no {missing[0].name}")
     return files
 
 
 def _own_name(name: str) -> str:
-    """Translate a name: `model.midlayer.mlp.up_proj.weight` is `layer.mlp.up_proj.weight` here."""
+    """Translate a name to ours: `model.midlayer.mlp.up_proj.weight` becomes `layer.mlp.up_proj.weight`."""
     name = name.removeprefix("model.")
     for prefix, renamed in (dict.fromkeys(_LAYERS, "layer.") | _RENAMED).items():
         if name.startswith(prefix):
@@ -252,10 +252,10 @@ def _describe(
     name, fused = _detect(raw, names)
     layer = _section(raw, "transformer_layer_config") if name.startswith("speculators") else raw
     if layer.get("model_type", "llama") not in _MODEL_TYPES:
-        raise ValueError(f"the layer is of type {layer['model_type']!r}; served are {', '.join(_MODEL_TYPES)}")
-    for key, served in (("hidden_act", "silu"), ("num_hidden_layers", 1)):
-        if layer.get(key, served) != served:
-            raise ValueError(f"{key} is {layer[key]!r}; served is {served!r}")
+        raise ValueError(f"the layer is of type {layer['model_type']!r}; supported are {', '.join(_MODEL_TYPES)}")
+    for key, supported in (("hidden_act", "silu"), ("num_hidden_layers", 1)):
+        if layer.get(key, supported) != supported:
+            raise ValueError(f"{key} is {layer[key]!r}; only {supported!r} is supported")
     vocab_size, hidden_size = _size(layer, "vocab_size"), _size(layer, "hidden_size")
     num_heads = _size(layer, "num_attention_heads")
     qwen3 = layer.get("model_type") == "qwen3"
@@ -301,8 +301,9 @@ def _detect(raw: dict[str, Any], names: set[str]) -> tuple[str, bool]:
 def _layers(raw: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the target layers whose outputs config.json names.
 
-    The two keys count differently, as their readers do: at the top level (vLLM, `speculators`) j is what enters layer
-    j, so the output of j - 1; inside `eagle_config` (SGLang) it is the output of layer j.
+    The key counts differently in its two places, as the programs that read it do. At the top level (vLLM,
+    `speculators`) j stands for the input of layer j, which is the output of layer j - 1. Inside `eagle_config` (SGLang)
+    it stands for the output of layer j.
     """
     nested = _section(raw, "eagle_config")
     key = "eagle_aux_hidden_state_layer_ids"
@@ -356,12 +357,12 @@ def _check_tensors(head: PublishedHead, found: dict[str, TensorInfo]) -> None:
     for name, info in sorted(found.items()):
         if info.shape != shapes[name]:
             raise ValueError(f"{where}: {spelled[name]} is {list(info.shape)}, config.json says {list(shapes[name])}")
-        served = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}.get(name, _FLOATS)
-        if info.dtype not in served:
-            raise ValueError(f"{where}: {spelled[name]} is {info.dtype}; served are {', '.join(served)}")
+        supported = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}.get(name, _FLOATS)
+        if info.dtype not in supported:
+            raise ValueError(f"{where}: {spelled[name]} is {info.dtype}; supported are {', '.join(supported)}")
 
 
 def _layer_prefix(spelled: dict[str, str]) -> str:
-    """Return how this checkpoint begins the names of its layer's tensors."""
+    """Return the prefix of this checkpoint's names for the tensors of its layer."""
     known = next((known for known in spelled if known.startswith("layer.")), "layer.")
     return spelled.get(known, known).removesuffix(known.removeprefix("layer."))

@@ -14,10 +14,10 @@ from specextend.decoding.tree import DraftTree
 from specextend.drafters.ngram import NgramState, Node, as_draft_tree, children_of
 
 DRAFT_SHARE = 0.13
-"""Share of a step's time that drafting takes (the shipped EAGLE head on two cores), saved by a step without it."""
+"""Share of a step's time that drafting takes (the shipped EAGLE head on two cores); a step without it saves this."""
 _PRIOR_GAIN = 1.0
 _MEMORY = 0.9
-"""Weight that the running gain keeps in a step."""
+"""Weight of the running gain after one more step."""
 
 
 @dataclass(slots=True)
@@ -28,14 +28,14 @@ class _SlotState:
 
     @property
     def draft_gain(self) -> float:
-        """Return the accepted tokens to expect of the draft's own tree."""
+        """Return the accepted tokens to expect from the draft's own tree."""
         return self.promised * self.ngrams.draft_factor
 
 
 class MergedDrafter:
-    """Merges n-gram drafts into another drafter's trees; skips that drafter when they alone bring more per second.
+    """Merges n-gram drafts into another drafter's trees; skips that drafter if they alone bring more tokens per second.
 
-    Trees are cut to the output's remaining length, so n-gram drafts need no room behind its last token.
+    Trees are cut to the remaining length of the output, so n-gram drafts need no room behind its last token.
     """
 
     def __init__(self, draft: Drafter, tree: TreeOptions, device: torch.device) -> None:
@@ -109,7 +109,7 @@ class MergedDrafter:
 def draft_pays(nodes: Sequence[Node], draft_gain: float) -> bool:
     """Return True if a step with a draft's tree brings more tokens per second than n-gram `nodes` alone.
 
-    The draft, worth `draft_gain` tokens by itself, helps if no n-gram draft holds the next token; a step without it
+    The draft, worth `draft_gain` tokens by itself, helps if no n-gram draft contains the next token. A step without it
     saves its share of the time.
     """
     expected = 1 + sum(node.probability for node in nodes[1:])

@@ -1,8 +1,8 @@
-"""N-gram drafts: no model, but what followed the same tokens before, in the prompt or in the output.
+"""N-gram drafts, which need no model: they propose what followed the same tokens before, in the prompt or the output.
 
 Prompt lookup (Saxena 2023) and suffix decoding (Oliaro and others, arXiv 2411.04975) propose what followed the longest
-match of the text's end. Here every match proposes its next token, a candidate. How often such candidates were right is
-counted for each sequence, beside a prior, and the tree holds the likeliest paths: of candidates alone, or of candidates
+match of the text's end. Here every match proposes its next token, a candidate. Each sequence counts how often such
+candidates were right, starting from a prior. The tree holds the likeliest paths: of candidates alone, or of candidates
 and a draft's tree under one node budget (`merged.py`).
 """
 
@@ -24,12 +24,12 @@ from specextend.drafters.suffix_index import LONGEST, Match, SuffixIndex
 Agreement = Literal["lone", "some", "most", "all"]
 
 _MOST_CANDIDATES = 6
-"""Candidates that are considered behind one node."""
+"""Most candidates that are considered behind one node."""
 _PRIOR_GUESSES = 8.0
-"""Guesses that the prior weighs as much as."""
+"""Weight of the prior, in guesses."""
 # Measured on greedy summaries of 20 GovReport documents of 8K tokens and more, cut to 0.9K to 3.5K, by SmolLM2-135M.
 _LONE = (0.17, 0.33, 0.50, 0.62, 0.70, 0.75, 0.78, 0.82, 0.85, 0.88, 0.90, 0.93)
-"""How often the text goes on as it did after its only match, by the length of the match: 1, 2, ... tokens."""
+"""Rates at which the text continues as after its only match, by the length of the match: 1, 2, ... tokens."""
 _CONTESTED = 0.7
 _LEAST = {"lone": 0.0, "some": 0.0, "most": 0.5, "all": 0.8}
 _OWN = 0.15
@@ -45,7 +45,7 @@ class Evidence(NamedTuple):
     length: int
     """Tokens of its longest match."""
     agreement: Agreement
-    """How many of the matches of that length say the same: `lone` is the only one, `some` are half of them at most."""
+    """Share of the matches of that length that propose it: `lone` is the only match, `some` are at most half."""
     is_own: bool
     """True if one of them lies in the output."""
     rank: int
@@ -63,7 +63,7 @@ class Candidate(NamedTuple):
 
 
 class CandidateRates:
-    """How often candidates were right in one sequence, given that no better one was."""
+    """The rates at which candidates were right in one sequence, given that no better candidate was."""
 
     def __init__(self) -> None:
         self._hits: Counter[Evidence] = Counter()
@@ -95,7 +95,7 @@ class CandidateRates:
         return candidates
 
     def learn(self, candidates: Sequence[Candidate], token_id: int) -> None:
-        """Count which candidates were right, now that the text went on with `token_id`."""
+        """Count which candidates were right, now that the text has continued with `token_id`."""
         for candidate in candidates:
             self._guesses[candidate.evidence] += 1
             if candidate.token_id == token_id:
@@ -120,19 +120,20 @@ def _agreement(count: int, of: int) -> Agreement:
 
 
 Source = Literal["ngram", "ngram_only", "both", "draft", "draft_only"]
-"""Who proposes a token. `ngram`: a match, where the draft proposes nothing; `ngram_only`: a match, where the draft
-proposes other tokens; `both`; `draft`; `draft_only`: the draft, where matches are nearly sure of other tokens."""
+"""The source of a proposed token: `ngram`: a match, while the draft proposes nothing; `ngram_only`: a match, while the
+draft proposes other tokens; `both`: a match and the draft; `draft`: the draft; `draft_only`: the draft, while matches
+are nearly sure of other tokens."""
 
 LEAST_PROBABILITY = 0.01
-"""Probability of a path from which it is worth verifying: a node more takes about a hundredth of a step."""
+"""Smallest probability of a path that is worth verifying: one more node takes about a hundredth of a step."""
 _SURE = 0.65
-"""Probability of all candidates together from which a token of the draft alone is rarely right."""
+"""Total probability of all candidates above which a token that only the draft proposes is rarely right."""
 _CERTAIN = 0.99
 """The highest probability of a node."""
 _PRIOR_CLAIMS = 20.0
-"""Expected tokens that a prior factor weighs as much as."""
+"""Weight of a prior factor, in expected tokens."""
 _PRIOR_FACTORS: dict[Source, float] = {"ngram": 1.0, "ngram_only": 0.75, "both": 1.0, "draft": 1.0, "draft_only": 0.5}
-"""Measured as the prior rates were, with the shipped EAGLE head."""
+"""Measured in the same way as the prior rates, with the shipped EAGLE head."""
 
 
 class Node(NamedTuple):
@@ -145,18 +146,18 @@ class Node(NamedTuple):
     """Probability of the path from the root."""
     source: Source
     claim: float
-    """Probability after its parent, as the source says, not corrected."""
+    """Probability after its parent that its source claims, before correction."""
 
 
 class Calibration:
-    """Corrects each source's probabilities by how often it was right in this sequence."""
+    """Corrects each source's probabilities by the rate at which it was right in this sequence."""
 
     def __init__(self) -> None:
         self._hits: dict[Source, float] = dict.fromkeys(_PRIOR_FACTORS, 0.0)
         self._claimed: dict[Source, float] = dict.fromkeys(_PRIOR_FACTORS, 0.0)
 
     def factor(self, source: Source) -> float:
-        """Return accepted over claimed tokens of a source; above 1 if it claims too little."""
+        """Return the accepted tokens of a source over those that it claimed; above 1 if it claims too little."""
         hits = self._hits[source] + _PRIOR_CLAIMS * _PRIOR_FACTORS[source]
         return hits / (self._claimed[source] + _PRIOR_CLAIMS)
 
@@ -165,7 +166,7 @@ class Calibration:
         return min(_CERTAIN, claim * self.factor(source))
 
     def observe(self, node: Node, *, hit: bool) -> None:
-        """Record a node whose parent was accepted; `hit` if the node was, too."""
+        """Record a node whose parent was accepted; `hit` says that the node itself was."""
         self._claimed[node.source] += node.claim
         self._hits[node.source] += hit
 
@@ -180,7 +181,7 @@ class DraftChild(NamedTuple):
 
 
 def children_of(tree: DraftTree) -> dict[int, list[DraftChild]]:
-    """Sort a draft's tree by parents, on the host."""
+    """Group the nodes of a draft's tree by their parents, on the host."""
     token_ids, parents = torch.stack([tree.token_ids, tree.parents]).tolist()
     log_probs = tree.log_probs.tolist()
     children: dict[int, list[DraftChild]] = {}
@@ -203,7 +204,7 @@ class _Offer(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """An entry of the heap of possible nodes: the likeliest first, of equals the first found."""
+    """An entry of the heap of possible nodes: likeliest first, and of two equal ones the first found."""
 
     negative_probability: float
     number: int
@@ -212,7 +213,7 @@ class _Open(NamedTuple):
 
 
 class TreeGrower:
-    """Grows one tree best first. Path probabilities only shrink, so the best so far are the best of all."""
+    """Grows one tree best first. Path probabilities only shrink, so the best nodes so far are the best of all."""
 
     def __init__(
         self, index: SuffixIndex, rates: CandidateRates, calibration: Calibration, num_prompt_tokens: int
@@ -279,12 +280,12 @@ class NgramState:
 
     @property
     def most_levels(self) -> int:
-        """Return the tree levels that the output still has room for, the bonus token behind them."""
+        """Return the number of tree levels that the output still has room for, with the bonus token behind them."""
         return max(0, self._num_left - 1)
 
     @property
     def draft_factor(self) -> float:
-        """Return accepted over claimed tokens of the draft in the trees so far; 1 at first."""
+        """Return the draft's accepted tokens over those that it claimed in the trees so far; 1 at first."""
         return self._calibration.factor("draft")
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -292,7 +293,7 @@ class NgramState:
         self._index.extend(token_ids)
 
     def absorb(self, token_ids: Sequence[int]) -> None:
-        """Append newly decided tokens; learn from what the candidates and the proposed tree said of them."""
+        """Append newly decided tokens; learn from how well the candidates and the proposed tree predicted them."""
         self._judge_proposed(token_ids)
         for token_id in token_ids:
             matches = self._index.matches()
@@ -324,7 +325,7 @@ class NgramState:
 
 
 class NgramDrafter:
-    """Proposes n-gram drafts. It reads tokens only, and always all of them, whatever `select` shows."""
+    """Proposes n-gram drafts. It reads tokens only, and always sees all of them, whatever `select` shows."""
 
     def __init__(self, tree: TreeOptions, device: torch.device) -> None:
         """Take the tree's options and the device on which trees are wanted."""

@@ -29,7 +29,7 @@ class ModelNetwork:
         max_chunk: int,
         reduced: ReducedVocabulary | None = None,
     ) -> None:
-        """Take the model; without `reduced` it knows all of the target's tokens."""
+        """Take the model; without `reduced` it has all of the target's tokens."""
         self._model, self._window, self._max_chunk = model, prefill_window, max_chunk
         self.vocabulary = None if reduced is None else reduced.token_ids.to(model.device)
         self._rows = None if reduced is None else reduced.rows().to(model.device)
@@ -78,7 +78,7 @@ FILE = "draft_vocabulary.safetensors"
 class ReducedVocabulary:
     """The part of the target's tokens that a model knows.
 
-    Row r of the model's embedding and LM head is the token `token_ids[r]`; the one row behind them stands for every
+    Row r of the model's embedding and LM head is the token `token_ids[r]`. One more row behind them stands for every
     other token and is never proposed.
     """
 
@@ -100,8 +100,8 @@ def read_reduced(folder: Path) -> ReducedVocabulary | None:
     """Read the reduced vocabulary of a model's folder and check it against the config; None if there is none.
 
     Beside a stock model's files, `draft_vocabulary.safetensors` holds `draft_token_ids` [R], ascending ids of the
-    target; `config.json` says under `target_vocab_size` how many tokens the target has, and under `tokens_sha256`
-    which. No weight is loaded to check it. Raises ValueError in one line.
+    target. In `config.json`, `target_vocab_size` is the number of the target's tokens, and `tokens_sha256` their hash.
+    No weight is loaded for the check. Raises ValueError in one line.
     """
     file = folder / FILE
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Finds the earlier places of a text that match its end, kept up to date token by token."""
+"""The earlier places of a text that match its end, kept up to date token by token."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LONGEST = 12
-"""Tokens of a match that are told apart; a longer one counts as this."""
+"""Largest length of a match in tokens; a longer match counts as this long."""
 MOST = 32
-"""Matches that are returned at most."""
+"""Largest number of matches that are returned."""
 
 
 class Match(NamedTuple):
@@ -24,8 +24,8 @@ class Match(NamedTuple):
 class SuffixIndex:
     """A text and the matches of its end.
 
-    A new token visits each of its earlier occurrences: a match ends there, one longer than the match that ended one
-    token before. Nothing is searched.
+    A new token visits each of its earlier occurrences: a match ends there, one token longer than the match that ended
+    one token before. So no search is needed.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class SuffixIndex:
         self._lengths: dict[int, int] = {}  # position behind a match -> length of the match
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append many tokens; only the last ones are matched, since the matches depend on nothing else."""
+        """Append many tokens; only the last ones are matched, because the matches depend on nothing else."""
         unmatched = token_ids[:-LONGEST]
         if unmatched:
             self._lengths = {}
@@ -58,6 +58,6 @@ class SuffixIndex:
         return [Match(length, position) for length, position in best]
 
     def continued(self, matches: Sequence[Match]) -> list[Match]:
-        """Return the matches one token later, if the text goes on as they do, without those that reach its end."""
+        """Return the matches one token later if the text continues as they do, without those that reach its end."""
         end = len(self.token_ids)
         return [Match(min(length + 1, LONGEST), position + 1) for length, position in matches if position + 1 < end]

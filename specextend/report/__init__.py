@@ -1,4 +1,4 @@
-"""The report of a run folder: counts, speeds, and where the time went."""
+"""The report of a run folder: counts, speeds, and shares of the time."""
 
 from specextend.report.build import build_report, write_report
 from specextend.report.sections import render

@@ -116,7 +116,7 @@ def _counted(counts: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def why_not_faster(report: dict[str, Any]) -> list[str]:
-    """Explain in sentences where the time went, the largest cost first; a run without any time gets none."""
+    """Explain in sentences where the time went, the largest cost first; return none if no time was measured."""
     shares = {name: share for name, share in report["time"]["shares"].items() if share is not None}
     if not shares:
         return []

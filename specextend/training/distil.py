@@ -34,8 +34,9 @@ TRAIN: dict[TrainedKind, Callable[[Task], dict[str, Any]]] = {
 def distil(config: RunConfig, source: Source, options: TrainOptions, output: Path, say: Say) -> dict[str, Any]:
     """Train a draft for the configuration's target on the source's text, and return its figures.
 
-    Called again with the same arguments after an interruption, it resumes. Raises ValueError if `output` holds another
-    training, if there is too little text, or if the head to start from does not fit; the target has read nothing then.
+    Called again with the same arguments after an interruption, it resumes. Raises ValueError, before the target reads
+    anything, if `output` holds another training, if there is too little text, or if the head to start from does not
+    fit.
     """
     num_layers = check_model(config.target.model, config.target.revision).num_layers
     layers = fused_layers(num_layers) if options.kind == "eagle3" else ()

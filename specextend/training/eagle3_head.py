@@ -36,7 +36,7 @@ class FusedHead(nn.Module):
         embedding: Tensor,
         lm_head: Tensor,
     ) -> None:
-        """`weights` holds all that the shape requires but `d2t`; embedding and lm_head [tokens, C] are the target's."""
+        """Take all weights that the shape requires except `d2t`, and the target's embedding and lm_head [tokens, C]."""
         super().__init__()
         self.shape = shape
         self.embedding: Tensor

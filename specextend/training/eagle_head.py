@@ -25,7 +25,7 @@ class EagleHead(nn.Module):
     """A trainable head in fp32; embedding and LM head are the target's and stay frozen."""
 
     def __init__(self, config: EagleConfig, weights: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor) -> None:
-        """`weights` holds all tensors of the config; `embedding` and `lm_head` [tokens, C] are the target's."""
+        """Take all tensors of the config, and the target's `embedding` and `lm_head` [tokens, C]."""
         super().__init__()
         self.config = config
         self.embedding: Tensor

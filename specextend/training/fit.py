@@ -59,7 +59,7 @@ class Fit:
         options: FitOptions,
         folder: Path,
     ) -> None:
-        """`loss` computes the loss of a lesson; its random numbers come from a generator seeded for the step."""
+        """Take the module and the function that computes the loss of a lesson with a generator seeded for the step."""
         self._loss, self._options, self._folder = loss, options, folder
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))

@@ -66,7 +66,7 @@ class HeadTensors(nn.Module):
     """The trained tensors of a head in fp32, by the names of its format, and the operations on them."""
 
     def __init__(self, weights: Mapping[str, Tensor], head_dim: int, layer_eps: float, head_eps: float) -> None:
-        """`layer_eps` is for the norms inside the layer, `head_eps` for the others."""
+        """Take the tensors; `layer_eps` is for the norms inside the layer, `head_eps` for the others."""
         super().__init__()
         self._head_dim, self._layer_eps, self._head_eps = head_dim, layer_eps, head_eps
         named = {name.replace(".", "/"): nn.Parameter(weight.float()) for name, weight in weights.items()}

@@ -106,7 +106,7 @@ def distillation_loss(model: Any, window: TokenWindow, lm_head: Tensor) -> Tenso
 
 
 def right_choices(model: Any, window: TokenWindow, lm_head: Tensor, vocabulary: Tensor) -> Tensor:
-    """Tell where model and target have the same first choice: [T] bool; lm_head [tokens, C], vocabulary [R]."""
+    """Return where [T] bool model and target have the same first choice; lm_head [tokens, C], vocabulary [R]."""
     assert window.hidden is not None
     wanted = linear(window.hidden.to(lm_head), lm_head).argmax(-1)
     return vocabulary.to(wanted.device)[_logits(model, window).argmax(-1)] == wanted

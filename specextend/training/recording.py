@@ -1,4 +1,4 @@
-"""Recording of what drafts learn from: the target runs over a sample once, and its hidden states are kept.
+"""Recordings, from which drafts learn: the target runs over a sample once, and its hidden states are kept.
 
 Shapes: `P` prompt tokens, `T` tokens of an answer, `B` summaries decoded together, `C` hidden size, `V` vocabulary.
 """
@@ -24,7 +24,7 @@ CHUNK = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryOptions:
-    """How the target summarises a prompt."""
+    """Number and length of the target's summaries of a prompt, and their temperature."""
 
     count: int = 3
     """Number of summaries of a sample; the first is greedy, the others are sampled."""
@@ -96,7 +96,7 @@ class Recorder:
         options: SummaryOptions,
         layers: tuple[int, ...] = (),
     ) -> None:
-        """`layers`, ascending, are those whose outputs become the features; without any, the last hidden state does."""
+        """Take the target; features are the outputs of `layers`, ascending, or without any the last hidden state."""
         self._target, self._eos_token_ids, self._options, self._layers = target, eos_token_ids, options, layers
 
     @torch.inference_mode()

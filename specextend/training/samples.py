@@ -74,7 +74,7 @@ class SampleMaker:
     def __init__(self, tokenizer: Any, prompts: Prompts, options: SampleOptions, max_summary_tokens: int) -> None:
         """Check that the target's context has room for the shortest piece, its answers and `max_summary_tokens`.
 
-        Raises ValueError if it has not, and DocumentError as `Prompts.room` does.
+        Raises ValueError if it does not, and DocumentError as `Prompts.room` does.
         """
         self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
         facts = SENTENCE_TOKENS * options.num_facts
@@ -83,12 +83,12 @@ class SampleMaker:
         if room < options.min_tokens:
             raise ValueError(
                 f"the target's context has room for pieces of {max(0, room)} tokens, fewer than min_tokens "
-                f"({options.min_tokens})"
+                f"({options.min_tokens}); choose smaller values"
             )
         self._most = min(options.max_tokens, room)
 
     def fits(self, text: str) -> bool:
-        """Tell whether a document is long enough."""
+        """Return True if a document is long enough for a sample."""
         return len(self._prompts.encode_document(text)) >= self._options.min_tokens
 
     def make(self, text: str, number: int) -> Sample:

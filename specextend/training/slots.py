@@ -54,13 +54,13 @@ class Slots:
         return Slots(self.places.to(device), *(x.to(device) for x in (self.hidden, self.labels, self.groups)))
 
     def visible(self, asked: Tensor) -> Tensor:
-        """Tell which slots each asked slot sees, [Q, S] bool: the prompt's and its own answer's up to itself."""
+        """Return the mask [Q, S] bool of what each asked slot sees: the prompt, and its own answer up to itself."""
         own = self.groups[asked][:, None]
         before = self.places.positions[None] <= self.places.positions[asked][:, None]
         return before & ((self.groups[None] == 0) | (self.groups[None] == own))
 
     def follow(self, asked: Tensor, steps: int) -> Tensor:
-        """Tell whether the slot `steps` further belongs to the same group: [Q] bool."""
+        """Return, for each asked slot, whether the slot `steps` further belongs to the same group: [Q] bool."""
         last = len(self.groups) - 1
         return (asked + steps <= last) & (self.groups[(asked + steps).clamp(max=last)] == self.groups[asked])
 

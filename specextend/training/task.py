@@ -1,4 +1,4 @@
-"""Everything that a training needs, whatever the kind of draft: options, text, samples, recordings, frozen target.
+"""The inputs of a training, for any kind of draft: options, text, samples, recordings, frozen target.
 
 One document in ten is held out: no draft learns from it, and every draft is evaluated on it.
 """
@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from specextend.attention.backends import load_backend
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.attention.hybrid import load_backend
 from specextend.config import RunConfig
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
@@ -199,7 +199,8 @@ def frequent_tokens(texts: Iterable[Sequence[int]], special: Sequence[int], size
     others = sorted((token_id for token_id in counts if token_id not in set(kept)), key=lambda i: (-counts[i], i))
     if len(kept) + len(others) < size:
         raise ValueError(
-            f"a vocabulary of {size} needs more text: this text has {len(kept) + len(others)} different tokens"
+            f"a vocabulary of {size} cannot be made: the text has {len(kept) + len(others)} different tokens; "
+            "give more text, or choose a smaller vocabulary"
         )
     return torch.tensor(sorted([*kept, *others[: size - len(kept)]]))
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention import reference, sdpa
-from specextend.attention.hybrid import load_backend
+from specextend.attention.backends import attend_reference, attend_sdpa, load_backend
 from specextend.attention.plan import AttentionPlan, KeySpan
 from tests.covering import covering
 
@@ -84,40 +83,46 @@ def test_the_reference_is_attention_by_its_definition(heads, causal):
     starts, num_rows = regions(lengths)
     q, k, v = tensors(2, 5, heads, num_rows, torch.float32)
     span = KeySpan(starts, lengths, mask=None if causal else random_mask(2, 5, 6), causal=causal)
-    assert_close(reference.attend(q, k, v, span, SCALE), slow_attention(q, k, v, span, SCALE))
+    assert_close(attend_reference(q, k, v, span, SCALE), slow_attention(q, k, v, span, SCALE))
+
+
+def assert_sdpa_is_the_reference(
+    lengths: list[int],
+    num_queries: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+) -> None:
+    starts, num_rows = regions(lengths)
+    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, dtype)
+    expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask, causal), SCALE)
+    assert_close(attend_sdpa(q, k, v, KeySpan(starts, lengths, mask, causal), SCALE), expected)
 
 
 @pytest.mark.parametrize(("heads", "num_queries", "lengths", "dtype"), covering(GROUPS, NUM_QUERIES, PREFIXES, DTYPES))
 def test_sdpa_equals_the_reference_over_a_prefix(heads, num_queries, lengths, dtype):
     """The unmasked part of a step: prefixes of different lengths, some empty, in one call."""
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, dtype)
-    span = KeySpan(starts, lengths)
-    assert_close(sdpa.attend(q, k, v, span, SCALE), reference.attend(q, k, v, span, SCALE))
+    assert_sdpa_is_the_reference(lengths, num_queries, heads, dtype)
 
 
 @pytest.mark.parametrize(("heads", "num_queries", "lengths", "dtype"), covering(GROUPS, NUM_QUERIES, PREFIXES, DTYPES))
 def test_sdpa_equals_the_reference_under_a_tree_mask(heads, num_queries, lengths, dtype):
     """Dense tree attention: a prefix that all see, and masked rows behind it."""
-    lengths = [length + num_queries for length in lengths]
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, dtype)
     mask = random_mask(len(lengths), num_queries, num_queries)
-    expected = reference.attend(q, k, v, KeySpan(starts, lengths, mask=mask), SCALE)
-    assert_close(sdpa.attend(q, k, v, KeySpan(starts, lengths, mask=mask), SCALE), expected)
+    assert_sdpa_is_the_reference([length + num_queries for length in lengths], num_queries, heads, dtype, mask)
 
 
 @pytest.mark.parametrize(("heads", "num_queries", "dtype"), covering(GROUPS, NUM_QUERIES, DTYPES))
 def test_sdpa_equals_the_reference_in_a_causal_block(heads, num_queries, dtype):
     """A prefill chunk over itself; torch's kernel aligns `is_causal` at the top left, which is right only here."""
-    lengths = [num_queries] * 3
-    starts, num_rows = regions(lengths)
-    q, k, v = tensors(3, num_queries, heads, num_rows, dtype)
-    span = KeySpan(starts, lengths, causal=True)
-    assert_close(sdpa.attend(q, k, v, span, SCALE), reference.attend(q, k, v, span, SCALE))
+    assert_sdpa_is_the_reference([num_queries] * 3, num_queries, heads, dtype, causal=True)
 
 
-@pytest.mark.parametrize(("backend", "window", "num_queries"), covering([reference, sdpa], [1, 16, 512], [1, 7, 600]))
+@pytest.mark.parametrize(
+    ("backend", "window", "num_queries"), covering([attend_reference, attend_sdpa], [1, 16, 512], [1, 7, 600])
+)
 def test_a_window_is_a_band(backend, window, num_queries):
     """Draft prefill: with a long chunk whole key blocks lie outside a query's window, where a kernel may make NaN."""
     lengths = [num_queries, num_queries + 3, num_queries + 700]
@@ -129,16 +134,16 @@ def test_a_window_is_a_band(backend, window, num_queries):
         own = torch.arange(num_queries)[:, None] + length - num_queries
         key = torch.arange(length)[None]
         band[b, :, max(lengths) - length :] = (key <= own) & (key > own - window)
-    expected = reference.attend(q, k, v, KeySpan(starts, lengths, mask=band), SCALE)
-    assert_close(backend.attend(q, k, v, span, SCALE), expected)
+    expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask=band), SCALE)
+    assert_close(backend(q, k, v, span, SCALE), expected)
     assert max(span.lengths) <= num_queries + window - 1, "rows outside every window are not even read"
 
 
-@pytest.mark.parametrize("backend", [reference, sdpa])
+@pytest.mark.parametrize("backend", [attend_reference, attend_sdpa])
 def test_an_empty_span_weighs_nothing(backend):
     """Zero keys kill the process in torch's CPU kernel (SIGFPE), so they must never reach it."""
     q, k, v = tensors(2, 3, (4, 2), 10, torch.float32)
-    out, lse = backend.attend(q, k, v, KeySpan([0, 4], [0, 0]), SCALE)
+    out, lse = backend(q, k, v, KeySpan([0, 4], [0, 0]), SCALE)
     assert out.isfinite().all()
     assert (lse == -math.inf).all()
 
@@ -148,18 +153,18 @@ def test_rows_of_other_sequences_are_not_seen():
     starts, lengths = [4, 20], [6, 9]
     q, k, v = tensors(2, 3, (4, 2), 40, torch.float32)
     spans = [KeySpan(starts, lengths, mask=random_mask(2, 3, 5)) for _ in range(2)]
-    expected = sdpa.attend(q, k, v, spans[0], SCALE)
+    expected = attend_sdpa(q, k, v, spans[0], SCALE)
     outside = torch.ones(40, dtype=torch.bool)
     outside[4:10] = outside[20:29] = False
     k[outside], v[outside] = math.nan, math.nan
-    assert_close(sdpa.attend(q, k, v, spans[1], SCALE), expected)
+    assert_close(attend_sdpa(q, k, v, spans[1], SCALE), expected)
 
 
 def test_auto_is_the_fastest_that_is_proven():
     """On a CPU torch's own kernels; elsewhere the plain twin until a kernel has been proven there."""
-    assert load_backend("auto", torch.device("cpu")) is sdpa.attend
-    assert load_backend("auto", torch.device("cuda")) is reference.attend
-    assert load_backend("reference", torch.device("cpu")) is reference.attend
+    assert load_backend("auto", torch.device("cpu")) is attend_sdpa
+    assert load_backend("auto", torch.device("cuda")) is attend_reference
+    assert load_backend("reference", torch.device("cpu")) is attend_reference
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():

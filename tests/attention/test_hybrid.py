@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention import reference, sdpa
+from specextend.attention.backends import attend_reference, attend_sdpa
 from specextend.attention.hybrid import attend_plan, merge_states
 from specextend.attention.plan import AttentionPlan, KeySpan
 from specextend.decoding.tree import tree_mask
 from tests.covering import covering
 
 SCALE = 0.25
-BACKENDS = {"reference": reference.attend, "sdpa": sdpa.attend}
+BACKENDS = {"reference": attend_reference, "sdpa": attend_sdpa}
 
 
 def random_tree(num_nodes: int, seed: int) -> Tensor:
@@ -66,7 +66,7 @@ def test_hybrid_masks_only_the_tree():
 def test_prefill_in_chunks_equals_prefill_at_once(chunks, backend):
     """Unmasked prefix and causal own block, merged: no mask of the prompt's length squared ever exists."""
     starts, q, k, v = cache_rows([40], 40, (6, 2))
-    whole, _ = reference.attend(q, k, v, KeySpan(starts, [40], causal=True), SCALE)
+    whole, _ = attend_reference(q, k, v, KeySpan(starts, [40], causal=True), SCALE)
     done = 0
     for chunk in chunks:
         plan = AttentionPlan(starts, [done + chunk], chunk)
@@ -85,7 +85,7 @@ def test_a_level_deeper_in_the_tree_sees_its_ancestors_alone(backend):
         out = attend_plan(BACKENDS[backend], q, k, v, AttentionPlan(starts, [26], 2, mask, tree), SCALE)
         for node in range(2):
             visible = [starts[0] + row for row in (*range(20), *(20 + mask[0, node].nonzero().flatten()).tolist())]
-            alone = reference.attend(q[:, node : node + 1], k[visible], v[visible], KeySpan([0], [len(visible)]), SCALE)
+            alone = attend_reference(q[:, node : node + 1], k[visible], v[visible], KeySpan([0], [len(visible)]), SCALE)
             torch.testing.assert_close(out[:, node : node + 1], alone[0], atol=1e-5, rtol=1e-5)
 
 
@@ -93,8 +93,8 @@ def test_merging_is_attention_over_the_union():
     """Both ways round, and with weights that differ by hundreds in the exponent."""
     _, q, k, v = cache_rows([30], 3, (4, 2))
     k[4:14] *= 40
-    whole, _ = reference.attend(q, k, v, KeySpan([4], [30]), SCALE)
-    parts = [reference.attend(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
+    whole, _ = attend_reference(q, k, v, KeySpan([4], [30]), SCALE)
+    parts = [attend_reference(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
     for a, b in (parts, parts[::-1]):
         torch.testing.assert_close(merge_states(*a, *b), whole, atol=1e-5, rtol=1e-5)
 

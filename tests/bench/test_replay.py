@@ -11,16 +11,12 @@ import torch
 
 from specextend.bench.replay import Divergence, FirstLevel, Replay, Replayer, diverge
 from specextend.bench.trace import Trace, TraceRecorder
-from specextend.config import RunConfig
 from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.engine import Engine
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import root_only
-from specextend.loading import load_cached_target, target_rows
-from specextend.models import load_tokenizer, read_facts
-from specextend.pairing import load_drafter
 from specextend.stats import DecodingStats
-from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, SECTIONS, Pair, draft_section, random_prompt, request, write_pair
+from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, Pair, engine_with, random_prompt, request, tiny_config, write_pair
 
 NUM_LAYERS = 3
 EVERY_STEP = {"policy": "retrieval", "score_layers": (0, -1), "refresh_every": 1}
@@ -91,27 +87,9 @@ class Loaded:
 
 
 def load(pair: Pair, draft: str, **choice: Any) -> Loaded:
-    sections = {name: dict(values) for name, values in SECTIONS.items()}
-    sections["target"] = {"model": pair.target, "dtype": "float32", "device": "cpu"}
-    sections["draft"] = draft_section(pair, draft)
-    sections["cache"] |= choice
-    config = RunConfig.from_values(sections)
-    facts = read_facts(pair.target)
-    num_rows = target_rows(config, facts)
-    target, lm_head = load_cached_target(config, num_rows)
-    drafter = Listening(load_drafter(config, config.cache, target, lm_head, num_rows))
-    engine = Engine(
-        load_tokenizer(pair.target),
-        target,
-        drafter,
-        eos_token_ids=frozenset([EOS_TOKEN_ID]),
-        max_tokens=config.max_tokens(facts.context_length),
-        max_batch_size=1,
-        tree=config.tree,
-        tree_attention="hybrid",
-        cache=config.cache,
-    )
-    return Loaded(target, drafter, engine, config.cache)
+    config = tiny_config(pair, draft, **{f"cache__{name}": value for name, value in choice.items()})
+    engine = engine_with(config, Listening)
+    return Loaded(engine.target, engine.drafter, engine, config.cache)
 
 
 def histogram(replay: Replay, num_levels: int) -> list[int]:
@@ -200,6 +178,7 @@ def test_a_draft_that_is_the_target_diverges_by_nothing(pair):
         loaded = load(pair, draft, policy="full")
         trace = loaded.recorder().record(random_prompt(30), None, 10)
         found = [step.divergence for step in loaded.replay(trace, loaded.drafter.drafter).steps]
+        assert found, draft
         assert all(each is not None and low <= each.total_variation <= high for each in found), draft
 
 

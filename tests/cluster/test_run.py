@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster import lock as lock_module
@@ -20,7 +22,6 @@ from specextend.cluster.exits import (
     WorkersFailError,
 )
 from specextend.cluster.worker import document_seed
-from specextend.data import source as source_module
 from specextend.pairing import pair_hashes
 from tests.cluster.conftest import Screen
 from tests.cluster.fakes import LoadsLater, NeverLoads, SwapsWeights
@@ -112,8 +113,10 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch):
 
 def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end(job, hasty, monkeypatch):
     """They are as large as the corpus, and nobody looks into `_run` once there are summaries."""
-    monkeypatch.setattr(source_module, "MAX_GROUP_BYTES", 0)
-    run = job([*GOOD[:2], "raise"])
+    run = job([])
+    texts = [*(text.encode() for text in GOOD[:2]), b"\xff" * (65 << 20)]  # the last is an error row at once
+    text = pa.array(texts).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"id": ["d0", "d1", "d2"], "text": text}), run.input)
     copy = run.output / "_run" / "input" / "file-00000.parquet"
     with pytest.raises(WorkersFailError):
         run.run(NeverLoads())

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from pyarrow import fs
 
 from specextend.core import DocumentKey
-from specextend.data import source as source_module
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions, InputUnreachableError
 from specextend.data.parts import PartWriter
@@ -83,11 +84,10 @@ def test_finalize_notices_before_it_writes(
 
 
 def test_a_copy_stands_in_for_a_file_that_changes_later(
-    source: Source, path: Path, write: Write, output: Location, monkeypatch: pytest.MonkeyPatch
+    source: Source, path: Path, write: Write, output: Location
 ) -> None:
     """Finalize tells; but no reader of a copy may take it for the new file."""
-    monkeypatch.setattr("specextend.data.source.MAX_GROUP_BYTES", 1)
-    copied = regroup(source, output)
+    copied = regroup(source, output, max_group_bytes=1)
     take_away(path, write)
     with pytest.raises(InputChangedError):
         copied.read(DocumentKey(0, 3))
@@ -130,12 +130,19 @@ def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_th
     assert len(rows(output / "summaries")) == 16
 
 
-def test_a_file_that_can_be_asked_for_but_not_opened_is_out_of_reach_and_not_damaged(source: Source, monkeypatch):
-    """Running again helps; "repair it or take it out" would be wrong advice."""
+class Closed(fs.FSSpecHandler):
+    """A local file system that answers questions about its files and opens none of them."""
 
-    def denied(*arguments: object) -> None:
+    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
+        return fs.LocalFileSystem().get_file_info(paths)
+
+    def open_input_file(self, path: str) -> None:
         raise PermissionError("access denied")
 
-    monkeypatch.setattr(source_module, "open_parquet", denied)
+
+def test_a_file_that_can_be_asked_for_but_not_opened_is_out_of_reach_and_not_damaged(source: Source):
+    """Running again helps; "repair it or take it out" would be wrong advice."""
+    root = Location(fs.PyFileSystem(Closed(fsspec.filesystem("file"))), source.root.path)
+    source = Source(source.options, root, source.files, source.passthrough_fields)
     with pytest.raises(InputUnreachableError, match=r"cannot be reached \(access denied\); run again$"):
         list(source.batches(0, ["text"]))

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import fs
 
-from specextend.data import parts as parts_module
 from specextend.data.finalize import ReconciliationError, finalize, gathered
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
@@ -158,10 +157,9 @@ def test_it_works_on_other_file_systems_and_without_passthrough(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
 @given(st.data())
 def test_whatever_the_order_of_commits_every_row_is_there_once(
-    tmp_path: Path, write: Write, done: MakeRow, failed: MakeRow, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+    tmp_path: Path, write: Write, done: MakeRow, failed: MakeRow, data: st.DataObject
 ) -> None:
     """With a window of four rows, so that files and windows overlap in every way."""
-    monkeypatch.setattr(parts_module, "WINDOW_ROWS", 4)
     place = uuid.uuid4().hex
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     for number, size in enumerate(sizes):
@@ -175,7 +173,7 @@ def test_whatever_the_order_of_commits_every_row_is_there_once(
     writer = PartWriter(output, "0000000a")
     for begin in range(0, len(order), 4):
         writer.commit([failed(*key) if key in bad else done(*key) for key in order[begin : begin + 4]])
-    assert finalize(source, output) == Counts(len(keys), len(keys) - len(bad), len(bad))
+    assert finalize(source, output, window_rows=4) == Counts(len(keys), len(keys) - len(bad), len(bad))
     for number in range(len(sizes)):
         expected = [row for file, row in keys if file == number and (file, row) not in bad]
         table = read(output, "summaries", number)

@@ -241,10 +241,9 @@ def test_a_line_of_a_megabyte_is_one_document(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_job_over_odd_text_loses_no_row(odd_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_over_odd_text_loses_no_row(odd_file: Path, tmp_path: Path) -> None:
     """The real job: every odd text is a summary or an error row, its name passed through byte for byte."""
     settings = ["input.id_column=name", "input.passthrough=[name]", "job.max_error_fraction=1"]
-    monkeypatch.setattr("tests.job.conftest.LONGEST_S", 280)
     arguments = [part for setting in settings for part in ("--set", setting)]
     output = tmp_path / "out"
     ended: Ended = summarize("--input", str(odd_file), "--output", str(output), *arguments)
@@ -258,9 +257,7 @@ def test_a_job_over_odd_text_loses_no_row(odd_file: Path, tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_job_over_odd_names_lengths_and_empty_files_loses_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_over_odd_names_lengths_and_empty_files_loses_no_row(tmp_path: Path) -> None:
     """The real job: one word, 60,000 words, one endless word; files without a row and without a row group."""
     lengths = pa.array([None, 60_000, 0, -1], pa.int32())
     columns = {"the text #1": ["word", "word " * 60_000, "é", "a" * 200_000], "id.a#b": [1, 2, 3, 4], "n.tok": lengths}
@@ -270,7 +267,6 @@ def test_a_job_over_odd_names_lengths_and_empty_files_loses_no_row(
     pq.write_table(table.slice(0, 0), folder / "empty.parquet")
     pq.ParquetWriter(folder / "no groups.parquet", table.schema).close()
     settings = ['text_column="the text #1"', 'id_column="id.a#b"', 'num_tokens_column="n.tok"', "passthrough=[n.tok]"]
-    monkeypatch.setattr("tests.job.conftest.LONGEST_S", 280)
     output = tmp_path / "out%20#1"
     arguments = [part for setting in settings for part in ("--set", f"input.{setting}")]
     ended = summarize("--input", str(folder), "--output", str(output), *arguments)

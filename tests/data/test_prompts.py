@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from specextend.data import prompts as prompts_module
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompt, PromptOptions, Prompts, control_token_ids, keep
 from tests.covering import covering
@@ -237,16 +236,13 @@ def tokenizer_like(kind: str) -> PreTrainedTokenizerFast:
     ("kind", "name", "policy"), covering(TOKENIZERS, tuple(LONG_TEXTS), ("head", "tail", "middle"))
 )
 def test_a_long_document_keeps_the_same_tokens_when_it_is_tokenized_in_pieces(
-    kind: str, name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, policy: Any
 ) -> None:
     """Where a text is cut, a tokenizer may not see a word's beginning, and may put a space of its own."""
-    text = LONG_TEXTS[name]
-    prompts = Prompts(tokenizer_like(kind), PromptOptions(length_policy=policy), 10_000)
-    whole = prompts.render(text, 9_000)
-    monkeypatch.setattr(prompts_module, "WHOLE_CHARACTERS", 5000)
-    monkeypatch.setattr(prompts_module, "PIECE_CHARACTERS", 4096)
-    assert len(list(prompts.encode_pieces(text))) > 3
-    assert prompts.render(text, 9_000) == whole
+    text, tokenizer, options = LONG_TEXTS[name], tokenizer_like(kind), PromptOptions(length_policy=policy)
+    prompts = Prompts(tokenizer, options, 10_000, piece_characters=3000)
+    assert len(list(prompts.encode_pieces(text))) > 4
+    assert prompts.render(text, 9_000) == Prompts(tokenizer, options, 10_000).render(text, 9_000)
     assert list(chain.from_iterable(prompts.encode_pieces(text))) == prompts.encode_document(text)
 
 

@@ -12,8 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import DocumentKey
-from specextend.data import parquet as parquet_module
-from specextend.data import source as source_module
 from specextend.data.inputs import DocumentError, InputOptions
 from specextend.data.parquet import stream
 from specextend.data.source import Source, open_source, regroup
@@ -23,12 +21,12 @@ Write = Callable[..., Path]
 NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
 
 
-@pytest.fixture
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in kilobytes."""
-    monkeypatch.setattr(source_module, "MAX_GROUP_BYTES", 64 << 10)
-    monkeypatch.setattr(source_module, "COPY_GROUP_BYTES", 16 << 10)
-    monkeypatch.setattr(parquet_module, "BATCH_BYTES", 16 << 10)
+SMALL = 64 << 10
+"""A limit for row groups in kilobytes."""
+
+
+def regrouped(source: Source, output: Location) -> Source:
+    return regroup(source, output, max_group_bytes=SMALL)
 
 
 def texts(source: Source) -> list[str]:
@@ -48,7 +46,6 @@ def test_a_row_group_over_64_mib_is_rewritten_in_groups_of_16(tmp_path: Path, ou
     assert copied.read(DocumentKey(0, 6)).document.text == lines[6]
 
 
-@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize(
     "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str
 )
@@ -56,7 +53,7 @@ def test_keys_ids_and_errors_stay_the_same(write: Write, output: Location, kind:
     text = pa.array([f"{i} " * (1 + i * 50) for i in range(60)] + [None]).cast(kind)
     path = write("a.parquet", {"text": text, "id": range(61), "limit": [9] * 61}, group_rows=61)
     source = open_source(InputOptions(path=str(path), id_column="id", max_new_tokens_column="limit"))
-    copied = regroup(source, output)
+    copied = regrouped(source, output)
     assert copied is not source
     assert len(copied.copies[0].group_rows) > 4
     assert list(copied.scan()) == list(source.scan())
@@ -66,32 +63,28 @@ def test_keys_ids_and_errors_stay_the_same(write: Write, output: Location, kind:
         copied.read(DocumentKey(0, 60))
 
 
-@pytest.mark.usefixtures("small_limits")
 def test_text_that_is_not_utf8_is_copied_as_it_is(write: Write, output: Location) -> None:
     path = write("a.parquet", {"text": pa.concat_arrays([NOT_UTF8, pa.array(["x" * 99_000])])})
-    copied = regroup(open_source(InputOptions(path=str(path))), output)
+    copied = regrouped(open_source(InputOptions(path=str(path))), output)
     with pytest.raises(DocumentError, match="UndecodableText"):
         copied.read(DocumentKey(0, 0))
 
 
-@pytest.mark.usefixtures("small_limits")
 def test_only_the_columns_of_a_document_count_and_are_copied(write: Write, output: Location) -> None:
-    path = write("a.parquet", {"text": ["x"], "scan": [b"y" * 100_000]})
+    path = write("a.parquet", {"text": ["x"], "scan": [b"y" * (17 << 20)]})
     source = open_source(InputOptions(path=str(path), passthrough=("scan",)))
-    assert regroup(source, output) is source
+    assert regrouped(source, output) is source
     assert not os.path.exists(output.path)
 
 
-@pytest.mark.usefixtures("small_limits")
 def test_a_column_with_dots_in_its_name_counts(write: Write, output: Location) -> None:
     """Its name looks like a path into another column, and it was taken for no bytes at all."""
-    path = write("a.parquet", {"a.text": [f"{i}" * 3000 for i in range(60)], "a": ["y"] * 60}, group_rows=60)
-    copied = regroup(open_source(InputOptions(path=str(path), text_column="a.text")), output)
+    path = write("a.parquet", {"a.text": [f"{i}" * 300_000 for i in range(60)], "a": ["y"] * 60}, group_rows=60)
+    copied = regrouped(open_source(InputOptions(path=str(path), text_column="a.text")), output)
     assert len(copied.copies[0].group_rows) > 5
-    assert copied.read(DocumentKey(0, 59)).document.text == "59" * 3000
+    assert copied.read(DocumentKey(0, 59)).document.text == "59" * 300_000
 
 
-@pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
 def test_what_counts_is_what_reading_takes(tmp_path: Path, output: Location, encoding: str) -> None:
     """A repeated text is held once where it is in a dictionary, and as often as it is there where it is a prefix."""
@@ -100,7 +93,7 @@ def test_what_counts_is_what_reading_takes(tmp_path: Path, output: Location, enc
     pq.write_table(table, tmp_path / "a.parquet", use_dictionary=not options, **options)
     source = open_source(InputOptions(path=str(tmp_path / "a.parquet")))
     assert (source.files[0].largest_group_bytes > 60 * 3500) is bool(options)
-    assert (regroup(source, output) is source) is not bool(options)
+    assert (regrouped(source, output) is source) is not bool(options)
 
 
 def test_a_column_that_turns_out_not_to_be_a_dictionary_is_read_from_there_on(tmp_path: Path) -> None:
@@ -117,16 +110,15 @@ def test_a_column_that_turns_out_not_to_be_a_dictionary_is_read_from_there_on(tm
     assert [text for table in tables for text in table["text"].to_pylist()] == [f"text {row}" for row in range(1000)]
 
 
-@pytest.mark.usefixtures("small_limits")
 def test_a_whole_copy_is_used_again_and_a_broken_or_foreign_one_is_not(write: Write, output: Location) -> None:
     path = write("a.parquet", {"text": [f"{i}" * 40_000 for i in range(3)]}, group_rows=3)
     source = open_source(InputOptions(path=str(path)))
-    expected = texts(regroup(source, output))
+    expected = texts(regrouped(source, output))
     copy = Path(f"{output.path}/_run/input/file-00000.parquet")
     written = copy.stat().st_mtime_ns
-    regroup(source, output)
+    regrouped(source, output)
     assert copy.stat().st_mtime_ns == written
     copy.write_bytes(copy.read_bytes()[:-10])
-    assert texts(regroup(source, output)) == expected
+    assert texts(regrouped(source, output)) == expected
     path = write("a.parquet", {"text": [f"{i}" * 50_000 for i in (7, 8, 9)]}, group_rows=3)
-    assert texts(regroup(open_source(InputOptions(path=str(path))), output))[0].startswith("7")
+    assert texts(regrouped(open_source(InputOptions(path=str(path))), output))[0].startswith("7")

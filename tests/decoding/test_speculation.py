@@ -127,11 +127,9 @@ def known(gain: float, load: float = LOAD, active: bool = True) -> Speculation:
     """A sequence long past its first tries, whose steps accepted `gain` tokens as its draft expected."""
     state = Speculation()
     for _ in range(PROBATION_STEPS):
-        state.observe(gain, 0, load, 0.0)
-    state._accepted = state._expected
+        state.observe(gain, gain, load, gain)  # accepted tokens are whole numbers in truth; this is their mean
     if not active:
         state.pause()
-        state._wait = 1000
     return state
 
 

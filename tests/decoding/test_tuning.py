@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
+from specextend.decoding.model import CachedModel
 from specextend.decoding.step_costs import CostTable
 from specextend.decoding.tuning import (
     BUDGET_S,
@@ -42,7 +43,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def steady_clock(step: float = 1e-3):
-    """A clock that ticks once a look, so that every step takes the same time."""
+    """A clock that ticks whenever it is read, so that every step takes the same time."""
     ticks = itertools.count()
     return lambda: next(ticks) * step
 
@@ -94,8 +95,8 @@ def test_a_slow_machine_measures_fewer_prefixes(engine):
 
 def test_a_busy_machine_is_not_believed_for_ever(engine):
     """Times that differ by half between two runs are used, but the next start measures again."""
-    looks = itertools.accumulate(itertools.cycle([0.001, 0.001, 0.001, 0.002]))
-    _, is_quiet = measure(engine.target, GRID, lambda: next(looks))
+    times = itertools.accumulate(itertools.cycle([0.001, 0.001, 0.001, 0.002]))
+    _, is_quiet = measure(engine.target, GRID, lambda: next(times))
     assert not is_quiet
 
 
@@ -176,20 +177,38 @@ def test_the_folder_is_the_users(tmp_path, monkeypatch):
     assert cache_folder() == tmp_path / ".cache" / "specextend"
 
 
-def test_a_kept_table_is_not_measured_again(folder, engine, monkeypatch):
+def test_a_kept_table_is_not_measured_again(folder, engine):
     """The second start of a pair on a device takes no seconds."""
     target, options = engine.target, (TreeOptions(nodes="auto", max_nodes=15), AttentionOptions(tree="auto"), 1)
     room = target.cache.rows.num_free
     grid = make_grid(("dense", "hybrid"), 15, fixed=False, max_batch_size=1, room=room)
     table = CostTable({kind: dict.fromkeys(grid.sizes, (0.5, 0.0)) for kind in grid.kinds})
     write_table(describe(target), grid, table)
-    monkeypatch.setattr(target, "forward", None)
+    mark_cache(target)
     costs = load_step_costs(target, *options)
     assert costs is not None
     assert costs.table == table
+    assert is_marked(target)
 
 
-def test_nothing_is_measured_where_nothing_is_chosen(engine, monkeypatch):
+def mark_cache(target: CachedModel) -> None:
+    """Put into the first row what a measurement overwrites."""
+    target.cache.keys[:, 0] = 7.0
+
+
+def is_marked(target: CachedModel) -> bool:
+    return bool((target.cache.keys[:, 0] == 7.0).all())
+
+
+def test_a_measurement_writes_to_the_front_of_the_cache(engine):
+    """The tests beside this one would prove nothing otherwise."""
+    mark_cache(engine.target)
+    measure(engine.target, GRID, steady_clock())
+    assert not is_marked(engine.target)
+
+
+def test_nothing_is_measured_where_nothing_is_chosen(engine):
     """Fixed trees in a fixed kind of attention."""
-    monkeypatch.setattr(engine.target, "forward", None)
+    mark_cache(engine.target)
     assert load_step_costs(engine.target, TreeOptions(nodes=16), AttentionOptions(tree="hybrid"), 1) is None
+    assert is_marked(engine.target)

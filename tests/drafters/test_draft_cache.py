@@ -182,3 +182,14 @@ def test_the_full_cache_takes_no_more_than_it_was_admitted_for():
     assert cache.admit(0, 256, 256)
     with pytest.raises(AssertionError, match="full"):
         cache.store(0, random_keys(257), random_keys(257))
+
+
+def test_a_forward_that_would_leave_its_region_is_refused():
+    """The rows behind it are a neighbour's; a wrong draft costs acceptance and shows nowhere else."""
+    cache = draft_cache()
+    assert cache.admit(0, 256, 256)
+    cache.store(0, random_keys(200), random_keys(200))
+    cache.select(0, torch.arange(200))
+    assert cache.reach(0, 56) == 256
+    with pytest.raises(AssertionError, match="full"):
+        cache.reach(0, 57)

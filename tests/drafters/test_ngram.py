@@ -6,11 +6,23 @@ import pytest
 import torch
 
 from specextend.decoding.decoding_options import TreeOptions
+from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.merged import MergedDrafter, draft_pays
 from specextend.drafters.ngram import NgramDrafter, Node
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties, generate
-from tests.tiny_models import FAMILIES, Pair, random_prompt, request, tiny_engine, tiny_model, write_eagle, write_model
+from tests.tiny_models import (
+    FAMILIES,
+    Pair,
+    engine_with,
+    random_prompt,
+    request,
+    tiny_config,
+    tiny_engine,
+    tiny_model,
+    write_eagle,
+    write_model,
+)
 
 LENGTHS = (300, 37, 129)
 NEW = 60
@@ -62,18 +74,15 @@ def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(loopin
     engine = tiny_engine(
         looping[0], "merged-eagle", decoding__max_batch_size=3, tree__nodes=14, tree__depth=1, cache__policy="full"
     )
-    cache, widest = engine.drafter._draft._cache, 0
-    absorb = engine.drafter._draft.absorb
+    absorb, widest = engine.drafter.absorb, 0
 
-    def checking(rows, token_ids, hidden):
+    def noting(rows, token_ids, hidden):
         nonlocal widest
         widest = max(widest, *map(len, token_ids))
-        for row in rows:
-            assert cache.visible(row) + max(map(len, token_ids)) <= cache._sequences[row].working.size
         absorb(rows, token_ids, hidden)
 
-    engine.drafter._draft.absorb = checking
-    outputs, _ = run(engine)
+    engine.drafter.absorb = noting
+    outputs, _ = run(engine)  # a region that is too small is an assertion of the draft's cache
     assert outputs == {length: reference.token_ids for length, reference in references.items()}
     assert widest > 8
 
@@ -82,9 +91,16 @@ def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(loopin
 def test_without_a_model_the_cache_policy_costs_nothing(policy, looping, references):
     """No layer is scored and nothing is retrieved again: copies see all of the text."""
     engine = tiny_engine(looping[0], "ngram", cache__policy=policy)
+    forward, scored = engine.target.forward_with_features, set()
+
+    def noting(token_ids, positions, plan, layers):
+        scored.update(plan.keep_layers)
+        return forward(token_ids, positions, plan, layers)
+
+    engine.target.forward_with_features = noting
     outputs, stats = run(engine)
     assert outputs == {length: reference.token_ids for length, reference in references.items()}
-    assert engine._scored_layers == ()
+    assert scored == set()
     assert stats.num_retrievals <= len(LENGTHS)
 
 
@@ -112,16 +128,19 @@ def test_nothing_is_proposed_past_the_last_token(looping):
 
 def test_drafting_is_left_out_where_copies_promise_more_per_second(looping, references):
     """In a loop the head's forward adds nothing; what it missed is run when the tokens are absorbed."""
-    engine = tiny_engine(looping[0], "merged-eagle")
-    assert isinstance(engine.drafter, MergedDrafter)
-    propose, drafted = engine.drafter._draft.propose, []
+    config, drafted = tiny_config(looping[0], "eagle"), []
 
-    def counting(rows):
-        drafted.append(rows)
-        return propose(rows)
+    def merged(draft: CausalDrafter) -> MergedDrafter:
+        propose = draft.propose
 
-    engine.drafter._draft.propose = counting
-    outputs, stats = run(engine)
+        def noting(rows):
+            drafted.append(rows)
+            return propose(rows)
+
+        draft.propose = noting
+        return MergedDrafter(draft, config.tree, torch.device("cpu"))
+
+    outputs, stats = run(engine_with(config, merged))
     assert outputs == {length: reference.token_ids for length, reference in references.items()}
     assert 0 < len(drafted) < 0.8 * (stats.num_spec_steps + stats.num_plain_steps)
 

@@ -6,16 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention import reference, sdpa
+from specextend.attention.backends import attend_reference, attend_sdpa
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter
+from specextend.drafters.draft_cache import DraftCache
 from specextend.drafters.small_lm import ModelNetwork
 from specextend.models import load_causal_lm
+from tests.alive import alive
 from tests.covering import covering
 from tests.tiny_models import load_reference, random_prompt
 
+OPTIONS = TreeOptions(nodes=4, depth=2, threshold=0)
 NAMES = ["llama", "mistral-yarn", "qwen3-tied-linear", "llama-tied-llama3"]
 
 
@@ -24,17 +27,21 @@ def pair(request, pairs):
     return pairs(request.param)
 
 
-def network_of(pair, window: int, max_chunk: int = 512, attend=sdpa.attend) -> ModelNetwork:
+def network_of(pair, window: int, max_chunk: int = 512, attend=attend_sdpa) -> ModelNetwork:
     model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
     return ModelNetwork(CachedModel(model, attend, 2048), 2048, window, max_chunk)
 
 
 def prefilled(network: ModelNetwork, prompt: list[int], chunk: int) -> CausalDrafter:
-    drafter = CausalDrafter(network, TreeOptions(nodes=4, depth=2, threshold=0), "hybrid", None)
+    drafter = CausalDrafter(network, OPTIONS, "hybrid", None)
+    prefill(drafter, prompt, chunk)
+    return drafter
+
+
+def prefill(drafter: CausalDrafter, prompt: list[int], chunk: int) -> None:
     assert drafter.admit(0, len(prompt), 16)
     for tokens in torch.tensor(prompt).split(chunk):
         drafter.prefill(0, tokens, torch.zeros(len(tokens), 48))
-    return drafter
 
 
 def banded_run(pair, prompt: list[int], window: int) -> tuple[Tensor, Tensor]:
@@ -53,21 +60,25 @@ def banded_run(pair, prompt: list[int], window: int) -> tuple[Tensor, Tensor]:
     covering(
         NAMES,
         [(16, 64), (16, 7), (1, 5), (64, 1), (30, 30), (31, 30), (500, 64)],
-        [reference.attend, sdpa.attend],
+        [attend_reference, attend_sdpa],
     ),
 )
 @torch.inference_mode()
 def test_windowed_prefill_is_attention_in_a_band(family, window_and_chunk, attend, pairs):
     """Whatever the chunks: the window slides over their borders, and only window - 1 old rows are kept."""
     pair, prompt, (window, chunk) = pairs(family), random_prompt(130), window_and_chunk
-    drafter = prefilled(network_of(pair, window, 64, attend), prompt, chunk)
-    expected_keys, expected_values = banded_run(pair, prompt, window)
-    cache = drafter._cache
-    filed = slice(cache._sequences[0].full.start, cache._sequences[0].full.start + len(prompt))
-    torch.testing.assert_close(cache._full.values[:, filed], expected_values, atol=2e-4, rtol=1e-4)
+    network = network_of(pair, window, 64, attend)
+    drafter = prefilled(network, prompt, chunk)
+    assert network.cache.length(0) == len(prompt)
     drafter.select(0, torch.arange(len(prompt)))  # slots are the original positions
-    shown = slice(cache.start(0), cache.start(0) + len(prompt))
-    torch.testing.assert_close(cache.working.keys[:, shown], expected_keys, atol=2e-4, rtol=1e-4)
+    assert_visible(network.cache, *banded_run(pair, prompt, window))
+
+
+def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Tensor) -> None:
+    """What slot 0 sees: keys and values [L, n, K, D]."""
+    rows = slice(cache.start(0), cache.start(0) + cache.visible(0))
+    torch.testing.assert_close(cache.working.keys[:, rows], expected_keys, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(cache.working.values[:, rows], expected_values, atol=2e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -91,29 +102,30 @@ def test_a_selected_view_is_a_fresh_run_of_the_visible_tokens(pair):
     That is the claim of slot positions: the draft is in range, and cannot tell that anything was left out.
     """
     prompt = random_prompt(200)
-    drafter = prefilled(network_of(pair, 1), prompt, 64)
+    network = network_of(pair, 1)
+    drafter = prefilled(network, prompt, 64)
     chosen = [*range(8), *range(100, 108), *range(190, 200)]
     drafter.select(0, torch.tensor(chosen))
-    keys, values = banded_run(pair, [prompt[position] for position in chosen], 1)
-    cache = drafter._cache
-    shown = slice(cache.start(0), cache.start(0) + len(chosen))
-    torch.testing.assert_close(cache.working.keys[:, shown], keys, atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(cache.working.values[:, shown], values, atol=2e-4, rtol=1e-4)
+    assert_visible(network.cache, *banded_run(pair, [prompt[position] for position in chosen], 1))
 
 
 @torch.inference_mode()
 def test_nothing_of_a_row_survives_its_release(pair):
     """A second prompt in the same rows drafts what it drafts in fresh ones."""
     network = network_of(pair, 32)
-    fresh, used = [], []
-    for prompts, trees in (([random_prompt(20)], fresh), ([random_prompt(150), random_prompt(20)], used)):
-        for prompt in prompts:
-            drafter = prefilled(network, prompt, 64)
-            drafter.select(0, torch.arange(len(prompt)))
-            drafter.absorb([0], [[5]], [torch.zeros(1, 48)])
-            trees += drafter.propose([0])
-            drafter.release(0)
-            assert drafter._roots == {}
-            assert drafter._cache._sequences == {}
-    assert torch.equal(fresh[0].token_ids, used[1].token_ids)
-    assert torch.equal(fresh[0].log_probs, used[1].log_probs)
+    drafter = CausalDrafter(network, OPTIONS, "hybrid", None)
+    before = alive()
+    first, _, second = (drafted(drafter, random_prompt(length)) for length in (20, 150, 20))
+    assert first == second
+    assert alive() == before
+
+
+def drafted(drafter: CausalDrafter, prompt: list[int]) -> list[float]:
+    """Draft for one prompt, from admission to release; return its tree and the logits of the root's children."""
+    prefill(drafter, prompt, 64)
+    drafter.select(0, torch.arange(len(prompt)))
+    drafter.absorb([0], [[5]], [torch.zeros(1, 48)])
+    [tree] = drafter.propose([0])
+    _, logits = drafter.first_level(0)
+    drafter.release(0)
+    return [*tree.log_probs.tolist(), *tree.token_ids.tolist(), *logits.tolist()]

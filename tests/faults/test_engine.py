@@ -10,9 +10,9 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS
 from specextend.core import Completion
 from specextend.decoding.admission import PATIENCE, SMALLEST_CHUNK, is_out_of_memory
 from specextend.decoding.engine import Engine
+from tests.alive import fresh
 from tests.faults.conftest import rows
 from tests.faults.scarce import Breaks, Forward, Memory, Scarce, before_forwards, run_out
-from tests.test_isolation import assert_nothing_is_left
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
 LENGTHS = (300, 37, 129, 90)
@@ -22,6 +22,9 @@ BATCHES = Memory(step_rows=9)  # a whole tree of 8 nodes and its root, once
 TREES = Memory(step_rows=3)
 CHUNKS = Memory(chunk=64)
 PLAIN = Memory(step_rows=1)
+
+
+pytestmark = pytest.mark.usefixtures("fast_collection")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def watched(engine: Engine) -> list[Forward]:
 def test_with_less_memory_the_same_tokens_come_in_smaller_pieces(draft, memory, pair, alone):
     """Every rung of the ladder is lossless: a batch, a tree and a chunk decide when a token comes, never which one."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     ran = watched(engine)
     before_forwards(engine, memory.allow)
     completions = run(engine, *LENGTHS)
@@ -61,7 +64,7 @@ def test_with_less_memory_the_same_tokens_come_in_smaller_pieces(draft, memory, 
     assert max(forward.num_rows for forward in ran if forward.is_step) <= memory.step_rows
     assert max(forward.num_rows for forward in ran if not forward.is_step) <= memory.chunk
     assert max(each.stats.num_memory_retries for each in completions.values()) >= 1, "and the row says so"
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(batch=3)
 
 
 def test_what_fits_is_not_given_up(pair, alone):
@@ -83,12 +86,12 @@ def test_what_fits_is_not_given_up(pair, alone):
 def test_a_draft_that_runs_out_of_memory_is_done_without(moment, pair, alone, monkeypatch):
     """Half a draft's state may have changed when it fails: its document begins again, from nothing."""
     engine = tiny_engine(pair, decoding__max_batch_size=2)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     monkeypatch.setattr(engine.drafter, moment, lambda *_: run_out())
     completions = run(engine, *LENGTHS)
     assert {int(name): each.token_ids for name, each in completions.items()} == alone
     assert sum(each.stats.num_spec_steps for each in completions.values()) == 0
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(batch=2)
 
 
 def test_a_failure_in_the_middle_of_the_drafts_work_leaves_no_trace(pair, alone, monkeypatch):
@@ -112,17 +115,15 @@ def test_a_failure_in_the_middle_of_the_drafts_work_leaves_no_trace(pair, alone,
 def test_a_document_that_does_not_fit_at_all_fails_alone(pair, alone):
     """It ends as one error; its neighbours do not know."""
     engine = tiny_engine(pair, decoding__max_batch_size=3)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
     before_forwards(engine, Memory(document=200).allow)
     errors = []
-    completions = run(engine, *LENGTHS, on_error=lambda *error: errors.append(error))
+    completions = run(engine, *LENGTHS, on_error=lambda name, error: errors.append((name, is_out_of_memory(error))))
     assert {int(name): each.token_ids for name, each in completions.items()} == {
         length: token_ids for length, token_ids in alone.items() if length != 300
     }
-    [(name, error)] = errors
-    assert name == "300"
-    assert is_out_of_memory(error)
-    assert_nothing_is_left(engine, num_rows)
+    assert errors == [("300", True)]
+    before.assert_nothing_is_left(batch=3)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         run(engine, 300)
 
@@ -148,7 +149,7 @@ def test_after_some_documents_everything_is_tried_again(pair):
 def test_what_waits_to_begin_again_can_be_cancelled(pair, alone):
     """Its lease was taken back meanwhile: nobody waits for it any more."""
     engine = tiny_engine(pair, decoding__max_batch_size=2)
-    num_rows = engine.target.cache.rows.num_free
+    before = fresh(engine)
 
     def cancel_and_run_out(forward: Forward) -> None:
         if forward.is_step and forward.num_sequences > 1:
@@ -158,7 +159,7 @@ def test_what_waits_to_begin_again_can_be_cancelled(pair, alone):
     before_forwards(engine, cancel_and_run_out)
     completions = run(engine, 37, 300, 90)
     assert {name: each.token_ids for name, each in completions.items()} == {"37": alone[37], "90": alone[90]}
-    assert_nothing_is_left(engine, num_rows)
+    before.assert_nothing_is_left(batch=2)
 
 
 @pytest.mark.parametrize("memory", [BATCHES, PLAIN, Memory(chunk=SMALLEST_CHUNK)], ids=["batches", "plain", "chunks"])

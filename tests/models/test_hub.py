@@ -41,12 +41,10 @@ def test_a_pair_is_checked_and_hashed_without_its_weights(hub: Hub, write_model:
     assert WEIGHTS not in hub.fetched
 
 
-def test_files_that_the_hub_has_no_hash_of_are_fetched_and_hashed(
-    hub: Hub, write_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_the_hub_has_no_hash_of_are_fetched_and_hashed(hub: Hub, write_model: Callable[..., Path]) -> None:
     """A small one may be kept like any text."""
     folder = write_model()
-    monkeypatch.setattr("tests.hub_server.LARGE", ())
+    hub.large = ()
     hub.push(NAME, folder)
     assert published_hashes(NAME) == weight_hashes(str(folder))
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import DocumentKey
-from specextend.data import parts
 from specextend.data.finalize import ReconciliationError, finalize
 from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts
@@ -92,10 +91,8 @@ def killed(*arguments: Any) -> None:
     raise Killed
 
 
-@pytest.fixture(autouse=True)
-def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that files and windows overlap in every way."""
-    monkeypatch.setattr(parts, "WINDOW_ROWS", 4)
+WINDOW_ROWS = 4
+"""So few that files and windows overlap in every way."""
 
 
 @settings(deadline=None, max_examples=40)
@@ -110,7 +107,9 @@ def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.Data
         history.start(retry_errors=False, to_its_end=True)
         num_done = sum(map(bool, history.expected.values()))
         rows = len(history.keys)
-        assert finalize(history.source, history.output) == Counts(rows, num_done, rows - num_done)
+        assert finalize(history.source, history.output, window_rows=WINDOW_ROWS) == Counts(
+            rows, num_done, rows - num_done
+        )
         history.check()
 
     in_a_folder(check)
@@ -124,10 +123,10 @@ def test_retried_errors_leave_every_other_byte(data: st.DataObject) -> None:
     def check(folder: Path) -> None:
         history = History(folder, data)
         history.start(retry_errors=False, to_its_end=True)
-        finalize(history.source, history.output)
+        finalize(history.source, history.output, window_rows=WINDOW_ROWS)
         before, expected = stamps(history.folder), dict(history.expected)
         history.start(retry_errors=True, to_its_end=True)
-        finalize(history.source, history.output)
+        finalize(history.source, history.output, window_rows=WINDOW_ROWS)
         history.check()
         became_done = {key.file for key in history.keys if history.expected[key] != expected[key]}
         was_error = {key.file for key in history.keys if not expected[key]}
@@ -163,10 +162,10 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data: st.D
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "replace", replace)
             try:
-                finalize(history.source, history.output)
+                finalize(history.source, history.output, window_rows=WINDOW_ROWS)
             except Killed:
                 assert not (history.folder / "_SUCCESS").exists()
-        finalize(history.source, history.output)
+        finalize(history.source, history.output, window_rows=WINDOW_ROWS)
         history.check()
         assert not list(history.folder.rglob(".*")), "no litter of the killed one is left"
 
@@ -185,13 +184,13 @@ def test_rows_that_are_missing_are_named_and_nothing_is_written(data: st.DataObj
         kept = [done(key) for key in keys if key not in missing]
         PartWriter(history.output, "0000000a").commit(kept)
         if not missing:
-            assert finalize(history.source, history.output).rows == len(keys)
+            assert finalize(history.source, history.output, window_rows=WINDOW_ROWS).rows == len(keys)
             return
         first = min(missing)
         file_missing = sum(key.file == first.file for key in missing)
         says = f"{file_missing} of the {history.sizes[first.file]} rows of {first.file}.parquet have no result"
         with pytest.raises(ReconciliationError, match=f"{says}, the first is row {first.row}"):
-            finalize(history.source, history.output)
+            finalize(history.source, history.output, window_rows=WINDOW_ROWS)
         assert not (history.folder / "summaries").exists()
 
     in_a_folder(check)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specextend.attention import reference
+from specextend.attention.backends import attend_reference
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
@@ -29,7 +29,7 @@ HIDDEN = 48
 def load_tiny(folder) -> CachedModel:
     model = tiny_model(FAMILIES["llama"], 0)
     return CachedModel(
-        load_causal_lm(write_model(model, folder), None, "float32", "cpu", IMPLEMENTATION), reference.attend, 64
+        load_causal_lm(write_model(model, folder), None, "float32", "cpu", IMPLEMENTATION), attend_reference, 64
     )
 
 
