@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from specextend.cluster.environment import is_submitted, prepare_environment
@@ -16,6 +17,8 @@ from specextend.terminal import guard_streams
 
 STATUS_S = 300.0
 """Seconds in which the state of a run must have been read."""
+SHOWN = 2
+"""Summaries that a finished run prints."""
 
 for number in (signal.SIGTERM, signal.SIGINT):  # until the run has begun there is nothing to save
     signal.signal(number, lambda number, frame: os._exit(75))
@@ -74,7 +77,7 @@ def job(arguments: argparse.Namespace) -> int:
 
 
 def conclude(output: str) -> None:
-    """Print what people want to see of a finished run: its tables, one summary, and where the rest is."""
+    """Print what people want to see of a finished run: its tables, two summaries, and where the rest is."""
     from specextend.data.parquet import open_parquet, stream
     from specextend.data.run_folder import is_result_name, summaries_folder
     from specextend.data.storage import list_files, resolve
@@ -84,8 +87,9 @@ def conclude(output: str) -> None:
     folder = summaries_folder(resolve(output))
     names = (name for name in list_files(folder) if is_result_name(name))
     tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in names)
-    if first := next((table.slice(0, 1).to_pylist() for each in tables for table in each if len(table)), None):
-        print(f"\nSummary of {printable(first[0]['doc_id'])}:\n{printable(first[0]['summary'], keep=chr(10))}")
+    found = (row for each in tables for table in each for row in table.slice(0, SHOWN).to_pylist())
+    for row in islice(found, SHOWN):
+        print(f"\nSummary of {printable(row['doc_id'])}:\n{printable(row['summary'], keep=chr(10))}")
     shown = printable(output)
     print(f"\nsummaries: {shown}/summaries\nreport: {shown}/report.md")
 

@@ -1,4 +1,4 @@
-"""Where a sequence ends: at its EOS, at the token that completes a stop string or a loop, or at its length."""
+"""The end of a sequence: its EOS, the token that completes a stop string or a loop, or its full length."""
 
 from __future__ import annotations
 

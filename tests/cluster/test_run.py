@@ -111,7 +111,7 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch):
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
 
 
-def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end(job, hasty, monkeypatch):
+def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end(job, hasty):
     """They are as large as the corpus, and nobody looks into `_run` once there are summaries."""
     run = job([])
     texts = [*(text.encode() for text in GOOD[:2]), b"\xff" * (65 << 20)]  # the last is an error row at once
