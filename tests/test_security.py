@@ -251,6 +251,7 @@ def test_the_code_has_no_way_to_run_what_it_reads(path: Path):
 # What a run leaves, and who may talk to it
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_name_from_the_data_becomes_a_file_name(ran: Ran):
     """Ids, paths and columns are values: every file has a name of ours, and nothing lies outside the output folder."""

@@ -63,7 +63,10 @@ def unwrapped(shown: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "encoding"),
-    [*((name, "utf-8") for name in COMMANDS), *((name, "ascii") for name in ("report", "bench", "status"))],
+    [
+        *((name, "utf-8") for name in COMMANDS),
+        *(pytest.param(name, "ascii", marks=pytest.mark.slow) for name in ("report", "bench", "status")),
+    ],
 )
 def test_no_job_lets_a_text_drive_the_terminal_in_any_encoding(name: str, encoding: str, folder: Path):
     """Ids, messages, file names and arguments come from elsewhere; a terminal may speak ASCII alone."""

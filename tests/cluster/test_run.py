@@ -111,6 +111,7 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch):
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
 
 
+@pytest.mark.slow
 def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end(job, hasty):
     """They are as large as the corpus, and nobody looks into `_run` once there are summaries."""
     run = job([])
@@ -173,6 +174,7 @@ def test_a_document_over_its_deadline_is_cancelled_while_its_neighbours_go_on(jo
     assert not any("died" in note or "killed" in note for note in run.screen.notes)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(job, tmp_path: Path):
     """A kernel that never returns: no step for stall_s, kill, retry."""
     run = job([*GOOD[:2], f"hang:{tmp_path}/hung"], stall_s=2.5)
@@ -181,6 +183,7 @@ def test_a_worker_that_hangs_is_replaced(job, tmp_path: Path):
     assert any("no step for 2 s" in note for note in run.screen.notes)
 
 
+@pytest.mark.slow
 def test_what_waits_behind_a_long_document_is_done_by_an_idle_worker(job, tmp_path: Path):
     """The long document ends only when all others are done: two of them had been given to its worker first."""
     (tmp_path / "long").touch()
@@ -218,6 +221,7 @@ def test_a_model_that_does_not_load_ends_the_run_after_a_few_tries(job, hasty):
     assert not (run.output / "_run" / "lock").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, tmp_path: Path):
     """Half of the summaries by one model, half by another, and nobody would know: the second worker refuses."""
     run = job([GOOD[0], f"kill:{tmp_path}/killed"])
@@ -250,6 +254,7 @@ def interrupt_after(run, num_done: int) -> Interrupt:
     return interrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_what_is_finished_and_resumes_with_the_rest(job):
     """Finished work is never done again: the resumed rows are equal, byte for byte."""
     run = job(GOOD, commit_every_rows=64, commit_every_s=3600)
@@ -289,6 +294,7 @@ def test_retry_errors_does_error_rows_again_and_nothing_else(job, tmp_path: Path
     assert all(after[name] == row for name, row in before.items())
 
 
+@pytest.mark.slow
 def test_a_document_that_kills_its_worker_does_not_get_all_its_attempts_in_every_start(job):
     """A driver on a machine that is taken away now and then never gave such a document up, and ran it for ever."""
     run = job(["kill"], max_attempts=3)
@@ -309,6 +315,7 @@ def test_a_document_that_kills_its_worker_does_not_get_all_its_attempts_in_every
     assert [facts["attempt"] for facts in run.screen.told("document_leased")] == [3]
 
 
+@pytest.mark.slow
 def test_attempts_are_counted_over_retries(job):
     """A row that says 1 after the tenth retry hides what it has cost."""
     run = job(["raise"])
@@ -337,6 +344,7 @@ def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkey
     assert not (run.output / "_run" / "parts").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_less_memory_when_it_is_resumed(job):
     """The report advises to lower `decoding.cache_gib`; whoever did was refused as another run."""
     run = job(GOOD, commit_every_s=3600)

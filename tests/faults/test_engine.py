@@ -162,7 +162,14 @@ def test_what_waits_to_begin_again_can_be_cancelled(pair, alone):
     before.assert_nothing_is_left(batch=2)
 
 
-@pytest.mark.parametrize("memory", [BATCHES, PLAIN, Memory(chunk=SMALLEST_CHUNK)], ids=["batches", "plain", "chunks"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        pytest.param(BATCHES, id="batches"),
+        pytest.param(PLAIN, id="plain", marks=pytest.mark.slow),
+        pytest.param(Memory(chunk=SMALLEST_CHUNK), id="chunks", marks=pytest.mark.slow),
+    ],
+)
 def test_a_job_short_of_memory_gives_what_one_with_plenty_gives(memory, real_job, undisturbed):
     """On one worker, which is kept; no document is charged."""
     assert real_job.run(Scarce(memory)) == EXIT_DONE

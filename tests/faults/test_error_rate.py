@@ -61,6 +61,7 @@ def test_a_limit_of_one_stops_nobody():
     guard.check()
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_early_keeps_what_is_done_and_goes_on_when_the_cause_is_mended(job, tmp_path: Path):
     """The longest fail for as long as something is broken: an outage at midnight."""
     (tmp_path / "outage").touch()

@@ -73,7 +73,7 @@ def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes, kind: str
     assert len({row["worker"] for row in run.summaries().values()}) == 2
 
 
-@three_times("hung")
+@three_times("hung", fast=0)
 def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, kind: str):
     """Its documents are with another worker by then: only what the driver still waits for may be committed."""
     first = nodes.add()

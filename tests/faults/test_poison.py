@@ -68,6 +68,7 @@ def files_of(output: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path.relative_to(output)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
+@pytest.mark.slow
 def test_retry_errors_in_vain_leaves_every_byte_as_it_is(job):
     """Only a new part says that it was tried: what is done is not even written again."""
     run = job([*GOOD, "raise"])

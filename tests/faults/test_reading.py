@@ -88,7 +88,8 @@ def write_unnoticed(path: Path, data: bytes) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-@pytest.mark.parametrize("attempt", ROUNDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
 def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(attempt, job, monkeypatch):
     """Who repairs the file has them done alone."""
     monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)

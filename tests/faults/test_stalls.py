@@ -66,6 +66,7 @@ class LoadsTheSecondTime:
         return FakeEngine(config)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_while_it_loads_is_replaced(job, tmp_path: Path):
     """It kept its GPU for the rest of the night, and the run went on with one worker less."""
     run = job(GOOD, start_s=5)

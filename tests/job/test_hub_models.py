@@ -23,6 +23,7 @@ def start(hub: Hub, cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     return summarize("--input", str(corpus), "--output", str(folder / "out"), *changes)
 
 
+@pytest.mark.slow
 def test_a_run_of_models_by_name_loads_one_commit_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """From the first worker to a start next month: said once in the log, in the manifest, in each start's record."""
     with serving() as hub:

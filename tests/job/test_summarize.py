@@ -106,6 +106,7 @@ def test_a_folder_of_another_run_is_refused_with_the_difference(demo: tuple[Ende
     assert "workers" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path, call):
     """Exit 3: finished, but look at errors/."""
     corpus = write_corpus(
@@ -173,6 +174,7 @@ def listening(process: psutil.Process) -> set[str]:
     return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_resumed_and_ends_as_if_it_had_not_been_stopped(tmp_path: Path, start, call, undisturbed):
     """SIGTERM, exit 75 within the grace, finished rows kept; the resumed summaries equal an undisturbed run's."""
     arguments, output = long_corpus(tmp_path), tmp_path / "out"
@@ -237,6 +239,7 @@ def worker_pid(driver: subprocess.Popen[str]) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_document(tmp_path: Path, start, undisturbed):
     """The kernel's out-of-memory killer, say: every row is done once, by another worker."""
     arguments, output = long_corpus(tmp_path), tmp_path / "out"
