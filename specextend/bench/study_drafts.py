@@ -16,7 +16,7 @@ from specextend.decoding.drafter import Drafter
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.drafters.draft_options import DraftOptions
-from specextend.pairing import load_drafter
+from specextend.pairing import KINDS, load_drafter
 
 _MERGED = "+ngram"
 
@@ -42,10 +42,11 @@ def parse_draft(text: str) -> DraftOptions:
     """
     if text == "ngram":
         return DraftOptions(kind="ngram")
-    kind, colon, model = text.removesuffix(_MERGED).partition(":")
-    if not colon or not model or kind not in ("eagle", "model"):
+    name, _, model = text.removesuffix(_MERGED).partition(":")
+    kind = next((kind for kind in KINDS if kind == name), None)
+    if kind is None or not model:
         raise ValueError(f"a draft must be ngram, eagle:FOLDER[{_MERGED}] or model:NAME[{_MERGED}], got {text!r}")
-    return DraftOptions(kind="eagle" if kind == "eagle" else "model", model=model, ngram=text.endswith(_MERGED))
+    return DraftOptions(kind=kind, model=model, ngram=text.endswith(_MERGED))
 
 
 def draft_label(draft: DraftOptions) -> str:

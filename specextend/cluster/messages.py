@@ -25,7 +25,7 @@ class Failed:
     error_class: str
     message: str
     stage: str
-    """`read`, `prompt` or `decode`."""
+    """`read`, `prompt` or `decode`; `worker` if the worker itself failed."""
     retryable: bool
     """True if another machine or a later try may succeed."""
 
