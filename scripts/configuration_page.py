@@ -22,9 +22,9 @@ This page lists what a configuration file may hold. It is generated from the cod
 `python -m scripts.configuration_page`; a test keeps the two equal. Complete files are in [`configs/`](../configs).
 
 A configuration is YAML with one section for each heading below. An unknown key is refused, and the nearest known one is
-suggested. On the command line `--set key.path=value` changes one value, and `--input` and `--output` stand for
-`input.path` and `output.path`. Local paths are relative to the current folder and are made absolute when the file is
-read; in a job that is submitted to a cluster they must be absolute.
+suggested. On the command line `--set key.path=value` changes one value; `--input` and `--output` are short for
+`input.path` and `output.path`. The default "none" means that the key is unset. Local paths are relative to the current
+folder and are resolved when the file is read; in a job that is submitted to a cluster they must be absolute.
 """
 TABLE = ["| key | default | meaning |", "|---|---|---|"]
 

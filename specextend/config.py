@@ -39,9 +39,9 @@ MAX_WORKERS = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """`job.*`: The workers, the commits, and the limits at which a document, a worker or the run is given up.
+    """`job.*`: The workers, the commits, and the limits at which a document, a worker or the run is abandoned.
 
-    No value changes a summary.
+    None of these values changes a summary.
     """
 
     workers: int = 1
@@ -52,16 +52,18 @@ class JobOptions:
     """CPU cores reserved for each worker; on a CPU also the number of torch threads."""
     max_attempts: int = 3
     """Failed attempts after which a document becomes an error row: a dead or hung worker, a failed batch, a passed
-    deadline, text that nobody can read. Attempts that are lost with their whole node do not count."""
+    deadline, text that neither a worker nor the driver can read. Attempts that are lost with their whole node do not
+    count."""
     max_error_fraction: float = 0.0
     """Share of error rows, from 0 to 1, up to which a run ends with exit 0; with more of them it ends with exit 3."""
     stop_error_fraction: float = 0.5
-    """Share of failed documents, from 0 to 1, above which a start stops early with exit 3, if it is also above
-    `max_error_fraction`. It is checked once 100 documents and a hundredth of all have ended; 1 never stops a run."""
+    """Share of failed documents, from 0 to 1, above which a run stops early with exit 3, if it is also above
+    `max_error_fraction`. Each launch of the command counts anew, and checks the share once 100 documents and 1% of all
+    have finished; 1 never stops a run."""
     commit_every_rows: int = 64
     """Finished documents after which the driver writes them to disk."""
     commit_every_s: float = 30.0
-    """Most seconds that a finished document waits before the driver writes it to disk."""
+    """Longest time, in seconds, that a finished document waits before the driver writes it to disk."""
     deadline_base_s: float = 600.0
     """Seconds that a document may take from the start of its prefill, whatever its length."""
     deadline_s_per_token: float = 1.0
@@ -72,14 +74,14 @@ class JobOptions:
     """Seconds without a prefill chunk or decoding step after which a worker counts as hung and is replaced."""
     silence_s: float = 3600.0
     """Seconds without a token from any worker after which the run ends with exit 1 and names its documents. Must be
-    above `max_attempts` x `stall_s`, so that one document that hangs is given up first."""
+    above `max_attempts` x `stall_s`, so that one document that hangs is abandoned first."""
     deadline_s: float = 0.0
-    """Seconds after its start at which the run stops with exit 75, to be resumed later; 0 sets no limit."""
+    """Time limit of one launch in seconds; the run then stops with exit 75 and can be resumed. 0 sets no limit."""
     grace_s: float = 20.0
     """Seconds that an interrupted run has to commit finished work before its process is ended by force."""
     store_s: float = 300.0
-    """Seconds in which a file system or object store must answer, or the run ends with exit 1: that of the input at the
-    start, that of the output always."""
+    """Seconds that a file system or object store may take to answer before the run ends with exit 1. The limit applies
+    to the input at start-up only, and to the output at all times."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "cpus_per_worker", "max_attempts", "commit_every_rows"):

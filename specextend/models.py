@@ -43,7 +43,7 @@ class TargetOptions:
     model: str
     """A name on the Hugging Face Hub, a local folder, or a GGUF file (a path that ends in `.gguf`)."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub name; none stands for the default branch. A run keeps the commit that it began
+    """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
     with."""
     dtype: Dtype = "bfloat16"
     """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or `float32`."""

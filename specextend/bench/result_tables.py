@@ -78,7 +78,7 @@ def _compare(result: dict[str, Any]) -> tuple[list[Section], list[str]]:
         *(_ratios(result, base, WHOLE, f"End to end over {base}") for base in bases if base != "transformers-lookup"),
         _by_length(result, "Decoding, tokens/s: median", lambda side: _median(side[DECODE])),
         _by_length(result, "End to end, tokens/s: median", lambda side: _median(side[WHOLE])),
-        _by_length(result, "Tokens a step of the target", lambda side: number(side["tokens_per_step"])),
+        _by_length(result, "Tokens per target step", lambda side: number(side["tokens_per_step"])),
         _by_length(result, "Acceptance length", lambda side: number(side.get("mean_acceptance_length"))),
         _steps(result),
         _agreement(result),
@@ -92,7 +92,7 @@ def _lengths(result: dict[str, Any]) -> str:
     for document in result["documents"]:
         found.setdefault(document["bucket"], []).append(document["num_prompt_tokens"])
     spans = [f"{name} {min(each):,} to {max(each):,}" for name, each in found.items()]
-    return f"Prompt tokens, document and template: {'; '.join(spans)}. No document was shortened."
+    return f"Prompt lengths in tokens, template included: {'; '.join(spans)}. No document was shortened."
 
 
 def _groups(result: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _steps(result: dict[str, Any]) -> Section:
         if "step_ms" in measured
     ]
     header = ("side", "plain", *(f"{phase} ms" for phase in phases), "prefill", "draft prefill")
-    return Section("A decoding step, and the shares of prefill in the whole", header, rows)
+    return Section("A decoding step, and the share of prefill in the whole time", header, rows)
 
 
 def _plain_share(measured: dict[str, Any]) -> float | None:

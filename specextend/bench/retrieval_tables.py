@@ -106,7 +106,7 @@ def _needles(result: dict[str, Any], cells: list[Cell]) -> Section:
     ]
     lengths = [length_name(length) for length in result["lengths"]]
     header = ["kind", "draft", "cache", *lengths, "all", "first guess right", "in view", "rest"]
-    return Section("Share of needle and quote tokens that a tree held", header, rows, header[1:3])
+    return Section("Share of needle and quote tokens accepted from a tree", header, rows, header[1:3])
 
 
 def _divergence(cells: list[Cell], kinds: list[str]) -> Section:
@@ -119,7 +119,7 @@ def _divergence(cells: list[Cell], kinds: list[str]) -> Section:
         ]
         for group in distinct((cell["draft"], cell["cache"]) for cell in cells)
     ]
-    title = "Draft against target at a step's first token: total variation / share of first guesses that are right"
+    title = "Draft and target at each step's first token: total variation / share of first guesses that are right"
     return Section(title, ["draft", "cache", *kinds], rows, ["cache"])
 
 
@@ -149,4 +149,4 @@ def _studies(cells: list[Cell]) -> Section:
     ]
     caches = ", ".join(distinct(map(cache_label, cells)))
     header = ["choice", "draft", "kind", "acceptance length", "needle tokens in a tree", "in view", "coverage"]
-    return Section(f"Which attention to trust ({caches})", header, rows, header[1:3])
+    return Section(f"Effect of scoring layer and refresh interval ({caches})", header, rows, header[1:3])

@@ -51,7 +51,7 @@ class DocumentError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputOptions:
-    """`input.*`: The place of the documents, and the meaning of their columns."""
+    """`input.*`: Where the documents are, and what their columns mean."""
 
     path: str
     """A Parquet file, a folder or a glob; a local path or a URI.
@@ -67,8 +67,8 @@ class InputOptions:
     max_new_tokens_column: str | None = None
     """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
     num_tokens_column: str | None = None
-    """An integer column with the documents' lengths in tokens, which spares the planning pass over the text. In a file
-    where a value is null or below 1 the text is read after all, and such a document's length is estimated from it."""
+    """An integer column with the documents' lengths in tokens, so that planning need not read the text. If a file has a
+    value that is null or below 1, its text is read after all, and the lengths of those documents are estimated."""
 
     def __post_init__(self) -> None:
         for name in ("path", "text_column", "id_column", "max_new_tokens_column", "num_tokens_column"):
@@ -89,7 +89,7 @@ class InputOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions:
-    """`output.*`: The place of the results."""
+    """`output.*`: Where the results go."""
 
     path: str
     """The folder of the run, a local path or a URI; created if it does not exist."""

@@ -33,17 +33,18 @@ _ANCHOR = "\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptOptions:
-    """`prompt.*`: The question to the target, and the part that is dropped from a document that is too long."""
+    """`prompt.*`: The prompt, and how a document that is too long is shortened."""
 
     instruction: str = "Summarize the following document."
-    """The user message. The document takes the place of `{document}`; without it the document follows a blank line."""
+    """The user message. `{document}` is replaced by the document; without it the document is appended after a blank
+    line."""
     system: str = ""
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
-    """Treatment of a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps both
-    ends and drops the middle, `error` makes it an error row."""
+    """What to do with a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
+    both ends and drops the middle, `error` makes it an error row."""
     max_prompt_tokens: int | None = None
-    """Most tokens of the rendered prompt; none stands for what the model's context leaves."""
+    """Maximum number of tokens in the rendered prompt; if unset, what the model's context leaves room for."""
 
     def __post_init__(self) -> None:
         if self.length_policy not in get_args(LengthPolicy):

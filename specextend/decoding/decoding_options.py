@@ -24,28 +24,28 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodingOptions:
-    """`decoding.*`: The choice of output tokens, and the number of sequences that run together."""
+    """`decoding.*`: How output tokens are chosen, and how many sequences run together."""
 
     mode: Mode = "specextend"
     """`specextend` uses attention and cache as configured; `tree` always uses dense tree attention and the full cache;
     `autoregressive` loads no draft and decodes one token per step."""
     max_new_tokens: int = 256
-    """Most output tokens of a document."""
+    """Maximum number of output tokens of a document."""
     temperature: float = 0.0
     """Sampling temperature; 0 decodes greedily."""
     top_k: int = 0
     """Sample from the k most likely tokens only; 0 keeps all."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens whose probabilities add up to this; 1 keeps all."""
+    """Sample from the smallest set of most likely tokens whose cumulative probability reaches this; 1 keeps all."""
     seed: int = 0
     """Seed of the run. The seed of a document is derived from it and the document's id."""
     stop: tuple[str, ...] = ()
     """Strings that end an output. They are matched across token borders and are not part of the summary."""
     stop_repetition: bool = False
-    """End an output once it is a loop: a stretch of up to 64 tokens, at least four times in a row, over at least 64
-    tokens. What there is of the loop stays in the summary, and its `finish_reason` is `repetition`."""
+    """End an output once it is a loop: a span of up to 64 tokens, at least four times in a row, over at least 64 tokens
+    in all. The repetitions produced so far stay in the summary, and its `finish_reason` is `repetition`."""
     max_batch_size: int = 1
-    """Most sequences that a worker decodes together."""
+    """Maximum number of sequences that a worker decodes together."""
     cache_gib: float = 2.0
     """Largest size of the target's KV cache on each worker, in GiB. The caches of a draft come on top."""
 
@@ -65,15 +65,15 @@ class DecodingOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """`attention.*`: The attention kernels, and the kind of tree attention."""
+    """`attention.*`: The attention kernels, and how draft trees attend."""
 
     backend: Literal["auto", "reference", "sdpa", "flash"] = "auto"
     """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels; `flash` is the flash-attn package, an
     extra. `auto` takes the fastest one that is proven on the device: `sdpa` on a CPU, `reference` on a GPU."""
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
-    log-sum-exp (arXiv 2505.20776, section 3); `dense` runs one masked call over everything; `auto` takes in each step
-    the one that was faster at these lengths when both were measured at start-up."""
+    log-sum-exp (arXiv 2505.20776, section 3); `dense` runs one masked call over everything; `auto` uses, at each
+    step, whichever was measured to be faster at start-up for that length."""
 
     def __post_init__(self) -> None:
         one_of("attention.backend", self.backend, ("auto", "reference", "sdpa", "flash"))
@@ -85,14 +85,16 @@ class TreeOptions:
     """`tree.*`: The size of draft trees, which are grown as in OPT-Tree (arXiv 2406.17276)."""
 
     nodes: int | Literal["auto"] = 16
-    """Draft tokens verified in one step; the root is not counted. `auto` chooses the number that brings most tokens per
-    second by measured step times, and takes plain steps where no tree pays; in mode `tree` it is `max_nodes`."""
+    """Draft tokens verified in one step; the root is not counted. `auto` chooses the number that gives the most tokens
+    per second according to measured step times, and takes plain steps where no tree pays off; in mode `tree` it is
+    `max_nodes`."""
     max_nodes: int = 15
-    """Most draft tokens of a step if `nodes` is `auto`. A forward pass has one row more, the root."""
+    """Maximum number of draft tokens per step if `nodes` is `auto`; ignored otherwise. A forward pass has one row more,
+    the root."""
     depth: int = 6
-    """Most levels of a draft's own tree."""
+    """Maximum depth of a draft's own tree, in levels."""
     ngram_depth: int = 16
-    """Most levels of n-gram drafts, with `draft.kind: ngram` or `draft.ngram: true`."""
+    """Maximum depth of n-gram drafts, in levels, with `draft.kind: ngram` or `draft.ngram: true`."""
     threshold: float = 0.05
     """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. Used on a CPU
     only: on a GPU every tree grows to its full depth."""
@@ -128,15 +130,15 @@ class CacheOptions:
     recent: int = 128
     """Tokens at the end of the text that stay visible under `retrieval`, rounded up to whole chunks."""
     refresh: Refresh = "every"
-    """`once` lets `retrieval` choose chunks after prefill only, `every` after prefill and then every `refresh_every`
+    """When `retrieval` chooses chunks: `once` only after prefill, `every` after prefill and then every `refresh_every`
     steps."""
     refresh_every: int = 32
     """Steps between two retrievals."""
     draft_prefill_window: int = 512
-    """Tokens that a draft of kind `model` attends back to while it reads the prompt."""
+    """Sliding attention window, in tokens, of a draft of kind `model` while it reads the prompt."""
     score_layers: tuple[int, ...] = (-1,)
-    """Layers of the target whose attention scores the chunks, counted from 0, or from the last one back if negative. Of
-    several layers the mean is taken."""
+    """Layers of the target whose attention scores the chunks, counted from 0; negative numbers count from the last
+    layer (-1). Scores of several layers are averaged."""
 
     def __post_init__(self) -> None:
         one_of("cache.policy", self.policy, ("full", "streaming", "retrieval"))

@@ -22,7 +22,7 @@ class DraftOptions:
     """For `eagle` a local folder, in this project's format or a published one (detected automatically); for `model` a
     name as in `target.model`; empty for `ngram`."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub name; none stands for the default branch. A run keeps the commit that it began
+    """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
     with."""
     ngram: bool = False
     """Merge n-gram drafts into the trees of an `eagle` or `model` draft where they are likelier to be accepted than the

@@ -65,7 +65,7 @@ def test_every_draft_is_replayed_with_every_cache(tmp_path, capsys):
     assert str(ROOT) not in path.read_text()
     assert {(cell["kind"], cell["heads"]) for cell in result["layers"]} == {("passkey", "mean")}
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Which attention to trust (retrieval 256)" in printed
+    assert "Effect of scoring layer and refresh interval (retrieval 256)" in printed
     assert "a fresh selection by one layer alone shows" in printed
     assert result["environment"]["versions"]["torch"] in printed
 
