@@ -34,7 +34,7 @@ demo: setup models
 # One test process for each core, with one thread each.
 test test-slow test-all: export HF_HUB_OFFLINE := 1
 test test-slow test-all: export OMP_NUM_THREADS := 1
-PYTEST := $(PY) -m pytest -n $(CPUS) --dist worksteal
+PYTEST := $(PY) -m pytest -n $(CPUS) --dist worksteal --durations 20 --durations-min 5
 test: setup models
 	$(PYTEST) -m 'not slow and not gpu'
 

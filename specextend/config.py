@@ -58,8 +58,8 @@ class JobOptions:
     """Share of error rows, from 0 to 1, up to which a run ends with exit 0; with more of them it ends with exit 3."""
     stop_error_fraction: float = 0.5
     """Share of failed documents, from 0 to 1, above which a run stops early with exit 3, if it is also above
-    `max_error_fraction`. Each start of the command counts anew, and checks the share once 100 documents and 1% of all
-    have finished; 1 never stops a run."""
+    `max_error_fraction`. Each start of the command counts anew, and checks the share once 100 documents and 1% of
+    those to process have finished; 1 never stops a run."""
     commit_every_rows: int = 64
     """Finished documents after which the driver writes them to disk."""
     commit_every_s: float = 30.0
@@ -73,8 +73,8 @@ class JobOptions:
     stall_s: float = 600.0
     """Seconds without a prefill chunk or decoding step after which a worker counts as hung and is replaced."""
     silence_s: float = 3600.0
-    """Seconds without a token from any worker after which the run ends with exit 1 and names its documents. Must be
-    above `max_attempts` x `stall_s`, so that one document that hangs is abandoned first."""
+    """Seconds without a token from any worker after which the run ends with exit 1 and names what was being
+    decoded or waited. Must be above `max_attempts` x `stall_s`, so that one document that hangs is abandoned first."""
     deadline_s: float = 0.0
     """Time limit of one start in seconds; the run then stops with exit 75 and can be resumed. 0 sets no limit."""
     grace_s: float = 20.0

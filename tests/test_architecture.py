@@ -183,6 +183,28 @@ def test_no_two_modules_or_classes_share_a_name():
     assert not twice, f"rename one of each: {', '.join(twice)}"
 
 
+def private_names(paths: list[Path]) -> set[str]:
+    """Names with an underscore that the files define: functions, classes, attributes that are set."""
+    nodes = [node for path in paths for node in ast.walk(tree_of(path))]
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return {name for name in defined if name.startswith("_") and not name.startswith("__")}
+
+
+def test_tests_see_what_a_user_sees():
+    """A test of private names holds the code as it is written, and lets what it does change."""
+    ours = private_names(sorted(PACKAGE.rglob("*.py"))) - private_names(TESTS)
+    assert "_step" in private_names(sorted(PACKAGE.rglob("*.py")))
+    used = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in TESTS
+        for node in ast.walk(tree_of(path))
+        if (isinstance(node, ast.Attribute) and node.attr in ours)
+        or (isinstance(node, ast.ImportFrom) and ours.intersection(alias.name for alias in node.names))
+    ]
+    assert not used, f"go through what is public: {', '.join(used)}"
+
+
 def option_classes() -> Iterator[type]:
     for path in sorted(PACKAGE.rglob("*.py")):
         names = [node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]

@@ -47,7 +47,7 @@ class DecodingOptions:
     max_batch_size: int = 1
     """Maximum number of sequences that a worker decodes together."""
     cache_gib: float = 2.0
-    """Largest size of the target's KV cache on each worker, in GiB. The caches of a draft come on top."""
+    """Largest size of the target's KV cache on each worker, in GiB. A draft's caches are additional."""
 
     def __post_init__(self) -> None:
         one_of("decoding.mode", self.mode, ("autoregressive", "tree", "specextend"))

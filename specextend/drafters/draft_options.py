@@ -16,8 +16,9 @@ class DraftOptions:
     """
 
     kind: DraftKind
-    """`eagle` is a head over the target's hidden states; `model` is a small causal LM with the target's vocabulary or a
-    part of it; `ngram` needs no model and proposes what followed the same tokens earlier in prompt or output."""
+    """`eagle` is a head over the target's hidden states; `model` is a small causal LM with the target's vocabulary, or
+    with a part of it if `jobs/train_draft.py` made it; `ngram` needs no model and proposes what followed the same
+    tokens earlier in prompt or output."""
     model: str = ""
     """For `eagle` a local folder, in this project's format or a published one (detected automatically); for `model` a
     name as in `target.model`; empty for `ngram`."""
