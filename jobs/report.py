@@ -2,7 +2,7 @@
 
     python jobs/report.py OUTPUT
 
-Exits with 2 if the folder holds no run.
+Exits with 2 if the folder holds no run, and with 1 if stdout cannot be written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         complain(error)
         return 2
-    print(render(report), end="")
+    try:
+        print(render(report), end="", flush=True)
+    except OSError as error:
+        complain(OSError(f"stdout cannot be written: {error}; report.md has the tables"))
+        return 1
     return 0
 
 

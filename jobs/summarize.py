@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from specextend.cluster.environment import is_submitted, prepare_environment
 from specextend.core import printable
@@ -56,9 +57,9 @@ def job(arguments: argparse.Namespace) -> int:
         raise RefusedError(str(error)) from error
     if arguments.dry_run:
         plan = dry_run(prepare(config), retry_errors=arguments.retry_errors)
-        print(describe_dry_run(plan))
+        show(describe_dry_run(plan))
         if arguments.json:
-            Path(arguments.json).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+            write_json(arguments.json, plan)
         return 0
     interrupt = Interrupt(config.job.grace_s, config.job.deadline_s)
     interrupt.install()
@@ -108,8 +109,28 @@ def status(arguments: argparse.Namespace) -> int:
         raise RefusedError(first_line(error)) from error
     except OSError as error:
         raise StoreError(f"--status {arguments.status} cannot be read: {first_line(error)}") from error
-    print(describe_status(found))
+    show(describe_status(found))
     return 0
+
+
+def show(text: str) -> None:
+    """Print what was asked for. Raises OutputError if stdout takes no more."""
+    from specextend.cluster.exits import OutputError
+
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise OutputError(f"stdout cannot be written: {error}; make room and run the command again") from error
+
+
+def write_json(path: str, plan: dict[str, Any]) -> None:
+    """Write the plan of `--json`. Raises RefusedError if the path cannot be written."""
+    from specextend.cluster.exits import RefusedError
+
+    try:
+        Path(path).write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RefusedError(f"--json {path} cannot be written: {error}; name another file") from error
 
 
 def overrides(arguments: argparse.Namespace) -> list[str]:

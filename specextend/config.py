@@ -173,7 +173,7 @@ class RunConfig(BaseModel):
     def from_values(cls, values: dict[str, Any]) -> RunConfig:
         """Make a configuration from nested values as YAML gives them. Raises ConfigError."""
         try:
-            return cls.model_validate_json(json.dumps(values, default=str))
+            return cls.model_validate_json(_as_json(values))
         except ValidationError as error:
             raise ConfigError("; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))) from None
 
@@ -286,3 +286,11 @@ def _known_keys(section: str) -> list[str]:
         return []
     owners: tuple[Any, ...] = get_args(field.annotation) or (field.annotation,)
     return [each.name for each in fields(owners[0])]
+
+
+def _as_json(values: dict[str, Any]) -> str:
+    """Write values of YAML as JSON. Raises ConfigError for a value that contains itself (`&a [*a]`)."""
+    try:
+        return json.dumps(values, default=str)
+    except (ValueError, RecursionError):
+        raise ConfigError("a value contains itself; write it without the YAML alias") from None

@@ -124,6 +124,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("input.path.deep=3", "--set input.path.deep: path is a value, not a section"),
         ("input.text_column=the text #1", "--set input.text_column: '#1' is a comment in YAML and would be left out"),
         ("input.id_column=#id", "--set input.id_column: '#id' is a comment in YAML and would be left out"),
+        ("input.id_column=&a [*a]", "a value contains itself; write it without the YAML alias"),
         ("input.path=[", "--set input.path: '[' is not a valid YAML value"),
     ],
 )

@@ -53,6 +53,7 @@ def connected(interrupt: Interrupt) -> Iterator[None]:
         raise ClusterError(f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again") from error
     interrupt.install()
     try:
+        interrupt.check()  # Ray may have swallowed what its own handler raised
         yield
     finally:
         _shut_down(interrupt)

@@ -13,7 +13,7 @@ from specextend.cluster.environment import check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.cluster.planning import Plan, make_plan
 from specextend.cluster.progress import TokenEstimate
-from specextend.cluster.stores import knock, within
+from specextend.cluster.stores import knock, reading, within
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, first_line
 from specextend.data.audit import describe_skipped
@@ -189,10 +189,11 @@ def read_progress(prepared: Prepared) -> Progress:
 def dry_run(prepared: Prepared, *, retry_errors: Retry = "none") -> dict[str, Any]:
     """Plan a start and return what it would do as JSON values, without loading weights or writing anything.
 
-    Raises OtherRunError if the folder holds another run, RefusedError and StoreError.
+    Raises OtherRunError if the folder holds another run, OutputError, RefusedError and StoreError.
     """
     config, source = prepared.config, prepared.source
-    progress = read_progress(prepared) if check_same_run(prepared) else None
+    with reading(prepared.output):
+        progress = read_progress(prepared) if check_same_run(prepared) else None
     rows = [file.num_rows for file in source.files]
     keys = set(pending(rows, progress, retry_errors=retry_errors)) if progress else _all_keys(rows)
     decoding = config.decoding

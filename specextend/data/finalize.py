@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from specextend.data.parquet import DAMAGED, is_damaged
 from specextend.data.parts import WINDOW_ROWS, Results, Window, find_results
 from specextend.data.run_folder import Counts, errors_folder, result_name, summaries_folder
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
@@ -205,6 +206,8 @@ def _is_written(location: Location, schema: pa.Schema) -> bool:
         return False
     try:
         found = pq.read_schema(location.path, filesystem=location.filesystem).metadata or {}
-    except pa.ArrowInvalid:
+    except DAMAGED as error:
+        if not is_damaged(location, error):
+            raise
         return False
     return found.get(_DIGEST) == schema.metadata[_DIGEST]

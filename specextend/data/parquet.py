@@ -22,6 +22,23 @@ _NOT_COMPACT = "Not yet implemented"
 
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
 """Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
+_CHECK_BYTES = 1 << 20
+
+
+def is_damaged(location: Location, error: Exception) -> bool:
+    """Return True if reading a file failed because of what it holds, False if because its store failed.
+
+    pyarrow raises OSError for either, so the file is read once more as plain bytes.
+    """
+    if isinstance(error, MemoryError) or not isinstance(error, OSError):
+        return not isinstance(error, MemoryError)
+    try:
+        with location.filesystem.open_input_stream(location.path) as stream:
+            while stream.read(_CHECK_BYTES):
+                location.touch()
+    except OSError:
+        return False
+    return True
 
 
 def open_parquet(location: Location, compact: Sequence[str] = ()) -> pq.ParquetFile:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, one_line
 from specextend.data.fingerprint import read_manifest
+from specextend.data.parquet import DAMAGED, is_damaged
 from specextend.data.run_folder import parts_folder
 from specextend.data.schema import PART_SCHEMA
 from specextend.data.storage import Location, list_files, remove_temporary_files, write_bytes
@@ -230,7 +231,9 @@ def read_part(output: Location, name: str, columns: Sequence[str], fingerprint: 
         with location.filesystem.open_input_file(location.path) as file, pq.ParquetFile(file) as parquet:
             found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
             table = _typed(parquet.read([name for name in columns if name in parquet.schema_arrow.names]), columns)
-    except (pa.ArrowException, KeyError, UnicodeDecodeError) as error:
+    except (*DAMAGED, KeyError) as error:
+        if not is_damaged(location, error):
+            raise
         raise DamagedPartError(
             f"{location.path} is damaged ({one_line(error)}); delete it to do its documents again"
         ) from error

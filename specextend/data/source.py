@@ -30,7 +30,17 @@ from specextend.data.inputs import (
     decode_text,
     unreadable,
 )
-from specextend.data.parquet import DAMAGED, as_bytes, halved, is_text, open_parquet, plain_text, read_group, stream
+from specextend.data.parquet import (
+    DAMAGED,
+    as_bytes,
+    halved,
+    is_damaged,
+    is_text,
+    open_parquet,
+    plain_text,
+    read_group,
+    stream,
+)
 from specextend.data.run_folder import copies_folder
 from specextend.data.storage import (
     Location,
@@ -362,7 +372,9 @@ def _is_copy(location: Location, file: InputFile) -> bool:
         with open_parquet(location) as parquet:
             origin = (parquet.schema_arrow.metadata or {}).get(_ORIGIN)
             return origin == file.footer_sha256.encode() and parquet.metadata.num_rows == file.num_rows
-    except pa.ArrowInvalid:
+    except DAMAGED as error:
+        if not is_damaged(location, error):
+            raise
         return False
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from specextend.core import one_line
 from specextend.data.fingerprint import num_input_rows, read_manifest
+from specextend.data.parquet import DAMAGED, is_damaged
 from specextend.data.parts import find_results, read_part
 from specextend.data.run_folder import errors_folder, read_starts, report_file, summaries_folder
 from specextend.data.schema import PART_SCHEMA
@@ -131,7 +132,9 @@ class _Rows:
                 with pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet:
                     for batch in parquet.iter_batches(_BATCH_ROWS, columns=list(columns)):
                         yield pa.Table.from_batches([batch]).select(columns).cast(schema)
-            except (pa.ArrowException, KeyError, UnicodeDecodeError) as error:
+            except (*DAMAGED, KeyError) as error:
+                if not is_damaged(file, error):
+                    raise
                 raise ValueError(
                     f"{file.path} is damaged ({one_line(error)}); run the job again to write it anew"
                 ) from error

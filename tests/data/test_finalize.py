@@ -23,6 +23,7 @@ from specextend.data.run_folder import Counts, read_success, remove_success, wri
 from specextend.data.schema import ERROR_SCHEMA, summary_schema
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
+from tests.damage import damage
 
 MakeRow = Callable[..., dict[str, Any]]
 Write = Callable[..., Path]
@@ -121,6 +122,17 @@ def test_retried_errors_change_only_the_files_they_are_in(
     assert [name for name in after if after[name] != before[name]] == ["part-00002.parquet"]
     assert files(output, "errors") == []
     assert read(output, "summaries", 2)["doc_id"].to_pylist() == ["id-2-0", "id-2-1"]
+
+
+@pytest.mark.parametrize("where", ["end", "footer"])
+def test_damaged_summaries_are_written_again(where: str, source: Source, output: Location, done: MakeRow) -> None:
+    """The parts are whole, so nothing is lost, and nobody has to find out which file to delete."""
+    PartWriter(output, "ffffffff").commit([done(*key) for key in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]])
+    finalize(source, output)
+    whole = read(output, "summaries", 2)
+    damage(Path(output.path) / "summaries" / "part-00002.parquet", where)
+    assert finalize(source, output) == Counts(5, 5, 0)
+    assert read(output, "summaries", 2) == whole
 
 
 def test_a_row_done_twice_is_there_once_as_done_last(source: Source, output: Location, done: MakeRow) -> None:

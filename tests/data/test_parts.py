@@ -29,6 +29,7 @@ from specextend.data.parts import (
 )
 from specextend.data.schema import PART_SCHEMA
 from specextend.data.storage import Location
+from tests.damage import DAMAGES, damage
 
 MakeRow = Callable[..., dict[str, Any]]
 
@@ -158,12 +159,21 @@ def test_a_part_says_which_run_it_is_of(output: Location, done: MakeRow) -> None
         read_parts(output, "cafe" * 16)
 
 
-def test_a_damaged_part_is_named(output: Location, done: MakeRow) -> None:
+@pytest.mark.parametrize("where", DAMAGES)
+def test_a_damaged_part_is_named(where: str, output: Location, done: MakeRow) -> None:
+    """A run that took it for a store that is away was to be tried again for ever, and named no file."""
     name = PartWriter(output, "0000000a").commit([done(0, 0)])
-    path = Path(output.path) / "_run" / "parts" / str(name)
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match=f"{name} is damaged"):
+    damage(Path(output.path) / "_run" / "parts" / str(name), where)
+    with pytest.raises(DamagedPartError, match=f"{name} is damaged"):
         read_parts(output)
+
+
+def test_a_part_out_of_reach_is_not_damaged(output: Location, done: MakeRow) -> None:
+    """It must not be deleted: its store is away."""
+    name = str(PartWriter(output, "0000000a").commit([done(0, 0)]))
+    (Path(output.path) / "_run" / "parts" / name).unlink()
+    with pytest.raises(FileNotFoundError):
+        read_part(output, name, ["row"])
 
 
 def test_parts_live_on_other_file_systems(tmp_path: Path, done: MakeRow) -> None:

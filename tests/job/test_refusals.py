@@ -20,7 +20,7 @@ import pytest
 from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
-from specextend.data.fingerprint import build_manifest, write_manifest
+from specextend.data.fingerprint import build_manifest, fingerprint, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
@@ -394,6 +394,37 @@ def test_an_exit_code_is_kept_where_stderr_takes_no_line():
             command("--config", "nowhere.yaml"), env=environment(), cwd=ROOT, stderr=full, timeout=120, check=False
         )
     assert process.returncode == 2
+
+
+def test_a_plan_that_cannot_be_written_is_refused_in_one_line(call, corpus: Path, tmp_path: Path):
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
+    ended = call("--config", str(CONFIG), *arguments, "--dry-run", "--json", str(tmp_path))
+    assert ended.code == 2
+    assert ended.stderr.startswith(f"error: --json {tmp_path} cannot be written: [Errno 21] Is a directory")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("job", [("summarize.py", "--status"), ("report.py",)])
+def test_a_stdout_that_takes_no_more_is_said_in_one_line(job: tuple[str, ...], tmp_path: Path):
+    """`--status out > file` on a full disk: an empty file and exit 0 would look like an empty run."""
+    row = error_row(DocumentKey(0, 0), "a", error_class="E", message="", stage="read", retryable=True, attempts=1)
+    PartWriter(resolve(str(tmp_path)), "00000001").commit([row])
+    identity = {"files": {"a.parquet": {"rows": 1, "size": 1, "footer_sha256": "0" * 64}}, "hashes": {}, "config": {}}
+    manifest = {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": {}}
+    (tmp_path / "_run" / "manifest.json").write_text(json.dumps(manifest))
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        process = subprocess.run(
+            [sys.executable, str(ROOT / "jobs" / job[0]), *job[1:], str(tmp_path)],
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert process.returncode == 1
+    [line] = process.stderr.splitlines()
+    assert line.startswith("error: stdout cannot be written: [Errno 28]")
 
 
 @pytest.fixture

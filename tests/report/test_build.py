@@ -20,6 +20,7 @@ from specextend.data.schema import SUMMARY_SCHEMA, error_row, result_row
 from specextend.data.storage import resolve
 from specextend.report import build_report, render, write_report
 from specextend.stats import DecodingStats
+from tests.damage import DAMAGES, damage
 
 RUN_ID = "0123abcd"
 SHORT = DecodingStats(
@@ -264,13 +265,16 @@ def damaged(folder: Path, kind: str) -> None:
     row = {name: done(0, SHORT).get(name) for name in SUMMARY_SCHEMA.names}
     if kind == "garbage":
         path.write_bytes(b"PAR1 and nothing more")
+    elif kind in DAMAGES:
+        pq.write_table(pa.Table.from_pylist([row]), path)
+        damage(path, kind)
     elif kind == "columns":
         pq.write_table(pa.table({"doc_id": ["a"]}), path)
     else:
         pq.write_table(pa.Table.from_pylist([row | {"num_prompt_tokens": "many\n", "decode_s": ["x"]}]), path)
 
 
-@pytest.mark.parametrize("kind", ["garbage", "columns", "types"])
+@pytest.mark.parametrize("kind", ["garbage", "columns", "types", *DAMAGES])
 def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, capsys, kind: str):
     """The report is what people run on folders that somebody sent them."""
     damaged(tmp_path, kind)

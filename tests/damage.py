@@ -1,0 +1,20 @@
+"""Ways in which a Parquet file comes to harm: pyarrow raises another class of exception for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DAMAGES = ("end", "footer", "pages")
+
+
+def damage(path: Path, where: str) -> None:
+    """Cut the end of a file off, or overwrite its footer or its pages."""
+    content = bytearray(path.read_bytes())
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    if where == "end":
+        del content[-4:]
+    elif where == "footer":
+        content[footer : footer + 40] = b"\x5a" * 40
+    else:
+        content[4:footer] = bytes(footer - 4)
+    path.write_bytes(content)
