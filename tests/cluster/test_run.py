@@ -163,6 +163,7 @@ def test_a_document_that_kills_every_worker_is_given_up_and_takes_nobody_along(j
     assert poison["retryable"]
 
 
+@pytest.mark.slow
 def test_a_document_over_its_deadline_is_cancelled_while_its_neighbours_go_on(job):
     """Aborted between two steps: no worker dies of it."""
     run = job([*GOOD, "crawl"], deadline_base_s=1.0, deadline_s_per_token=0.001)
@@ -211,6 +212,7 @@ def test_an_engine_that_breaks_is_replaced_and_its_reason_is_said(job):
     assert len(run.summaries()) == 3
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_load_ends_the_run_after_a_few_tries(job, hasty):
     """A wrong path or a full disk: backing off for ever would hide it. The reason is said."""
     run = job(GOOD)

@@ -123,6 +123,7 @@ def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path, group_rows: in
     assert peak < 400, "MiB over what the libraries take"
 
 
+@pytest.mark.slow
 def test_one_long_document_is_planned_and_rendered_in_bounded_memory(tmp_path: Path) -> None:
     """Tokenizing takes a hundred times the memory of the text: a document of a gigabyte would end the driver, and then
     each worker that gets it.

@@ -118,7 +118,7 @@ def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_l
     fault.is_mended(disk)
 
 
-@three_times("object store")
+@three_times("object store", fast=0)
 def test_a_full_object_store_stops_nobody(job, kind: str):
     """Whoever shares the cluster may fill it; long results go through it, and Ray makes room on the disk."""
     ballast = [ray.put(os.urandom(8 << 20)) for _ in range(16)]  # 128 MiB into 80

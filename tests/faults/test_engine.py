@@ -194,7 +194,8 @@ def test_a_document_that_never_fits_is_an_error_row_and_its_worker_lives_on(real
     assert len(set(real_job.column("worker"))) == 1
 
 
-@pytest.mark.parametrize("attempt", [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
 def test_a_dead_device_ends_its_process_and_another_takes_over(attempt, real_job, undisturbed, tmp_path: Path):
     """After a device error every later call fails: the worker must go, and is not asked again."""
     assert real_job.run(Breaks("device", tmp_path / "broken"), max_attempts=5) == EXIT_DONE

@@ -53,7 +53,7 @@ def all_done_once(run: Job) -> None:
     assert len(committed(run.output)) == len(TEXTS), "a late result was committed beside the one that counts"
 
 
-@three_times("removed")
+@three_times("removed", fast=0)
 def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes, kind: str):
     """A reclaimed machine is nobody's fault: its documents are done elsewhere, at their first attempt."""
     first = nodes.add()

@@ -27,7 +27,6 @@ from specextend.data.source import Source
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine
 
-ROUNDS = [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(3)]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changing a process's root needs root")
 TEXTS = [f"text number {number} " * (number + 1) for number in range(12)]
 
@@ -50,7 +49,8 @@ class LacksTheMount:
 
 
 @needs_root
-@pytest.mark.parametrize("attempt", ROUNDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
 def test_what_most_workers_cannot_read_another_one_does(attempt, job, tmp_path: Path):
     """They fail at once and ask for more: the whole corpus could become error rows in a second."""
     run: Job = job(TEXTS, workers=3)

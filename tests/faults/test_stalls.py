@@ -28,7 +28,8 @@ class NeverReady:
         threading.Event().wait()
 
 
-@pytest.mark.parametrize("attempt", ROUNDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(3))
 def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(
     attempt, real_job, undisturbed, tmp_path: Path
 ):
