@@ -171,6 +171,8 @@ def test_a_log_that_takes_no_more_lines_ends_no_run(log: LogFormat):
             display.show(snapshot(), float(second))
             display.note("a note " * 100)
         display.close()
+        with pytest.raises(OSError, match="No space left"):
+            os.write(full.fileno(), b"a line")
 
 
 def test_a_bar_on_a_terminal_that_is_gone_ends_no_run():
