@@ -16,7 +16,7 @@ from torch import Tensor
 from specextend.attention.plan import KeySpan, additive
 
 Attend = Callable[[Tensor, Tensor, Tensor, KeySpan, float], tuple[Tensor, Tensor]]
-"""(q [B, T, H, D], k [R, K, D], v [R, K, D], span, scale) -> out [B, T, H, D] in q's dtype, lse [B, T, H] fp32.
+"""(q [B, T, H, D], k [K, R, D], v [K, R, D], span, scale) -> out [B, T, H, D] in q's dtype, lse [B, T, H] fp32.
 
 Each sequence attends to the span's rows of k and v. lse is the natural logarithm of the sum of exponentials, -inf where
 a span is empty; out is finite there."""
@@ -56,17 +56,17 @@ def _attend_slowly(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale
     rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
     if span.lengths[b] == 0:
         return torch.zeros_like(q), torch.full((num_queries, num_heads), float("-inf"), device=q.device)
-    group = num_heads // k.shape[1]
-    keys = k[rows].float().repeat_interleave(group, dim=1)
-    values = v[rows].float().repeat_interleave(group, dim=1)
-    scores = torch.einsum("thd,shd->hts", q.float(), keys) * scale
+    group = num_heads // k.shape[0]
+    keys = k[:, rows].float().repeat_interleave(group, dim=0)
+    values = v[:, rows].float().repeat_interleave(group, dim=0)
+    scores = torch.einsum("thd,hsd->hts", q.float(), keys) * scale
     if span.causal:
         own = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()
-        scores += additive(own, len(keys), scores.dtype)
+        scores += additive(own, keys.shape[1], scores.dtype)
     elif (bias := span.bias(b, scores.dtype, q.device)) is not None:
         scores += bias
     lse = scores.logsumexp(-1)
-    out = torch.einsum("hts,shd->thd", (scores - lse.unsqueeze(-1)).exp(), values)
+    out = torch.einsum("hts,hsd->thd", (scores - lse.unsqueeze(-1)).exp(), values)
     return out.to(q.dtype), lse.T
 
 
@@ -84,11 +84,11 @@ def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: f
     if length == 0:  # the kernel divides by the number of keys
         return _nothing(q)
     rows = slice(span.starts[b], span.starts[b] + length)
-    key, value = k[rows].transpose(0, 1).unsqueeze(0), v[rows].transpose(0, 1).unsqueeze(0)
+    key, value = k[:, rows].unsqueeze(0), v[:, rows].unsqueeze(0)
     if span.causal or (q.shape[1] == 1 and span.mask is None):
         out, lse = _flash_cpu(q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=None, scale=scale)
         return out.transpose(1, 2), lse.transpose(1, 2)
-    group = q.shape[2] // k.shape[1]
+    group = q.shape[2] // k.shape[0]
     num_rows = max(group * q.shape[1], _LEAST_ROWS if length >= _LEAST_ROWS else 0)
     bias = span.bias(b, q.dtype, q.device, group, num_rows)  # the kernel wants the query's dtype
     return _attend_folded(q, key, value, bias, num_rows, scale)
@@ -118,9 +118,9 @@ def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: 
     if span.lengths[b] == 0:
         return _nothing(q)
     rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
-    group = q.shape[2] // k.shape[1]
+    group = q.shape[2] // k.shape[0]
     query = q.transpose(1, 2)
-    key, value = (x[rows].repeat_interleave(group, dim=1).transpose(0, 1).unsqueeze(0) for x in (k, v))
+    key, value = (x[:, rows].repeat_interleave(group, dim=0).unsqueeze(0) for x in (k, v))
     bias = span.bias(b, q.dtype, q.device)
     if bias is None and q.dtype != torch.float32:
         out, lse, *_ = _flash_cuda(query, key, value, 0.0, span.causal, False, scale=scale)
@@ -148,7 +148,8 @@ def attend_flash(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -
     if span.mask is not None or 0 in span.lengths:
         return attend_sdpa(q, k, v, span, scale)
     batch, num_queries, num_heads, head_dim = q.shape
-    keys, values = (torch.cat([x[s : s + n] for s, n in zip(span.starts, span.lengths, strict=True)]) for x in (k, v))
+    parts = [slice(start, start + length) for start, length in zip(span.starts, span.lengths, strict=True)]
+    keys, values = (torch.cat([x[:, part].transpose(0, 1) for part in parts]) for x in (k, v))
     ends_q = torch.arange(0, (batch + 1) * num_queries, num_queries, dtype=torch.int32, device=q.device)
     ends_k = torch.tensor([0, *span.lengths], device=q.device).cumsum(0).int()
     out, lse, _ = _load_flash_attn()(

@@ -31,7 +31,7 @@ def plan_attention(
     attend: Attend,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with query [B, H, T, D] to the layer's whole cache key, value [R, K, D]. Returns [B, T, H, D]."""
+    """Attend with query [B, H, T, D] to the layer's whole cache key, value [K, R, D]. Returns [B, T, H, D]."""
     q = query.transpose(1, 2)
     if module.layer_idx in plan.keep_layers:
         plan.queries[int(module.layer_idx)] = q  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from specextend.attention.plan import AttentionPlan
 
 
 def attend_plan(attend: Attend, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """Attend with q [B, T, H, D] to the rows of k, v [R, K, D] that the plan names. Returns [B, T, H, D]."""
+    """Attend with q [B, T, H, D] to the rows of k, v [K, R, D] that the plan names. Returns [B, T, H, D]."""
     out, lse = attend(q, k, v, plan.spans[0], scale)
     for span in plan.spans[1:]:
         out = merge_states(out, lse, *attend(q, k, v, span, scale))

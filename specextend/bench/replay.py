@@ -138,7 +138,7 @@ class Replayer:
         mass = None
         if self._layers:
             queries = [trace.queries[layer][decided] for layer in self._layers]
-            keys = [trace.keys[layer][:num_tokens] for layer in self._layers]
+            keys = [trace.keys[layer][:, :num_tokens] for layer in self._layers]
             mass = mean_mass(queries, keys, self._chunk_size, scale)
         positions = self._policy.select(num_tokens, mass, self._replay.stats)
         self._replay.selections.append((decided, positions))

@@ -193,7 +193,7 @@ def _shown(
     shown = 0
     for number in numbers:
         num_tokens = trace.num_prompt_tokens + number
-        query, keys = trace.queries[layer][number], trace.keys[layer][:num_tokens]
+        query, keys = trace.queries[layer][number], trace.keys[layer][:, :num_tokens]
         mass = chunk_mass(query, keys, options.chunk_size, scale).cpu()
         selection = select_by_score(mass, num_tokens, options)
         shown += sources[number] in selection.positions(num_tokens, options.chunk_size).tolist()

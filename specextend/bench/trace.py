@@ -42,7 +42,7 @@ class Trace:
     queries: dict[int, Tensor]
     """Layer -> queries [n, H, D], from the prompt's last position on."""
     keys: dict[int, Tensor]
-    """Layer -> keys [P + n - 1, K, D]."""
+    """Layer -> keys [K, P + n - 1, D]."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -166,5 +166,5 @@ class TraceRecorder:
                 layer: torch.cat([queries[layer] for queries in run.queries])[-len(run.choices) :]
                 for layer in self._scored_layers
             },
-            keys={layer: self._target.cache.keys[layer, rows].clone() for layer in self._scored_layers},
+            keys={layer: self._target.cache.keys[layer, :, rows].clone() for layer in self._scored_layers},
         )

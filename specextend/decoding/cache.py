@@ -65,18 +65,29 @@ class RowAllocator:
 
 
 class KVCache:
-    """Keys and values [L, R, K, D] of every sequence.
+    """Keys and values of every sequence, the heads of a layer one after the other, each with all rows.
 
-    Rows behind a sequence's committed ones are a proposal; `commit` keeps a path of it and forgets the rest.
+    A head's rows are contiguous, so attention reads them as one matrix, without a copy. Rows behind a sequence's
+    committed ones are a proposal; `commit` keeps a path of it and forgets the rest.
     """
 
     def __init__(
         self, num_layers: int, num_rows: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (num_layers, aligned(num_rows), num_heads, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.rows = RowAllocator(shape[1])
+        shape = (num_layers, 2, num_heads, aligned(num_rows), head_dim)
+        self.stored = torch.empty(shape, dtype=dtype, device=device)
+        """[L, 2, K, R, D], keys and values of each layer."""
+        self.rows = RowAllocator(shape[3])
+
+    @property
+    def keys(self) -> Tensor:
+        """Return the keys [L, K, R, D] of all layers, which may be written."""
+        return self.stored[:, 0]
+
+    @property
+    def values(self) -> Tensor:
+        """Return the values [L, K, R, D] of all layers, which may be written."""
+        return self.stored[:, 1]
 
     def commit(self, first_rows: list[int], paths: list[list[int]]) -> None:
         """Move the rows of each accepted path right behind its prefix.
@@ -88,9 +99,8 @@ class KVCache:
         moves = [(s, t) for s, t in zip(source, target, strict=True) if s != t]
         if not moves:
             return
-        source_rows, target_rows = torch.tensor(moves, device=self.keys.device).T
-        for stored in (self.keys, self.values):
-            stored[:, target_rows] = stored[:, source_rows]
+        source_rows, target_rows = torch.tensor(moves, device=self.stored.device).T
+        self.stored[:, :, :, target_rows] = self.stored[:, :, :, source_rows]
 
 
 class CacheHook:
@@ -98,13 +108,13 @@ class CacheHook:
 
     def __init__(self, cache: KVCache, plan: AttentionPlan) -> None:
         self._cache = cache
-        self._rows = plan.new_rows(cache.keys.device)
+        self._rows = plan.new_rows(cache.stored.device)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write key, value [B, K, T, D]; return the layer's whole storage [R, K, D]."""
-        keys, values = self._cache.keys[layer_idx], self._cache.values[layer_idx]
-        keys.index_copy_(0, self._rows, key.transpose(1, 2).flatten(0, 1))
-        values.index_copy_(0, self._rows, value.transpose(1, 2).flatten(0, 1))
+        """Write key, value [B, K, T, D]; return the layer's whole keys and values [K, R, D]."""
+        keys, values = self._cache.stored[layer_idx]
+        keys.index_copy_(1, self._rows, key.transpose(0, 1).flatten(1, 2))
+        values.index_copy_(1, self._rows, value.transpose(0, 1).flatten(1, 2))
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -379,7 +379,7 @@ class Engine:
         if self._scored_layers:
             queries = [plan.queries[layer][b, node] for layer in self._scored_layers]
             rows = slice(sequence.region.start, sequence.first_new_row)
-            keys = [self.target.cache.keys[layer, rows] for layer in self._scored_layers]
+            keys = [self.target.cache.keys[layer, :, rows] for layer in self._scored_layers]
             mass = mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
         positions = sequence.policy.select(sequence.length, mass, sequence.stats)
         self.drafter.select(sequence.slot, positions.to(self.target.device))

@@ -37,11 +37,11 @@ def scored_layers(options: CacheOptions, num_layers: int) -> tuple[int, ...]:
 def chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> Tensor:
     """Return each chunk's share [C] fp32 of one query's attention, the mean over heads. Shares add up to 1.
 
-    query [H, D] of the last accepted node, keys [S, K, D] of all committed tokens; scores in fp32.
+    query [H, D] of the last accepted node, keys [K, S, D] of all committed tokens; scores in fp32.
     """
-    num_key_heads, head_dim = keys.shape[1:]
+    num_key_heads, _, head_dim = keys.shape
     grouped = query.float().view(num_key_heads, -1, head_dim)  # [K, G, D]
-    weights = (torch.matmul(grouped, keys.float().permute(1, 2, 0)) * scale).softmax(-1).mean((0, 1))
+    weights = (torch.matmul(grouped, keys.float().transpose(1, 2)) * scale).softmax(-1).mean((0, 1))
     return pad(weights, (0, -len(weights) % chunk_size)).view(-1, chunk_size).sum(-1)
 
 

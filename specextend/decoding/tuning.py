@@ -88,8 +88,7 @@ def measure(
     """
     begin = clock()
     num_rows = max(grid.lengths) + grid.sizes[-1]
-    for stored in (target.cache.keys, target.cache.values):
-        stored[:, :num_rows] = 0  # fresh memory may hold NaN, and costs nothing to read until it is written
+    target.cache.stored[..., :num_rows, :] = 0  # fresh memory may hold NaN, and costs nothing until it is written
     seconds: dict[tuple[TreeAttention, int], list[tuple[int, float]]] = defaultdict(list)
     spreads = []
     for length in grid.lengths:

@@ -44,10 +44,11 @@ class DraftCache:
 
     def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor) -> None:
         """Allocate the full cache beside the `working` one; `rotate` says what `inv_freq` is."""
-        num_layers, _, num_heads, head_dim = working.keys.shape
+        num_layers, _, num_heads, _, head_dim = working.stored.shape
         self.working = working
-        self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, working.keys.dtype, working.keys.device)
-        self._inv_freq = inv_freq.float().to(working.keys.device)
+        dtype, device = working.stored.dtype, working.stored.device
+        self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, dtype, device)
+        self._inv_freq = inv_freq.float().to(device)
         self._sequences: dict[int, _Regions] = {}
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
@@ -93,21 +94,22 @@ class DraftCache:
         sequence.length += keys.shape[1]
         assert sequence.length <= sequence.full.size, "the full cache is full"
         rows = slice(first, first + keys.shape[1])
-        self._full.keys[:, rows] = keys
-        self._full.values[:, rows] = values
+        self._full.keys[:, :, rows] = keys.transpose(1, 2)
+        self._full.values[:, :, rows] = values.transpose(1, 2)
 
     def store_working(self, slot: int, offset: int, count: int, position: int) -> None:
         """Append `count` working rows from `offset` on, whose positions begin at `position`, to the full cache."""
         first = self.start(slot) + offset
         rows = slice(first, first + count)
         back = -torch.arange(position, position + count, device=self._inv_freq.device)
-        self.store(slot, rotate(self.working.keys[:, rows], back, self._inv_freq), self.working.values[:, rows])
+        keys, values = (stored[:, :, rows].transpose(1, 2) for stored in (self.working.keys, self.working.values))
+        self.store(slot, rotate(keys, back, self._inv_freq), values)
 
     def keep_last(self, slot: int, offset: int, count: int) -> None:
         """Move `count` working rows from `offset` on to the front, as prefill does when its window slides."""
         first = self.start(slot)
-        for stored in (self.working.keys, self.working.values):
-            stored[:, first : first + count] = stored[:, first + offset : first + offset + count].clone()
+        stored = self.working.stored
+        stored[..., first : first + count, :] = stored[..., first + offset : first + offset + count, :].clone()
 
     def select(self, slot: int, positions: Tensor) -> None:
         """Show the tokens at `positions` [S] (ascending) that the full cache holds, at positions 0 to S - 1."""
@@ -118,8 +120,9 @@ class DraftCache:
         source = positions + sequence.full.start
         rows = slice(sequence.working.start, sequence.working.start + count)
         places = torch.arange(count, device=positions.device)
-        self.working.keys[:, rows] = rotate(self._full.keys[:, source], places, self._inv_freq)
-        self.working.values[:, rows] = self._full.values[:, source]
+        keys = rotate(self._full.keys[:, :, source].transpose(1, 2), places, self._inv_freq)
+        self.working.keys[:, :, rows] = keys.transpose(1, 2)
+        self.working.values[:, :, rows] = self._full.values[:, :, source]
         sequence.visible = count
 
     def append(self, slots: Sequence[int], counts: Sequence[int]) -> None:

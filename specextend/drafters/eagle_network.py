@@ -124,8 +124,8 @@ class EagleNetwork:
         query, keys, values = self._with_copies(projected, embedded)
         rows = plan.new_rows(keys.device)
         working = self.cache.working
-        working.keys[0].index_copy_(0, rows, keys.flatten(0, 1))
-        working.values[0].index_copy_(0, rows, values.flatten(0, 1))
+        working.keys[0].index_copy_(1, rows, keys.flatten(0, 1).transpose(0, 1))
+        working.values[0].index_copy_(1, rows, values.flatten(0, 1).transpose(0, 1))
         scale = self._config.head_dim**-0.5
         mixed = attend_plan(self._attend, query, working.keys[0], working.values[0], plan, scale)
         residual = residual + self._linear("layer/self_attn/o_proj", mixed.flatten(2))
@@ -244,8 +244,8 @@ class PublishedNetwork:
         query, keys = (rotate(self._heads(name, inputs), positions, self._inv_freq) for name in "qk")
         rows = plan.new_rows(keys.device)
         working = self.cache.working
-        working.keys[0].index_copy_(0, rows, keys.flatten(0, 1))
-        working.values[0].index_copy_(0, rows, self._heads("v", inputs).flatten(0, 1))
+        working.keys[0].index_copy_(1, rows, keys.flatten(0, 1).transpose(0, 1))
+        working.values[0].index_copy_(1, rows, self._heads("v", inputs).flatten(0, 1).transpose(0, 1))
         mixed = attend_plan(self._attend, query, working.keys[0], working.values[0], plan, self._scale)
         residual = residual + self._linears["layer/self_attn/o_proj"](mixed.flatten(2))
         normed = self._norm("layer.post_attention_layernorm", residual)

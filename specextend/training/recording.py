@@ -133,9 +133,9 @@ class Recorder:
         """Decode [B] summaries of the prompt together, and cut each behind its end."""
         count, length = self._options.count, len(prompt.token_ids)
         starts = [aligned(length + self._options.max_new_tokens + 1) * b for b in range(count)]
-        for stored in (self._target.cache.keys, self._target.cache.values):
-            for start in starts[1:]:
-                stored[:, start : start + length] = stored[:, :length]
+        stored = self._target.cache.stored
+        for start in starts[1:]:
+            stored[..., start : start + length, :] = stored[..., :length, :]
         chosen = self._choose(prompt.last_hidden[-1:].to(self._target.device).expand(count, -1), generator)
         steps = []
         for step in range(self._options.max_new_tokens):

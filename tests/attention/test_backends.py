@@ -23,9 +23,9 @@ PREFIXES = [[0], [1], [700], [0, 31, 700], [255, 256, 257]]
 
 
 def tensors(batch: int, num_queries: int, heads: tuple[int, int], num_rows: int, dtype: torch.dtype):
-    """Queries [B, T, H, D], keys and values [R, K, D]."""
+    """Queries [B, T, H, D], keys and values [K, R, D]."""
     generator = torch.Generator().manual_seed(batch * 1000 + num_queries)
-    shapes = [(batch, num_queries, heads[0], HEAD_DIM), *[(num_rows, heads[1], HEAD_DIM)] * 2]
+    shapes = [(batch, num_queries, heads[0], HEAD_DIM), *[(heads[1], num_rows, HEAD_DIM)] * 2]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
@@ -48,14 +48,14 @@ def random_mask(batch: int, num_queries: int, num_masked: int) -> Tensor:
 def slow_attention(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
     """The definition, a query and a head at a time, in fp64."""
     out, lse = torch.zeros(q.shape, dtype=torch.float64), torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
-    group = q.shape[2] // k.shape[1]
+    group = q.shape[2] // k.shape[0]
     for b, t, h in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
         rows = [span.starts[b] + s for s in range(span.lengths[b]) if sees(span, b, t, s, q.shape[1])]
         if not rows:
             continue
-        scores = k[rows, h // group].double() @ q[b, t, h].double() * scale
+        scores = k[h // group, rows].double() @ q[b, t, h].double() * scale
         lse[b, t, h] = scores.logsumexp(0)
-        out[b, t, h] = (scores - lse[b, t, h]).exp() @ v[rows, h // group].double()
+        out[b, t, h] = (scores - lse[b, t, h]).exp() @ v[h // group, rows].double()
     return out.to(q.dtype), lse.float()
 
 
@@ -156,7 +156,7 @@ def test_rows_of_other_sequences_are_not_seen():
     expected = attend_sdpa(q, k, v, spans[0], SCALE)
     outside = torch.ones(40, dtype=torch.bool)
     outside[4:10] = outside[20:29] = False
-    k[outside], v[outside] = math.nan, math.nan
+    k[:, outside], v[:, outside] = math.nan, math.nan
     assert_close(attend_sdpa(q, k, v, spans[1], SCALE), expected)
 
 

@@ -26,12 +26,12 @@ def random_tree(num_nodes: int, seed: int) -> Tensor:
 
 
 def cache_rows(lengths: list[int], num_queries: int, heads: tuple[int, int]):
-    """starts, q [B, T, H, D], k and v [R, K, D]"""
+    """starts, q [B, T, H, D], k and v [K, R, D]"""
     generator = torch.Generator().manual_seed(sum(lengths) + num_queries)
     starts = [4 + sum(lengths[:b]) + 2 * b for b in range(len(lengths))]
     num_rows = starts[-1] + lengths[-1] + 1
     q = torch.randn(len(lengths), num_queries, heads[0], 16, generator=generator)
-    k, v = (torch.randn(num_rows, heads[1], 16, generator=generator) for _ in range(2))
+    k, v = (torch.randn(heads[1], num_rows, 16, generator=generator) for _ in range(2))
     return starts, q, k, v
 
 
@@ -85,14 +85,15 @@ def test_a_level_deeper_in_the_tree_sees_its_ancestors_alone(backend):
         out = attend_plan(BACKENDS[backend], q, k, v, AttentionPlan(starts, [26], 2, mask, tree), SCALE)
         for node in range(2):
             visible = [starts[0] + row for row in (*range(20), *(20 + mask[0, node].nonzero().flatten()).tolist())]
-            alone = attend_reference(q[:, node : node + 1], k[visible], v[visible], KeySpan([0], [len(visible)]), SCALE)
+            seen = k[:, visible], v[:, visible]
+            alone = attend_reference(q[:, node : node + 1], *seen, KeySpan([0], [len(visible)]), SCALE)
             torch.testing.assert_close(out[:, node : node + 1], alone[0], atol=1e-5, rtol=1e-5)
 
 
 def test_merging_is_attention_over_the_union():
     """Both ways round, and with weights that differ by hundreds in the exponent."""
     _, q, k, v = cache_rows([30], 3, (4, 2))
-    k[4:14] *= 40
+    k[:, 4:14] *= 40
     whole, _ = attend_reference(q, k, v, KeySpan([4], [30]), SCALE)
     parts = [attend_reference(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
     for a, b in (parts, parts[::-1]):

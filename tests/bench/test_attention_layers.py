@@ -23,7 +23,7 @@ def trace() -> Trace:
     for number, source in enumerate(SOURCES):
         queries[0, number, 0, 20 if source is None else source] = 50
         queries[1, number, 0, 120] = 50
-    keys = torch.eye(num_positions).unsqueeze(1)
+    keys = torch.eye(num_positions).unsqueeze(0)
     known = [5, 6, 7, 8, 9]
     return Trace(
         [1] * NUM_PROMPT_TOKENS,

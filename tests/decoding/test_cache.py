@@ -14,7 +14,7 @@ from specextend.decoding.cache import ALIGNMENT, CacheHook, KVCache, Region, Row
 def cache_with_row_numbers(num_rows: int) -> KVCache:
     """Every key holds its row's number, every value its negative."""
     cache = KVCache(2, num_rows, 1, 4, torch.float32, torch.device("cpu"))
-    numbers = torch.arange(cache.keys.shape[1], dtype=torch.float32)[None, :, None, None]
+    numbers = torch.arange(cache.keys.shape[2], dtype=torch.float32)[:, None]
     cache.keys.copy_(numbers.expand_as(cache.keys))
     cache.values.copy_(-numbers.expand_as(cache.values))
     return cache
@@ -23,7 +23,7 @@ def cache_with_row_numbers(num_rows: int) -> KVCache:
 def rows_of(cache: KVCache) -> list[int]:
     assert torch.equal(cache.keys, -cache.values)
     assert torch.equal(cache.keys[0], cache.keys[1])
-    return cache.keys[0, :, 0, 0].int().tolist()
+    return cache.keys[0, 0, :, 0].int().tolist()
 
 
 @settings(deadline=None)
@@ -109,9 +109,9 @@ def test_the_hook_writes_the_new_rows_and_hands_out_the_whole_layer():
     key = torch.full((2, 1, 2, 4), 1000.0) + torch.arange(4.0).view(2, 1, 2, 1)
     keys, values = CacheHook(cache, plan).update(key, -key, 1)
     assert keys.data_ptr() == cache.keys[1].data_ptr(), "no copy of the cache"
-    assert keys[[5, 6, 258, 259], 0, 0].tolist() == [1000, 1001, 1002, 1003]
+    assert keys[0, [5, 6, 258, 259], 0].tolist() == [1000, 1001, 1002, 1003]
     assert torch.equal(values, -keys)
     untouched = torch.ones(512, dtype=torch.bool)
     untouched[[5, 6, 258, 259]] = False
-    assert keys[untouched, 0, 0].tolist() == torch.arange(512)[untouched].tolist()
-    assert cache.keys[0, :, 0, 0].tolist() == list(range(512)), "other layers write for themselves"
+    assert keys[0, untouched, 0].tolist() == torch.arange(512)[untouched].tolist()
+    assert cache.keys[0, 0, :, 0].tolist() == list(range(512)), "other layers write for themselves"

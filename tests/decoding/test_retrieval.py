@@ -28,10 +28,10 @@ SMALL = CacheOptions(chunk_size=4, top_k_chunks=4, sinks=4, recent=4, refresh_ev
 
 def slow_chunk_mass(query: Tensor, keys: Tensor, chunk_size: int, scale: float) -> list[float]:
     """The definition, in fp64: a softmax for each head, the sum over each chunk, the mean over heads."""
-    group = query.shape[0] // keys.shape[1]
+    group = query.shape[0] // keys.shape[0]
     shares = []
     for head in range(query.shape[0]):
-        weights = (keys[:, head // group].double() @ query[head].double() * scale).softmax(0).tolist()
+        weights = (keys[head // group].double() @ query[head].double() * scale).softmax(0).tolist()
         shares.append([sum(weights[start : start + chunk_size]) for start in range(0, len(weights), chunk_size)])
     return [sum(column) / len(column) for column in zip(*shares, strict=True)]
 
@@ -61,7 +61,7 @@ def test_scores_are_the_targets_attention(heads, num_keys, dtype):
     """Per head a softmax over all committed rows, a sum a chunk, then the mean over heads; GQA included."""
     generator = torch.Generator().manual_seed(num_keys)
     query = (torch.randn(heads[0], 16, generator=generator) * 3).to(dtype)
-    keys = torch.randn(num_keys, heads[1], 16, generator=generator).to(dtype)
+    keys = torch.randn(heads[1], num_keys, 16, generator=generator).to(dtype)
     mass = chunk_mass(query, keys, 32, 0.25)
     assert mass.tolist() == pytest.approx(slow_chunk_mass(query, keys, 32, 0.25), abs=1e-6)
     assert float(mass.sum()) == pytest.approx(1.0, abs=1e-5)
@@ -70,8 +70,8 @@ def test_scores_are_the_targets_attention(heads, num_keys, dtype):
 def test_a_heavy_sink_does_not_blur_the_rest():
     """Half-precision running sums lose 24% of the best chunks at 16K; fp32 sums of segments lose none."""
     generator = torch.Generator().manual_seed(0)
-    query, keys = torch.randn(2, 32, generator=generator), torch.randn(16_384, 1, 32, generator=generator)
-    keys[0] = query[0] * 3
+    query, keys = torch.randn(2, 32, generator=generator), torch.randn(1, 16_384, 32, generator=generator)
+    keys[0, 0] = query[0] * 3
     mass = chunk_mass(query, keys.bfloat16(), 32, 32**-0.5)
     exact = torch.tensor(slow_chunk_mass(query, keys.bfloat16(), 32, 32**-0.5), dtype=torch.float64)
     assert float(exact[0]) > 0.3
@@ -253,7 +253,7 @@ def test_several_layers_are_trusted_alike():
     """The mean of their shares: a layer with sharper logits does not outvote the others."""
     generator = torch.Generator().manual_seed(0)
     queries = [torch.randn(4, 8, generator=generator) * scale for scale in (1, 9)]
-    keys = [torch.randn(50, 2, 8, generator=generator) for _ in queries]
+    keys = [torch.randn(2, 50, 8, generator=generator) for _ in queries]
     each = [slow_chunk_mass(*layer, 4, 0.5) for layer in zip(queries, keys, strict=True)]
     expected = [sum(shares) / 2 for shares in zip(*each, strict=True)]
     assert mean_mass(queries, keys, 4, 0.5).tolist() == pytest.approx(expected, abs=1e-6)

@@ -107,7 +107,7 @@ def test_measuring_leaves_nothing_behind(engine):
     measure(engine.target, GRID, steady_clock())
     [after] = engine.generate([request("a", prompt, 30)])
     assert after.token_ids == before.token_ids
-    assert torch.isfinite(engine.target.cache.keys[:, :300]).all()
+    assert torch.isfinite(engine.target.cache.keys[:, :, :300]).all()
 
 
 def test_a_table_is_kept_for_its_device_and_grid_alone(folder):
@@ -193,11 +193,11 @@ def test_a_kept_table_is_not_measured_again(folder, engine):
 
 def mark_cache(target: CachedModel) -> None:
     """Put into the first row what a measurement overwrites."""
-    target.cache.keys[:, 0] = 7.0
+    target.cache.keys[:, :, 0] = 7.0
 
 
 def is_marked(target: CachedModel) -> bool:
-    return bool((target.cache.keys[:, 0] == 7.0).all())
+    return bool((target.cache.keys[:, :, 0] == 7.0).all())
 
 
 def test_a_measurement_writes_to_the_front_of_the_cache(engine):

@@ -60,13 +60,13 @@ def random_keys(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def working_rows(cache: DraftCache, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = slice(cache.start(row), cache.start(row) + cache.visible(row))
-    return cache.working.keys[:, rows], cache.working.values[:, rows]
+    return cache.working.keys[:, :, rows].transpose(1, 2), cache.working.values[:, :, rows].transpose(1, 2)
 
 
 def put_into_working(cache: DraftCache, row: int, offset: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """What a forward does: write new rows behind those that are there."""
     rows = slice(cache.start(row) + offset, cache.start(row) + offset + keys.shape[1])
-    cache.working.keys[:, rows], cache.working.values[:, rows] = keys, values
+    cache.working.keys[:, :, rows], cache.working.values[:, :, rows] = keys.transpose(1, 2), values.transpose(1, 2)
 
 
 @pytest.mark.parametrize("name", ROPES)

@@ -245,7 +245,7 @@ def follows_target(case: Case) -> tuple[bool, bool]:
         case.prefill(0, 8, 512)
         case.drafter.select(0, torch.arange(8))
         case.absorb([0], [8], [9])
-        outputs.append((case.network.cache.working.keys[:, case.network.cache.start(0)].clone(), logits_of(case)))
+        outputs.append((case.network.cache.working.keys[:, :, case.network.cache.start(0)].clone(), logits_of(case)))
         case.drafter.release(0)
         case.target.model.model.embed_tokens.weight.mul_(-1)
         case.target.model.lm_head.weight.mul_(2)

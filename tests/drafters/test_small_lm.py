@@ -77,8 +77,8 @@ def test_windowed_prefill_is_attention_in_a_band(family, window_and_chunk, atten
 def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Tensor) -> None:
     """What slot 0 sees: keys and values [L, n, K, D]."""
     rows = slice(cache.start(0), cache.start(0) + cache.visible(0))
-    torch.testing.assert_close(cache.working.keys[:, rows], expected_keys, atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(cache.working.values[:, rows], expected_values, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(cache.working.keys[:, :, rows].transpose(1, 2), expected_keys, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(cache.working.values[:, :, rows].transpose(1, 2), expected_values, atol=2e-4, rtol=1e-4)
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 def test_sdpa_equals_the_reference_on_cuda(dtype, error, group, kind):
     """The flash and memory-efficient kernels have other traps than the CPU's: mask alignment, padded LSE."""
     generator = torch.Generator("cuda").manual_seed(0)
-    k, v = (torch.randn(1024, 2, 64, generator=generator, device="cuda", dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(2, 1024, 64, generator=generator, device="cuda", dtype=dtype) for _ in range(2))
     q = torch.randn(2, 17, 2 * group, 64, generator=generator, device="cuda", dtype=dtype)
     tree = torch.ones(17, 17, dtype=torch.bool, device="cuda").tril().expand(2, -1, -1)
     lengths = [17, 17] if kind == "causal" else [300, 77]
