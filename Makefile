@@ -50,5 +50,5 @@ lint: setup
 
 bench: setup models
 	$(PY) jobs/bench.py compare --config configs/smollm2.yaml --documents examples/govreport.parquet --per-bucket 5 \
-		--max-new-tokens 128 --sides autoregressive,specextend,draft,ngram,transformers,transformers-lookup \
+		--max-new-tokens 128 --sides autoregressive,specextend,draft,ngram,transformers,transformers-lookup,llama.cpp \
 		--json out/compare.json

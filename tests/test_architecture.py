@@ -50,6 +50,7 @@ OWNERS = {
     "flash_attn": ("specextend/attention/backends.py",),
     "triton": ("specextend/attention/",),
     "datasets": ("specextend/data/importers.py",),
+    "xllamacpp": ("specextend/bench/llama_cpp.py",),
     "matplotlib": ("specextend/bench/plot.py",),
     "pydantic": ("specextend/config.py",),
     "yaml": ("specextend/config.py",),

@@ -1,6 +1,7 @@
 """`compare`: measurements of the same documents on every side, and the figures computed from them.
 
-Figures are speeds, ratios for each document, agreement of the tokens, and the parts of a decoding step.
+Figures are speeds, ratios for each document, agreement of the tokens, the parts of a decoding step, and shares of what
+the machine can do. Documents whose output ends in a loop are a group of their own.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
+from specextend.bench.machine import MachineLimits, ModelWork, measure_limits, work_of
+from specextend.bench.measurement import Measurement, Side
 from specextend.bench.sides import (
-    Measurement,
-    Side,
     SideName,
     default_sides,
     describe_sides,
@@ -30,13 +31,15 @@ from specextend.bench.workload import (
     use_configured_threads,
 )
 from specextend.config import RunConfig
+from specextend.decoding.stopping import is_loop
+from specextend.models import resolve_device
 from specextend.report.statistics import Spread, bucket_name, spread
 from specextend.stats import PHASES, DecodingStats, ratio
 
 WARM_UP_TOKENS = 16
 """Most tokens that a side decodes before it is measured."""
 SPEEDS = ("decode_tokens_per_s", "end_to_end_tokens_per_s")
-BASES = ("autoregressive", "transformers", "transformers-lookup")
+BASES = ("autoregressive", "transformers", "transformers-lookup", "llama.cpp")
 """Sides to which every other side is compared."""
 ALSO = (("specextend", "tree"),)
 """Further pairs: the first side is compared to the second."""
@@ -60,12 +63,22 @@ def compare(
         "configured_draft": None if config.draft is None else draft_name(config.draft),
         "sides": described,
     }
+    say("measuring the machine's limits")
+    machine = Machine(measure_limits(resolve_device(config.target.device), config.target.dtype), work_of(config.target))
     loaded: dict[str, Side] = {}
     for name in sides:
         say(f"loading {name}")
         loaded[name] = load_side(name, config)
     records = [*run_rounds(loaded, documents, options.max_new_tokens, say)]
-    return {"kind": "compare", **header, **figures(records)}
+    return {"kind": "compare", **header, **figures(records, machine)}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the machine can do at most, and what the target asks of it."""
+
+    limits: MachineLimits
+    work: ModelWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,12 @@ class Record:
 
     document: BenchDocument
     measurements: dict[str, Measurement]
+
+    @property
+    def loops(self) -> bool:
+        """Return True if the output of the first base that was run, or else of the first side, ends in a loop."""
+        plain = next((name for name in BASES if name in self.measurements), next(iter(self.measurements)))
+        return is_loop(self.measurements[plain].token_ids)
 
 
 def run_rounds(
@@ -107,18 +126,25 @@ def _speeds(measurements: Mapping[str, Measurement]) -> str:
     )
 
 
-def figures(records: Sequence[Record]) -> dict[str, Any]:
-    """Compute the figures of each length bucket and of all documents, and the agreement of greedy tokens."""
+def figures(records: Sequence[Record], machine: Machine) -> dict[str, Any]:
+    """Compute the figures of each length bucket, of all documents and of the loops, and the agreement of greedy tokens.
+
+    A document whose output ends in a loop is in the group `loops` only; agreement is counted over all documents.
+    """
+    names = [*records[0].measurements]
     buckets = sorted({record.document.bucket for record in records})
-    groups = {bucket_name(bucket): [r for r in records if r.document.bucket == bucket] for bucket in buckets}
-    by_bucket = {name: _group(group) for name, group in groups.items()}
+    steady, loops = ([record for record in records if record.loops is wanted] for wanted in (False, True))
+    groups = {bucket_name(bucket): [r for r in steady if r.document.bucket == bucket] for bucket in buckets}
+    by_bucket = {name: _group(group, names, machine) for name, group in groups.items()}
     return {
-        "all": _group(records),
+        "machine": asdict(machine),
+        "all": _group(steady, names, machine),
         "buckets": by_bucket,
+        "loops": _group(loops, names, machine) if loops else None,
         "lowest_bucket": {
             pair: lowest_bucket(by_bucket, pair) for pair in by_bucket[bucket_name(buckets[0])]["ratios"]
         },
-        "agreement": {f"{a}/{b}": agreement(records, a, b) for a, b in _compared(records)},
+        "agreement": {f"{a}/{b}": agreement(records, a, b) for a, b in _compared(names)},
         "documents": [_document(record) for record in records],
     }
 
@@ -172,6 +198,22 @@ def total_stats(records: Iterable[Record], name: str) -> DecodingStats | None:
     return total
 
 
+def read_share(records: Sequence[Record], name: str, machine: Machine) -> float | None:
+    """Compute the share of the memory bandwidth that a side's steps reach if each reads what a plain step must.
+
+    That is the weights once and the cache at its mean length.
+    """
+    measured = [(len(record.document.prompt_token_ids), record.measurements[name]) for record in records]
+    num_bytes = sum(each.num_steps * machine.work.step_bytes(num + len(each.token_ids) / 2) for num, each in measured)
+    return ratio(num_bytes / machine.limits.read_bytes_per_s, sum(each.decode_s for _, each in measured))
+
+
+def matrix_share(records: Sequence[Record], name: str, machine: Machine) -> float | None:
+    """Compute the share of the matrix rate that a side's prefill reaches."""
+    num_flop = sum(machine.work.prefill_flop(len(record.document.prompt_token_ids)) for record in records)
+    return ratio(num_flop / machine.limits.flop_per_s, sum(record.measurements[name].prefill_s for record in records))
+
+
 def step_ms(stats: DecodingStats) -> dict[str, float | None]:
     """Compute the milliseconds of a decoding step by phase; `draft` includes the pass over the prompt's last token."""
     steps = stats.num_spec_steps + stats.num_plain_steps
@@ -180,18 +222,19 @@ def step_ms(stats: DecodingStats) -> dict[str, float | None]:
     return {**each, "whole": ratio(1e3 * stats.decode_s, steps)}
 
 
-def _group(records: Sequence[Record]) -> dict[str, Any]:
+def _group(records: Sequence[Record], names: Sequence[str], machine: Machine) -> dict[str, Any]:
+    """Compute the figures of some documents, of which there may be none."""
     return {
         "documents": len(records),
-        "sides": {name: _side(records, name) for name in records[0].measurements},
+        "sides": {name: _side(records, name, machine) for name in names},
         "ratios": {
             f"{a}/{b}": {speed: spread_json(speed_ratios(records, a, b, speed)) for speed in SPEEDS}
-            for a, b in _pairs(records)
+            for a, b in _pairs(names)
         },
     }
 
 
-def _side(records: Sequence[Record], name: str) -> dict[str, Any]:
+def _side(records: Sequence[Record], name: str, machine: Machine) -> dict[str, Any]:
     measured = [record.measurements[name] for record in records]
     side: dict[str, Any] = {
         "output_tokens": sum(len(each.token_ids) for each in measured),
@@ -200,21 +243,26 @@ def _side(records: Sequence[Record], name: str) -> dict[str, Any]:
         "tokens_per_step": ratio(
             sum(each.num_decoded_tokens for each in measured), sum(each.num_steps for each in measured)
         ),
+        "read_share": read_share(records, name, machine),
+        "matrix_share": matrix_share(records, name, machine),
     }
-    stats = total_stats(records, name)
-    if stats is not None:
-        busy = sum(getattr(stats, phase) for phase in PHASES)
-        side |= {
-            "num_spec_steps": stats.num_spec_steps,
-            "num_plain_steps": stats.num_plain_steps,
-            "num_fallbacks": stats.num_fallbacks,
-            "mean_acceptance_length": stats.mean_acceptance_length,
-            "acceptance_histogram": stats.acceptance_histogram,
-            "retrieval_coverage": stats.retrieval_coverage,
-            "step_ms": step_ms(stats),
-            "time_shares": {phase.removesuffix("_s"): ratio(getattr(stats, phase), busy) for phase in PHASES},
-        }
-    return side
+    stats = total_stats(records, name) if records else None
+    return side if stats is None else side | _counted(stats)
+
+
+def _counted(stats: DecodingStats) -> dict[str, Any]:
+    """Compute the figures that only our engine's statistics give."""
+    busy = sum(getattr(stats, phase) for phase in PHASES)
+    return {
+        "num_spec_steps": stats.num_spec_steps,
+        "num_plain_steps": stats.num_plain_steps,
+        "num_fallbacks": stats.num_fallbacks,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "acceptance_histogram": stats.acceptance_histogram,
+        "retrieval_coverage": stats.retrieval_coverage,
+        "step_ms": step_ms(stats),
+        "time_shares": {phase.removesuffix("_s"): ratio(getattr(stats, phase), busy) for phase in PHASES},
+    }
 
 
 def _document(record: Record) -> dict[str, Any]:
@@ -223,6 +271,7 @@ def _document(record: Record) -> dict[str, Any]:
         "doc_id": document.doc_id,
         "bucket": bucket_name(document.bucket),
         "num_prompt_tokens": len(document.prompt_token_ids),
+        "loops": record.loops,
         "sides": {name: _measured(measured) for name, measured in record.measurements.items()},
     }
 
@@ -240,15 +289,14 @@ def _measured(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def _pairs(records: Sequence[Record]) -> list[tuple[str, str]]:
-    names = records[0].measurements.keys()
+def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
     over_bases = [(a, b) for b in BASES if b in names for a in names if a != b]
     return over_bases + [(a, b) for a, b in ALSO if a in names and b in names]
 
 
-def _compared(records: Sequence[Record]) -> list[tuple[str, str]]:
+def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
     """Choose the pairs whose tokens are compared: each side with the first base that was run."""
-    pairs = _pairs(records)
+    pairs = _pairs(names)
     return [pair for pair in pairs if pair[1] == pairs[0][1] or pair in ALSO]
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from specextend.bench.machine import skeleton
 from specextend.bench.sides import load_side
 from specextend.bench.workload import BenchOptions, Say, bench_documents, describe, use_configured_threads
 from specextend.config import RunConfig
@@ -56,14 +56,7 @@ def account(config: RunConfig, num_tokens: int, peak: int) -> dict[str, int]:
 
 def weight_bytes(target: TargetOptions) -> int:
     """Count the bytes of a model's parameters without loading them; tied ones count once."""
-    path = Path(target.model)
-    if path.suffix == ".gguf":
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-    else:
-        config = AutoConfig.from_pretrained(target.model, revision=target.revision, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters()) * DTYPES[target.dtype].itemsize
+    return sum(parameter.numel() for parameter in skeleton(target).parameters()) * DTYPES[target.dtype].itemsize
 
 
 def resident_bytes(device: torch.device) -> int:

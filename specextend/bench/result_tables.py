@@ -80,10 +80,39 @@ def _compare(result: dict[str, Any]) -> tuple[list[Section], list[str]]:
         _by_length(result, "End to end, tokens/s: median", lambda side: _median(side[WHOLE])),
         _by_length(result, "Tokens per target step", lambda side: number(side["tokens_per_step"])),
         _by_length(result, "Acceptance length", lambda side: number(side.get("mean_acceptance_length"))),
+        *_shares(result),
         _steps(result),
         _agreement(result),
     ]
-    return sections, [_lengths(result)]
+    return sections, [_lengths(result), *_limits(result), *_loops(result)]
+
+
+def _shares(result: dict[str, Any]) -> list[Section]:
+    """Show the shares of the machine's limits, unless an older version measured without them."""
+    if "machine" not in result:
+        return []
+    return [
+        _by_length(result, "Decoding: share of the memory bandwidth", lambda side: percent(side["read_share"])),
+        _by_length(result, "Prefill: share of the matrix rate", lambda side: percent(side["matrix_share"])),
+    ]
+
+
+def _limits(result: dict[str, Any]) -> list[str]:
+    """State the machine's limits in one sentence."""
+    if "machine" not in result:
+        return []
+    limits = result["machine"]["limits"]
+    read, rate = (f"{limits[name] / 1e9:,.1f}" for name in ("read_bytes_per_s", "flop_per_s"))
+    return [f"The machine reads {read} GB/s and multiplies {rate} GFLOP/s in {result['config']['target']['dtype']}."]
+
+
+def _loops(result: dict[str, Any]) -> list[str]:
+    """Say what became of the documents whose output ends in a loop."""
+    if not result.get("loops"):
+        return []
+    only = [name for name, group in result["buckets"].items() if group["documents"] == 0]
+    note = [f"All documents of {', '.join(only)} are loops."] if only else []
+    return ["Documents whose output ends in a loop are counted in the column loops only.", *note]
 
 
 def _lengths(result: dict[str, Any]) -> str:
@@ -96,7 +125,9 @@ def _lengths(result: dict[str, Any]) -> str:
 
 
 def _groups(result: dict[str, Any]) -> dict[str, Any]:
-    return {**result["buckets"], "all": result["all"]}
+    """Return the group of each column; older versions had none of loops."""
+    loops = {"loops": result["loops"]} if result.get("loops") else {}
+    return {**result["buckets"], "all": result["all"], **loops}
 
 
 def _lengths_header(result: dict[str, Any]) -> list[str]:

@@ -1,15 +1,17 @@
-"""The sides of a comparison: our engine in each mode and with each draft, and transformers' own `generate`."""
+"""The sides of a comparison: our engine in each mode and with each draft, transformers' `generate`, and llama.cpp."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from specextend.bench.llama_cpp import describe_llama_cpp, find_obstacle, load_llama_cpp
+from specextend.bench.measurement import Measurement, Side
 from specextend.config import RunConfig
 from specextend.core import Request
 from specextend.decoding.decoding_options import Mode
@@ -17,61 +19,16 @@ from specextend.decoding.engine import Engine
 from specextend.drafters.draft_options import DraftOptions
 from specextend.loading import load_engine
 from specextend.models import load_causal_lm, read_facts
-from specextend.stats import DecodingStats, ratio
 
 DraftName = Literal["draft", "ngram", "merged"]
 """Drafts of mode `specextend`: the configuration's model alone, n-grams alone, or both in one tree."""
-SideName = Literal[Mode, DraftName, "transformers", "transformers-lookup"]
+SideName = Literal[Mode, DraftName, "transformers", "transformers-lookup", "llama.cpp"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 DRAFTS: tuple[DraftName, ...] = get_args(DraftName)
-SIDES: tuple[SideName, ...] = (*MODES, *DRAFTS, "transformers", "transformers-lookup")
+SIDES: tuple[SideName, ...] = (*MODES, *DRAFTS, "transformers", "transformers-lookup", "llama.cpp")
 LOOKUP: Mapping[str, int] = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 """Options of prompt lookup: transformers' default number of tokens, after matches of three tokens where its default is
 two. On six reports, 5 or 10 tokens after matches of 2 or 3 all gave 1.51 to 1.57 tokens a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Tokens, counts and seconds of one document decoded greedily."""
-
-    token_ids: list[int]
-    decode_s: float
-    """From the first token to the last."""
-    total_s: float
-    """From the start to the last token."""
-    num_steps: int
-    """Forward passes of the target after prefill."""
-    num_first_tokens: int = 1
-    """Number of tokens when `decode_s` begins: more than one if the pass over the prompt verifies a guess too."""
-    stats: DecodingStats | None = None
-    """Statistics of our engine."""
-
-    @property
-    def num_decoded_tokens(self) -> int:
-        """Count the tokens decoded in `decode_s`."""
-        return len(self.token_ids) - self.num_first_tokens
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Compute decoded tokens per second; None if there are none."""
-        return ratio(self.num_decoded_tokens, self.decode_s) if self.num_decoded_tokens else None
-
-    @property
-    def end_to_end_tokens_per_s(self) -> float | None:
-        """Compute output tokens per second, prefill included."""
-        return ratio(len(self.token_ids), self.total_s)
-
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Compute decoded tokens per forward pass of the target: 1 in plain decoding."""
-        return ratio(self.num_decoded_tokens, self.num_steps)
-
-
-class Side(Protocol):
-    """One way to decode a document greedily."""
-
-    def run(self, prompt_token_ids: list[int], max_new_tokens: int) -> Measurement:
-        """Decode and measure."""
 
 
 class EngineSide:
@@ -104,6 +61,8 @@ def default_sides(config: RunConfig) -> tuple[SideName, ...]:
         left_out = set(DRAFTS)
     else:
         left_out = {draft_name(config.draft)}
+    if find_obstacle(config) is not None:
+        left_out |= {"llama.cpp"}
     return tuple(name for name in SIDES if name not in left_out)
 
 
@@ -127,18 +86,23 @@ def with_draft(config: RunConfig, name: DraftName) -> RunConfig:
 
 
 def side_config(config: RunConfig, name: SideName) -> RunConfig | None:
-    """Return the configuration of a side; None for transformers. Raises ValueError if the side is impossible."""
+    """Return the configuration of one of our sides; None for others. Raises ValueError if the side is impossible."""
     if name in MODES:
         return in_mode(config, name)
     return with_draft(config, name) if name in DRAFTS else None
 
 
 def describe_sides(config: RunConfig, names: Sequence[SideName]) -> dict[str, dict[str, Any]]:
-    """Describe each side as JSON values: the engine's mode and draft, or `generate`'s options. Loads nothing."""
+    """Describe each side as JSON values: the engine's mode and draft, or the other engine's options. Loads nothing.
+
+    Raises ValueError if a side is impossible.
+    """
     return {name: _describe(config, name) for name in names}
 
 
 def _describe(config: RunConfig, name: SideName) -> dict[str, Any]:
+    if name == "llama.cpp":
+        return describe_llama_cpp(config)
     own = side_config(config, name)
     if own is None:
         return {"generate": {**_generate_options(name)}}
@@ -151,6 +115,8 @@ def load_side(name: SideName, config: RunConfig) -> Side:
     own = side_config(config, name)
     if own is not None:
         return EngineSide(load_engine(own))
+    if name == "llama.cpp":
+        return load_llama_cpp(config)
     target = config.target
     model = load_causal_lm(target.model, target.revision, target.dtype, target.device, "sdpa")
     eos_token_ids = read_facts(target.model, target.revision).eos_token_ids

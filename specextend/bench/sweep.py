@@ -17,7 +17,8 @@ from specextend.bench.compare import (
     step_ms,
     total_stats,
 )
-from specextend.bench.sides import Side, load_side
+from specextend.bench.measurement import Side
+from specextend.bench.sides import load_side
 from specextend.bench.workload import (
     BenchDocument,
     BenchOptions,

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompt
-from specextend.decoding.stopping import ends_in_loop
+from specextend.decoding.stopping import is_loop
 from specextend.stats import DecodingStats
 
 SUMMARY_SCHEMA = pa.schema(
@@ -76,7 +76,6 @@ PART_SCHEMA = pa.schema(
 )
 """Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null for a row done."""
 
-_MIN_FLAGGED_TOKENS = 24
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
 
 
@@ -126,12 +125,12 @@ def summary_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
 def quality_flags(completion: Completion) -> list[str]:
     """List a summary's faults: `empty` (no text), `truncated` (at `max_new_tokens`), `repeated` (the end is a loop).
 
-    A flag takes less of a loop than a stop does, since it costs no text. A final EOS does not hide the loop.
+    A flag takes less of a loop than a stop does, since it costs no text.
     """
     token_ids = completion.token_ids
     flags = {
         "empty": not completion.text.strip(),
         "truncated": completion.finish_reason == "length",
-        "repeated": any(ends_in_loop(tokens, _MIN_FLAGGED_TOKENS) for tokens in (token_ids, token_ids[:-1])),
+        "repeated": is_loop(token_ids),
     }
     return [name for name, raised in flags.items() if raised]

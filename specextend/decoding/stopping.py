@@ -14,6 +14,9 @@ MAX_PERIOD = 64
 MIN_STOP_TOKENS = 64
 """Tokens that a loop must cover to end an output. A line of a table with one entry over and over has covered 40."""
 
+MIN_FLAGGED_TOKENS = 24
+"""Tokens that a loop must cover to count as one where that costs no text."""
+
 _BROKEN = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
 _MAX_HELD_TOKENS = 16  # a character has at most four bytes; more broken tokens than this will not mend
 
@@ -96,6 +99,11 @@ def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
     longest = min(MAX_PERIOD, len(token_ids) // MIN_REPEATS)
     periods = [period for period in range(1, longest + 1) if token_ids[-1 - period] == last]
     return any(_tail_repeats(token_ids, period, max(MIN_REPEATS * period, min_tokens)) for period in periods)
+
+
+def is_loop(token_ids: list[int]) -> bool:
+    """Return True if the end of a whole output is a loop; a final EOS does not hide it."""
+    return any(ends_in_loop(tokens, MIN_FLAGGED_TOKENS) for tokens in (token_ids, token_ids[:-1]))
 
 
 def _tail_repeats(token_ids: list[int], period: int, length: int) -> bool:

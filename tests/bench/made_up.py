@@ -6,8 +6,9 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from specextend.bench.compare import Record, figures
-from specextend.bench.sides import Measurement
+from specextend.bench.compare import Machine, Record, figures
+from specextend.bench.machine import MachineLimits, ModelWork
+from specextend.bench.measurement import Measurement
 from specextend.bench.workload import BenchDocument
 from specextend.report.statistics import spread
 from specextend.stats import DecodingStats
@@ -17,6 +18,16 @@ MACHINE = {
     "config": {"target": {"model": ".models/a-target", "dtype": "bfloat16"}},
     "max_new_tokens": 64,
 }
+ROOF = Machine(
+    MachineLimits(read_bytes_per_s=1e9, flop_per_s=1e12),
+    ModelWork(
+        weight_bytes=10_000_000,
+        kv_bytes_per_token=1000,
+        layer_parameters=4_000_000,
+        head_parameters=1_000_000,
+        attention_flop_per_pair=100,
+    ),
+)
 SIDES = ("autoregressive", "tree", "specextend", "ngram", "merged", "transformers", "transformers-lookup")
 
 
@@ -30,7 +41,18 @@ def compare_result() -> dict[str, Any]:
         for bucket, length, more in ((1024, 900, 0.0), (1024, 1000, 0.5), (2048, 1900, -0.5), (2048, 2000, 0.0))
     ]
     described = {name: {"mode": "specextend", "draft": name} for name in SIDES}
-    return {"kind": "compare", **MACHINE, "configured_draft": "draft", "sides": described, **figures(records)}
+    return {"kind": "compare", **MACHINE, "configured_draft": "draft", "sides": described, **figures(records, ROOF)}
+
+
+def looping_result() -> dict[str, Any]:
+    """Of `compare`: of three documents, one of 1K and all of 2K end in a loop."""
+    records = [
+        Record(BenchDocument(f"report-{length}", bucket, [1] * length), {"autoregressive": each, "merged": each})
+        for bucket, length, token_ids in ((1024, 900, [*range(33)]), (1024, 1000, [7] * 33), (2048, 2000, [7] * 33))
+        for each in [Measurement(token_ids, 1.0, 2.0, 32)]
+    ]
+    sides = {"autoregressive": {"mode": "autoregressive", "draft": None}, "merged": {"mode": "specextend"}}
+    return {"kind": "compare", **MACHINE, "configured_draft": "draft", "sides": sides, **figures(records, ROOF)}
 
 
 def measured(decode_s: float) -> Measurement:

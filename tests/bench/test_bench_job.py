@@ -38,15 +38,12 @@ def config() -> RunConfig:
 
 
 def test_all_sides_run_and_agree_in_fp32(tmp_path, capsys):
-    """The same tokens from every mode and from transformers, or the speeds compare nothing."""
+    """The same tokens from every mode, from transformers and from llama.cpp, or the speeds compare nothing."""
     path = tmp_path / "compare.json"
     assert main([*SMALL, "--max-new-tokens", "8", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert (
-        [*result["all"]["sides"]]
-        == [*result["sides"]]
-        == [*("autoregressive", "tree", "specextend", "ngram", "merged", "transformers", "transformers-lookup")]
-    )
+    ours, others = ["autoregressive", "tree", "specextend", "ngram", "merged"], ["transformers", "transformers-lookup"]
+    assert [*result["all"]["sides"]] == [*result["sides"]] == [*ours, *others, "llama.cpp"]
     assert result["configured_draft"] == result["sides"]["specextend"]["draft"] == "draft"
     for pair, found in result["agreement"].items():
         assert (found["documents"], found["equal"]) == (2, 2), pair
@@ -55,10 +52,13 @@ def test_all_sides_run_and_agree_in_fp32(tmp_path, capsys):
     assert ratios["specextend/autoregressive"]["end_to_end_tokens_per_s"]["n"] == 2
     assert result["all"]["sides"]["specextend"]["mean_acceptance_length"] > 1
     assert result["all"]["sides"]["transformers"]["tokens_per_step"] == 1
+    assert 0 < result["buckets"]["1K"]["sides"]["autoregressive"]["read_share"] < 1
     assert all(512 < each["num_prompt_tokens"] <= 1024 for each in result["documents"])
     assert result["environment"]["threads"] == result["config"]["job"]["cpus_per_worker"]
     printed = capsys.readouterr().out
     assert "Decoding over transformers-lookup" in printed
+    assert "Decoding over llama.cpp" in printed
+    assert "The machine reads" in printed
     assert result["environment"]["versions"]["torch"] in printed
 
 

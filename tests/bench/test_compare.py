@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from specextend.bench.compare import Record, agreement, figures, first_difference, run_rounds, speed_ratios, step_ms
-from specextend.bench.sides import EngineSide, Measurement
+from specextend.bench.measurement import Measurement
+from specextend.bench.sides import EngineSide
 from specextend.bench.sweep import TreeGrid
 from specextend.bench.workload import BenchDocument
 from specextend.core import Completion, Request
 from specextend.stats import DecodingStats
+from tests.bench.made_up import ROOF
 
 
 def document(doc_id: str, num_tokens: int = 600) -> BenchDocument:
@@ -95,25 +97,72 @@ def test_tokens_that_came_with_prefill_are_no_decoding():
 
 def test_the_bucket_with_the_lowest_ratio_is_named():
     """A median over all documents hides the length at which speculation loses."""
-    found = figures(RECORDS)
+    found = figures(RECORDS, ROOF)
     lowest = found["lowest_bucket"]["specextend/autoregressive"]
     assert lowest["decode_tokens_per_s"] == {"bucket": "1K", "median": 2.0}
     assert found["buckets"]["512"]["ratios"]["specextend/autoregressive"]["decode_tokens_per_s"]["median"] == 4.0
 
 
 def test_every_side_is_put_over_every_base():
-    """Ratios to our own plain decoding, to transformers and to its prompt lookup, from one run."""
-    names = ["autoregressive", "specextend", "merged", "transformers", "transformers-lookup"]
-    found = figures([Record(document("a"), {name: measured(11, 1.0, 2.0) for name in names})])
-    for base in ("autoregressive", "transformers", "transformers-lookup"):
+    """Ratios to our own plain decoding, to transformers, to its prompt lookup and to llama.cpp, from one run."""
+    names = ["autoregressive", "specextend", "merged", "transformers", "transformers-lookup", "llama.cpp"]
+    found = figures([Record(document("a"), {name: measured(11, 1.0, 2.0) for name in names})], ROOF)
+    for base in ("autoregressive", "transformers", "transformers-lookup", "llama.cpp"):
         assert all(f"{name}/{base}" in found["all"]["ratios"] for name in names if name != base)
     assert [*found["agreement"]] == [f"{name}/autoregressive" for name in names if name != "autoregressive"]
+
+
+LOOP = [1, 2, 3] + [7, 8] * 15
+"""An output that ends in a loop of 30 tokens."""
+
+
+def looping(doc_id: str, num_tokens: int = 600) -> Record:
+    """A document that loops in plain decoding; its speculative output may end otherwise."""
+    measurements = {"specextend": measured(33, 0.1, 1.0), "autoregressive": Measurement(LOOP, 3.2, 4.2, 32)}
+    return Record(document(doc_id, num_tokens), measurements)
+
+
+def test_documents_that_loop_are_counted_apart():
+    """A loop is what n-grams guess best: a few of them would carry the figures of a whole bucket."""
+    found = figures([*RECORDS, looping("c")], ROOF)
+    without = figures(RECORDS, ROOF)
+    for figure in ("all", "buckets", "lowest_bucket"):
+        assert found[figure] == without[figure]
+    assert without["loops"] is None
+    assert found["loops"]["documents"] == 1
+    assert found["loops"]["ratios"]["specextend/autoregressive"]["decode_tokens_per_s"]["median"] == 32.0
+    assert [each["loops"] for each in found["documents"]] == [False, False, True]
+    assert found["agreement"]["specextend/autoregressive"]["documents"] == 3
+
+
+def test_a_final_eos_does_not_hide_a_loop():
+    """An output that repeats a sentence ten times and then stops has looped all the same."""
+    record = Record(document("a"), {"autoregressive": Measurement([*LOOP, 0], 1.0, 2.0, 33)})
+    assert record.loops
+
+
+def test_a_bucket_of_loops_has_no_figures_of_its_own():
+    """It says so; it does not vanish, and no other bucket is taken for it."""
+    found = figures([looping("long"), RECORDS[1]], ROOF)
+    assert found["buckets"]["1K"]["documents"] == 0
+    assert found["buckets"]["1K"]["ratios"]["specextend/autoregressive"]["decode_tokens_per_s"] is None
+    assert found["buckets"]["512"]["documents"] == found["all"]["documents"] == 1
+    assert found["lowest_bucket"]["specextend/autoregressive"]["decode_tokens_per_s"]["bucket"] == "512"
+    json.dumps(found, allow_nan=False)
+
+
+def test_shares_of_the_machine_follow_from_bytes_and_operations():
+    """Worked out by hand: 32 steps that read 10 MB of weights and 1,000 bytes of each of 616.5 tokens, in 3.2 s."""
+    side = figures([looping("a")], ROOF)["loops"]["sides"]["autoregressive"]
+    assert side["read_share"] == pytest.approx(32 * (10_000_000 + 616_500) / 1e9 / 3.2)
+    flop = 2 * (600 * 4_000_000 + 1_000_000) + 100 * 600 * 601 / 2
+    assert side["matrix_share"] == pytest.approx(flop / 1e12 / 1.0)
 
 
 def test_an_output_of_one_token_has_no_decode_speed():
     """It is left out of n; it is not infinitely fast, nor slow, though the clock goes on a little after it."""
     records = [*RECORDS, Record(document("c"), {name: measured(1, 1e-6, 1.0) for name in RECORDS[0].measurements})]
-    found = figures(records)["all"]
+    found = figures(records, ROOF)["all"]
     assert found["documents"] == 3
     assert found["ratios"]["specextend/autoregressive"]["decode_tokens_per_s"]["n"] == 2
     assert found["ratios"]["specextend/autoregressive"]["end_to_end_tokens_per_s"]["n"] == 3
@@ -121,7 +170,7 @@ def test_an_output_of_one_token_has_no_decode_speed():
 
 def test_figures_are_given_by_length_and_for_all():
     """And nothing in them is beyond JSON."""
-    found = figures(RECORDS)
+    found = figures(RECORDS, ROOF)
     assert [*found["buckets"]] == ["512", "1K"]
     assert found["buckets"]["512"]["ratios"]["specextend/autoregressive"]["decode_tokens_per_s"]["median"] == 4.0
     assert found["buckets"]["512"]["ratios"]["specextend/autoregressive"]["decode_tokens_per_s"]["sd"] is None
@@ -159,7 +208,7 @@ def test_acceptance_of_many_documents_is_that_of_all_their_steps():
         Record(document("a"), {"specextend": measured(5, 1, 2, short), "transformers": measured(5, 1, 2)}),
         Record(document("b"), {"specextend": measured(5, 1, 2, long), "transformers": measured(5, 1, 2)}),
     ]
-    sides = figures(records)["all"]["sides"]
+    sides = figures(records, ROOF)["all"]["sides"]
     assert sides["specextend"]["mean_acceptance_length"] == 1.5
     assert sides["specextend"]["acceptance_histogram"] == [7, 2, 0, 1]
     assert (sides["specextend"]["num_spec_steps"], sides["specextend"]["num_plain_steps"]) == (10, 4)

@@ -13,7 +13,7 @@ import pytest
 from jobs.bench import main
 from specextend.bench.plot import plot
 from specextend.bench.result_tables import to_markdown
-from tests.bench.made_up import SIDES, compare_result, retrieval_result
+from tests.bench.made_up import SIDES, compare_result, looping_result, retrieval_result
 
 RESULTS = {"compare": compare_result, "retrieval": retrieval_result}
 
@@ -77,6 +77,34 @@ def test_tables_hold_median_range_and_deviation_by_length():
     assert "| merged | 25.0% |" in table
     assert "1K 900 to 1,000; 2K 1,900 to 2,000" in table
     assert "A made-up processor, 2 threads" in table
+
+
+def test_tables_give_loops_a_column_of_their_own():
+    """A length whose documents all loop has no figures, and the page says why."""
+    table = to_markdown(looping_result())
+    assert "| side | 1K (n=1) | 2K (n=0) | all (n=1) | loops (n=2) | lowest |" in table
+    assert "| merged | 1.00 (1.00-1.00) | - | 1.00 (1.00-1.00) | 1.00 (1.00-1.00, sd 0.00) | 1K |" in table
+    assert "All documents of 2K are loops." in table
+    assert {"n = 0", "n = 1"} <= set(texts(plot(looping_result())))
+    assert "loops" not in to_markdown(compare_result())
+
+
+def test_tables_hold_shares_of_what_the_machine_can_do():
+    """32 steps of 10 MB and more in a second, from a memory that reads 1 GB in it."""
+    table = to_markdown(looping_result())
+    assert "The machine reads 1.0 GB/s and multiplies 1,000.0 GFLOP/s in bfloat16." in table
+    assert "**Decoding: share of the memory bandwidth**" in table
+    assert "| merged | 34.9% | - | 34.9% | 36.9% |" in table
+    assert "**Prefill: share of the matrix rate**" in table
+
+
+def test_recorded_figures_of_an_older_version_can_still_be_shown():
+    """The page quotes them: they know nothing of loops and of the machine's limits."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "compare-smollm2-cpu.json"
+    result = json.loads(path.read_text())
+    result = {name: value for name, value in result.items() if name not in ("machine", "loops")}
+    assert "**Decoding over autoregressive" in to_markdown(result)
+    assert plot(result)
 
 
 def test_tables_of_retrieval_hold_mean_deviation_and_n():

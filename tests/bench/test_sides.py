@@ -38,7 +38,7 @@ def test_a_configuration_without_a_model_to_draft_with_has_fewer_sides(config):
     ngram = config.model_copy(update={"draft": DraftOptions(kind="ngram")})
     assert set(SIDES) - set(default_sides(ngram)) == {"draft", "ngram", "merged"}
     none = config.model_copy(update={"draft": None})
-    assert default_sides(none) == ("autoregressive", "ngram", "transformers", "transformers-lookup")
+    assert default_sides(none) == ("autoregressive", "ngram", "transformers", "transformers-lookup", "llama.cpp")
 
 
 def test_drafts_differ_in_nothing_but_the_draft(config):

@@ -1,0 +1,43 @@
+"""The limits of the machine, and what a model asks of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specextend.bench.machine import measure_limits, work_of
+from specextend.models import TargetOptions, load_target, read_facts
+from tests.tiny_models import FAMILIES, tiny_model, write_model
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied-llama3", "qwen2-tied"])
+def test_the_work_of_a_model_is_counted_from_its_shapes(tmp_path, family):
+    """A step reads every weight once, of an embedding with an output layer beside it only a row."""
+    options = TargetOptions(model=write_model(tiny_model(FAMILIES[family], 0), tmp_path), dtype="bfloat16")
+    work, model = work_of(options), load_target(options, "sdpa")
+    read = [weight for name, weight in model.named_parameters() if "embed" not in name or FAMILIES[family].tied]
+    matrices = [weight for name, weight in model.named_parameters() if "layers" in name and weight.dim() == 2]
+    assert work.weight_bytes == sum(weight.numel() * 2 for weight in read)
+    assert work.layer_parameters == sum(weight.numel() for weight in matrices)
+    assert work.head_parameters == model.config.vocab_size * model.config.hidden_size
+    assert work.kv_bytes_per_token == read_facts(options.model).kv_bytes_per_token("bfloat16")
+
+
+def test_operations_of_a_prompt_are_those_that_torch_counts(tmp_path):
+    """All but attention, whose masked half torch counts too."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    options = TargetOptions(model=write_model(tiny_model(FAMILIES["llama"], 0), tmp_path), dtype="float32")
+    work, model = work_of(options), load_target(options, "eager")
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(1, 50, dtype=torch.long), logits_to_keep=1)
+    masked = work.attention_flop_per_pair * (50 * 50 - 50 * 51 // 2)
+    assert counter.get_total_flops() == pytest.approx(work.prefill_flop(50) + masked, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_limits_are_those_of_some_real_machine(dtype):
+    """Between an old laptop and a rack: a wrong unit is off by a thousand."""
+    limits = measure_limits(torch.device("cpu"), dtype)
+    assert 1e8 < limits.read_bytes_per_s < 1e13
+    assert 1e8 < limits.flop_per_s < 1e15
