@@ -15,7 +15,7 @@ from specextend.decoding.engine import Engine
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.step_costs import CostTable, StepCosts
-from specextend.decoding.tuning import load_step_costs
+from specextend.decoding.tuning import load_fastest, load_step_costs
 from specextend.models import ModelFacts, load_target, load_tokenizer
 from specextend.pairing import check_pair, load_drafter
 
@@ -82,4 +82,7 @@ def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, T
     """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing hides in it."""
     model = load_target(config.target, IMPLEMENTATION)
     lm_head = model.get_output_embeddings().weight
-    return CachedModel(model, load_backend(config.attention.backend, model.device), num_rows), lm_head
+    target = CachedModel(model, load_backend(config.attention.backend, model.device), num_rows)
+    if config.attention.backend == "auto" and target.device.type == "cpu":
+        target.attend = load_fastest(target)
+    return target, lm_head

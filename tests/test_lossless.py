@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from specextend.attention.backends import cpu_kernels
 from specextend.stats import DecodingStats
 from tests.covering import covering
 from tests.reference_outputs import Ties
@@ -17,7 +19,7 @@ SMALL_DRAFTS = ("good", "eagle", "copy", "eagle3")
 AXES = {
     "family": tuple(FAMILIES),
     "mode": ("autoregressive", "tree", *POLICIES),
-    "backend": ("reference", "sdpa"),
+    "backend": ("reference", *cpu_kernels(32, torch.float32)),
     "tree": ("dense", "hybrid"),
     "batch": (1, 3),
     "draft": ("good", "bad", "eagle", "reduced", "copy", "small", *PUBLISHED, *NGRAMS),

@@ -1,48 +1,60 @@
-"""The attention backends: three functions with one signature, `Attend`, and the choice between them.
+"""The attention backends: functions with one signature, `Attend`, and the choice between them.
 
-`attend_reference` is the specification: plain torch, slow, obviously right. Every other backend must equal it.
+`attend_reference` is the specification: plain torch, slow, obviously right. Every other backend must equal it. Those
+for a CPU are in `cpu.py` and `compiled.py`.
 
 Shapes: `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specextend.attention.plan import KeySpan, additive
+from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_padded, nothing
+from specextend.attention.plan import Attend, KeySpan, additive
 
-Attend = Callable[[Tensor, Tensor, Tensor, KeySpan, float], tuple[Tensor, Tensor]]
-"""(q [B, T, H, D], k [K, R, D], v [K, R, D], span, scale) -> out [B, T, H, D] in q's dtype, lse [B, T, H] fp32.
-
-Each sequence attends to the span's rows of k and v. lse is the natural logarithm of the sum of exponentials, -inf where
-a span is empty; out is finite there."""
-
-_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash")
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
-_LEAST_ROWS = 64
-"""Queries and keys from which the CPU kernel lays keys out for the matrix units; below, some runs are half as fast."""
-
 
 def load_backend(name: str, device: torch.device) -> Attend:
-    """Return the backend called `name`; `auto` is the fastest that is proven on the device.
+    """Return the backend called `name`; `auto` is one that is proven on the device, without any measurement.
 
     Raises:
-        ValueError: no such backend, or its package is not installed.
+        ValueError: no such backend, its package is not installed, or it does not run on the device.
     """
     if name == "auto":
-        name = "sdpa" if device.type == "cpu" else "reference"
-    backends: dict[str, Attend] = {"reference": attend_reference, "sdpa": attend_sdpa, "flash": attend_flash}
-    if name not in backends:
-        raise ValueError(f"attention.backend must be one of auto, {', '.join(backends)}, got {name!r}")
+        return attend_padded if device.type == "cpu" else attend_reference
+    if name not in BACKENDS:
+        raise ValueError(f"attention.backend must be one of auto, {', '.join(BACKENDS)}, got {name!r}")
+    if name == "reference":
+        return attend_reference
     if name == "flash":
         _load_flash_attn()
-    return backends[name]
+        return attend_flash
+    if device.type == "cpu":
+        return load_compiled() if name == "compiled" else CPU_KERNELS[name]
+    if name == "sdpa":
+        return attend_cuda
+    raise ValueError(f"attention.backend {name} runs on a CPU only; choose auto, reference, sdpa or flash")
+
+
+def cpu_kernels(head_dim: int, dtype: torch.dtype) -> dict[str, Attend]:
+    """Return all kernels that can run here on a CPU, by name, for heads of `head_dim` elements of `dtype`."""
+    return dict(CPU_KERNELS)
+
+
+def load_compiled() -> Attend:
+    """Import the compiled kernel. Raises ValueError if numba is not installed."""
+    try:
+        from specextend.attention.compiled import attend_compiled
+    except ImportError as error:
+        raise ValueError("attention.backend compiled needs the cpu extra: pip install 'specextend[cpu]'") from error
+    return attend_compiled
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
@@ -70,53 +82,16 @@ def _attend_slowly(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale
     return out.to(q.dtype), lse.T
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by torch's own flash kernels, which return the LSE and take grouped heads without copying K and V."""
-    kernel = _attend_cpu if q.device.type == "cpu" else _attend_cuda
-    results = [kernel(q[b : b + 1], k, v, span, b, scale) for b in range(q.shape[0])]
-    if len(results) == 1:
-        return results[0]
+def attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend by torch's own flash kernels on a GPU, one sequence after the other."""
+    results = [_attend_cuda(q[b : b + 1], k, v, span, b, scale) for b in range(q.shape[0])]
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
-
-
-def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
-    length = span.lengths[b]
-    if length == 0:  # the kernel divides by the number of keys
-        return _nothing(q)
-    rows = slice(span.starts[b], span.starts[b] + length)
-    key, value = k[:, rows].unsqueeze(0), v[:, rows].unsqueeze(0)
-    if span.causal or (q.shape[1] == 1 and span.mask is None):
-        out, lse = _flash_cpu(q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=None, scale=scale)
-        return out.transpose(1, 2), lse.transpose(1, 2)
-    group = q.shape[2] // k.shape[0]
-    num_rows = max(group * q.shape[1], _LEAST_ROWS if length >= _LEAST_ROWS else 0)
-    bias = span.bias(b, q.dtype, q.device, group, num_rows)  # the kernel wants the query's dtype
-    return _attend_folded(q, key, value, bias, num_rows, scale)
-
-
-def _attend_folded(
-    q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, num_rows: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend with a head group's queries as rows of one head, padded to `num_rows`, so that each key is read once.
-
-    `bias` [num_rows, S] is the same for all heads.
-    """
-    _, num_queries, num_heads, head_dim = q.shape
-    num_groups = key.shape[1]
-    used = num_queries * num_heads // num_groups
-    folded = q.new_zeros(1, num_groups, num_rows, head_dim)
-    by_group = q.view(num_queries, num_groups, -1, head_dim).permute(1, 2, 0, 3)
-    folded[0, :, :used] = by_group.reshape(num_groups, used, head_dim)
-    mask = None if bias is None else bias[None, None]
-    out, lse = _flash_cpu(folded, key, value, 0.0, False, attn_mask=mask, scale=scale)
-    out = out[0, :, :used].reshape(num_heads, num_queries, head_dim).transpose(0, 1).unsqueeze(0)
-    return out, lse[0, :, :used].reshape(num_heads, num_queries).T.unsqueeze(0)
 
 
 def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
     """Attend by flash if there is no mask, by the memory-efficient kernel if there is; heads are repeated for both."""
     if span.lengths[b] == 0:
-        return _nothing(q)
+        return nothing(q)
     rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
     group = q.shape[2] // k.shape[0]
     query = q.transpose(1, 2)
@@ -128,10 +103,6 @@ def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: 
         padded = None if bias is None else _aligned(bias).expand(1, q.shape[2], -1, -1)
         out, lse, *_ = _efficient_cuda(query, key, value, padded, True, 0.0, span.causal, scale=scale)
     return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2)
-
-
-def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=q.device)
 
 
 def _aligned(bias: Tensor) -> Tensor:
@@ -146,7 +117,7 @@ def attend_flash(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -
     It has no tree mask, so masked spans go to torch's kernels; prefixes and causal chunks hold nearly all keys.
     """
     if span.mask is not None or 0 in span.lengths:
-        return attend_sdpa(q, k, v, span, scale)
+        return (attend_cuda if q.device.type == "cuda" else attend_by_head)(q, k, v, span, scale)
     batch, num_queries, num_heads, head_dim = q.shape
     parts = [slice(start, start + length) for start, length in zip(span.starts, span.lengths, strict=True)]
     keys, values = (torch.cat([x[:, part].transpose(0, 1) for part in parts]) for x in (k, v))

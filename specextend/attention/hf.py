@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from specextend.attention.backends import Attend
 from specextend.attention.hybrid import attend_plan
-from specextend.attention.plan import AttentionPlan
+from specextend.attention.plan import Attend, AttentionPlan
 
 IMPLEMENTATION = "specextend"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import Attend
-from specextend.attention.plan import AttentionPlan
+from specextend.attention.plan import Attend, AttentionPlan
 
 
 def attend_plan(attend: Attend, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float) -> Tensor:

@@ -5,6 +5,7 @@ Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` quer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,7 +30,25 @@ class KeySpan:
     """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only in columns that are False."""
     causal: bool = False
     """The last T rows are the queries' own: query t sees the rows up to its own. Excludes `mask`."""
-    biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    needs_lse: bool = True
+    """False if the result is not merged with that of another span, so that a kernel need not compute the LSE."""
+    biases: dict[tuple[int, torch.dtype, int, int], Tensor] = field(default_factory=dict)
+    tails: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def tail_bias(self, b: int, num_queries: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Return sequence b's mask as a bias [T, m] over its last m rows, or None if all rows are visible.
+
+        m is the width of the mask, at most the number of rows. Made once per forward and shared by all layers.
+        """
+        if self.mask is None and not self.causal:
+            return None
+        if (b, dtype) not in self.tails:
+            if self.mask is None:
+                visible = torch.ones(num_queries, num_queries, dtype=torch.bool, device=device).tril()
+            else:
+                visible = self.mask[b].to(device)
+            self.tails[b, dtype] = additive(visible, min(visible.shape[1], self.lengths[b]), dtype)
+        return self.tails[b, dtype]
 
     def bias(
         self, b: int, dtype: torch.dtype, device: torch.device, repeats: int = 1, num_rows: int = 0
@@ -41,11 +60,12 @@ class KeySpan:
         """
         if self.mask is None:
             return None
-        if (b, dtype) not in self.biases:
+        key = b, dtype, repeats, num_rows
+        if key not in self.biases:
             bias = additive(self.mask[b].to(device), self.lengths[b], dtype).repeat(repeats, 1)
             missing = max(0, num_rows - bias.shape[0])
-            self.biases[b, dtype] = torch.nn.functional.pad(bias, (0, 0, 0, missing))
-        return self.biases[b, dtype]
+            self.biases[key] = torch.nn.functional.pad(bias, (0, 0, 0, missing))
+        return self.biases[key]
 
 
 def additive(mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
@@ -54,6 +74,13 @@ def additive(mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     bias = torch.zeros(mask.shape[0], length, dtype=dtype, device=mask.device)
     bias[:, length - mask.shape[1] :].masked_fill_(~mask, float("-inf"))
     return bias
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, KeySpan, float], tuple[Tensor, Tensor]]
+"""(q [B, T, H, D], k [K, R, D], v [K, R, D], span, scale) -> out [B, T, H, D] in q's dtype, lse [B, T, H] fp32.
+
+Each sequence attends to the span's rows of k and v. lse is the natural logarithm of the sum of exponentials, -inf where
+a span is empty; out is finite there. lse may be empty if the span says that it is not needed."""
 
 
 @dataclass(slots=True)
@@ -94,14 +121,17 @@ class AttentionPlan:
     def _split(self) -> tuple[KeySpan, ...]:
         """Split the keys into the unmasked prefix and the masked rest; one span for dense tree attention."""
         if self.num_new == 1 and self.mask is None:  # a plain step: one query sees every row
-            return (KeySpan(self.starts, self.lengths),)
+            return (KeySpan(self.starts, self.lengths, needs_lse=False),)
         if self.mask is not None and self.tree == "dense":
-            return (KeySpan(self.starts, self.lengths, mask=self.mask),)
+            return (KeySpan(self.starts, self.lengths, mask=self.mask, needs_lse=False),)
         num_masked = self.num_new if self.mask is None else self.mask.shape[2]
         prefix = [length - num_masked for length in self.lengths]
         tails = [start + length for start, length in zip(self.starts, prefix, strict=True)]
         tail = KeySpan(tails, [num_masked] * len(tails), mask=self.mask, causal=self.mask is None)
-        return (KeySpan(self.starts, prefix), tail) if any(prefix) else (tail,)
+        if not any(prefix):
+            tail.needs_lse = False
+            return (tail,)
+        return (KeySpan(self.starts, prefix), tail)
 
     def _windowed(self) -> tuple[KeySpan, ...]:
         """Make the span of a band: query t of a causal chunk sees the `window` rows up to its own."""
@@ -112,4 +142,4 @@ class AttentionPlan:
         longest = max(reach)
         back = torch.arange(self.num_new)[:, None] + (longest - self.num_new) - torch.arange(longest)[None]
         band = (back >= 0) & (back < self.window)
-        return (KeySpan(starts, reach, mask=band.expand(len(starts), -1, -1)),)
+        return (KeySpan(starts, reach, mask=band.expand(len(starts), -1, -1), needs_lse=False),)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specextend.decoding.model import PackedLinear, packs
+from specextend.decoding.packing import pack_if_faster
 from specextend.model_files import find_files
 from specextend.models import DTYPES, Dtype, TargetOptions, read_facts
 
@@ -70,7 +70,8 @@ def measure_limits(device: torch.device, dtype: Dtype) -> MachineLimits:
 def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     """Make a matrix product as the engine computes it."""
     linear = nn.Linear(_PRODUCT_SIZE, _PRODUCT_SIZE, bias=False, device=device, dtype=dtype).requires_grad_(False)
-    layer = PackedLinear(linear) if packs(device, dtype) else linear
+    layer = nn.Sequential(linear)
+    pack_if_faster(layer)
     rows = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, device=device, dtype=dtype)
     return lambda: layer(rows)
 

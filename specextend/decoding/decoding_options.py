@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
 Refresh = Literal["every", "once"]
+Backend = Literal["auto", "reference", "sdpa", "folded", "padded", "matmul", "compiled", "flash"]
 
 
 def at_least(name: str, value: float, least: float) -> None:
@@ -67,16 +68,19 @@ class DecodingOptions:
 class AttentionOptions:
     """`attention.*`: The attention kernels, and how draft trees attend."""
 
-    backend: Literal["auto", "reference", "sdpa", "flash"] = "auto"
-    """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels; `flash` is the flash-attn package, an
-    extra. `auto` takes the fastest one that is proven on the device: `sdpa` on a CPU, `reference` on a GPU."""
+    backend: Backend = "auto"
+    """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels. On a CPU only, `folded` is the same
+    kernel with the heads of a group as rows of one, `padded` that with at least 64 rows, `matmul` two matrix products
+    and a softmax, and `compiled` a kernel of our own, which needs the `cpu` extra. `flash` is the flash-attn package,
+    an extra. `auto` takes what is proven on the device: on a CPU, for each number of queries and keys, the kernel that
+    was fastest at start-up; on a GPU, `reference`."""
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
     log-sum-exp (arXiv 2505.20776, section 3); `dense` runs one masked call over everything; `auto` uses, at each
     step, whichever was measured to be faster at start-up for that length."""
 
     def __post_init__(self) -> None:
-        one_of("attention.backend", self.backend, ("auto", "reference", "sdpa", "flash"))
+        one_of("attention.backend", self.backend, get_args(Backend))
         one_of("attention.tree", self.tree, ("auto", "dense", "hybrid"))
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from specextend.attention.backends import Attend
-from specextend.attention.plan import AttentionPlan
+from specextend.attention.plan import Attend, AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
+from specextend.decoding.fused import fuse
+from specextend.decoding.packing import pack_if_faster
 
 
 class CachedModel:
@@ -27,8 +28,9 @@ class CachedModel:
             self.config.hidden_size // self.config.num_attention_heads
         )
         self.scale: float = self.head_dim**-0.5
-        if packs(self.device, self.dtype):
-            pack_linears(model)
+        if self.device.type == "cpu":
+            fuse(model)
+        pack_if_faster(model)
         self.cache = KVCache(
             self.config.num_hidden_layers,
             num_rows,
@@ -71,40 +73,3 @@ class CachedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
         return self.model.lm_head(hidden)
-
-
-_ROWS = 16
-"""Number of rows for which the packing is optimised; any other number works too."""
-
-
-class PackedLinear(nn.Module):
-    """A bf16 linear layer on the CPU, with its weight packed once for the matrix units.
-
-    torch's own layer reorders its weight for oneDNN in every call, which costs as much as the product of few rows
-    (`docs/log.md`). Product and fp32 accumulation are the same.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
-        self.bias = None if linear.bias is None else linear.bias.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out] of x [..., in]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if packing works and pays: bf16 on a CPU for which torch has oneDNN bf16 kernels."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return False
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def pack_linears(module: nn.Module) -> None:
-    """Replace every linear layer below `module` by its packed form, in place."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            setattr(module, name, PackedLinear(child))
-        else:
-            pack_linears(child)

@@ -1,22 +1,15 @@
-"""Measurement of step costs at start-up. They are kept in the user's cache folder, one file per device and model.
-
-If the file is missing, damaged or another machine's, the costs are measured again; if the folder cannot be written,
-nothing is kept.
+"""Measurement of step costs at start-up. They are kept for the device and the model (`kept.py`).
 
 Shapes: `T` rows of a forward.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,12 +17,14 @@ from typing import Any
 
 import torch
 
+from specextend.attention.backends import cpu_kernels
+from specextend.attention.measured import Cell, MeasuredAttention, make_cells, measure_attention
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
+from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
 from specextend.decoding.model import CachedModel
 from specextend.decoding.step_costs import CostTable, StepCosts, fit_line
 from specextend.decoding.tree import tree_mask
-from specextend.file_hashes import cache_folder
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of rows of a forward that are measured; a number in between costs as much as the next larger one."""
@@ -40,7 +35,7 @@ BUDGET_S = 3.0
 _RUNS = 2
 _BUSY = 1.1
 
-VERSION = 1
+_KIND, _ATTENTION_KIND = "step-costs", "attention"
 _SHAPE = (
     "model_type",
     "vocab_size",
@@ -136,20 +131,51 @@ def load_step_costs(
     key = describe(target)
     table = read_table(key, grid)
     if table is None:
-        table, is_quiet = measure(target, grid)
+        table, is_quiet = measure_undisturbed(lambda: measure(target, grid))
         if is_quiet:
             write_table(key, grid, table)
     return StepCosts(table)
 
 
+def load_fastest(target: CachedModel) -> MeasuredAttention:
+    """Return the attention backend that takes the fastest kernel for each call, by what is kept or measured now.
+
+    For a target on a CPU. Measuring writes to its cache, so no request may be running.
+    """
+    kernels = cpu_kernels(target.head_dim, target.dtype)
+    cells = make_cells(target.cache.rows.num_free)
+    key = _device_key(target) | {"kernels": [*kernels], "cells": [[*cell] for cell in cells]}
+    choices = _checked_choices(read_kept(_ATTENTION_KIND, key), cells, kernels)
+    if choices is None:
+        target.cache.stored[..., : max(length for _, _, length in cells), :] = 0
+        num_heads = target.config.num_attention_heads
+        with torch.inference_mode():
+            choices, is_quiet = measure_undisturbed(
+                lambda: measure_attention(target.cache.stored, num_heads, kernels, cells)
+            )
+        if is_quiet:
+            keep_value(_ATTENTION_KIND, key, [choices[cell] for cell in cells])
+    return MeasuredAttention(kernels, choices)
+
+
+def _checked_choices(kept: Any, cells: list[Cell], kernels: Container[str]) -> dict[Cell, str] | None:
+    """Return the kept names as choices; None unless there is a known kernel for each cell."""
+    if not isinstance(kept, list) or len(kept) != len(cells) or not all(name in kernels for name in kept):
+        return None
+    return dict(zip(cells, kept, strict=True))
+
+
 def describe(target: CachedModel) -> dict[str, Any]:
     """Return everything that a step's time depends on, as JSON values: the device, its software, the model's shape."""
+    return _device_key(target) | {"backend": target.attend.__name__}
+
+
+def _device_key(target: CachedModel) -> dict[str, Any]:
     return {
         "device": device_name(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": str(target.dtype),
-        "backend": target.attend.__name__,
         "head_dim": target.head_dim,
         **{name: getattr(target.config, name) for name in _SHAPE},
     }
@@ -157,47 +183,22 @@ def describe(target: CachedModel) -> dict[str, Any]:
 
 def read_table(key: Mapping[str, Any], grid: TuningGrid) -> CostTable | None:
     """Read the table for `key` (JSON values that name device and model) and `grid`; None if there is no usable one."""
-    path = _path(key, grid)
-    if path is None:
-        return None
+    lines = read_kept(_KIND, _full_key(key, grid))
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["version"] != VERSION or stored["key"] != _full_key(key, grid):
-            return None
-        lines = stored["lines"]
         return CostTable(
             {kind: {size: _checked_line(lines[kind][str(size)]) for size in grid.sizes} for kind in grid.kinds}
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def write_table(key: Mapping[str, Any], grid: TuningGrid, table: CostTable) -> bool:
     """Write a table; return False if the folder cannot be written."""
-    path = _path(key, grid)
-    if path is None:
-        return False
-    values = {"version": VERSION, "key": _full_key(key, grid), "lines": table.lines}
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        return False
-    return True
+    return keep_value(_KIND, _full_key(key, grid), table.lines)
 
 
 def _full_key(key: Mapping[str, Any], grid: TuningGrid) -> dict[str, Any]:
     return {**key, "kinds": [*grid.kinds], "sizes": [*grid.sizes], "lengths": [*grid.lengths]}
-
-
-def _path(key: Mapping[str, Any], grid: TuningGrid) -> Path | None:
-    folder = cache_folder()
-    text = json.dumps(_full_key(key, grid), sort_keys=True)
-    return folder and folder / f"step-costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def _checked_line(values: Any) -> tuple[float, float]:

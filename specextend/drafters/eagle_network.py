@@ -6,7 +6,7 @@ heads, `K` key heads, `D` head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,9 @@ from torch.nn.functional import rms_norm, silu
 from specextend.attention.hybrid import attend_plan
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache
-from specextend.decoding.model import CachedModel, pack_linears, packs
+from specextend.decoding.fused import join
+from specextend.decoding.model import CachedModel
+from specextend.decoding.packing import pack_if_faster
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.drafters.draft_cache import DraftCache, rotate
 from specextend.drafters.eagle_config import VOCABULARY, EagleConfig
@@ -71,11 +73,12 @@ class EagleNetwork:
         tensors = {name: weight for name, weight in weights.items() if name != VOCABULARY}
         self._norms = {name: weight for name, weight in tensors.items() if weight.dim() == 1}
         self._linears = linears({name: weight for name, weight in tensors.items() if weight.dim() == 2})
+        _join(self._linears, "layer/self_attn", ("q_proj", "k_proj", "v_proj"))
+        _join(self._linears, "layer/mlp", ("gate_proj", "up_proj"))
         if self.vocabulary is not None:
             self._linears["lm_head"] = linear(lm_head[self.vocabulary])
         device, dtype = target.device, target.dtype
-        if packs(device, dtype):
-            pack_linears(self._linears)
+        pack_if_faster(self._linears)
         self._lm_head = target.logits if self.vocabulary is None else self._linears["lm_head"]
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
         self._inv_freq = config.rope_theta**-exponents
@@ -106,8 +109,8 @@ class EagleNetwork:
         self._pending[slot] = _Pending(text[-HISTORY:], hidden[-1:].clone())
         if len(token_ids):
             embedded = self._embedded(token_ids, histories(text) if self.reads_history else None)
-            normed = self._norm("layer.input_layernorm", self._inputs(embedded, hidden[:-1]))
-            projected = {name: self._heads(name, normed) for name in ("k_proj", "v_proj")}
+            _, turning, values = self._project(self._inputs(embedded, hidden[:-1]))
+            projected = {"k_proj": turning[..., self._config.num_heads :, :], "v_proj": values}
             keys, values = self._with_copies(projected, embedded)
             self.cache.store(slot, keys.unsqueeze(0), values.unsqueeze(0))
 
@@ -116,11 +119,9 @@ class EagleNetwork:
     ) -> Tensor:
         """Run token_ids [B, T], each with hidden [B, T, C] at the position before it; return hidden [B, T, C]."""
         embedded = self._embedded(token_ids, history)
-        residual = self._inputs(embedded, hidden)
-        normed = self._norm("layer.input_layernorm", residual)
-        projected = {name: self._heads(name, normed) for name in ("q_proj", "k_proj", "v_proj")}
-        for name in ("q_proj", "k_proj"):
-            projected[name] = rotate(projected[name], positions, self._inv_freq)
+        residual, turning, values = self._project(self._inputs(embedded, hidden))
+        query, keys = rotate(turning, positions, self._inv_freq).tensor_split([self._config.num_heads], -2)
+        projected = {"q_proj": query, "k_proj": keys, "v_proj": values}
         query, keys, values = self._with_copies(projected, embedded)
         rows = plan.new_rows(keys.device)
         working = self.cache.working
@@ -130,8 +131,8 @@ class EagleNetwork:
         mixed = attend_plan(self._attend, query, working.keys[0], working.values[0], plan, scale)
         residual = residual + self._linear("layer/self_attn/o_proj", mixed.flatten(2))
         normed = self._norm("layer.post_attention_layernorm", residual)
-        gated = silu(self._linear("layer/mlp/gate_proj", normed)) * self._linear("layer/mlp/up_proj", normed)
-        return self._norm("norm", residual + self._linear("layer/mlp/down_proj", gated))
+        gate, up = self._linear("layer/mlp/gate_proj+up_proj", normed).chunk(2, -1)
+        return self._norm("norm", residual + self._linear("layer/mlp/down_proj", silu(gate).mul_(up)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
@@ -161,13 +162,19 @@ class EagleNetwork:
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return self._linears[name](x)
 
-    def _heads(self, name: str, x: Tensor) -> Tensor:
-        return self._linear(f"layer/self_attn/{name}", x).unflatten(-1, (-1, self._config.head_dim))
+    def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs [..., C], queries and keys side by side [..., H + K, D], and values [..., K, D]."""
+        config = self._config
+        projected = self._linear(
+            "layer/self_attn/q_proj+k_proj+v_proj", self._norm("layer.input_layernorm", inputs)
+        ).unflatten(-1, (-1, config.head_dim))
+        turning, values = projected.tensor_split([config.num_heads + config.num_kv_heads], -2)
+        return inputs, turning, values
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         eps = self._config.layer_norm_eps if name.startswith("layer.") else self._config.head_norm_eps
         weight = self._norms[f"{name}.weight"]
-        return rms_norm(x, (x.shape[-1],), eps=eps) * weight  # fp32 inside
+        return rms_norm(x, weight.shape, weight, eps)  # fp32 inside
 
 
 class PublishedNetwork:
@@ -207,8 +214,7 @@ class PublishedNetwork:
         self._linears = linears({name: weight for name, weight in weights.items() if name not in self._norms})
         if own_head is not lm_head:
             self._linears["lm_head"] = linear(own_head)
-        if packs(device, dtype):
-            pack_linears(self._linears)
+        pack_if_faster(self._linears)
         self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
         self._inv_freq = rope[0].to(device)
         self._scale = head.head_dim**-0.5 * rope[1] ** 2
@@ -283,6 +289,12 @@ class PublishedNetwork:
 def _own_or(own: Tensor | None, target: Tensor) -> Tensor:
     """Return the head's own matrix, or the target's if the head has none or an equal one, which saves memory."""
     return target if own is None or torch.equal(own, target) else own
+
+
+def _join(modules: nn.ModuleDict, prefix: str, names: Sequence[str]) -> None:
+    """Replace the layers `<prefix>/<name>`, which read the same input, by one called `<prefix>/<name>+<name>...`."""
+    joined = join([modules.pop(f"{prefix}/{name}") for name in names])  # type: ignore[misc]
+    modules[f"{prefix}/{'+'.join(names)}"] = joined
 
 
 def linears(weights: Mapping[str, Tensor]) -> nn.ModuleDict:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import attend_reference, attend_sdpa
+from specextend.attention.backends import attend_reference, cpu_kernels
 from specextend.attention.hybrid import attend_plan, merge_states
 from specextend.attention.plan import AttentionPlan, KeySpan
 from specextend.decoding.tree import tree_mask
 from tests.covering import covering
 
 SCALE = 0.25
-BACKENDS = {"reference": attend_reference, "sdpa": attend_sdpa}
+BACKENDS = {"reference": attend_reference, **cpu_kernels(32, torch.float32)}
 
 
 def random_tree(num_nodes: int, seed: int) -> Tensor:
@@ -30,8 +30,8 @@ def cache_rows(lengths: list[int], num_queries: int, heads: tuple[int, int]):
     generator = torch.Generator().manual_seed(sum(lengths) + num_queries)
     starts = [4 + sum(lengths[:b]) + 2 * b for b in range(len(lengths))]
     num_rows = starts[-1] + lengths[-1] + 1
-    q = torch.randn(len(lengths), num_queries, heads[0], 16, generator=generator)
-    k, v = (torch.randn(heads[1], num_rows, 16, generator=generator) for _ in range(2))
+    q = torch.randn(len(lengths), num_queries, heads[0], 32, generator=generator)
+    k, v = (torch.randn(heads[1], num_rows, 32, generator=generator) for _ in range(2))
     return starts, q, k, v
 
 

@@ -123,7 +123,7 @@ def test_a_table_is_kept_for_its_device_and_grid_alone(folder):
 def damaged(text: str) -> list[str]:
     """What may stand in the file after a crash, a full disk or an older release."""
     values = json.loads(text)
-    lines = values["lines"]
+    lines = values["value"]
     return [
         "",
         text[: len(text) // 2],
@@ -131,13 +131,13 @@ def damaged(text: str) -> list[str]:
         "null",
         json.dumps(values | {"version": 0}),
         json.dumps(values | {"key": {}}),
-        json.dumps(values | {"lines": {"dense": lines["dense"]}}),
-        json.dumps(values | {"lines": lines | {"hybrid": {"1": [0.1, 0.0]}}}),
-        json.dumps(values | {"lines": lines | {"hybrid": lines["dense"] | {"4": [-1.0, 0.0]}}}),
-        json.dumps(values | {"lines": lines | {"hybrid": lines["dense"] | {"4": [0.0, 0.0]}}}),
-        json.dumps(values | {"lines": lines | {"hybrid": lines["dense"] | {"4": [float("nan"), 0.0]}}}),
-        json.dumps(values | {"lines": lines | {"hybrid": lines["dense"] | {"4": ["x", 0.0]}}}),
-        json.dumps(values | {"lines": lines | {"hybrid": lines["dense"] | {"4": [0.1]}}}),
+        json.dumps(values | {"value": {"dense": lines["dense"]}}),
+        json.dumps(values | {"value": lines | {"hybrid": {"1": [0.1, 0.0]}}}),
+        json.dumps(values | {"value": lines | {"hybrid": lines["dense"] | {"4": [-1.0, 0.0]}}}),
+        json.dumps(values | {"value": lines | {"hybrid": lines["dense"] | {"4": [0.0, 0.0]}}}),
+        json.dumps(values | {"value": lines | {"hybrid": lines["dense"] | {"4": [float("nan"), 0.0]}}}),
+        json.dumps(values | {"value": lines | {"hybrid": lines["dense"] | {"4": ["x", 0.0]}}}),
+        json.dumps(values | {"value": lines | {"hybrid": lines["dense"] | {"4": [0.1]}}}),
     ]
 
 

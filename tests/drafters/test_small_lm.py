@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import attend_reference, attend_sdpa
+from specextend.attention.backends import attend_reference
+from specextend.attention.cpu import attend_by_head
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
@@ -27,7 +28,7 @@ def pair(request, pairs):
     return pairs(request.param)
 
 
-def network_of(pair, window: int, max_chunk: int = 512, attend=attend_sdpa) -> ModelNetwork:
+def network_of(pair, window: int, max_chunk: int = 512, attend=attend_by_head) -> ModelNetwork:
     model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
     return ModelNetwork(CachedModel(model, attend, 2048), 2048, window, max_chunk)
 
@@ -60,7 +61,7 @@ def banded_run(pair, prompt: list[int], window: int) -> tuple[Tensor, Tensor]:
     covering(
         NAMES,
         [(16, 64), (16, 7), (1, 5), (64, 1), (30, 30), (31, 30), (500, 64)],
-        [attend_reference, attend_sdpa],
+        [attend_reference, attend_by_head],
     ),
 )
 @torch.inference_mode()

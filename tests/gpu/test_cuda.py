@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.attention.backends import attend_reference, attend_sdpa
+from specextend.attention.backends import attend_cuda, attend_reference
 from specextend.attention.plan import KeySpan
 from specextend.config import RunConfig
 from specextend.core import Request, SamplingParams
@@ -26,7 +26,7 @@ def test_sdpa_equals_the_reference_on_cuda(dtype, error, group, kind):
     tree = torch.ones(17, 17, dtype=torch.bool, device="cuda").tril().expand(2, -1, -1)
     lengths = [17, 17] if kind == "causal" else [300, 77]
     span = KeySpan([0, 512], lengths, mask=tree if kind == "tree" else None, causal=kind == "causal")
-    out, lse = attend_sdpa(q, k, v, span, 0.125)
+    out, lse = attend_cuda(q, k, v, span, 0.125)
     expected_out, expected_lse = attend_reference(q, k, v, span, 0.125)
     torch.testing.assert_close(out, expected_out, atol=error, rtol=error)
     torch.testing.assert_close(lse, expected_lse, atol=error, rtol=error)

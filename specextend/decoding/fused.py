@@ -1,0 +1,141 @@
+"""Decoder layers in fewer operators: joined projections, one operator for a norm, RoPE in three.
+
+A layer of few rows is a chain of small operators, so each one that is left out counts. The stock model stays around the
+layers: its embedding, its positions, its loop. In fp32 the logits are the stock layer's; in bf16 fewer results are
+rounded between two operators.
+
+Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `H` query heads, `K` key heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from specextend.attention.hybrid import attend_plan
+from specextend.attention.plan import Attend, AttentionPlan
+
+
+def fuse(model: Any) -> bool:
+    """Replace the decoder layers and norms of a causal LM in place; return False if its activation is not SiLU.
+
+    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries and keys.
+    """
+    if model.config.hidden_act != "silu":
+        return False
+    decoder = model.model
+    for index, layer in enumerate(decoder.layers):
+        decoder.layers[index] = FusedLayer(layer)
+    decoder.norm = FusedNorm(decoder.norm)
+    decoder.rotary_emb = SignedRotary(decoder.rotary_emb)
+    return True
+
+
+class FusedNorm(nn.Module):
+    """RMSNorm in one operator, in fp32 inside, rounded once."""
+
+    def __init__(self, norm: Any) -> None:
+        """Take the stock norm's weight and epsilon."""
+        super().__init__()
+        self.weight: Tensor = norm.weight
+        self._eps: float = norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., C] normalised over its last dimension."""
+        return rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+class SignedRotary(nn.Module):
+    """The stock model's cosines and sines, laid out for `rotate_half_signed`."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        """Take the stock module, which knows the RoPE type."""
+        super().__init__()
+        self.rotary = rotary
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """Return the stock module's inv_freq [D / 2]."""
+        return self.rotary.inv_freq  # type: ignore[return-value]
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines [B, T, 1, D] in x's dtype; the first half of a sine is negative."""
+        cos, sin = self.rotary(x, position_ids)
+        half = sin.shape[-1] // 2
+        sin[..., :half].neg_()
+        return cos.unsqueeze(2), sin.unsqueeze(2)
+
+
+def rotate_half_signed(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to heads [B, T, h, D] with the cosines and signed sines [B, T, 1, D] of `SignedRotary`."""
+    swapped = heads.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return torch.addcmul(heads * cos, swapped, sin)
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer of Llama's family, with q, k and v in one projection and gate and up in another."""
+
+    def __init__(self, layer: Any) -> None:
+        """Take the weights of a stock layer."""
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index: int = attention.layer_idx
+        self._head_dim: int = attention.head_dim
+        self._scale: float = attention.scaling
+        self._num_heads = attention.q_proj.out_features // self._head_dim
+        self._num_kv_heads = attention.k_proj.out_features // self._head_dim
+        self.input_norm, self.post_norm = FusedNorm(layer.input_layernorm), FusedNorm(layer.post_attention_layernorm)
+        self.q_norm, self.k_norm = (_head_norm(attention, name) for name in ("q_norm", "k_norm"))
+        self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.o_proj: nn.Module = attention.o_proj
+        self.gate_up = join([mlp.gate_proj, mlp.up_proj])
+        self.down_proj: nn.Module = mlp.down_proj
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Any,
+        plan: AttentionPlan,
+        attend: Attend,
+        **_: Any,
+    ) -> Tensor:
+        """Run hidden_states [B, T, C]; write keys and values through the cache hook, attend as the plan says."""
+        qkv = self.qkv(self.input_norm(hidden_states)).unflatten(-1, (-1, self._head_dim))
+        rotated, value = self._rotate(qkv, *position_embeddings)
+        query, key = rotated[:, :, : self._num_heads], rotated[:, :, self._num_heads :]
+        if self._index in plan.keep_layers:
+            plan.queries[self._index] = query
+        keys, values = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self._index)
+        mixed = attend_plan(attend, query, keys, values, plan, self._scale)
+        residual = hidden_states + self.o_proj(mixed.flatten(2))
+        gate, up = self.gate_up(self.post_norm(residual)).chunk(2, -1)
+        return residual + self.down_proj(silu(gate).mul_(up))
+
+    def _rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Split qkv [B, T, H + 2K, D] into rotated queries and keys [B, T, H + K, D], and values [B, T, K, D]."""
+        turned, value = qkv.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = turned.split([self._num_heads, self._num_kv_heads], 2)
+            turned = torch.cat([self.q_norm(query), self.k_norm(key)], 2)
+        return rotate_half_signed(turned, cos, sin), value
+
+
+def _head_norm(attention: Any, name: str) -> FusedNorm | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None else FusedNorm(norm)
+
+
+def join(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """Make one layer whose outputs are those of `linears`, which read the same input, side by side."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=linears[0].bias is not None, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if linears[0].bias is not None:
+        joined.bias = nn.Parameter(torch.cat([linear.bias.detach() for linear in linears]), requires_grad=False)
+    return joined

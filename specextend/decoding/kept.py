@@ -1,0 +1,77 @@
+"""Measurements that are kept between two starts: one JSON file each in the user's cache folder.
+
+A measurement is kept only if nothing else used the cores meanwhile: beside another busy process, kernels of several
+threads can take thirty times as long, and the wrong one looks fastest. If a file is missing, damaged or about something else, there is nothing; if the folder cannot be written, nothing is
+kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specextend.file_hashes import cache_folder
+
+VERSION = 2
+_MOST_PREEMPTIONS_PER_S = 40.0
+_ATTEMPTS = 3
+
+Measured = TypeVar("Measured")
+
+
+def measure_undisturbed(measure: Callable[[], tuple[Measured, bool]]) -> tuple[Measured, bool]:
+    """Measure until the machine was quiet, three times at most; return the last result, and True if it was quiet.
+
+    `measure` returns a result, and True if its own times agreed with one another.
+    """
+    for _ in range(_ATTEMPTS):
+        begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        result, agrees = measure()
+        preemptions = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
+        is_quiet = agrees and preemptions <= _MOST_PREEMPTIONS_PER_S * (time.perf_counter() - begin) + 1
+        if is_quiet:
+            break
+    return result, is_quiet
+
+
+def read_kept(kind: str, key: Mapping[str, Any]) -> Any:
+    """Return the JSON value that was kept as `kind` for `key` (JSON values that say what it is about), or None."""
+    path = _path(kind, key)
+    try:
+        stored = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+        if stored is None or stored["version"] != VERSION or stored["key"] != dict(key):
+            return None
+        return stored["value"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep_value(kind: str, key: Mapping[str, Any], value: Any) -> bool:
+    """Keep a JSON value; return False if the folder cannot be written."""
+    path = _path(kind, key)
+    if path is None:
+        return False
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = {"version": VERSION, "key": dict(key), "value": value}
+        temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        return False
+    return True
+
+
+def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
+    folder = cache_folder()
+    text = json.dumps(dict(key), sort_keys=True)
+    return folder and folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
