@@ -49,6 +49,8 @@ OWNERS = {
     "huggingface_hub": ("specextend/hub.py",),
     "flash_attn": ("specextend/attention/backends.py",),
     "triton": ("specextend/attention/",),
+    "numba": ("specextend/attention/",),
+    "llvmlite": ("specextend/attention/",),
     "datasets": ("specextend/data/importers.py",),
     "xllamacpp": ("specextend/bench/llama_cpp.py",),
     "matplotlib": ("specextend/bench/plot.py",),

@@ -8,12 +8,14 @@ Shapes: `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_padded, nothing
+from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_matmul, attend_padded, nothing
+from specextend.attention.hybrid import attend_chunk, has_prefix
 from specextend.attention.plan import Attend, KeySpan, additive
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash")
@@ -45,16 +47,31 @@ def load_backend(name: str, device: torch.device) -> Attend:
 
 def cpu_kernels(head_dim: int, dtype: torch.dtype) -> dict[str, Attend]:
     """Return all kernels that can run here on a CPU, by name, for heads of `head_dim` elements of `dtype`."""
-    return dict(CPU_KERNELS)
+    kernels = dict(CPU_KERNELS)
+    if find_spec("numba") is not None:
+        from specextend.attention.compiled import serves
+
+        if serves(head_dim, dtype):
+            kernels["compiled"] = load_compiled()
+    return kernels
 
 
 def load_compiled() -> Attend:
-    """Import the compiled kernel. Raises ValueError if numba is not installed."""
+    """Import the compiled kernel, with `matmul` for calls that it does not take: a draft's heads may have another size.
+
+    Raises:
+        ValueError: numba is not installed.
+    """
     try:
-        from specextend.attention.compiled import attend_compiled
+        from specextend.attention.compiled import attend_compiled, serves
     except ImportError as error:
         raise ValueError("attention.backend compiled needs the cpu extra: pip install 'specextend[cpu]'") from error
-    return attend_compiled
+
+    def compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+        kernel = attend_compiled if serves(q.shape[3], q.dtype) else attend_matmul
+        return kernel(q, k, v, span, scale)
+
+    return compiled
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
@@ -84,6 +101,8 @@ def _attend_slowly(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale
 
 def attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
     """Attend by torch's own flash kernels on a GPU, one sequence after the other."""
+    if has_prefix(span, q.shape[1]):
+        return attend_chunk(attend_cuda, q, k, v, span, scale)
     results = [_attend_cuda(q[b : b + 1], k, v, span, b, scale) for b in range(q.shape[0])]
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 

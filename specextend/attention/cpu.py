@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from specextend.attention.hybrid import attend_chunk, has_prefix
 from specextend.attention.plan import Attend, KeySpan
 
 _Kernel = Callable[[Tensor, Tensor, Tensor, KeySpan, int, float], tuple[Tensor, Tensor]]
@@ -24,10 +25,15 @@ PADDED_ROWS = 64
 processor has some."""
 
 
-def _each(kernel: _Kernel) -> Attend:
-    """Make a kernel for one sequence into a backend, which calls it for each sequence that has keys."""
+def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
+    """Make a kernel for one sequence into a backend, which calls it for each sequence that has keys.
+
+    `takes_prefix` says that the kernel takes causal spans that begin before the queries' own rows.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+        if not takes_prefix and has_prefix(span, q.shape[1]):
+            return attend_chunk(attend, q, k, v, span, scale)
         results = []
         for b, (start, length) in enumerate(zip(span.starts, span.lengths, strict=True)):
             key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
@@ -110,7 +116,7 @@ def _by_matmul(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, sca
 attend_by_head = _each(_by_head)
 attend_folded = _each(_folded)
 attend_padded = _each(_padded)
-attend_matmul = _each(_by_matmul)
+attend_matmul = _each(_by_matmul, takes_prefix=True)
 
 CPU_KERNELS: Mapping[str, Attend] = {
     "sdpa": attend_by_head,

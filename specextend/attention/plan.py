@@ -5,7 +5,7 @@ Shapes: `B` sequences, `T` new rows of each, `M` masked rows, `S` keys, `H` quer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,11 +29,12 @@ class KeySpan:
     mask: Tensor | None = None
     """[B, T, M] bool over the last M rows, True = visible. M may exceed a length only in columns that are False."""
     causal: bool = False
-    """The last T rows are the queries' own: query t sees the rows up to its own. Excludes `mask`."""
+    """The last T rows are the queries' own: query t sees the rows up to its own, all earlier ones included. Excludes
+    `mask`."""
     needs_lse: bool = True
     """False if the result is not merged with that of another span, so that a kernel need not compute the LSE."""
-    biases: dict[tuple[int, torch.dtype, int, int], Tensor] = field(default_factory=dict)
-    tails: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    made: dict[Hashable, Tensor] = field(default_factory=dict)
+    """What a kernel makes of the span once per forward, for all layers."""
 
     def tail_bias(self, b: int, num_queries: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Return sequence b's mask as a bias [T, m] over its last m rows, or None if all rows are visible.
@@ -42,13 +43,14 @@ class KeySpan:
         """
         if self.mask is None and not self.causal:
             return None
-        if (b, dtype) not in self.tails:
+        key = "tail", b, dtype
+        if key not in self.made:
             if self.mask is None:
                 visible = torch.ones(num_queries, num_queries, dtype=torch.bool, device=device).tril()
             else:
                 visible = self.mask[b].to(device)
-            self.tails[b, dtype] = additive(visible, min(visible.shape[1], self.lengths[b]), dtype)
-        return self.tails[b, dtype]
+            self.made[key] = additive(visible, min(visible.shape[1], self.lengths[b]), dtype)
+        return self.made[key]
 
     def bias(
         self, b: int, dtype: torch.dtype, device: torch.device, repeats: int = 1, num_rows: int = 0
@@ -60,12 +62,12 @@ class KeySpan:
         """
         if self.mask is None:
             return None
-        key = b, dtype, repeats, num_rows
-        if key not in self.biases:
+        key = "bias", b, dtype, repeats, num_rows
+        if key not in self.made:
             bias = additive(self.mask[b].to(device), self.lengths[b], dtype).repeat(repeats, 1)
             missing = max(0, num_rows - bias.shape[0])
-            self.biases[key] = torch.nn.functional.pad(bias, (0, 0, 0, missing))
-        return self.biases[key]
+            self.made[key] = torch.nn.functional.pad(bias, (0, 0, 0, missing))
+        return self.made[key]
 
 
 def additive(mask: Tensor, length: int, dtype: torch.dtype) -> Tensor:
@@ -119,15 +121,17 @@ class AttentionPlan:
         return (ends[:, None] + torch.arange(-self.num_new, 0)).flatten().to(device)
 
     def _split(self) -> tuple[KeySpan, ...]:
-        """Split the keys into the unmasked prefix and the masked rest; one span for dense tree attention."""
+        """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one span."""
         if self.num_new == 1 and self.mask is None:  # a plain step: one query sees every row
             return (KeySpan(self.starts, self.lengths, needs_lse=False),)
         if self.mask is not None and self.tree == "dense":
             return (KeySpan(self.starts, self.lengths, mask=self.mask, needs_lse=False),)
-        num_masked = self.num_new if self.mask is None else self.mask.shape[2]
+        if self.mask is None:
+            return (KeySpan(self.starts, self.lengths, causal=True, needs_lse=False),)
+        num_masked = self.mask.shape[2]
         prefix = [length - num_masked for length in self.lengths]
         tails = [start + length for start, length in zip(self.starts, prefix, strict=True)]
-        tail = KeySpan(tails, [num_masked] * len(tails), mask=self.mask, causal=self.mask is None)
+        tail = KeySpan(tails, [num_masked] * len(tails), mask=self.mask)
         if not any(prefix):
             tail.needs_lse = False
             return (tail,)

@@ -71,9 +71,10 @@ class AttentionOptions:
     backend: Backend = "auto"
     """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels. On a CPU only, `folded` is the same
     kernel with the heads of a group as rows of one, `padded` that with at least 64 rows, `matmul` two matrix products
-    and a softmax, and `compiled` a kernel of our own, which needs the `cpu` extra. `flash` is the flash-attn package,
-    an extra. `auto` takes what is proven on the device: on a CPU, for each number of queries and keys, the kernel that
-    was fastest at start-up; on a GPU, `reference`."""
+    and a softmax, and `compiled` a kernel of our own, which needs the `cpu` extra; heads whose size is no multiple of
+    32 (16 in float32) take `matmul` instead. `flash` is the flash-attn package, an extra. `auto` takes what is proven
+    on the device: on a CPU, for each number of queries and keys, the kernel that was fastest at start-up; on a GPU,
+    `reference`."""
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
     log-sum-exp (arXiv 2505.20776, section 3); `dense` runs one masked call over everything; `auto` uses, at each

@@ -129,11 +129,11 @@ def load_step_costs(
     room = target.cache.rows.num_free
     grid = make_grid(kinds, tree.most_nodes, fixed=fixed, max_batch_size=max_batch_size, room=room)
     key = describe(target)
-    table = read_table(key, grid)
-    if table is None:
-        table, is_quiet = measure_undisturbed(lambda: measure(target, grid))
-        if is_quiet:
-            write_table(key, grid, table)
+    if (kept := read_table(key, grid)) is not None:
+        return StepCosts(kept)
+    table, is_quiet = measure_undisturbed(lambda: measure(target, grid))
+    if is_quiet:
+        write_table(key, grid, table)
     return StepCosts(table)
 
 
@@ -145,16 +145,14 @@ def load_fastest(target: CachedModel) -> MeasuredAttention:
     kernels = cpu_kernels(target.head_dim, target.dtype)
     cells = make_cells(target.cache.rows.num_free)
     key = _device_key(target) | {"kernels": [*kernels], "cells": [[*cell] for cell in cells]}
-    choices = _checked_choices(read_kept(_ATTENTION_KIND, key), cells, kernels)
-    if choices is None:
-        target.cache.stored[..., : max(length for _, _, length in cells), :] = 0
-        num_heads = target.config.num_attention_heads
-        with torch.inference_mode():
-            choices, is_quiet = measure_undisturbed(
-                lambda: measure_attention(target.cache.stored, num_heads, kernels, cells)
-            )
-        if is_quiet:
-            keep_value(_ATTENTION_KIND, key, [choices[cell] for cell in cells])
+    if (kept := _checked_choices(read_kept(_ATTENTION_KIND, key), cells, kernels)) is not None:
+        return MeasuredAttention(kernels, kept)
+    stored, num_heads = target.cache.stored, target.config.num_attention_heads
+    stored[..., : max(length for _, _, length in cells), :] = 0
+    with torch.inference_mode():
+        choices, is_quiet = measure_undisturbed(lambda: measure_attention(stored, num_heads, kernels, cells))
+    if is_quiet:
+        keep_value(_ATTENTION_KIND, key, [choices[cell] for cell in cells])
     return MeasuredAttention(kernels, choices)
 
 

@@ -93,12 +93,12 @@ def test_without_masked_cells_a_mask_changes_nothing():
 
 def test_cells_fit_the_cache():
     """A tree is measured with a mask and without one, a prompt's chunk without; lengths beyond the cache are not."""
-    assert make_cells(700) == [
-        *((False, 1, 512), (False, 1, 700)),
-        *((False, 4, 512), (True, 4, 512), (False, 4, 700), (True, 4, 700)),
-        *((False, 16, 512), (True, 16, 512), (False, 16, 700), (True, 16, 700)),
-        *((False, 64, 512), (True, 64, 512), (False, 64, 700), (True, 64, 700)),
-        *((False, 512, 512), (False, 512, 700)),
+    assert make_cells(1100) == [
+        *((False, 1, 1024), (False, 1, 1100)),
+        *((False, 4, 1024), (True, 4, 1024), (False, 4, 1100), (True, 4, 1100)),
+        *((False, 16, 1024), (True, 16, 1024), (False, 16, 1100), (True, 16, 1100)),
+        *((False, 64, 1024), (True, 64, 1024), (False, 64, 1100), (True, 64, 1100)),
+        (False, 512, 1024),
     ]
     assert make_cells(3) == [(False, 1, 3)]
 

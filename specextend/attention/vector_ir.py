@@ -1,0 +1,233 @@
+"""Vectors of 16 lanes in LLVM IR, for loops that numba cannot vectorise by itself.
+
+A kernel is a Python function that emits instructions; `emitted` makes it callable from compiled code. Values are those
+of llvmlite: addresses and counts are i64, and vectors have 16 lanes of 32 bits. LLVM splits vectors where the
+processor's registers are shorter.
+
+Needs numba, which is optional: import this only where the extra `cpu` is installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llvmlite.binding
+import numba
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+Value = Any
+"""A value of llvmlite, whose classes have no useful types."""
+
+LANES = 16
+VECTOR_BYTES = 4 * LANES
+F32, I64, I32, I16, I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+FLOATS, UNITS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+MINUS_INFINITY = ir.Constant(F32, -math.inf)
+
+EXP2 = (1.0, 0.69314718, 0.24022648, 0.055503324, 0.0096184369, 0.0013398879, 0.00015353375)
+"""Coefficients of 2^x on [-0.5, 0.5], relative error 2e-9."""
+
+
+class BFloat(ir.Type):
+    """The type bfloat, which llvmlite does not have; values of it come from a bitcast and go into one."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+def processor_features() -> frozenset[str]:
+    """Return the features that numba compiles for, such as `avx512bf16`."""
+    chosen = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
+    features = llvmlite.binding.get_host_cpu_features().flatten() if chosen is None else chosen
+    return frozenset(name[1:] for name in features.split(",") if name.startswith("+"))
+
+
+def emitted(returns: types.Type = types.void) -> Callable[[Callable[..., Value]], Any]:
+    """Make `emit(b, element, *values)` a function of compiled code, called as `f(element, *values)`.
+
+    Only the numba type of `element` counts. The values are int64, or float32 if annotated as float.
+    """
+
+    def wrap(emit: Callable[..., Value]) -> Any:
+        first, second, *rest = inspect.signature(emit).parameters.values()
+        wanted = [types.float32 if each.annotation in (float, "float") else types.int64 for each in rest]
+
+        def definition(typingctx: Any, element: Any, *args: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Sequence[Value]) -> Value:
+                result = emit(builder, element, *values[1:])
+                return context.get_dummy_value() if returns == types.void else result
+
+            return returns(element, *wanted), generate
+
+        definition.__name__ = definition.__qualname__ = emit.__name__
+        definition.__doc__ = emit.__doc__
+        parameters = [first, second, *rest]
+        definition.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(each.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in parameters]
+        )
+        return intrinsic(definition)
+
+    return wrap
+
+
+def number(value: int) -> Value:
+    """Return an i64 constant."""
+    return ir.Constant(I64, value)
+
+
+def floats(value: float) -> Value:
+    """Return a constant vector."""
+    return ir.Constant(FLOATS, [ir.Constant(F32, value)] * LANES)
+
+
+def units(values: Sequence[int]) -> Value:
+    """Return a constant vector of i32."""
+    return ir.Constant(ir.VectorType(I32, len(values)), [ir.Constant(I32, value) for value in values])
+
+
+def address(b: Value, base: Value, *offsets: Value | int) -> Value:
+    """Return base plus offsets in bytes."""
+    for offset in offsets:
+        base = b.add(base, number(offset) if isinstance(offset, int) else offset)
+    return base
+
+
+def load(b: Value, where: Value, type_: Value = FLOATS, align: int = 4) -> Value:
+    """Read a value of `type_`."""
+    return b.load(b.inttoptr(where, ir.PointerType()), typ=type_, align=align)
+
+
+def store(b: Value, value: Value, where: Value, align: int = 4) -> None:
+    """Write a value."""
+    b.store(value, b.inttoptr(where, ir.PointerType()), align=align)
+
+
+def prefetch(b: Value, where: Value) -> None:
+    """Ask for a cache line; an address without memory does no harm."""
+    name = "llvm.prefetch.p0"
+    kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
+    arguments = [b.inttoptr(where, ir.PointerType()), *(ir.Constant(I32, n) for n in (0, 3, 1))]
+    b.call(_declared(b, kind, name), arguments)
+
+
+def splat(b: Value, scalar: Value) -> Value:
+    """Repeat a scalar in all lanes."""
+    empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    return b.shuffle_vector(b.insert_element(empty, scalar, ir.Constant(I32, 0)), empty, units([0] * LANES))
+
+
+def fma(b: Value, x: Value, y: Value, z: Value) -> Value:
+    """Return x * y + z, fused where the processor can."""
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    return b.call(_declared(b, kind, "llvm.fmuladd.v16f32"), [x, y, z])
+
+
+def dot_pairs(b: Value, sums: Value, x: Value, y: Value) -> Value:
+    """Add to each lane of `sums` the product of two pairs of bf16 (avx512_bf16)."""
+    pairs = ir.VectorType(BFloat(), 2 * LANES)
+    kind = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])
+    product = _declared(b, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return b.call(product, [sums, b.bitcast(x, pairs), b.bitcast(y, pairs)])
+
+
+def to_bf16(b: Value, x: Value) -> Value:
+    """Round a vector to 16 lanes of bf16, as i16, by integer arithmetic: to nearest, ties to even."""
+    bits = b.bitcast(x, UNITS)
+    odd = b.and_(b.lshr(bits, units([16] * LANES)), units([1] * LANES))
+    rounded = b.add(b.add(bits, odd), units([0x7FFF] * LANES))
+    return b.trunc(b.lshr(rounded, units([16] * LANES)), ir.VectorType(I16, LANES))
+
+
+def to_bf16_fast(b: Value, x: Value) -> Value:
+    """Round a vector to 16 lanes of bf16, as i16 (avx512_bf16)."""
+    kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [FLOATS])
+    convert = _declared(b, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    return b.bitcast(b.call(convert, [x]), ir.VectorType(I16, LANES))
+
+
+def larger(b: Value, x: Value, y: Value) -> Value:
+    """Return the larger of each two lanes, and y where one is NaN."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def across(b: Value, x: Value, join: Callable[[Value, Value, Value], Value]) -> Value:
+    """Join the lanes of a vector to a scalar, halves first."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        lanes = [(lane + width) % LANES for lane in range(LANES)]
+        x = join(b, x, b.shuffle_vector(x, x, units(lanes)))
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
+def exp2(b: Value, x: Value) -> Value:
+    """Return 2^x for x <= 0 with a relative error of 1e-7; 0 below -127, NaN for NaN."""
+    x = larger(b, floats(-127.0), x)
+    shift = floats(1.5 * 2**23 + 127)  # rounds to an integer, whose low bits are then the exponent of the result
+    shifted = b.fadd(x, shift)
+    power = b.bitcast(b.shl(b.bitcast(shifted, UNITS), units([23] * LANES)), FLOATS)
+    rest = b.fsub(x, b.fsub(shifted, shift))
+    result = floats(EXP2[-1])
+    for coefficient in EXP2[-2::-1]:
+        result = fma(b, result, rest, floats(coefficient))
+    return b.fmul(result, power)
+
+
+def transposed(b: Value, rows: list[Value]) -> list[Value]:
+    """Transpose 16 vectors of 16 units, in four rounds of shuffles that x86 has instructions for."""
+    quarters = range(0, LANES, 4)
+    low = [q + lane for q in quarters for lane in (0, 16, 1, 17)]
+    high = [lane + 2 for lane in low]
+    low_pairs = [q + lane for q in quarters for lane in (0, 1, 16, 17)]
+    high_pairs = [lane + 2 for lane in low_pairs]
+    even = [q + lane for q in (0, 8, 16, 24) for lane in range(4)]
+    odd = [lane + 4 for lane in even]
+
+    def both(x: Value, y: Value, first: list[int], second: list[int]) -> tuple[Value, Value]:
+        return b.shuffle_vector(x, y, units(first)), b.shuffle_vector(x, y, units(second))
+
+    by_four = []  # by_four[4 * i + c], quarter k: column 4 * k + c of rows 4 * i to 4 * i + 3
+    for i in quarters:
+        (a0, a1), (b0, b1) = both(rows[i], rows[i + 1], low, high), both(rows[i + 2], rows[i + 3], low, high)
+        by_four += [*both(a0, b0, low_pairs, high_pairs), *both(a1, b1, low_pairs, high_pairs)]
+    columns: list[Value] = [None] * LANES
+    for c in range(4):
+        left = both(by_four[c], by_four[4 + c], even, odd)
+        right = both(by_four[8 + c], by_four[12 + c], even, odd)
+        for parity in (0, 1):
+            first, second = both(left[parity], right[parity], even, odd)
+            columns[4 * parity + c], columns[8 + 4 * parity + c] = first, second
+    return columns
+
+
+def repeat(b: Value, count: Value, carried: Sequence[Value], body: Callable[..., Sequence[Value]]) -> list[Value]:
+    """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns the new carried values."""
+    before, head, after = b.block, b.append_basic_block("repeat"), b.append_basic_block("done")
+    b.branch(head)
+    b.position_at_end(head)
+    index = b.phi(I64)
+    values = [b.phi(value.type) for value in carried]
+    new = list(body(index, *values))
+    following = b.add(index, number(1))
+    for phi, start, end in zip([index, *values], [number(0), *carried], [following, *new], strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(end, b.block)
+    b.cbranch(b.icmp_signed("<", following, count), head, after)
+    b.position_at_end(after)
+    return new
+
+
+def _declared(b: Value, kind: ir.FunctionType, name: str) -> Value:
+    known = b.module.globals.get(name)
+    return known if known is not None else ir.Function(b.module, kind, name=name)

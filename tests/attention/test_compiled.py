@@ -1,0 +1,205 @@
+"""The kernel that numba compiles, against the plain-torch reference and beside torch's own kernel."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specextend.attention.backends import attend_reference
+from specextend.attention.hybrid import merge_states
+from specextend.attention.plan import KeySpan
+from tests.covering import covering
+
+pytest.importorskip("numba", reason="numba is the extra `cpu`")
+
+from specextend.attention.compiled import attend_compiled
+
+ROOT = Path(__file__).parents[2]
+SCALE = 0.125
+HEADS = [(9, 3), (4, 4), (8, 1)]
+HEAD_DIMS = [32, 64, 128]
+NUM_QUERIES = [1, 2, 7, 16, 48, 300]
+LENGTHS = [[0], [1], [15, 0, 17], [63, 64, 65], [1030], [511, 512, 1100]]
+KINDS = ["prefix", "mask", "causal"]
+
+
+def tensors(batch: int, num_queries: int, heads: tuple[int, int], num_rows: int, head_dim: int = 64):
+    """Queries [B, T, H, D], keys and values [K, R, D]."""
+    generator = torch.Generator().manual_seed(batch * 1000 + num_queries)
+    shapes = [(batch, num_queries, heads[0], head_dim), *[(heads[1], num_rows, head_dim)] * 2]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def regions(lengths: list[int]) -> tuple[list[int], int]:
+    """First rows of sequences with a gap between them, and all rows."""
+    starts = [5]
+    for length in lengths:
+        starts.append(starts[-1] + length + 3)
+    return starts[:-1], starts[-1]
+
+
+def random_mask(batch: int, num_queries: int, num_masked: int) -> Tensor:
+    return torch.rand(batch, num_queries, num_masked, generator=torch.Generator().manual_seed(7)) < 0.3
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan) -> tuple[Tensor, Tensor]:
+    """The reference, whose keys are rows first."""
+    again = KeySpan(span.starts, span.lengths, span.mask, span.causal)
+    return attend_reference(q, k, v, again, SCALE)
+
+
+def assert_is_the_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan) -> None:
+    (out, lse), (expected_out, expected_lse) = attend_compiled(q, k, v, span, SCALE), reference(q, k, v, span)
+    torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "lengths", "heads", "head_dim", "kind"), covering(NUM_QUERIES, LENGTHS, HEADS, HEAD_DIMS, KINDS)
+)
+def test_in_fp32_it_is_the_reference(num_queries, lengths, heads, head_dim, kind):
+    """Steps, trees and prefill chunks behind prefixes of all sizes, around the blocks of the kernel."""
+    if kind != "prefix":
+        lengths = [length + num_queries for length in lengths]
+    starts, num_rows = regions(lengths)
+    mask = None
+    if kind == "mask":
+        mask = random_mask(len(lengths), num_queries, num_queries)
+        mask[:, :, -1] = True
+    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, head_dim)
+    assert_is_the_reference(q, k, v, KeySpan(starts, lengths, mask, kind == "causal"))
+
+
+def test_a_mask_may_be_wider_than_a_sequence():
+    """A batch has one mask, as wide as its longest sequence needs."""
+    mask = random_mask(2, 3, 70)
+    mask[0, :, :62] = False
+    mask[:, :, -1] = True
+    q, k, v = tensors(2, 3, (4, 2), 100)
+    assert_is_the_reference(q, k, v, KeySpan([1, 20], [8, 80], mask))
+
+
+def test_a_band_hides_whole_blocks():
+    """Windows of a draft: no key of a block is visible to some queries, at the start and at the end."""
+    back = torch.arange(300)[:, None] + 90 - torch.arange(390)[None]
+    q, k, v = tensors(1, 300, (4, 2), 390)
+    assert_is_the_reference(q, k, v, KeySpan([0], [390], ((back >= 0) & (back < 70))[None]))
+
+
+def test_scores_may_be_large_and_rise():
+    """Every block rescales what came before it, and nothing overflows."""
+    q, k, v = tensors(1, 2, (4, 2), 900)
+    k *= torch.linspace(0, 60, 900)[None, :, None]
+    assert_is_the_reference(q, k, v, KeySpan([0], [900]))
+
+
+def test_the_error_in_bf16_is_that_of_torch():
+    """Both round the weights to bf16 before they multiply the values."""
+    q, k, v = (x.bfloat16() for x in tensors(1, 16, (9, 3), 2100))
+    exact, _ = reference(q.float(), k.float(), v.float(), KeySpan([20], [2048]))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    keys, values = (x[None, :, 20:2068].repeat_interleave(3, dim=1) for x in (k, v))
+    theirs = flash(q.transpose(1, 2), keys, values, 0.0, False, scale=SCALE)[0].transpose(1, 2)
+    ours, lse = attend_compiled(q, k, v, KeySpan([20], [2048]), SCALE)
+    assert ours.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
+    error, their_error = ((x.float() - exact).norm() for x in (ours, theirs))
+    assert error <= 1.2 * their_error
+
+
+@pytest.mark.parametrize(("num_queries", "head_dim"), [(1, 64), (16, 32), (300, 128)])
+def test_in_bf16_it_is_near_the_reference(num_queries, head_dim):
+    q, k, v = (x.bfloat16() for x in tensors(2, num_queries, (9, 3), 2000, head_dim))
+    span = KeySpan([3, 901], [num_queries + 77, num_queries + 700], causal=True)
+    (out, lse), (expected_out, expected_lse) = attend_compiled(q, k, v, span, SCALE), reference(q, k, v, span)
+    torch.testing.assert_close(out, expected_out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_that_sees_no_key_weighs_nothing(dtype):
+    """An empty prefix, and a row of the mask without a key."""
+    q, k, v = (x.to(dtype) for x in tensors(2, 3, (4, 2), 40))
+    mask = torch.ones(2, 3, 10, dtype=torch.bool)
+    mask[1, 2] = False
+    out, lse = attend_compiled(q, k, v, KeySpan([0, 7], [0, 10], mask), SCALE)
+    assert (lse[0] == -math.inf).all()
+    assert (lse[1, 2] == -math.inf).all()
+    assert lse[1, :2].isfinite().all()
+    assert (out[0] == 0).all()
+    assert (out[1, 2] == 0).all()
+
+
+def test_prefix_and_tail_merge_to_one_call():
+    """Hybrid tree attention is dense tree attention in two calls."""
+    q, k, v = tensors(1, 16, (9, 3), 700)
+    mask = random_mask(1, 16, 20)
+    mask[:, :, -1] = True
+    whole, _ = attend_compiled(q, k, v, KeySpan([10], [670], mask), SCALE)
+    prefix = attend_compiled(q, k, v, KeySpan([10], [650]), SCALE)
+    tail = attend_compiled(q, k, v, KeySpan([660], [20], mask), SCALE)
+    torch.testing.assert_close(merge_states(*prefix, *tail), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_outside_a_sequence_is_read(dtype):
+    """A layer of a cache that holds more heads and rows, NaN around the sequence."""
+    q, k, v = (x.to(dtype) for x in tensors(1, 7, (4, 2), 600))
+    expected = attend_compiled(q, k[:, 37:570], v[:, 37:570], KeySpan([0], [533], causal=True), SCALE)
+    caches = torch.full((2, 3, 4, 900, 64), math.nan, dtype=dtype)
+    caches[:, 1, 1:3, 137:670] = torch.stack([k, v])[:, :, 37:570]
+    keys, values = caches[:, 1, 1:3]
+    actual = attend_compiled(q, keys, values, KeySpan([137], [533], causal=True), SCALE)
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_result_does_not_depend_on_the_call(dtype):
+    """A query alone, among others and on more threads: the same bits, so the same token where two nearly tie."""
+    q, k, v = (x.to(dtype) for x in tensors(3, 120, (9, 3), 1500))
+    places = [0, 200, 100], [1290, 700, 0]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        out, lse = attend_compiled(q, k, v, KeySpan(*places), SCALE)
+        torch.set_num_threads(2)
+        for first, last in [(0, 1), (5, 21), (0, 120)]:
+            some, some_lse = attend_compiled(q[:1, first:last], k, v, KeySpan([0], [1290]), SCALE)
+            assert torch.equal(some, out[:1, first:last])
+            assert torch.equal(some_lse, lse[:1, first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: x.half(), "takes three tensors of float32 or of bfloat16, got torch.float16"),
+        (lambda x: x[..., :24], "head sizes of multiples of 16 in torch.float32, got 24"),
+        (lambda x: x[..., :48].bfloat16(), "head sizes of multiples of 32 in torch.bfloat16, got 48"),
+        (lambda x: x[..., ::2], "tensors whose last dimension is contiguous"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_one_line(make, message):
+    """The caller takes another backend then."""
+    q, k, v = (make(x) for x in tensors(1, 2, (4, 2), 40))
+    with pytest.raises(ValueError, match=message):
+        attend_compiled(q, k, v, KeySpan([0], [40]), SCALE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", ["+avx2,+fma,+sse4.2", "+avx512f,+avx512bw,+avx512vl,+avx2,+fma", ""])
+def test_other_processors_get_the_same_results(features):
+    """Without products of bf16 pairs, without AVX-512 and without AVX, other instructions are emitted."""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": features}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
