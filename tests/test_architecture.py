@@ -52,7 +52,7 @@ OWNERS = {
     "numba": ("specextend/attention/",),
     "llvmlite": ("specextend/attention/",),
     "datasets": ("specextend/data/importers.py",),
-    "xllamacpp": ("specextend/bench/llama_cpp.py",),
+    "xllamacpp": ("specextend/bench/llama_cpp.py", "specextend/bench/llama_server.py"),
     "matplotlib": ("specextend/bench/plot.py",),
     "pydantic": ("specextend/config.py",),
     "yaml": ("specextend/config.py",),

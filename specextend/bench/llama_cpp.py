@@ -1,4 +1,4 @@
-"""The side `llama.cpp`: its server in this process, on a GGUF file with the target's own weights, timed by itself.
+"""The side `llama.cpp`: its server in a process of its own, on a GGUF file with the target's weights, timed by itself.
 
 Prompts and outputs are token ids, so the vocabulary in the file is made up: `t0`, `t1` and so on. With a real one,
 llama.cpp would also end outputs at tokens that only look like an end to it.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from http.client import HTTPConnection
 from importlib import metadata
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +25,7 @@ import gguf
 import torch
 from torch import Tensor
 
+from specextend.bench import llama_server
 from specextend.bench.measurement import Measurement
 from specextend.config import RunConfig
 from specextend.models import load_causal_lm, read_facts, resolve_device
@@ -86,28 +91,22 @@ def _cache_type(config: RunConfig) -> str:
 
 
 class LlamaCppSide:
-    """llama.cpp's server, which listens on loopback only, with one slot and as many threads as torch has."""
+    """llama.cpp's server (`llama_server.py`), with as many threads as torch has; it ends with this object."""
 
     def __init__(self, path: Path, num_tokens: int, cache_type: str) -> None:
         """Load a GGUF file with room for `num_tokens` tokens; the file may be removed afterwards.
 
         Raises ValueError if llama.cpp refuses the file.
         """
-        import xllamacpp
-
-        params = xllamacpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx, params.n_parallel = num_tokens, 1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_AUTO
-        params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache_type}")
-        params.cache_prompt, params.cache_ram_mib, params.fit_params = False, 0, False
-        params.hostnames, params.port, params.ui = ["127.0.0.1"], 0, False
-        params.verbosity = -1
-        try:
-            self._server = xllamacpp.Server(params)
-        except RuntimeError:
-            raise ValueError("llama.cpp cannot load this target; leave llama.cpp out of --sides") from None
+        options = {"path": str(path), "num_tokens": num_tokens, "cache": cache_type, "threads": torch.get_num_threads()}
+        command = [sys.executable, "-m", llama_server.__name__, json.dumps(options)]
+        server = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
+        assert server.stdout is not None
+        self._address = urlsplit(server.stdout.readline().strip()).netloc
+        self._end = weakref.finalize(self, _end, server)
+        if not self._address:
+            self._end()
+            raise ValueError("llama.cpp cannot load this target; leave llama.cpp out of --sides")
 
     def run(self, prompt_token_ids: list[int], max_new_tokens: int) -> Measurement:
         """Decode and measure by llama.cpp's own clock.
@@ -124,12 +123,17 @@ class LlamaCppSide:
         return Measurement(token_ids, decode_s, total_s, num_steps=len(token_ids) - 1)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        with closing(HTTPConnection(urlsplit(self._server.listening_address).netloc)) as connection:
+        with closing(HTTPConnection(self._address)) as connection:
             connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
             answer: dict[str, Any] = json.load(connection.getresponse())
         if "error" in answer:
             raise ValueError(f"llama.cpp refused a document: {answer['error']['message']}")
         return answer
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    """End a server by closing its standard input."""
+    server.communicate()
 
 
 def write_gguf(model: Any, eos_token_ids: Sequence[int], path: Path) -> None:
