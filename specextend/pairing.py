@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -103,7 +104,9 @@ def load_drafter(
     if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
         tree_attention = "hybrid" if visible is None else "dense"
     drafter = CausalDrafter(network, config.tree, tree_attention, visible)
-    return MergedDrafter(drafter, config.tree, target.device) if draft.ngram else drafter
+    if not draft.ngram:
+        return drafter
+    return MergedDrafter(drafter, config.tree, target.device, perf_counter if config.tree.nodes == "auto" else None)
 
 
 @dataclass(frozen=True, slots=True)

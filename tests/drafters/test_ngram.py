@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.merged import MergedDrafter, draft_pays
+from specextend.drafters.merged import DraftTimer, MergedDrafter, draft_pays
 from specextend.drafters.ngram import NgramDrafter, Node
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties, generate
@@ -138,7 +140,8 @@ def test_drafting_is_left_out_where_copies_promise_more_per_second(looping, refe
             return propose(rows)
 
         draft.propose = noting
-        return MergedDrafter(draft, config.tree, torch.device("cpu"))
+        ticks = itertools.count()
+        return MergedDrafter(draft, config.tree, torch.device("cpu"), lambda: next(ticks))
 
     outputs, stats = run(engine_with(config, merged))
     assert outputs == {length: reference.token_ids for length, reference in references.items()}
@@ -164,4 +167,37 @@ def chain(*probabilities: float) -> list[Node]:
 )
 def test_the_draft_pays_by_what_it_adds_where_copies_fail(copies, draft_gain, pays):
     """A poor draft may be left out even where nothing matches; a sure copy leaves nothing to add."""
-    assert draft_pays(copies, draft_gain) == pays
+    assert draft_pays(copies, draft_gain, 0.13) == pays
+
+
+def test_a_slow_draft_must_add_more():
+    """Two thirds of a step's time are worth two tokens beside the target's own, a tenth of it almost none."""
+    assert draft_pays(chain(), 1.0, 0.4)
+    assert not draft_pays(chain(), 1.0, 0.6)
+
+
+class Proposing:
+    """A draft whose proposal takes two seconds of a clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def propose(self, slots):
+        self.now += 2.0
+        return []
+
+
+def test_the_share_of_a_draft_is_measured():
+    """Its proposal against the rest of a step; the time in which a prompt is read is no step."""
+    draft = Proposing()
+    timer = DraftTimer(lambda: draft.now)
+    assert timer.share == 0, "nothing is known yet, so the draft proposes"
+    for rest_s in (1000.0, 6.0, 6.0):
+        timer.begin()
+        timer.propose(draft, [0])
+        timer.end()
+        draft.now += rest_s
+        if rest_s > 6:
+            timer.forget_step()
+    timer.begin()
+    assert timer.share == pytest.approx(2 / 8)
