@@ -96,7 +96,7 @@ def compare_logits(
     forward: Forward, documents: Sequence[Sequence[int]], exact: Sequence[Logits]
 ) -> dict[str, dict[str, float | int]]:
     """Compare a side's logits with the exact ones: figures of each part, over all documents."""
-    sums = {part: _Errors() for part in PARTS}
+    sums = {part: _LogitErrors() for part in PARTS}
     for document, expected in zip(documents, exact, strict=True):
         logits = read_document(forward, document)
         for part in PARTS:
@@ -105,7 +105,7 @@ def compare_logits(
 
 
 @dataclass(slots=True)
-class _Errors:
+class _LogitErrors:
     """Sums over positions and over the entries of their logits."""
 
     num_positions: int = 0
