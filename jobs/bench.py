@@ -4,6 +4,7 @@
     python jobs/bench.py sweep --nodes 8,16,24 --depths 4,6 --thresholds 0.05,0.1
     python jobs/bench.py memory --tokens 8000
     python jobs/bench.py retrieval --drafts eagle:models/smollm2-135m-eagle,ngram --lengths 1024,4096 --json study.json
+    python jobs/bench.py kernels --json kernels.json
     python jobs/bench.py plot --json compare.json --output benchmarks/results
     python jobs/bench.py table --json compare.json
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specextend.bench.compare import compare
+from specextend.bench.kernels import KernelOptions, kernels
 from specextend.bench.prefill_memory import measure_memory
 from specextend.bench.result_tables import read_figures, to_markdown, to_terminal
 from specextend.bench.retrieval_study import RetrievalOptions, retrieval
@@ -64,6 +66,12 @@ def _retrieval(options: argparse.Namespace) -> None:
     names = ("kinds", "lengths", "per_length", "drafts", "policies", "cache_tokens", "study", "max_new_tokens", "seed")
     values = {name: getattr(options, name) for name in (*names, "examples")}
     _finish(options, retrieval(_config(options), RetrievalOptions(**values), _say))
+
+
+def _kernels(options: argparse.Namespace) -> None:
+    names = ("keys", "chunk_keys", "rounds", "num_documents", "tokens", "max_new_tokens")
+    values = {name: getattr(options, name) for name in names}
+    _finish(options, kernels(_config(options), KernelOptions(**values), _say))
 
 
 def _plot(options: argparse.Namespace) -> None:
@@ -138,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_retrieval(
         add("retrieval", _retrieval, "replay drafts and cache policies on recorded documents; nothing is timed")
     )
+    _add_kernels(add("kernels", _kernels, "measure every attention kernel of a CPU: times, errors, acceptance"))
     plot = add("plot", _plot, "draw figures of compare and retrieval as SVG; measures nothing")
     plot.add_argument("--output", metavar="FOLDER", default=RESULTS, help="folder of the drawings")
     for section in (plot, add("table", _table, "print figures as Markdown tables; measures nothing")):
@@ -194,6 +203,23 @@ def _add_retrieval(section: argparse.ArgumentParser) -> None:
     section.add_argument(
         "--examples", metavar="FOLDER", default=default.examples, help="folder of govreport.parquet and pg19.parquet"
     )
+
+
+def _add_kernels(section: argparse.ArgumentParser) -> None:
+    default = KernelOptions()
+    _add_configuration(section)
+    _add_max_new_tokens(section, default.max_new_tokens)
+    section.add_argument(
+        "--documents",
+        metavar="PATH",
+        default="examples/govreport.parquet",
+        help="Parquet file to read instead of input.path; default: examples/govreport.parquet",
+    )
+    section.add_argument("--num-documents", type=int, default=default.num_documents, help="documents of that file")
+    section.add_argument("--tokens", type=int, default=default.tokens, help="tokens of their prompts, which are cut")
+    section.add_argument("--keys", type=_numbers(int), default=default.keys, help="keys of decoding steps")
+    section.add_argument("--chunk-keys", type=_numbers(int), default=default.chunk_keys, help="keys of prompt chunks")
+    section.add_argument("--rounds", type=int, default=default.rounds, help="rounds in which the kernels take turns")
 
 
 def _add_configuration(section: argparse.ArgumentParser, json_path: str | None = None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specextend.bench.compare import BASES
+from specextend.bench.kernel_tables import kernel_tables
 from specextend.bench.retrieval_tables import retrieval_tables
 from specextend.report.tables import Section, markdown_table, number, percent, to_text
 from specextend.stats import ratio
@@ -229,6 +230,10 @@ def _retrieval(result: dict[str, Any]) -> tuple[list[Section], list[str]]:
     return retrieval_tables(result), []
 
 
+def _kernels(result: dict[str, Any]) -> tuple[list[Section], list[str]]:
+    return kernel_tables(result), _limits(result)
+
+
 def _ratio(measured: dict[str, Any] | None, *, with_sd: bool = True) -> str:
     if measured is None:
         return "-"
@@ -249,4 +254,5 @@ _BUILDERS: dict[str, Callable[[dict[str, Any]], tuple[list[Section], list[str]]]
     "sweep": _sweep,
     "memory": _memory,
     "retrieval": _retrieval,
+    "kernels": _kernels,
 }

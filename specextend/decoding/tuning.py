@@ -91,7 +91,7 @@ def measure(
             break
         for kind in grid.kinds:
             for size in grid.sizes:
-                runs = [_time_step(target, kind, size, length, clock) for _ in range(1 + _RUNS)][1:]
+                runs = [time_step(target, kind, size, length, clock) for _ in range(1 + _RUNS)][1:]
                 seconds[kind, size].append((length, min(runs)))
                 spreads.append(max(runs) / min(runs))
     lines = {kind: {size: _line(seconds[kind, size]) for size in grid.sizes} for kind in grid.kinds}
@@ -103,8 +103,14 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def _time_step(target: CachedModel, kind: TreeAttention, size: int, length: int, clock: Callable[[], float]) -> float:
-    """Time one verification of a chain of `size` rows behind `length` tokens."""
+def time_step(
+    target: CachedModel,
+    kind: TreeAttention,
+    size: int,
+    length: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Time one verification of a chain of `size` rows behind `length` tokens; with one row it is a plain step."""
     begin = clock()
     token_ids = torch.zeros(1, size, dtype=torch.int64, device=target.device)
     parents = torch.arange(-1, size - 1, device=target.device).unsqueeze(0)
