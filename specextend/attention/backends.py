@@ -8,7 +8,6 @@ Shapes: `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -48,12 +47,25 @@ def load_backend(name: str, device: torch.device) -> Attend:
 def cpu_kernels(head_dim: int, dtype: torch.dtype) -> dict[str, Attend]:
     """Return all kernels that can run here on a CPU, by name, for heads of `head_dim` elements of `dtype`."""
     kernels = dict(CPU_KERNELS)
-    if find_spec("numba") is not None:
-        from specextend.attention.compiled import serves
-
-        if serves(head_dim, dtype):
-            kernels["compiled"] = load_compiled()
+    try:
+        from specextend.attention.compiled import attend_compiled, can_compile, serves
+    except ImportError:
+        return kernels
+    if serves(head_dim, dtype) and can_compile(dtype) and _is_attention(attend_compiled, head_dim, dtype):
+        kernels["compiled"] = load_compiled()
     return kernels
+
+
+def _is_attention(kernel: Attend, head_dim: int, dtype: torch.dtype) -> bool:
+    """Return True if a kernel made for this processor agrees with the reference on a small call."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 5, 4, head_dim), (2, 70, head_dim), (2, 70, head_dim)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    scale = head_dim**-0.5
+    mask = torch.ones(1, 5, 5, dtype=torch.bool).tril()
+    found, expected = (attend(q, k, v, KeySpan([1], [69], mask), scale) for attend in (kernel, attend_reference))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    return all(torch.allclose(a.float(), b.float(), atol=tolerance) for a, b in zip(found, expected, strict=True))
 
 
 def load_compiled() -> Attend:

@@ -28,6 +28,7 @@ import numba
 import numpy as np
 import torch
 from numba.core import types
+from numba.core.errors import NumbaError
 from torch import Tensor
 
 from specextend.attention import block_kernels, vector_ir
@@ -347,6 +348,15 @@ def kernel(element: type) -> Any:
         work(version[0], numba.carray(call, 1)[0])
 
     return entry
+
+
+def can_compile(dtype: torch.dtype) -> bool:
+    """Compile the kernel of `dtype`, or read it from disk; return False if numba cannot make it for this processor."""
+    try:
+        kernel(ELEMENTS[dtype])
+    except (NumbaError, OSError, RuntimeError):
+        return False
+    return True
 
 
 @cache

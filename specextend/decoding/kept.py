@@ -22,24 +22,25 @@ from specextend.file_hashes import cache_folder
 VERSION = 2
 _MOST_PREEMPTIONS_PER_S = 100.0
 """Two idle cores show 20 to 45, beside one more busy process 150 and more."""
-_ATTEMPTS = 3
+_PATIENCE_S = 1.5
+"""Seconds within which a disturbed measurement is repeated."""
 
 Measured = TypeVar("Measured")
 
 
 def measure_undisturbed(measure: Callable[[], tuple[Measured, bool]]) -> tuple[Measured, bool]:
-    """Measure until the machine was quiet, three times at most; return the last result, and True if it was quiet.
+    """Measure until the machine was quiet, for a second or two; return the last result, and True if it was quiet.
 
     `measure` returns a result, and True if its own times agreed with one another.
     """
-    for _ in range(_ATTEMPTS):
+    started_at = time.perf_counter()
+    while True:
         begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
         result, agrees = measure()
-        preemptions = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
-        is_quiet = agrees and preemptions <= _MOST_PREEMPTIONS_PER_S * (time.perf_counter() - begin) + 1
-        if is_quiet:
-            break
-    return result, is_quiet
+        end, preemptions = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
+        is_quiet = agrees and preemptions <= _MOST_PREEMPTIONS_PER_S * (end - begin) + 1
+        if is_quiet or end - started_at > _PATIENCE_S:
+            return result, is_quiet
 
 
 def read_kept(kind: str, key: Mapping[str, Any]) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 
 import pytest
 import torch
+from numba.core.errors import NumbaError
 from torch import Tensor
 
+from specextend.attention import compiled
 from specextend.attention.backends import attend_reference, cpu_kernels, load_backend
 from specextend.attention.cpu import CPU_KERNELS
 from specextend.attention.plan import AttentionPlan, KeySpan
@@ -176,6 +179,39 @@ def test_auto_is_proven_without_a_measurement():
     assert load_backend("auto", torch.device("cpu")) in CPU_KERNELS.values()
     assert load_backend("auto", torch.device("cuda")) is attend_reference
     assert load_backend("reference", torch.device("cpu")) is attend_reference
+
+
+def fail_to_compile(element):
+    raise NumbaError("no such instruction")
+
+
+@pytest.mark.parametrize("failure", ["wrong", "numba cannot", "no numba"])
+def test_a_compiled_kernel_that_fails_on_this_processor_is_left_out(failure, monkeypatch):
+    """It is made for the machine at hand, so it must prove itself there; a run starts without it."""
+    if failure == "wrong":
+        monkeypatch.setattr(compiled, "attend_compiled", lambda q, k, v, span, scale: (q, q[..., 0].float()))
+    elif failure == "numba cannot":
+        monkeypatch.setattr(compiled, "kernel", fail_to_compile)
+    else:
+        monkeypatch.setitem(sys.modules, "specextend.attention.compiled", None)
+        with pytest.raises(ValueError, match=r"^attention\.backend compiled needs the cpu extra: pip install .*$"):
+            load_backend("compiled", torch.device("cpu"))
+    assert [*cpu_kernels(HEAD_DIM, torch.float32)] == [*CPU_KERNELS]
+
+
+@pytest.mark.parametrize("name", ["folded", "padded", "matmul", "compiled"])
+def test_a_kernel_for_cpus_is_refused_on_a_gpu(name):
+    """With the names that can be set there."""
+    with pytest.raises(ValueError, match=rf"^attention\.backend {name} runs on a CPU only; choose auto, .*flash$"):
+        load_backend(name, torch.device("cuda"))
+
+
+def test_heads_that_the_compiled_kernel_does_not_take_are_attended_to_all_the_same():
+    """A draft's heads may have another size than the target's, for which the kernel was chosen."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator) for shape in ((1, 3, 4, 12), (2, 9, 12), (2, 9, 12)))
+    found = load_backend("compiled", torch.device("cpu"))(q, k, v, KeySpan([0], [9]), 0.3)
+    assert_close(found, attend_reference(q, k, v, KeySpan([0], [9]), 0.3))
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
