@@ -30,7 +30,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of rows of a forward that are measured; a number in between costs as much as the next larger one."""
 LENGTHS = (512, 6000, 2048)
 """Tokens of prefix, in the order of measuring; the last is left out on a slow machine."""
-BUDGET_S = 3.0
+BUDGET_S = 1.2
 """Seconds after which no further length of prefix is measured."""
 _RUNS = 2
 _BUSY = 1.1
@@ -56,6 +56,17 @@ class TuningGrid:
     """Rows, ascending, from 1."""
     lengths: tuple[int, ...]
     """Tokens of prefix."""
+    largest_tree: int = SIZES[-1]
+    """Rows of one tree at most; more rows are those of a batch, and attention is no matter of them."""
+
+    def cells(self) -> list[tuple[TreeAttention, int]]:
+        """List what to measure: each kind of attention where a tree can have that size, otherwise the first one."""
+        return [
+            (kind, size)
+            for kind in self.kinds
+            for size in self.sizes
+            if kind == self.kinds[0] or 1 < size <= self.largest_tree
+        ]
 
 
 def make_grid(
@@ -71,7 +82,7 @@ def make_grid(
     smaller = {1} if fixed else {size for size in SIZES if size < rows}
     sizes = sorted({*smaller, rows, all_rows, *(size for size in SIZES if rows < size < all_rows)})
     longest = max(1, room - sizes[-1])
-    return TuningGrid(kinds, tuple(sizes), tuple(dict.fromkeys(min(length, longest) for length in LENGTHS)))
+    return TuningGrid(kinds, tuple(sizes), tuple(dict.fromkeys(min(length, longest) for length in LENGTHS)), rows)
 
 
 def measure(
@@ -89,12 +100,17 @@ def measure(
     for length in grid.lengths:
         if seconds and clock() - begin > BUDGET_S:
             break
-        for kind in grid.kinds:
-            for size in grid.sizes:
-                runs = [time_step(target, kind, size, length, clock) for _ in range(1 + _RUNS)][1:]
-                seconds[kind, size].append((length, min(runs)))
-                spreads.append(max(runs) / min(runs))
-    lines = {kind: {size: _line(seconds[kind, size]) for size in grid.sizes} for kind in grid.kinds}
+        for kind, size in grid.cells():
+            if (kind, size) not in seconds:  # the first call of a size builds what later ones use
+                time_step(target, kind, size, length, clock)
+            runs = [time_step(target, kind, size, length, clock) for _ in range(_RUNS)]
+            seconds[kind, size].append((length, min(runs)))
+            spreads.append(max(runs) / min(runs))
+    measured = {cell: _line(points) for cell, points in seconds.items()}
+    lines = {
+        kind: {size: measured.get((kind, size), measured[grid.kinds[0], size]) for size in grid.sizes}
+        for kind in grid.kinds
+    }
     return CostTable(lines), median(spreads) < _BUSY
 
 
