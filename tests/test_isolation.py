@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from specextend.attention.backends import cpu_kernels
 from specextend.core import Completion
 from specextend.decoding.engine import BatchError, Engine
 from specextend.stats import DecodingStats
@@ -21,6 +23,7 @@ from tests.tiny_models import CONTEXT_LENGTH, Pair, random_prompt, request, tiny
 
 DRAFTS = ("good", "eagle", "eagle3", "ngram", "merged-eagle")
 POLICIES = ("full", "streaming", "retrieval")
+BACKENDS = ("reference", *cpu_kernels(32, torch.float32))
 NEW = 24
 pytestmark = pytest.mark.usefixtures("fast_collection")
 
@@ -50,10 +53,10 @@ def counts(stats: DecodingStats) -> dict:
     return {name: value for name, value in dataclasses.asdict(stats).items() if not name.endswith("_s")}
 
 
-@pytest.mark.parametrize(("draft", "policy", "other"), covering(DRAFTS, POLICIES, [3, 20, 900]))
-def test_a_b_a(draft, policy, other, pair, alone):
+@pytest.mark.parametrize(("draft", "policy", "other", "backend"), covering(DRAFTS, POLICIES, [3, 20, 900], BACKENDS))
+def test_a_b_a(draft, policy, other, backend, pair, alone):
     """The public code keeps the last document's chunks: a short one after a long one crashes or reads empty rows."""
-    engine = tiny_engine(pair, draft, cache__policy=policy)
+    engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend)
     before = fresh(engine)
     first, between, second = (
         run(engine, request(name, random_prompt(length), NEW))[0]
@@ -76,10 +79,10 @@ def test_a_b_a_in_one_stream(draft, pair):
     assert counts(first.stats) == counts(second.stats) == counts(third.stats)
 
 
-@pytest.mark.parametrize(("draft", "policy"), covering(DRAFTS, POLICIES, strength=1))
-def test_sequences_join_and_leave(draft, policy, pair, alone):
+@pytest.mark.parametrize(("draft", "policy", "backend"), covering(DRAFTS, POLICIES, BACKENDS, strength=1))
+def test_sequences_join_and_leave(draft, policy, backend, pair, alone):
     """Seven requests through three places: each says what it says alone, whoever sits beside it."""
-    engine = tiny_engine(pair, draft, cache__policy=policy, decoding__max_batch_size=3)
+    engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend, decoding__max_batch_size=3)
     before = fresh(engine)
     sizes = [(200, 24), (3, 5), (90, 40), (41, 1), (600, 12), (17, 30), (33, 2)]
     seen = []

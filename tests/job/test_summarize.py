@@ -76,6 +76,7 @@ def test_a_run_says_what_it_did(demo: tuple[Ended, Path]):
     assert f"Summary of {rows(output / 'summaries')[0]['doc_id']}:" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path], call):
     """Run again by a scheduler that retries: no model, no Ray, no file touched."""
     _, output = demo
@@ -86,6 +87,7 @@ def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path], call):
     assert {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_somebody_elses_file_among_the_summaries_is_not_read(demo: tuple[Ended, Path], tmp_path: Path, script, capsys):
     """The run was a success; a note of somebody's must not turn that into a traceback."""
     output = tmp_path / "copy"
