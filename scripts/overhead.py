@@ -16,7 +16,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,6 +81,9 @@ class NoOpEngine:
             self.num_steps += 1
             stats = DecodingStats(num_prompt_tokens=len(request.prompt_token_ids), num_output_tokens=1)
             yield Completion(request.request_id, [0], "nothing", "length", stats)
+
+    def share_start(self, token_ids: Sequence[int]) -> None:
+        """Do nothing: no prompt is read."""
 
     def cancel(self, request_id: str) -> None:
         """Do nothing: no request runs long enough."""

@@ -405,7 +405,7 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
 
 
 class Shares(NamedTuple):
-    """How a call's work is divided."""
+    """Divides a call's work."""
 
     rows: int
     num_row_blocks: int

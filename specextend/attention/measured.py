@@ -37,10 +37,13 @@ class MeasuredAttention:
     kernels: Mapping[str, Attend]
     choices: Mapping[Cell, str]
     """Name of the fastest kernel in each cell."""
-    _sizes: dict[bool, list[int]] = field(init=False)
+    _queries: dict[bool, list[int]] = field(init=False)
+    _keys: dict[tuple[bool, int], list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sizes = {masked: sorted({t for m, t, _ in self.choices if m == masked}) for masked in (False, True)}
+        cells = sorted(self.choices)
+        self._queries = {masked: sorted({t for m, t, _ in cells if m == masked}) for masked in (False, True)}
+        self._keys = {(m, t): [length for *at, length in cells if at == [m, t]] for m, t, _ in cells}
 
     @property
     def __name__(self) -> str:
@@ -54,10 +57,9 @@ class MeasuredAttention:
 
     def choice(self, masked: bool, num_queries: int, num_keys: int) -> str:
         """Return the kernel for a call, by the smallest cell that holds it, or the largest that was measured."""
-        masked = masked and bool(self._sizes[True])
-        queries = _holding(self._sizes[masked], num_queries)
-        lengths = sorted(s for m, t, s in self.choices if (m, t) == (masked, queries))
-        return self.choices[masked, queries, _holding(lengths, num_keys)]
+        masked = masked and bool(self._queries[True])
+        queries = _holding(self._queries[masked], num_queries)
+        return self.choices[masked, queries, _holding(self._keys[masked, queries], num_keys)]
 
 
 def _holding(sizes: Sequence[int], number: int) -> int:

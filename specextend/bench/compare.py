@@ -75,7 +75,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the machine can do at most, and what the target asks of it."""
+    """Pairs what the machine can do at most with what the target asks of it."""
 
     limits: MachineLimits
     work: ModelWork

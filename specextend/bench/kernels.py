@@ -39,7 +39,7 @@ NUM_NODES = 15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelOptions:
-    """What is measured with each kernel."""
+    """Says what is measured with each kernel."""
 
     keys: tuple[int, ...] = (1024, 2048, 8192)
     """Keys of decoding steps."""

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -60,6 +60,9 @@ class EngineLike(Protocol):
         self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
     ) -> Iterator[Completion]:
         """Decode requests as they come; yields completions as they finish."""
+
+    def share_start(self, token_ids: Sequence[int]) -> None:
+        """Read tokens that most prompts begin with only once."""
 
     def cancel(self, request_id: str) -> None:
         """Drop a sequence between two steps."""
@@ -159,6 +162,7 @@ class Worker:
             torch.set_num_threads(self._config.job.cpus_per_worker)
         self._engine = self._factory(self._config)
         self._prompts = Prompts(self._engine.tokenizer, self._config.prompt, self._engine.max_tokens)
+        self._engine.share_start(self._prompts.start_token_ids)
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return torch.cuda.get_device_name() if self._config.job.gpus_per_worker else "cpu"
 

@@ -89,6 +89,11 @@ class Prompts:
         self._suffix_ids = self._encode_continuation(suffix)
 
     @property
+    def start_token_ids(self) -> list[int]:
+        """Return the tokens that every prompt begins with."""
+        return [*self._prefix_ids]
+
+    @property
     def num_template_tokens(self) -> int:
         """Return the number of tokens of a prompt that are not the document's."""
         return len(self._prefix_ids) + len(self._suffix_ids)

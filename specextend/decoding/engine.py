@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +33,14 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
+from specextend.decoding.shared_start import SharedStart
 from specextend.decoding.step_costs import CostTable
 from specextend.decoding.stopping import StopChecker
 from specextend.decoding.tree import DraftTree, Verdict, prune, root_only, stack_trees, tree_mask, verify
 
-PREFILL_CHUNK = 512
-"""Prompt tokens of one prefill forward."""
+PREFILL_CHUNK = 1024
+"""Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that hardly shows
+(`docs/log.md`)."""
 
 OnError = Callable[[str, Exception], None]
 
@@ -99,6 +102,14 @@ class Engine:
         self._active: dict[str, Sequence] = {}
         self._cancelled: set[str] = set()
         self._watch = Stopwatch()
+        self._shared_start: SharedStart | None = None
+
+    def share_start(self, token_ids: Items[int]) -> None:
+        """Let the target read a start that most prompts will have only once; a longer one than a chunk is cut.
+
+        Outputs do not depend on which request is the first, nor on how many there are. Other prompts may follow, too.
+        """
+        self._shared_start = SharedStart(token_ids[:PREFILL_CHUNK]) if token_ids else None
 
     @property
     def max_tokens(self) -> int:
@@ -259,12 +270,10 @@ class Engine:
         [sequence] = sequences
         prompt = torch.tensor(sequence.request.prompt_token_ids, device=self.target.device)
         sequence.stats.num_prompt_tokens = len(prompt)
-        for chunk in prompt.split(self._memory.chunk_size):
+        self._prefill_start(sequence, prompt)
+        for chunk in prompt[sequence.length :].split(self._memory.chunk_size):
             plan, hidden, features = self._prefill_chunk(sequence, chunk)
-            self._watch.charge("prefill_s", sequences)
-            if self.drafter is not None and sequence.drafts:
-                self.drafter.prefill(sequence.slot, chunk, features[0])
-                self._watch.charge("draft_prefill_s", sequences)
+            self._prefill_draft(sequence, chunk, features)
             if sequence.request.request_id in self._cancelled:
                 return
         positions = torch.tensor([sequence.length], device=prompt.device)
@@ -275,6 +284,26 @@ class Engine:
             self._retrieve(sequence, plan, 0, -1)
             sequence.undrafted.append(([token_id], features[0, -1:]))
             self._absorb(sequences)
+
+    def _prefill_start(self, sequence: Sequence, prompt: Tensor) -> None:
+        """Read the shared start of a prompt [P], if it has it: with the first such prompt, from the copy later."""
+        start, first_row = self._shared_start, sequence.region.start
+        if start is None or not (n := start.length_in(sequence.request.prompt_token_ids, self._memory.chunk_size)):
+            return
+        if start.features is None:
+            _, _, features = self._prefill_chunk(sequence, prompt[:n])
+            start.keep(self.target.cache, first_row, features)
+        else:
+            features = start.write(self.target.cache, first_row)
+            sequence.length = n
+        self._prefill_draft(sequence, prompt[:n], features)
+
+    def _prefill_draft(self, sequence: Sequence, chunk: Tensor, features: Tensor) -> None:
+        """Let the draft read a chunk [T] of the prompt after the target, with features [1, T, F]."""
+        self._watch.charge("prefill_s", [sequence])
+        if self.drafter is not None and sequence.drafts:
+            self.drafter.prefill(sequence.slot, chunk, features[0])
+            self._watch.charge("draft_prefill_s", [sequence])
 
     def _prefill_chunk(self, sequence: Sequence, chunk: Tensor) -> tuple[AttentionPlan, Tensor, Tensor]:
         """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T, C] and features [1, T, F]."""

@@ -180,7 +180,8 @@ def load_fastest(target: CachedModel) -> MeasuredAttention:
 
 def _checked_choices(kept: Any, cells: list[Cell], kernels: Container[str]) -> dict[Cell, str] | None:
     """Return the kept names as choices; None unless there is a known kernel for each cell."""
-    if not isinstance(kept, list) or len(kept) != len(cells) or not all(name in kernels for name in kept):
+    known = isinstance(kept, list) and all(isinstance(name, str) and name in kernels for name in kept)
+    if not known or len(kept) != len(cells):
         return None
     return dict(zip(cells, kept, strict=True))
 

@@ -15,6 +15,7 @@ from specextend.attention import compiled
 from specextend.attention.backends import attend_reference, cpu_kernels, load_backend
 from specextend.attention.cpu import CPU_KERNELS
 from specextend.attention.plan import AttentionPlan, KeySpan
+from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
 
 HEAD_DIM = 32
@@ -25,29 +26,6 @@ GROUPS = [(2, 2), (4, 2), (9, 3), (8, 1)]
 NUM_QUERIES = [1, 16, 17, 51]
 KERNELS = cpu_kernels(HEAD_DIM, torch.float32)
 PREFIXES = [[0], [1], [700], [0, 31, 700], [255, 256, 257]]
-
-
-def tensors(batch: int, num_queries: int, heads: tuple[int, int], num_rows: int, dtype: torch.dtype):
-    """Queries [B, T, H, D], keys and values [K, R, D]."""
-    generator = torch.Generator().manual_seed(batch * 1000 + num_queries)
-    shapes = [(batch, num_queries, heads[0], HEAD_DIM), *[(heads[1], num_rows, HEAD_DIM)] * 2]
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-
-
-def regions(lengths: list[int]) -> tuple[list[int], int]:
-    """First rows of sequences with a gap between them, and all rows."""
-    starts = [5]
-    for length in lengths:
-        starts.append(starts[-1] + length + 3)
-    return starts[:-1], starts[-1]
-
-
-def random_mask(batch: int, num_queries: int, num_masked: int) -> Tensor:
-    """[B, T, M] in which every query sees its own row."""
-    mask = torch.rand(batch, num_queries, num_masked, generator=torch.Generator().manual_seed(7)) < 0.3
-    own = torch.arange(num_queries)
-    mask[:, own, num_masked - num_queries + own] = True
-    return mask
 
 
 def slow_attention(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
@@ -86,7 +64,7 @@ def test_the_reference_is_attention_by_its_definition(heads, causal):
     """Everything else is measured against it, so it is measured against a loop over queries, heads and keys."""
     lengths = [7, 12]
     starts, num_rows = regions(lengths)
-    q, k, v = tensors(2, 5, heads, num_rows, torch.float32)
+    q, k, v = tensors(2, 5, heads, num_rows, HEAD_DIM, torch.float32)
     span = KeySpan(starts, lengths, mask=None if causal else random_mask(2, 5, 6), causal=causal)
     assert_close(attend_reference(q, k, v, span, SCALE), slow_attention(q, k, v, span, SCALE))
 
@@ -102,7 +80,7 @@ def assert_kernel_is_the_reference(
     causal: bool = False,
 ) -> None:
     starts, num_rows = regions(lengths)
-    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, dtype)
+    q, k, v = tensors(len(lengths), num_queries, heads, num_rows, HEAD_DIM, dtype)
     expected = attend_reference(q, k, v, KeySpan(starts, lengths, mask, causal), SCALE)
     assert_close(KERNELS[kernel](q, k, v, KeySpan(starts, lengths, mask, causal), SCALE), expected)
 
@@ -139,7 +117,7 @@ def test_a_window_is_a_band(backend, window, num_queries):
     """Draft prefill: with a long chunk whole key blocks lie outside a query's window, where a kernel may make NaN."""
     lengths = [num_queries, num_queries + 3, num_queries + 700]
     starts, num_rows = regions(lengths)
-    q, k, v = tensors(3, num_queries, (4, 2), num_rows, torch.float32)
+    q, k, v = tensors(3, num_queries, (4, 2), num_rows, HEAD_DIM, torch.float32)
     [span] = AttentionPlan(starts, lengths, num_queries, window=window).spans
     band = torch.zeros(3, num_queries, max(lengths), dtype=torch.bool)
     for b, length in enumerate(lengths):
@@ -155,7 +133,7 @@ def test_a_window_is_a_band(backend, window, num_queries):
 @pytest.mark.parametrize("backend", [attend_reference, *KERNELS.values()])
 def test_an_empty_span_weighs_nothing(backend):
     """Zero keys kill the process in torch's CPU kernel (SIGFPE), so they must never reach it."""
-    q, k, v = tensors(2, 3, (4, 2), 10, torch.float32)
+    q, k, v = tensors(2, 3, (4, 2), 10, HEAD_DIM, torch.float32)
     out, lse = backend(q, k, v, KeySpan([0, 4], [0, 0]), SCALE)
     assert out.isfinite().all()
     assert (lse == -math.inf).all()
@@ -165,7 +143,7 @@ def test_an_empty_span_weighs_nothing(backend):
 def test_rows_of_other_sequences_are_not_seen(kernel):
     """Whatever lies between two regions, NaN included, cannot leak into a result."""
     starts, lengths = [4, 20], [6, 9]
-    q, k, v = tensors(2, 3, (4, 2), 40, torch.float32)
+    q, k, v = tensors(2, 3, (4, 2), 40, HEAD_DIM, torch.float32)
     spans = [KeySpan(starts, lengths, mask=random_mask(2, 3, 5)) for _ in range(2)]
     expected = KERNELS[kernel](q, k, v, spans[0], SCALE)
     outside = torch.ones(40, dtype=torch.bool)

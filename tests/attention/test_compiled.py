@@ -15,6 +15,8 @@ from torch import Tensor
 from specextend.attention.backends import attend_reference
 from specextend.attention.hybrid import merge_states
 from specextend.attention.plan import KeySpan
+from tests.attention import calls
+from tests.attention.calls import random_mask, regions
 from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
@@ -30,33 +32,15 @@ LENGTHS = [[0], [1], [15, 0, 17], [63, 64, 65], [1030], [511, 512, 1100]]
 KINDS = ["prefix", "mask", "causal"]
 
 
-def tensors(batch: int, num_queries: int, heads: tuple[int, int], num_rows: int, head_dim: int = 64):
-    """Queries [B, T, H, D], keys and values [K, R, D]."""
-    generator = torch.Generator().manual_seed(batch * 1000 + num_queries)
-    shapes = [(batch, num_queries, heads[0], head_dim), *[(heads[1], num_rows, head_dim)] * 2]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-def regions(lengths: list[int]) -> tuple[list[int], int]:
-    """First rows of sequences with a gap between them, and all rows."""
-    starts = [5]
-    for length in lengths:
-        starts.append(starts[-1] + length + 3)
-    return starts[:-1], starts[-1]
-
-
-def random_mask(batch: int, num_queries: int, num_masked: int) -> Tensor:
-    return torch.rand(batch, num_queries, num_masked, generator=torch.Generator().manual_seed(7)) < 0.3
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan) -> tuple[Tensor, Tensor]:
-    """The reference, whose keys are rows first."""
-    again = KeySpan(span.starts, span.lengths, span.mask, span.causal)
-    return attend_reference(q, k, v, again, SCALE)
+def tensors(batch: int, num_queries: int, heads: tuple[int, int], num_rows: int, head_dim: int = 64) -> list[Tensor]:
+    return calls.tensors(batch, num_queries, heads, num_rows, head_dim, torch.float32)
 
 
 def assert_is_the_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan) -> None:
-    (out, lse), (expected_out, expected_lse) = attend_compiled(q, k, v, span, SCALE), reference(q, k, v, span)
+    (out, lse), (expected_out, expected_lse) = (
+        attend_compiled(q, k, v, span, SCALE),
+        attend_reference(q, k, v, span, SCALE),
+    )
     torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
     assert lse.dtype == torch.float32
@@ -73,7 +57,6 @@ def test_in_fp32_it_is_the_reference(num_queries, lengths, heads, head_dim, kind
     mask = None
     if kind == "mask":
         mask = random_mask(len(lengths), num_queries, num_queries)
-        mask[:, :, -1] = True
     q, k, v = tensors(len(lengths), num_queries, heads, num_rows, head_dim)
     assert_is_the_reference(q, k, v, KeySpan(starts, lengths, mask, kind == "causal"))
 
@@ -82,7 +65,6 @@ def test_a_mask_may_be_wider_than_a_sequence():
     """A batch has one mask, as wide as its longest sequence needs."""
     mask = random_mask(2, 3, 70)
     mask[0, :, :62] = False
-    mask[:, :, -1] = True
     q, k, v = tensors(2, 3, (4, 2), 100)
     assert_is_the_reference(q, k, v, KeySpan([1, 20], [8, 80], mask))
 
@@ -104,7 +86,7 @@ def test_scores_may_be_large_and_rise():
 def test_the_error_in_bf16_is_that_of_torch():
     """Both round the weights to bf16 before they multiply the values."""
     q, k, v = (x.bfloat16() for x in tensors(1, 16, (9, 3), 2100))
-    exact, _ = reference(q.float(), k.float(), v.float(), KeySpan([20], [2048]))
+    exact, _ = attend_reference(q.float(), k.float(), v.float(), KeySpan([20], [2048]), SCALE)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     keys, values = (x[None, :, 20:2068].repeat_interleave(3, dim=1) for x in (k, v))
     theirs = flash(q.transpose(1, 2), keys, values, 0.0, False, scale=SCALE)[0].transpose(1, 2)
@@ -119,7 +101,10 @@ def test_the_error_in_bf16_is_that_of_torch():
 def test_in_bf16_it_is_near_the_reference(num_queries, head_dim):
     q, k, v = (x.bfloat16() for x in tensors(2, num_queries, (9, 3), 2000, head_dim))
     span = KeySpan([3, 901], [num_queries + 77, num_queries + 700], causal=True)
-    (out, lse), (expected_out, expected_lse) = attend_compiled(q, k, v, span, SCALE), reference(q, k, v, span)
+    (out, lse), (expected_out, expected_lse) = (
+        attend_compiled(q, k, v, span, SCALE),
+        attend_reference(q, k, v, span, SCALE),
+    )
     torch.testing.assert_close(out, expected_out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
@@ -142,7 +127,6 @@ def test_prefix_and_tail_merge_to_one_call():
     """Hybrid tree attention is dense tree attention in two calls."""
     q, k, v = tensors(1, 16, (9, 3), 700)
     mask = random_mask(1, 16, 20)
-    mask[:, :, -1] = True
     whole, _ = attend_compiled(q, k, v, KeySpan([10], [670], mask), SCALE)
     prefix = attend_compiled(q, k, v, KeySpan([10], [650]), SCALE)
     tail = attend_compiled(q, k, v, KeySpan([660], [20], mask), SCALE)

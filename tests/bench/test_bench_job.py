@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from jobs.bench import main
-from specextend import RunConfig
 from specextend.bench.prefill_memory import weight_bytes
 from specextend.bench.sides import load_side
 from specextend.bench.workload import BenchOptions, bench_documents, choose_documents
@@ -21,20 +19,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = str(ROOT / "examples" / "govreport.parquet")
 CONFIG = str(ROOT / "configs" / "tiny-random.yaml")
 SMALL = ["--config", CONFIG, "--documents", DOCUMENTS, "--buckets", "1024", "--per-bucket", "2"]
-
-
-@pytest.fixture(autouse=True)
-def _at_root_with_threads_kept(monkeypatch):
-    """The shipped configuration names its models from the project's root; benchmarks set torch's threads."""
-    monkeypatch.chdir(ROOT)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def config() -> RunConfig:
-    return RunConfig.load(ROOT / "configs" / "tiny-random.yaml", [f"input.path={DOCUMENTS}"])
+pytestmark = pytest.mark.usefixtures("at_root_with_threads_kept")
 
 
 def test_all_sides_run_and_agree_in_fp32(tmp_path, capsys):

@@ -24,20 +24,7 @@ DOCUMENTS = "examples/govreport.parquet"
 CONFIG = "configs/tiny-random.yaml"
 ACROSS = {"transformers sdpa", "transformers eager"}
 DOCUMENT = [*range(3, 203)]
-
-
-@pytest.fixture(autouse=True)
-def _at_root_with_threads_kept(monkeypatch):
-    """The shipped configuration names its models from the project's root; benchmarks set torch's threads."""
-    monkeypatch.chdir(ROOT)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def config() -> RunConfig:
-    return RunConfig.load(CONFIG, [f"input.path={DOCUMENTS}"])
+pytestmark = pytest.mark.usefixtures("at_root_with_threads_kept")
 
 
 def in_bfloat16(config: RunConfig) -> RunConfig:
@@ -47,7 +34,7 @@ def in_bfloat16(config: RunConfig) -> RunConfig:
 def test_every_kernel_has_times_errors_and_acceptance(tmp_path, capsys):
     """In float32 all of them are right, so that a figure that stands out is one of the benchmark's own."""
     path = tmp_path / "kernels.json"
-    small = ["--tokens", "600", "--num-documents", "2", "--keys", "64,256", "--chunk-keys", "600", "--rounds", "2"]
+    small = ["--tokens", "600", "--num-documents", "2", "--keys", "64,256", "--chunk-keys", "1024", "--rounds", "2"]
     assert main(["kernels", "--config", CONFIG, *small, "--max-new-tokens", "8", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     names = ["reference", *cpu_kernels(16, torch.float32)]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from jobs.bench import main
 from specextend import RunConfig
@@ -22,15 +21,7 @@ from tests.bench.corpora import ROOT, TARGET
 
 TINY = ["retrieval", "--config", "configs/tiny-random.yaml", "--per-length", "1", "--max-new-tokens", "8"]
 SMALL = [*TINY, "--lengths", "1024", "--kinds", "govreport,passkey", "--cache-tokens", "256"]
-
-
-@pytest.fixture(autouse=True)
-def _at_root_with_threads_kept(monkeypatch):
-    """Configuration and examples are named from the project's root; benchmarks set torch's threads."""
-    monkeypatch.chdir(ROOT)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("at_root_with_threads_kept")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import json
 import pytest
 import torch
 
+from specextend.attention.backends import cpu_kernels
+from specextend.decoding import tuning
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.model import CachedModel
 from specextend.decoding.step_costs import CostTable
@@ -15,6 +17,7 @@ from specextend.decoding.tuning import (
     BUDGET_S,
     TuningGrid,
     describe,
+    load_fastest,
     load_step_costs,
     make_grid,
     measure,
@@ -212,3 +215,45 @@ def test_nothing_is_measured_where_nothing_is_chosen(engine):
     mark_cache(engine.target)
     assert load_step_costs(engine.target, TreeOptions(nodes=16), AttentionOptions(tree="hybrid"), 1) is None
     assert is_marked(engine.target)
+
+
+def test_the_kernels_of_a_first_start_are_those_of_the_second(folder, monkeypatch, engine):
+    """A quiet machine keeps its choices: the next start measures nothing."""
+    monkeypatch.setattr(tuning, "measure_undisturbed", lambda measure: (measure()[0], True))
+    first = load_fastest(engine.target)
+    mark_cache(engine.target)
+    second = load_fastest(engine.target)
+    assert is_marked(engine.target)
+    assert second.choices == first.choices
+    assert {*first.choices.values()} <= {*cpu_kernels(engine.target.head_dim, engine.target.dtype)}
+
+
+def test_the_kernels_of_a_busy_start_are_used_and_forgotten(folder, monkeypatch, engine):
+    """A choice made beside another process may be the slowest; it must not outlive this run."""
+    monkeypatch.setattr(tuning, "measure_undisturbed", lambda measure: (measure()[0], False))
+    assert load_fastest(engine.target).choices
+    assert not [*folder.glob("*")]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda names: None,
+        lambda names: "sdpa",
+        lambda names: {"sdpa": 1},
+        lambda names: names[1:],
+        lambda names: ["unknown", *names[1:]],
+        lambda names: [["sdpa"], *names[1:]],
+        lambda names: [3, *names[1:]],
+    ],
+)
+def test_damaged_choices_are_measured_again(damage, folder, monkeypatch, engine):
+    """Of another release, or cut off: whatever is not a known kernel for each cell."""
+    monkeypatch.setattr(tuning, "measure_undisturbed", lambda measure: (measure()[0], True))
+    load_fastest(engine.target)
+    [path] = folder.iterdir()
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"value": damage(stored["value"])}))
+    mark_cache(engine.target)
+    load_fastest(engine.target)
+    assert not is_marked(engine.target)

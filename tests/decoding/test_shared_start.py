@@ -1,0 +1,127 @@
+"""A start that prompts share is read once, and nothing of a request tells that another one had it before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specextend.attention.backends import cpu_kernels
+from specextend.decoding.engine import PREFILL_CHUNK
+from tests.alive import fresh
+from tests.covering import covering
+from tests.tiny_models import random_prompt, request, tiny_engine
+
+DRAFTS = ("good", "eagle", "eagle3", "merged-eagle")
+BACKENDS = ("reference", *cpu_kernels(32, torch.float32))
+START = random_prompt(50, seed=1)
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def pair(pairs):
+    return pairs("llama")
+
+
+@pytest.fixture(scope="module")
+def alone(pair):
+    """What a prompt gives in an engine that shares nothing, without a draft."""
+    engine = tiny_engine(pair, decoding__mode="autoregressive")
+    return lambda prompt: run(engine, prompt)[0].token_ids
+
+
+def run(engine, *prompts):
+    requests = [request(str(number), prompt, NEW) for number, prompt in enumerate(prompts)]
+    return sorted(engine.generate(requests), key=lambda completion: int(completion.request_id))
+
+
+def rows_read(engine) -> list[int]:
+    """Records the tokens of each chunk that the target reads from now on."""
+    forward, sizes = engine.target.forward_with_features, []
+
+    def forward_and_count(token_ids, *rest):
+        sizes.append(token_ids.shape[1])
+        return forward(token_ids, *rest)
+
+    engine.target.forward_with_features = forward_and_count
+    return sizes
+
+
+@pytest.mark.parametrize(("draft", "backend", "batch"), covering(DRAFTS, BACKENDS, [1, 3]))
+def test_output_and_acceptance_are_those_of_whole_prompts(draft, backend, batch, pair, alone):
+    """For the request that reads the start, for those that get the copy, and for one that begins otherwise."""
+    prompts = [START + random_prompt(length) for length in (200, 3, 900)] + [random_prompt(70), [*START, 7]]
+    changes = {"attention__backend": backend, "decoding__max_batch_size": batch, "cache__policy": "full"}
+    whole = run(tiny_engine(pair, draft, **changes), *prompts)
+    engine = tiny_engine(pair, draft, **changes)
+    engine.share_start(START)
+    shared = run(engine, *prompts)
+    assert [each.token_ids for each in shared] == [alone(prompt) for prompt in prompts]
+    assert [each.stats.num_prompt_tokens for each in shared] == [len(prompt) for prompt in prompts]
+    for one, other in zip(shared, whole, strict=True):
+        assert one.stats.acceptance_histogram == other.stats.acceptance_histogram
+
+
+def test_the_target_reads_it_once(pair):
+    """Whether the first prompt that has it comes first or not."""
+    engine = tiny_engine(pair, decoding__mode="autoregressive")
+    engine.share_start(START)
+    sizes = rows_read(engine)
+    run(engine, random_prompt(70), START + random_prompt(30), START + random_prompt(40))
+    assert [size for size in sizes if size > 1] == [70, 50, 30, 40]
+
+
+@pytest.mark.parametrize("prompt", [START, START[:20], [*START[:49], 3, 3], [9]])
+def test_a_prompt_with_nothing_behind_the_start_is_read_as_it_is(prompt, pair, alone):
+    """The first new token needs the last state of the prompt, which is not kept."""
+    engine = tiny_engine(pair)
+    engine.share_start(START)
+    assert [each.token_ids for each in run(engine, [*START, 5], prompt)] == [alone([*START, 5]), alone(prompt)]
+
+
+def test_a_long_start_is_shared_up_to_a_chunk(pair, alone):
+    """An instruction with many examples; the rows that are kept stay small beside the cache."""
+    start = random_prompt(PREFILL_CHUNK + 100)
+    engine = tiny_engine(pair)
+    engine.share_start(start)
+    sizes = rows_read(engine)
+    prompts = [start + random_prompt(30), start + random_prompt(40)]
+    assert [each.token_ids for each in run(engine, *prompts)] == [alone(prompt) for prompt in prompts]
+    assert [size for size in sizes if size >= 100] == [PREFILL_CHUNK, 130, 140]
+
+
+def test_no_start_is_no_start(pair):
+    """A model without a chat template, and an instruction that begins with the document."""
+    engine = tiny_engine(pair)
+    engine.share_start([])
+    sizes = rows_read(engine)
+    run(engine, random_prompt(70), random_prompt(70))
+    assert [size for size in sizes if size > 60] == [70, 70]
+
+
+def test_a_failure_while_it_is_read_keeps_nothing(pair, alone):
+    """The next request reads it again; what a failed forward wrote is no start."""
+    engine = tiny_engine(pair)
+    engine.share_start(START)
+    forward, failures = engine.target.forward_with_features, [RuntimeError("attention failed")]
+
+    def fail_once(*arguments):
+        if failures:
+            raise failures.pop()
+        return forward(*arguments)
+
+    engine.target.forward_with_features = fail_once
+    prompt, errors = START + random_prompt(30), []
+    requests = [request(name, prompt, NEW) for name in ("fails", "runs")]
+    [completion] = engine.generate(requests, lambda name, error: errors.append((name, str(error))))
+    assert errors == [("fails", "attention failed")]
+    assert completion.token_ids == alone(prompt)
+
+
+def test_after_the_first_request_nothing_more_is_left(pair):
+    """The copy stays; everything else goes with its request."""
+    engine = tiny_engine(pair, "eagle")
+    engine.share_start(START)
+    run(engine, START + random_prompt(30))
+    before = fresh(engine)
+    run(engine, START + random_prompt(200), START + random_prompt(8))
+    before.assert_nothing_is_left()
