@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from specextend.core import first_line, printable
+from specextend.data.run_folder import parse_time
 from specextend.report import sections
 from specextend.report.tables import Section, duration, number, percent
 
@@ -31,6 +32,8 @@ STATES = {
     75: "stopped; run again to resume",
 }
 """What an exit code of the last start means for its run; any other is a failure."""
+ALIVE_S = 60.0
+"""Age of a driver's last sign of life below which the page calls its run running; a driver beats every 10 s."""
 TABLES: tuple[Callable[[dict[str, Any]], Section], ...] = (
     sections.phases,
     sections.buckets,
@@ -108,7 +111,10 @@ def _state(report: dict[str, Any]) -> str:
     """Say in a few words how the run stands."""
     if not report["starts"]:
         return "no start recorded"
-    code = report["starts"][-1]["exit_code"]
+    last = report["starts"][-1]
+    code, sign, now = last["exit_code"], parse_time(last["last_sign"]), parse_time(report["as_of"])
+    if sign is not None and now is not None and now - sign < ALIVE_S:
+        return "running"
     return STATES.get(code, f"failed with exit {code}; run again to resume")
 
 

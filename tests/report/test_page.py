@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ import pytest
 
 from specextend.core import DocumentKey
 from specextend.data.parts import PartWriter
+from specextend.data.run_folder import time_text
 from specextend.data.schema import error_row
 from specextend.data.storage import resolve
 from specextend.report import build_report, write_report
 from specextend.report.page import FORMATS, to_html
-from tests.report.made_up import FIRST, HOSTILE, SECOND
+from tests.report.made_up import FIRST, HOSTILE, NIGHT_S, SECOND
 
 VOID = {"meta", "br", "img", "hr", "input", "link"}
 
@@ -70,11 +70,7 @@ def test_every_figure_of_the_page_is_that_of_the_report(page: Page, report: dict
     assert len(page.figures) > 20
     for path, value, shown in page.figures:
         assert json.loads(value) == at(report, path)
-        assert shown in {format_(at(report, path)) for format_ in FORMATS.values() if fits(format_, at(report, path))}
-
-
-def fits(format_: Callable[[Any], str], value: Any) -> bool:
-    return isinstance(value, int | float)
+        assert shown in {show(at(report, path)) for show in FORMATS.values()}
 
 
 def test_the_page_has_every_plot_and_every_finding(page: Page, report: dict[str, Any]):
@@ -128,6 +124,24 @@ def test_colours_follow_the_reader(report: dict[str, Any]):
     assert svgs
     assert {color for svg in svgs for color in re.findall(r"#[0-9a-fA-F]{6}\b", svg)} == set()
     assert "prefers-color-scheme: dark" in html
+
+
+@pytest.mark.parametrize(
+    ("code", "age_s", "said"),
+    [
+        (0, None, "complete"),
+        (75, None, "stopped"),
+        (1, None, "failed with exit 1"),
+        (None, 5, "running"),
+        (None, 300, "no end"),
+    ],
+)
+def test_the_page_says_how_the_run_stands(report: dict[str, Any], code: int | None, age_s: int | None, said: str):
+    """Also while it is going, and after its driver was killed."""
+    sign = None if age_s is None else time_text(NIGHT_S - age_s)
+    last = report["starts"][-1] | {"exit_code": code, "last_sign": sign}
+    page = Page(to_html(report | {"as_of": time_text(NIGHT_S), "starts": [last]}))
+    assert said in page.text.split("Documents done")[0]
 
 
 def failed_run(folder: Path) -> str:

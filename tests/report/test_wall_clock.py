@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.records import Attempt
@@ -110,12 +111,24 @@ def test_summaries_alone_have_no_wall_clock(tmp_path: Path):
 
 
 def copy_of_summaries(run: str, folder: Path) -> Path:
-    import pyarrow.parquet as pq
-
-    tables = [pq.read_table(path) for path in sorted(Path(run, "_run", "parts").glob("*.parquet"))]
+    """The summaries of a version that had fewer columns."""
+    first = sorted(Path(run, "_run", "parts").glob("*.parquet"))[0]
     (folder / "summaries").mkdir(parents=True)
-    pq.write_table(tables[0].drop_columns(["file", "row"]), folder / "summaries" / "part-00000.parquet")
+    columns = ["file", "row", "started_at", "num_memory_retries"]
+    pq.write_table(pq.read_table(first).drop_columns(columns), folder / "summaries" / "part-00000.parquet")
     return folder
+
+
+def test_rows_without_a_beginning_have_no_time_line(tmp_path: Path):
+    """An older version did the documents; the hours of workers are known all the same."""
+    run = one_worker(tmp_path)
+    for path in Path(run, "_run", "parts").iterdir():
+        pq.write_table(pq.read_table(path).drop_columns(["started_at"]), path)
+    report = build_report(run)
+    assert (report["timeline"], report["tail"]) == ([], None)
+    assert report["starts"][0]["seconds"] == 10.0, "when the record was last written"
+    assert report["wall_clock"]["paid_s"]["lost"] == 0.0
+    assert report["slowest"][0]["started_at"] is None
 
 
 def test_a_forecast_is_compared_with_what_happened(report: dict[str, Any]):
