@@ -54,6 +54,8 @@ STYLE: dict[Any, Any] = {
 }
 SMALL = (4.4, 2.5)
 """Inches of a plot that stands beside another, and fills a telephone."""
+MOST_LABELS = 12
+"""Bars of a small plot that have room for a number each."""
 WIDE = 9.2
 """Inches of a plot as wide as the page."""
 Spans = Sequence[tuple[float, float]]
@@ -100,8 +102,9 @@ def _acceptance_by_depth(at_least: Sequence[float]) -> Figure:
     figure, axes = _small()
     depths = range(1, len(at_least))
     bars = axes.bar(depths, [100 * share for share in at_least[1:]], width=0.62, color=COLORS["accent"])
-    axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=8, color=COLORS["muted"])
-    axes.set_xticks(depths)
+    if len(depths) <= MOST_LABELS:
+        axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=8, color=COLORS["muted"])
+    axes.set_xticks(depths[:: -(-len(depths) // MOST_LABELS)])
     axes.set_xlabel("draft tokens accepted, at least")
     axes.set_ylabel("% of speculative steps")
     axes.set_ylim(0, max(5.0, 115 * max(at_least[1:])))

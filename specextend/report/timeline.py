@@ -13,6 +13,7 @@ from specextend.report.wall_clock import TimedDocuments, TimedStart, is_stopped
 
 RESOLUTION = 400
 """Parts of a start's time; documents that are shorter are drawn as one span."""
+MOST_STARTS = 6
 MOST_LINES = 64
 """Seats that a time line shows."""
 IDLE_SHARE = 0.05
@@ -20,8 +21,8 @@ IDLE_SHARE = 0.05
 
 
 def timeline_section(starts: Sequence[TimedStart]) -> list[dict[str, Any]]:
-    """Return the time line of each start whose workers or documents are recorded; seconds are since its beginning."""
-    return [line for timed in starts if (line := _timeline(timed)) is not None]
+    """Return the time lines of the last starts with workers or documents; seconds are since a start's beginning."""
+    return [line for timed in starts if (line := _timeline(timed)) is not None][-MOST_STARTS:]
 
 
 def _timeline(timed: TimedStart) -> dict[str, Any] | None:
