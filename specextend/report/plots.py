@@ -177,7 +177,8 @@ def _timeline(line: Mapping[str, Any]) -> Figure:
 def _label(worker: Mapping[str, Any]) -> str:
     """Name the line of a worker; a worker that takes a dead one's seat shares its line."""
     name = worker["worker"] if worker["seat"] is None else f"seat {worker['seat']}"
-    return printable(name)[:24]
+    known = printable(name).encode("ascii", "backslashreplace")  # matplotlib warns of what its font does not have
+    return known.decode()[:24]
 
 
 def _kinds(worker: Mapping[str, Any], seconds: float) -> dict[str, Spans]:

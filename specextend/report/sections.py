@@ -203,7 +203,8 @@ def errors(report: dict[str, Any]) -> Section:
 
 
 def _example(error: dict[str, Any]) -> str:
-    return f"{shortened(error['example_doc_id'])}: {shortened(error['example_message'])}"
+    message = " ".join(error["example_message"].split())
+    return f"{shortened(error['example_doc_id'])}: {shortened(message)}"
 
 
 def _counted(counts: dict[str, int]) -> list[tuple[str, str]]:

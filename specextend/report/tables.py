@@ -78,8 +78,7 @@ def duration(seconds: float | None) -> str:
 
 
 def shortened(text: str) -> str:
-    """Cut an id or a message to LONGEST characters, in one line."""
-    text = " ".join(text.split())
+    """Cut an id or a message to LONGEST characters."""
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 

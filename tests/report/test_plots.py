@@ -45,7 +45,7 @@ def test_deep_trees_fit_a_small_plot(depth: int):
         {"begun_s": 2.0},
         {"ready_s": 5.0},
         {"begun_s": 2.0, "gone_s": 4.0, "reason": "it could not be built"},
-        {"seat": None, "worker": "ho$t$:1\u202e<b>", "spans": [[5.0, 6.0, 1]]},
+        {"seat": None, "worker": "ho$t$:1\u202e北<b>", "spans": [[5.0, 6.0, 1]]},
     ],
     ids=range(5),
 )
@@ -53,4 +53,4 @@ def test_a_worker_is_drawn_whatever_is_known_of_it(worker: dict[str, Any]):
     """Drivers are killed at any moment; a name is text, whatever is in it."""
     said = texts(draw_plots(NOTHING | {"timeline": [line(**worker)]})["timeline_a"])
     assert "minutes since the start" in said
-    assert ("seat 1" in said) or (r"ho$t$:1\u202e<b>" in said)
+    assert ("seat 1" in said) or (r"ho$t$:1\u202e\u5317<b>"[:24] in said)
