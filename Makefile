@@ -11,7 +11,7 @@ export RAY_AUTH_MODE := disabled
 export RAY_USAGE_STATS_ENABLED := 0
 export RAY_ADDRESS := local
 
-.PHONY: setup models demo test test-slow test-all lint bench
+.PHONY: setup models demo test test-slow test-all chromium lint bench
 setup: $(VENV)/.done
 models: .models/.done
 
@@ -42,6 +42,11 @@ test-slow: setup models
 	$(PYTEST) -m 'slow and not gpu'
 
 test-all: test test-slow
+
+# The browser in which the page of a report is tested; without it those tests are skipped. Only root can install it.
+chromium:
+	@command -v chromium >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 
 lint: setup
 	$(PY) -m ruff check .

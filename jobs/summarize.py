@@ -92,7 +92,7 @@ def conclude(output: str) -> None:
     for row in islice(found, SHOWN):
         print(f"\nSummary of {printable(row['doc_id'])}:\n{printable(row['summary'], keep=chr(10))}")
     shown = printable(output)
-    print(f"\nsummaries: {shown}/summaries\nreport: {shown}/report.md")
+    print(f"\nsummaries: {shown}/summaries\nreport: {shown}/report.html")
 
 
 def status(arguments: argparse.Namespace) -> int:

@@ -103,6 +103,21 @@ class JobOptions:
                 raise ValueError(f"job.{name} must be in [0, 1], got {getattr(self, name)}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportOptions:
+    """`report.*`: What the report of a run cannot know by itself.
+
+    None of these values changes a summary.
+    """
+
+    price_per_worker_hour: float | None = None
+    """Price of one worker for one hour, in any currency; from it the report computes what documents and tokens cost."""
+
+    def __post_init__(self) -> None:
+        if self.price_per_worker_hour is not None:
+            at_least("report.price_per_worker_hour", self.price_per_worker_hour, 0)
+
+
 class RunConfig(BaseModel):
     """The whole configuration of a run. Frozen; an unknown key raises."""
 
@@ -118,6 +133,7 @@ class RunConfig(BaseModel):
     tree: TreeOptions = Field(default_factory=TreeOptions)
     cache: CacheOptions = Field(default_factory=CacheOptions)
     job: JobOptions = Field(default_factory=JobOptions)
+    report: ReportOptions = Field(default_factory=ReportOptions)
 
     @model_validator(mode="after")
     def _needs_a_draft(self) -> Self:

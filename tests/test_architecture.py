@@ -53,7 +53,8 @@ OWNERS = {
     "llvmlite": ("specextend/attention/",),
     "datasets": ("specextend/data/importers.py",),
     "xllamacpp": ("specextend/bench/llama_cpp.py", "specextend/bench/llama_server.py"),
-    "matplotlib": ("specextend/bench/plot.py",),
+    "matplotlib": ("specextend/bench/plot.py", "specextend/report/plots.py"),
+    "jinja2": ("specextend/report/page.py",),
     "pydantic": ("specextend/config.py",),
     "yaml": ("specextend/config.py",),
 }

@@ -31,6 +31,7 @@ KEYS = {
     "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction stop_error_fraction "
     "commit_every_rows commit_every_s deadline_base_s deadline_s_per_token start_s stall_s silence_s deadline_s "
     "grace_s store_s",
+    "report": "price_per_worker_hour",
 }
 
 
@@ -117,6 +118,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
         ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
         ("job.workers=0", "job.workers must be at least 1, got 0"),
+        ("report.price_per_worker_hour=-1", "report.price_per_worker_hour must be at least 0, got -1.0"),
         ("job.stall_s=0", "job.stall_s must be above 0, got 0.0"),
         ("job.silence_s=1800", "job.silence_s must be above job.max_attempts x job.stall_s = 1800, got 1800"),
         ("tree.nodes", "--set takes key.path=value, got 'tree.nodes'"),

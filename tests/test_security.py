@@ -313,6 +313,11 @@ def test_nothing_in_the_report_is_more_than_text(ran: Ran):
     inline = [child.type for token in tokens for child in token.children or []]
     assert {token.type for token in tokens} & {"html_block", "code_block", "fence"} == set()
     assert set(inline) == {"text"}
+    html = (ran.output / "report.html").read_text(encoding="utf-8")
+    assert unsafe(html) == set()
+    assert "could not be made" not in html
+    assert "<script" not in html
+    assert "<img" not in html
     report = json.loads((ran.output / "report.json").read_text(encoding="utf-8"))
     assert {error["example_doc_id"] for error in report["errors"]} <= set(FAILED), "and programs get ids as they are"
 

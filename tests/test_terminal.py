@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [error_row(DocumentKey(0, 0), HOSTILE, message=HOSTILE, **failed)]
     )
     result = compare_result()
-    result["environment"]["device"] = HOSTILE
+    result["environment"] = result["environment"] | {"device": HOSTILE}
     (folder / "figures.json").write_text(json.dumps(result))
     return folder
 

@@ -14,7 +14,7 @@ from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.places import Place, Spot
-from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
+from specextend.cluster.pool import Begun, CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
 from specextend.cluster.progress import AwakeClock, ErrorGuard, Ledger, StallGuard
 from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
@@ -29,6 +29,8 @@ from specextend.data.storage import Location
 
 TICK_S = 0.2
 """Seconds to wait for an event before clocks and signals are checked again."""
+RECORD_EVERY_S = 10.0
+"""Seconds between two writes of the record of a start because workers have come or gone: as often as the heartbeat."""
 
 
 class Committer:
@@ -39,6 +41,7 @@ class Committer:
         self._every_rows, self._every_s = every_rows, every_s
         self._rows: list[dict[str, Any]] = []
         self._oldest = 0.0
+        self._recorded_at = -RECORD_EVERY_S
 
     def add(self, row: dict[str, Any], now: float) -> None:
         """Add a row."""
@@ -63,6 +66,17 @@ class Committer:
         self._lock.check()
         with writing(self._output):
             attempt.charged(charges)
+
+    def record_if_due(self, attempt: Attempt, now: float) -> None:
+        """Write which workers have come and gone, if that has changed and was not written just now.
+
+        Raises as `commit` does.
+        """
+        if attempt.is_changed and now - self._recorded_at >= RECORD_EVERY_S:
+            self._lock.check()
+            with writing(self._output):
+                attempt.write()
+            self._recorded_at = now
 
 
 @dataclass(slots=True)
@@ -130,6 +144,7 @@ class Driver:
         now = self.clock()
         for worker in self.roster.due(now, self.scheduler.num_wanted):
             self.pool.start(worker)
+            self.attempt.worker_asked(worker, self.roster.seat(worker))
         self.scheduler.expect(self.roster.coming(now))
         if (taken := self.scheduler.rebalance(now)) is not None:
             self.display.event("lease_taken_back", **_facts(*taken))
@@ -141,6 +156,7 @@ class Driver:
         self._enforce(self.clock())
         self._check_silence()
         self.committer.commit_if_due(self.clock())
+        self.committer.record_if_due(self.attempt, self.clock())
         if not self.scheduler.is_done:
             self._errors.check()
         now = self.clock()
@@ -180,6 +196,7 @@ class Driver:
             self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
             self.metrics.worker_lost(worker, "stalled")
             self.pool.kill(worker)
+            self.attempt.worker_gone(worker, reason)
             self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
             self.ledger.running(worker, [])
             self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker, now)
@@ -187,9 +204,12 @@ class Driver:
 
     def _handle(self, event: Event, now: float) -> None:
         match event:
+            case Begun(worker):
+                self.attempt.worker_begun(worker)
             case Ready(worker, info):
                 self._ready(worker, info, now)
             case StartFailed(worker, reason):
+                self.attempt.worker_gone(worker, reason)
                 pause = self.roster.failed(worker, reason, now)
                 message = f"{worker} could not be built, next try in {pause:.0f} s: {reason}"
                 self.display.note(message, "worker_failed_to_start", worker=worker, reason=reason)
@@ -205,6 +225,7 @@ class Driver:
                 self.ledger.running(worker, [(key, report.outputs[name]) for name, key in held.items()])
                 self.metrics.running(worker, {name: report.outputs[name] for name in held})
             case Dying(worker, reason):
+                self.attempt.worker_gone(worker, reason)
                 self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
                 self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
             case Died():
@@ -214,7 +235,7 @@ class Driver:
         """Let a worker take documents, unless others have died at its place one after the other."""
         self.roster.ready(worker)
         self._hosts[worker] = info.host
-        self.attempt.worker_started(info)
+        self.attempt.worker_ready(worker, info)
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
         place = Place(info.node_id, Spot(info.host, device))
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}

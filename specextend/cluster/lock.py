@@ -107,6 +107,8 @@ class FolderLock:
         self._written = 0.0
         self._beat_at = (monotonic(), clock())
         self._lost: LockHeldError | LockGoneError | None = None
+        self.predecessor: LockHolder | None = None
+        """The dead driver whose lock was taken over, if there was one."""
 
     @property
     def watched(self) -> str:
@@ -132,6 +134,7 @@ class FolderLock:
             found = self._read_any()
             if found is not None and not self._is_dead(found):
                 return False
+            self.predecessor = None if found is None else parse_lock(found)
             self._write()
         if not is_exclusive:
             self._is_settling, self._since = True, self._monotonic()

@@ -37,6 +37,13 @@ VERDICT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A worker has a process: the cluster had room for it."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """A worker's models are loaded."""
 
@@ -96,7 +103,7 @@ class Died:
     """True if its node is down or out of reach, so that no document is to blame."""
 
 
-Event = Ready | StartFailed | Returned | CallLost | Polled | Dying | Died
+Event = Begun | Ready | StartFailed | Returned | CallLost | Polled | Dying | Died
 
 
 @dataclass(slots=True)
@@ -144,7 +151,7 @@ class Pool:
     _source_ref: Any = None
 
     def start(self, worker: str) -> None:
-        """Start an actor; `Ready` or `StartFailed` follows."""
+        """Start an actor; `Begun` follows, then `Ready`, or `StartFailed` at any time."""
         if self._source_ref is None:
             self._source_ref = ray.put(self.source)
         handle = worker_actor(self.config, self.num_leases).remote(self.config, self._source_ref, self.factory)
@@ -210,7 +217,7 @@ class Pool:
             return self._call_failed(call, actor, error)
         if call.kind == "begun":
             actor.host, actor.loads_since = value, self.clock()
-            return []
+            return [Begun(call.worker)]
         if call.kind == "ready":
             actor.info = value
             return [Ready(call.worker, value)]

@@ -10,23 +10,35 @@ import math
 import os
 import platform
 import socket
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
 from specextend.cluster.leases import Tried
-from specextend.cluster.lock import read_lock
+from specextend.cluster.lock import LockHolder, read_lock
 from specextend.cluster.messages import WorkerInfo
 from specextend.cluster.places import Spot
 from specextend.core import DocumentKey, printable
 from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.parts import read_parts
-from specextend.data.run_folder import Start, lock_file, read_starts, read_success, starts_folder, success_file
+from specextend.data.run_folder import (
+    RELEASED,
+    Start,
+    lock_file,
+    parse_start,
+    read_starts,
+    read_success,
+    starts_folder,
+    success_file,
+    time_text,
+)
 from specextend.data.storage import Location, exists, write_bytes
 
 if TYPE_CHECKING:  # it imports torch
@@ -47,8 +59,33 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
+@cache
+def code_commit() -> str | None:
+    """Return the git commit of this code, ending in `-dirty` if it was edited since; None if that is unknown.
+
+    It is known of a package that pip installed from a repository, and of a working copy.
+    """
+    try:
+        installed = json.loads(metadata.distribution("specextend").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        installed = {}
+    if "vcs_info" in installed:
+        return str(installed["vcs_info"]["commit_id"])
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 class Attempt:
-    """The record of one start of a run, from the moment it holds the lock to its exit code."""
+    """The record of one start of a run, from the moment it holds the lock to its exit code.
+
+    What happens to workers is kept until the record is written for another reason, or `write` is called.
+    """
 
     def __init__(
         self,
@@ -56,33 +93,74 @@ class Attempt:
         run_id: str,
         config: RunConfig,
         models: Mapping[str, Mapping[str, str | None]] | None = None,
+        *,
+        took_over: LockHolder | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Fill the record. models: by name, the model that was asked for and the commit that it is."""
+        """Fill the record.
+
+        models: by name, the model that was asked for and the commit that it is. took_over: the dead driver whose lock
+        this one has taken over, if there was one. clock: seconds since the epoch.
+        """
         self._file = starts_folder(output).child(f"{run_id}.json")
+        self._clock = clock
+        self._workers: dict[str, dict[str, Any]] = {}
+        self.is_changed = False
+        """True if workers have come or gone since the record was last written."""
         self._record: dict[str, Any] = {
             "run_id": run_id,
-            "begin": _now(),
+            "begin": self._now(),
             "end": None,
             "exit_code": None,
+            "seen": self._now(),
             "driver": {"host": socket.gethostname(), "pid": os.getpid()},
+            "took_over": took_over and {"run_id": took_over.run_id, "heartbeat": took_over.heartbeat},
             "versions": library_versions(),
+            "git_commit": code_commit(),
             "models": dict(models or {}),
             "job": asdict(config.job),
+            "report": asdict(config.report),
             "workers": [],
             "charges": {},
         }
 
-    def ending(self, exit_code: int) -> dict[str, Any]:
+    def ending(self, exit_code: int) -> Start:
         """Return what the record will say if the run ends now, for the report, which is written before."""
-        return {"run_id": self._record["run_id"], "end": _now(), "exit_code": exit_code}
+        ended = self._contents() | {"end": self._now(), "exit_code": exit_code}
+        return parse_start(ended, self._record["run_id"])
+
+    @property
+    def start(self) -> Start:
+        """Return what the record says now."""
+        return parse_start(self._contents(), self._record["run_id"])
 
     def begin(self) -> None:
         """Write the record without an end."""
-        self._write()
+        self.write()
 
-    def worker_started(self, info: WorkerInfo) -> None:
-        """Remember where a worker runs; this is written with the next change of the record."""
-        self._record["workers"].append(asdict(info))
+    def worker_asked(self, worker: str, seat: int) -> None:
+        """Note that a worker was asked for. seat: its number, from 1, which a worker that dies leaves to the next."""
+        unknown = dict.fromkeys(("begun", "ready", "gone", "reason"))
+        self._workers[worker] = {"worker": worker, "seat": seat, "asked": self._now(), **unknown}
+        self.is_changed = True
+
+    def worker_begun(self, worker: str) -> None:
+        """Note that a worker has a process."""
+        self._note(worker, begun=self._now())
+
+    def worker_ready(self, worker: str, info: WorkerInfo) -> None:
+        """Note that a worker's models are loaded, and where it runs."""
+        self._note(worker, ready=self._now(), **asdict(info))
+
+    def worker_gone(self, worker: str, reason: str) -> None:
+        """Note that a worker has died, was killed, or could not be built."""
+        self._note(worker, gone=self._now(), reason=reason)
+
+    def workers_released(self) -> None:
+        """Note that the workers which are left were ended, because the start needs them no more."""
+        for worker, entry in self._workers.items():
+            if entry["gone"] is None:
+                self.worker_gone(worker, RELEASED)
 
     def charged(self, charges: Mapping[DocumentKey, Tried]) -> None:
         """Write how often open documents have been tried, by earlier starts too; the next start counts on."""
@@ -90,15 +168,27 @@ class Attempt:
             f"{key.file}:{key.row}": {"attempts": tried.attempts, "struck": sorted(tried.struck)}
             for key, tried in charges.items()
         }
-        self._write()
+        self.write()
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
         """Write the record with its end."""
-        self._record |= {"end": _now(), "exit_code": exit_code, "reason": reason}
-        self._write()
+        self._record |= {"end": self._now(), "exit_code": exit_code, "reason": reason}
+        self.write()
 
-    def _write(self) -> None:
-        write_bytes(self._file, json.dumps(self._record, indent=2).encode())
+    def write(self) -> None:
+        """Write the record as it is now."""
+        write_bytes(self._file, json.dumps(self._contents(), indent=2).encode())
+        self.is_changed = False
+
+    def _note(self, worker: str, **facts: Any) -> None:
+        self._workers[worker] |= facts
+        self.is_changed = True
+
+    def _contents(self) -> dict[str, Any]:
+        return self._record | {"seen": self._now(), "workers": list(self._workers.values())}
+
+    def _now(self) -> str:
+        return time_text(self._clock())
 
 
 def read_charges(output: Location) -> dict[DocumentKey, Tried]:
@@ -137,10 +227,6 @@ def version_changes(output: Location) -> list[str]:
         for name, version in now.items()
         if before.get(name, version) != version
     ]
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def read_status(output: Location) -> dict[str, Any]:

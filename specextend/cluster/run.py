@@ -47,6 +47,7 @@ from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import write_manifest
 from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.data.parts import DamagedPartError, PartWriter, Progress, Retry, StrangePartError, pending
+from specextend.data.provenance import provenance
 from specextend.data.run_folder import (
     Counts,
     read_success,
@@ -99,7 +100,7 @@ def run(
             check_same_run(prepared)
         with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
             gate.fence = lock
-            attempt = Attempt(prepared.output, run_id, config, prepared.models)
+            attempt = Attempt(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
             interrupt.last = _last(lock, attempt, display)
             locked = _LockedRun(prepared, lock, run_id, attempt, display, interrupt, report, factory)
             return locked.run_recorded(retry_errors)
@@ -257,6 +258,7 @@ class _LockedRun:
                 driver.run()
             finally:
                 driver.pool.close()
+                self.attempt.workers_released()
 
     def _say_what_fits(self) -> None:
         job = self.prepared.config.job
@@ -292,7 +294,8 @@ class _LockedRun:
         num_leases = config.decoding.max_batch_size + EXTRA_LEASES
         output, manifest = self.prepared.output, self.prepared.manifest
         with writing(output):
-            writer = PartWriter(output, self.run_id, manifest["fingerprint"])
+            origin = provenance(manifest, [self.attempt.start], [self.run_id])
+            writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
         return Driver(
             scheduler=Scheduler(plan.work(), limits, num_leases, f"{self.run_id}-", tried),
             pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),

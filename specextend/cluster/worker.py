@@ -184,8 +184,11 @@ class Worker:
             return replace(outcome, doc_id=doc_id)
         if isinstance(outcome, Suspected):
             return outcome
-        queue_s = max(0.0, time.monotonic() - received - outcome.stats.total_s)
-        result = result_row(key, doc_id, outcome, prompt, queue_s=queue_s, worker=self._name, attempts=attempt)
+        times = {
+            "queue_s": max(0.0, time.monotonic() - received - outcome.stats.total_s),
+            "started_at": time.time() - outcome.stats.total_s,
+        }
+        result = result_row(key, doc_id, outcome, prompt, **times, worker=self._name, attempts=attempt)
         return Done(result, outcome.stats)
 
     async def progress(self) -> WorkerReport:

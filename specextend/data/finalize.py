@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from specextend.data.fingerprint import read_manifest
 from specextend.data.parquet import DAMAGED, is_damaged
 from specextend.data.parts import WINDOW_ROWS, Results, Window, find_results
-from specextend.data.run_folder import Counts, errors_folder, result_name, summaries_folder
+from specextend.data.provenance import PROVENANCE, provenance
+from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
 from specextend.data.source import Source
 from specextend.data.storage import Location, atomic_output, delete, exists, remove_temporary_files
@@ -20,6 +23,8 @@ from specextend.data.storage import Location, atomic_output, delete, exists, rem
 _DIGEST = b"specextend.results"
 _CHUNK_ROWS = 4096
 _GROUP_BYTES = 16 << 20
+Origin = Callable[[Iterable[str]], bytes]
+"""Encodes the provenance of rows that starts with these run ids have committed."""
 
 
 class ReconciliationError(RuntimeError):
@@ -43,6 +48,7 @@ def finalize(
         checkpoint()
         source.check_unchanged(file.number)
     results = find_results(output)
+    origin = partial(provenance, read_manifest(output), read_starts(output))
     counts = _reconcile(source, results)
     window = Window(results, window_rows)
     for folder in (summaries_folder(output), errors_folder(output)):
@@ -51,8 +57,8 @@ def finalize(
         name = result_name(file.number)
         checkpoint()
         summaries = _summaries(source, file.number, results, window, checkpoint)
-        _write_summaries(source, file.number, results, summaries, summaries_folder(output).child(name))
-        _write_errors(file.number, results, errors_folder(output).child(name))
+        _write_summaries(source, file.number, results, summaries, origin, summaries_folder(output).child(name))
+        _write_errors(file.number, results, origin, errors_folder(output).child(name))
     return counts
 
 
@@ -89,11 +95,17 @@ def _reconcile(source: Source, results: Results) -> Counts:
 
 
 def _write_summaries(
-    source: Source, number: int, results: Results, tables: Iterator[tuple[pa.Table, int]], location: Location
+    source: Source,
+    number: int,
+    results: Results,
+    tables: Iterator[tuple[pa.Table, int]],
+    origin: Origin,
+    location: Location,
 ) -> None:
     schema = _summaries_schema(source, number, results)
     if _is_written(location, schema):
         return
+    schema = _with_origin(schema, origin(results.run_ids(_done(number, results))))
     with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
         has_dictionary = any("dictionary<" in str(field.type) for field in schema)  # each table has its own dictionary
         for table in (each for each, _ in tables) if has_dictionary else gathered(tables):
@@ -101,9 +113,7 @@ def _write_summaries(
 
 
 def _summaries_schema(source: Source, number: int, results: Results) -> pa.Schema:
-    span = results.span(number)
-    done = np.arange(span.start, span.stop)[results.done[span.start : span.stop]]
-    return _with_digest(summary_schema(source.passthrough_fields), results.digest(done))
+    return _with_digest(summary_schema(source.passthrough_fields), results.digest(_done(number, results)))
 
 
 def _summaries(
@@ -166,7 +176,7 @@ def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     return values
 
 
-def _write_errors(number: int, results: Results, location: Location) -> None:
+def _write_errors(number: int, results: Results, origin: Origin, location: Location) -> None:
     failed = _failed(number, results)
     if not len(failed):
         delete(location)
@@ -174,6 +184,7 @@ def _write_errors(number: int, results: Results, location: Location) -> None:
     schema = _errors_schema(results, failed)
     if _is_written(location, schema):
         return
+    schema = _with_origin(schema, origin(results.run_ids(failed)))
     with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for begin in range(0, len(failed), _CHUNK_ROWS):
             rows = results.load(failed[begin : begin + _CHUNK_ROWS]).combine_chunks()
@@ -183,6 +194,12 @@ def _write_errors(number: int, results: Results, location: Location) -> None:
             writer.write_table(
                 pa.Table.from_arrays([keys, *(rows[name] for name in ERROR_SCHEMA.names[1:])], schema=schema)
             )
+
+
+def _done(number: int, results: Results) -> NDArray[np.int64]:
+    """Return the positions of a file's rows that are done."""
+    span = results.span(number)
+    return np.arange(span.start, span.stop)[results.done[span.start : span.stop]]
 
 
 def _failed(number: int, results: Results) -> NDArray[np.int64]:
@@ -198,6 +215,11 @@ def _errors_schema(results: Results, failed: NDArray[np.int64]) -> pa.Schema:
 def _with_digest(schema: pa.Schema, digest: str) -> pa.Schema:
     columns = hashlib.sha256(schema.to_string().encode()).hexdigest()
     return schema.with_metadata({_DIGEST: f"{columns}:{digest}".encode()})
+
+
+def _with_origin(schema: pa.Schema, origin: bytes) -> pa.Schema:
+    """Add the provenance, which does not say whether a file must be written again."""
+    return schema.with_metadata({**schema.metadata, PROVENANCE: origin})
 
 
 def _is_written(location: Location, schema: pa.Schema) -> bool:

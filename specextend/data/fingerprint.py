@@ -19,6 +19,7 @@ _FREE = (
     "input.num_tokens_column",
     "output.path",
     "job",
+    "report",
     "decoding.max_batch_size",
     "decoding.cache_gib",
     "attention.backend",
@@ -50,7 +51,7 @@ def build_manifest(
         file.relative_path: {"size": file.size, "rows": file.num_rows, "footer_sha256": file.footer_sha256}
         for file in source.files
     }
-    identity = {"files": files, "hashes": dict(hashes), "config": _binding(dict(_flat(config)))}
+    identity = {"files": files, "hashes": dict(hashes), "config": _binding(dict(flattened(config)))}
     return {
         "version": VERSION,
         "fingerprint": fingerprint(identity),
@@ -140,11 +141,11 @@ def _says_nothing(name: str, value: Any) -> bool:
     return any(name in table and table[name] == value for table in (RETIRED, ADDED))
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Flatten nested sections to (dotted name, value)."""
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten nested sections to pairs of a dotted name and a value."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flattened(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from specextend.core import DocumentKey, one_line
 from specextend.data.fingerprint import read_manifest
 from specextend.data.parquet import DAMAGED, is_damaged
+from specextend.data.provenance import PROVENANCE
 from specextend.data.run_folder import parts_folder
 from specextend.data.schema import PART_SCHEMA
 from specextend.data.storage import Location, list_files, remove_temporary_files, write_bytes
@@ -43,15 +44,16 @@ class PartWriter:
     """Commits rows to `_run/parts/part-<run id>-<seq>.parquet`; one writer per output folder, which holds its lock.
 
     `seq` continues after the highest in the folder, so the order of commits over all starts is the order of
-    (seq, run id): this is what "later" means. run_id: 8 hexadecimal digits. fingerprint: that of the run, which is
-    written into every part.
+    (seq, run id): this is what "later" means. run_id: 8 hexadecimal digits. fingerprint: that of the run; origin: its
+    `provenance`. Both are written into every part.
     """
 
-    def __init__(self, output: Location, run_id: str, fingerprint: str = "") -> None:
+    def __init__(self, output: Location, run_id: str, fingerprint: str = "", origin: bytes = b"") -> None:
         if not re.fullmatch(r"[0-9a-f]{8}", run_id):
             raise ValueError(f"a run id is 8 hexadecimal digits, got {run_id!r}")
         self.run_id = run_id
-        self._schema = PART_SCHEMA.with_metadata({_RUN_ID: run_id, _FINGERPRINT: fingerprint} if fingerprint else None)
+        metadata = {_RUN_ID: run_id, _FINGERPRINT: fingerprint} if fingerprint else {}
+        self._schema = PART_SCHEMA.with_metadata(metadata | ({PROVENANCE: origin} if origin else {}))
         self._folder = parts_folder(output)
         remove_temporary_files(self._folder)
         names = list_parts(output)
@@ -146,6 +148,10 @@ class Results:
             pieces.append(table.take(pa.array(self.offsets[positions[mine]])))
             places.append(mine)
         return pa.concat_tables(pieces).take(pa.array(np.argsort(np.concatenate(places))))
+
+    def run_ids(self, positions: NDArray[np.int64]) -> list[str]:
+        """Return the run ids of the starts that committed the results at some positions, in the order of commits."""
+        return list(dict.fromkeys(run_id_of(self.names[part]) for part in np.unique(self.parts[positions])))
 
     def digest(self, positions: NDArray[np.int64]) -> str:
         """Hash the places of the results at some positions; parts never change, so equal hashes mean equal rows."""
@@ -255,6 +261,11 @@ def _typed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
         for field in fields
     ]
     return pa.table(arrays, schema=pa.schema(fields))
+
+
+def run_id_of(name: str) -> str:
+    """Return the run id of the start that wrote a part, from the part's name."""
+    return _order(name)[1]
 
 
 def _order(name: str) -> tuple[int, str]:

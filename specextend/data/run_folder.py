@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 from specextend.data.storage import Location, delete, list_files, read_bytes, write_bytes
 
 SUMMARIES, ERRORS = "summaries", "errors"
 """The folders of the results, each with one file per input file."""
+_MOST = 1e11
+"""Bound of the numbers that a record may hold: as seconds since the epoch, the year 5138."""
 
 
 def records_folder(output: Location) -> Location:
@@ -54,7 +57,7 @@ def errors_folder(output: Location) -> Location:
 
 
 def report_file(output: Location, ending: str) -> Location:
-    """Return the place of the report. ending: `json` or `md`."""
+    """Return the place of the report. ending: `json`, `md` or `html`."""
     return output.child(f"report.{ending}")
 
 
@@ -101,17 +104,52 @@ def read_success(output: Location) -> Counts | None:
     return counts if all(isinstance(count, int) for count in asdict(counts).values()) else None
 
 
+RELEASED = "released"
+"""The reason in the record of a worker that was ended because its start had no more work for it, or stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker of a start, as its driver saw it. Times are seconds since the epoch; None if that never happened."""
+
+    worker: str
+    """Name that the driver gave it, such as `worker-3`."""
+    seat: int
+    """The place that a worker which dies leaves to its successor, from 1."""
+    asked: float
+    begun: float | None
+    """When it had a process, and so the resources that it is paid for."""
+    ready: float | None
+    """When its models were loaded."""
+    gone: float | None
+    reason: str | None
+    name: str | None
+    """`host:pid`, which the column `worker` of its rows holds; None until it was ready."""
+    device: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """One start of a run. A field is None if the record does not contain it."""
 
     run_id: str
-    begin: str | None
-    end: str | None
-    exit_code: int | None
-    versions: dict[str, str] | None
+    begin: str | None = None
+    end: str | None = None
+    exit_code: int | None = None
+    versions: dict[str, str] | None = None
     charges: dict[str, Any] = field(default_factory=dict)
     """Documents that the start had charged with an attempt, as the driver wrote them."""
+    seen: float | None = None
+    """When the record was last written, in seconds since the epoch; older versions did not say."""
+    workers: tuple[WorkerRecord, ...] | None = None
+    """None if the version that wrote the record did not follow its workers."""
+    gpus_per_worker: float | None = None
+    price_per_worker_hour: float | None = None
+    git_commit: str | None = None
+    forecast: dict[str, Any] | None = None
+    """Seconds that the start was expected to take (`seconds`, `seconds_low`, `seconds_high`), and of what."""
+    took_over: tuple[str, float] | None = None
+    """Run id and last heartbeat, in seconds since the epoch, of the dead driver whose lock this start took over."""
     damage: str | None = None
     """The reason why the record cannot be read; then only the run id is known, from the file's name."""
 
@@ -124,13 +162,42 @@ def read_starts(output: Location) -> list[Start]:
     return sorted(starts, key=lambda start: (start.damage is not None, str(start.begin)))
 
 
+def read_heartbeat(output: Location) -> tuple[str, float] | None:
+    """Read run id and heartbeat, in seconds since the epoch, that the lock holds; None without a lock that has them."""
+    try:
+        return _heartbeat(json.loads(read_bytes(lock_file(output)) or b""))
+    except (ValueError, RecursionError):
+        return None
+
+
+def time_text(seconds: float) -> str:
+    """Write seconds since the epoch as ISO 8601 in UTC, with milliseconds."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def parse_time(text: Any) -> float | None:
+    """Parse ISO 8601 to seconds since the epoch; None for what is no time. Without a zone it is UTC."""
+    try:
+        time = datetime.fromisoformat(text)
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 def _parse(name: str, content: bytes) -> Start:
     try:
         record = json.loads(content)
     except (ValueError, RecursionError) as error:
-        return Start(name, None, None, None, None, damage=f"it is not JSON ({error})")
+        return Start(name, damage=f"it is not JSON ({error})")
     if not isinstance(record, dict):
-        return Start(name, None, None, None, None, damage="it is not a JSON object")
+        return Start(name, damage="it is not a JSON object")
+    return parse_start(record, name)
+
+
+def parse_start(record: dict[str, Any], name: str) -> Start:
+    """Parse the record of a start; what has another type than it should is None. name: of the file, without `.json`."""
+    job, report = (_typed(record.get(section), dict) or {} for section in ("job", "report"))
+    seen = parse_time(record.get("seen"))
     return Start(
         run_id=_typed(record.get("run_id"), str) or name,
         begin=_typed(record.get("begin"), str),
@@ -138,11 +205,60 @@ def _parse(name: str, content: bytes) -> Start:
         exit_code=_typed(record.get("exit_code"), int),
         versions=_versions(record.get("versions")),
         charges=_typed(record.get("charges"), dict) or {},
+        seen=seen,
+        workers=None if seen is None else _workers(_typed(record.get("workers"), list) or []),
+        gpus_per_worker=_number(job.get("gpus_per_worker")),
+        price_per_worker_hour=_number(report.get("price_per_worker_hour")),
+        git_commit=_typed(record.get("git_commit"), str),
+        forecast=_typed(record.get("forecast"), dict),
+        took_over=_heartbeat(record.get("took_over")),
     )
+
+
+def _workers(entries: list[Any]) -> tuple[WorkerRecord, ...]:
+    """Parse the workers of a record; entries without a name, a seat or a beginning are left out."""
+    found = (_worker(entry) for entry in entries if isinstance(entry, dict))
+    return tuple(worker for worker in found if worker is not None)
+
+
+def _worker(entry: dict[str, Any]) -> WorkerRecord | None:
+    worker, seat, asked = (
+        _typed(entry.get("worker"), str),
+        _typed(entry.get("seat"), int),
+        parse_time(entry.get("asked")),
+    )
+    if worker is None or seat is None or asked is None:
+        return None
+    host, pid = _typed(entry.get("host"), str), _typed(entry.get("pid"), int)
+    return WorkerRecord(
+        worker=worker,
+        seat=seat,
+        asked=asked,
+        begun=parse_time(entry.get("begun")),
+        ready=parse_time(entry.get("ready")),
+        gone=parse_time(entry.get("gone")),
+        reason=_typed(entry.get("reason"), str),
+        name=None if host is None or pid is None else f"{host}:{pid}",
+        device=_typed(entry.get("device"), str),
+    )
+
+
+def _heartbeat(value: Any) -> tuple[str, float] | None:
+    """Parse the run id and the heartbeat of a lock."""
+    if not isinstance(value, dict):
+        return None
+    run_id, heartbeat = _typed(value.get("run_id"), str), _number(value.get("heartbeat"))
+    return None if run_id is None or heartbeat is None else (run_id, heartbeat)
 
 
 def _typed(value: Any, kind: type) -> Any:
     return value if isinstance(value, kind) else None
+
+
+def _number(value: Any) -> float | None:
+    """Return a number that a clock or a price may show; None for anything else, such as NaN."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < _MOST else None
 
 
 def _versions(value: Any) -> dict[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
@@ -49,6 +50,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("num_fallbacks", pa.int32()),
         ("num_hybrid_steps", pa.int32()),
         ("num_memory_retries", pa.int32()),
+        ("started_at", pa.timestamp("ms", tz="UTC")),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
@@ -80,9 +82,17 @@ _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(),
 
 
 def result_row(
-    key: DocumentKey, doc_id: str, completion: Completion, prompt: Prompt, *, queue_s: float, worker: str, attempts: int
+    key: DocumentKey,
+    doc_id: str,
+    completion: Completion,
+    prompt: Prompt,
+    *,
+    queue_s: float,
+    started_at: float,
+    worker: str,
+    attempts: int,
 ) -> dict[str, Any]:
-    """Make the row of a part for a document that is done."""
+    """Make the row of a part for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
     return {
         "file": key.file,
@@ -98,6 +108,7 @@ def result_row(
         "quality_flags": quality_flags(completion),
         "worker": worker,
         "attempts": attempts,
+        "started_at": datetime.fromtimestamp(started_at, UTC),
     }
 
 

@@ -1,6 +1,7 @@
-"""The report of a run folder: counts, speeds, and shares of the time."""
+"""The report of a run folder: the wall clock, speeds, shares of the time, findings; and two runs side by side."""
 
 from specextend.report.build import build_report, write_report
 from specextend.report.sections import render
+from specextend.report.side_by_side import compare, render_comparison
 
-__all__ = ["build_report", "render", "write_report"]
+__all__ = ["build_report", "compare", "render", "render_comparison", "write_report"]

@@ -1,10 +1,19 @@
-"""The report for people: its tables, and sentences that explain why the run was not faster."""
+"""The tables of the report, as text for a terminal and as Markdown."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from specextend.report.tables import Section, markdown_table, markdown_text, number, percent, to_text
+from specextend.report.tables import (
+    Section,
+    duration,
+    markdown_table,
+    markdown_text,
+    number,
+    percent,
+    shortened,
+    to_text,
+)
 
 PHASE_NAMES = {
     "prefill": "target prefill",
@@ -14,13 +23,20 @@ PHASE_NAMES = {
     "retrieval": "retrieval",
     "other": "everything else",
 }
-LONGEST = 200
-"""Most characters of an id or a message that a table shows."""
+KIND_NAMES = {
+    "prefill": "prefill",
+    "decode": "decoding",
+    "other": "everything else at work",
+    "waiting": "waiting for documents",
+    "lost": "lost with a worker or a stop",
+    "loading": "loading models",
+    "dead": "replacing workers",
+}
 
 
 def render(report: dict[str, Any], width: int = 110) -> str:
     """Render the report as tables for a terminal, without colours."""
-    return to_text(sections(report), why_not_faster(report), width)
+    return to_text(sections(report), advice_lines(report), width)
 
 
 def to_markdown(report: dict[str, Any]) -> str:
@@ -28,20 +44,29 @@ def to_markdown(report: dict[str, Any]) -> str:
     lines = [f"# Report of {markdown_text(report['output'])}", ""]
     for section in sections(report):
         lines += [f"## {section.title}", "", *markdown_table(section), ""]
-    if sentences := why_not_faster(report):
-        lines += ["## Why not faster", "", *(f"- {sentence}" for sentence in sentences), ""]
+    if sentences := advice_lines(report):
+        lines += ["## Findings", "", *(f"- {markdown_text(sentence)}" for sentence in sentences), ""]
     return "\n".join(lines)
+
+
+def advice_lines(report: dict[str, Any]) -> list[str]:
+    """Return the sentences of the advice."""
+    return [advice["says"] for advice in report["advice"]]
 
 
 def sections(report: dict[str, Any]) -> list[Section]:
     """Make the tables of the report; those without rows are left out."""
     tables = [
         _summary(report),
-        _buckets(report),
-        _time(report),
+        _wall_clock(report),
+        paid_time(report),
+        buckets(report),
+        phases(report),
+        starts(report),
+        slowest(report),
         Section("Finish reasons", ("reason", "rows"), _counted(report["finish_reasons"])),
         Section("Quality flags", ("flag", "rows"), _counted(report["quality_flags"])),
-        _errors(report),
+        errors(report),
     ]
     return [table for table in tables if table.rows]
 
@@ -66,10 +91,46 @@ def _summary(report: dict[str, Any]) -> Section:
         "retrieval coverage": percent(report["retrieval"]["coverage"]),
         "retrieval churn": percent(report["retrieval"]["churn"]),
     }
-    return Section("Run", ("", "value"), [item for item in named.items() if item[1] != "-"])
+    return _named("Run", named)
 
 
-def _buckets(report: dict[str, Any]) -> Section:
+def _wall_clock(report: dict[str, Any]) -> Section:
+    clock, tail = report["wall_clock"], report["tail"] or {}
+    cost = clock["cost"] or {}
+    named = {
+        "time of all starts": duration(clock["seconds"]),
+        "documents an hour": number(clock["documents_per_hour"], 1),
+        "prompt tokens/s of the job": number(clock["prompt_tokens_per_s"], 1),
+        "output tokens/s of the job": number(clock["output_tokens_per_s"], 1),
+        "worker hours": number(clock["worker_hours"]),
+        "GPU hours": number(clock["gpu_hours"] or None),
+        "cost": number(cost.get("total")),
+        "cost of 1,000 documents": number(cost.get("per_thousand_documents")),
+        "cost of 1,000,000 output tokens": number(cost.get("per_million_output_tokens")),
+        "last 1% of the documents": duration(tail.get("last_percent_s")),
+        "last worker alone": duration(tail.get("last_worker_alone_s")),
+    }
+    return _named("Wall clock", named)
+
+
+def _named(title: str, named: dict[str, str]) -> Section:
+    """Make a table of names and values, without those that have none."""
+    return Section(title, ("", "value"), [item for item in named.items() if item[1] != "-"])
+
+
+def paid_time(report: dict[str, Any]) -> Section:
+    """Make the table of what the workers' time was spent on."""
+    clock = report["wall_clock"]
+    rows = [
+        (KIND_NAMES[kind], percent(share), duration(clock["paid_s"][kind]))
+        for kind, share in (clock["shares"] or {}).items()
+        if share
+    ]
+    return Section("The workers' time", ("at", "share", "worker time"), rows)
+
+
+def buckets(report: dict[str, Any]) -> Section:
+    """Make the table of the prompt lengths."""
     header = ("prompt up to", "documents", "acceptance length", "decode tokens/s", "end-to-end tokens/s", "prefill")
     rows = [
         (
@@ -85,17 +146,56 @@ def _buckets(report: dict[str, Any]) -> Section:
     return Section("By prompt length", header, rows)
 
 
-def _time(report: dict[str, Any]) -> Section:
+def phases(report: dict[str, Any]) -> Section:
+    """Make the table of the phases of decoding."""
     busy = report["time"]["busy_s"]
     rows = [
         (PHASE_NAMES[name], percent(share), number(share * busy, 1))
         for name, share in report["time"]["shares"].items()
         if share is not None
     ]
-    return Section("Where the time went", ("phase", "share", "seconds"), rows)
+    return Section("Where the time of the work went", ("phase", "share", "seconds"), rows)
 
 
-def _errors(report: dict[str, Any]) -> Section:
+def starts(report: dict[str, Any]) -> Section:
+    """Make the table of the starts."""
+    header = ("start", "began", "took", "exit", "documents", "documents an hour", "worker hours", "forecast")
+    rows = [
+        (
+            start["run_id"],
+            (start["begin"] or "-")[:19].replace("T", " "),
+            duration(start["seconds"]) + (" (last sign of life)" if start["last_sign"] else ""),
+            "not recorded" if start["exit_code"] is None else str(start["exit_code"]),
+            number(start["documents"]),
+            number(start["documents_per_hour"], 1),
+            number(start["worker_hours"]),
+            duration((start["forecast"] or {}).get("predicted_s")),
+        )
+        for start in report["starts"]
+    ]
+    return Section("Starts", header, rows, ("began", "took"))
+
+
+def slowest(report: dict[str, Any]) -> Section:
+    """Make the table of the slowest documents."""
+    header = ("document", "took", "prompt tokens", "output tokens", "prefill", "attempts", "worker")
+    rows = [
+        (
+            shortened(document["doc_id"] or ""),
+            duration(document["total_s"]),
+            number(document["num_prompt_tokens"]),
+            number(document["num_output_tokens"]),
+            duration(document["prefill_s"]),
+            number(document["attempts"]),
+            document["worker"] or "-",
+        )
+        for document in report["slowest"]
+    ]
+    return Section("Slowest documents", header, rows, ("worker",))
+
+
+def errors(report: dict[str, Any]) -> Section:
+    """Make the table of the errors."""
     rows = [
         (error["error_class"], error["stage"], number(error["rows"]), _example(error)) for error in report["errors"]
     ]
@@ -104,58 +204,8 @@ def _errors(report: dict[str, Any]) -> Section:
 
 def _example(error: dict[str, Any]) -> str:
     message = " ".join(error["example_message"].split())
-    return f"{_short(error['example_doc_id'])}: {_short(message)}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return f"{shortened(error['example_doc_id'])}: {shortened(message)}"
 
 
 def _counted(counts: dict[str, int]) -> list[tuple[str, str]]:
     return [(name, number(rows)) for name, rows in counts.items()]
-
-
-def why_not_faster(report: dict[str, Any]) -> list[str]:
-    """Explain in sentences where the time went, the largest cost first; return none if no time was measured."""
-    shares = {name: share for name, share in report["time"]["shares"].items() if share is not None}
-    if not shares:
-        return []
-    largest = max(shares, key=lambda name: shares[name])
-    return [
-        f"{PHASE_NAMES[largest].capitalize()} takes {shares[largest]:.0%} of the workers' time, the most of all.",
-        *_prefill_bound(shares),
-        *_draft_cost(shares, report["acceptance"]),
-        *_done_again(report["retries"]),
-    ]
-
-
-def _done_again(retries: dict[str, int]) -> list[str]:
-    """Describe work that was lost: no row contains the seconds of lost attempts."""
-    said = []
-    if retries["documents"]:
-        said.append(f"{retries['documents']:,} documents took a second attempt or more; the log says why.")
-    if retries["memory"]:
-        said.append(
-            f"Sequences began again {retries['memory']:,} times because memory ran out: "
-            "lower decoding.max_batch_size or decoding.cache_gib."
-        )
-    return said
-
-
-def _prefill_bound(shares: dict[str, float]) -> list[str]:
-    """State the limit that prefill sets, by Amdahl's law."""
-    prefill = shares["prefill"] + shares["draft_prefill"]
-    if not prefill:
-        return []
-    return [f"Prefill takes {prefill:.0%}: with decoding for free the run would be {1 / prefill:.1f} times as fast."]
-
-
-def _draft_cost(shares: dict[str, float], acceptance: dict[str, Any]) -> list[str]:
-    """Compare what speculation costs with what it brings."""
-    if acceptance["mean_acceptance_length"] is None or not shares["verify"]:
-        return []
-    cost = (shares["draft"] + shares["retrieval"]) / shares["verify"]
-    return [
-        f"A step brings {acceptance['mean_acceptance_length']:.2f} tokens; drafting and retrieval add "
-        f"{cost:.0%} to the time of verification."
-    ]

@@ -115,6 +115,14 @@ class Tally:
         return None if extra is None else 1 + extra
 
     @property
+    def accepted_at_least(self) -> list[float]:
+        """Return the share of speculative steps that accepted at least j draft tokens, for j from 0."""
+        histogram = self.acceptance_histogram
+        return (
+            [sum(histogram[accepted:]) / sum(histogram) for accepted in range(len(histogram))] if sum(histogram) else []
+        )
+
+    @property
     def draft_acceptance_rate(self) -> float | None:
         """Return the share of verified draft tokens that were accepted."""
         return ratio(self.sums["num_accepted_tokens"], self.sums["num_draft_tokens"])

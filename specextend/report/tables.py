@@ -12,6 +12,8 @@ from rich.table import Table
 
 from specextend.core import printable
 
+LONGEST = 200
+"""Most characters of an id or a message that a table shows."""
 _MARKDOWN = re.compile(r"[\\`*_\[\]<>|~&$@]|(?<=www)\.|:(?=//)", re.IGNORECASE)
 """Characters that Markdown, or GitHub's dialect of it, may not treat as text."""
 
@@ -61,6 +63,23 @@ def number(value: float | None, digits: int = 2) -> str:
 def percent(value: float | None) -> str:
     """Format a share as a percentage; `-` for None."""
     return "-" if value is None else f"{value:.1%}"
+
+
+def duration(seconds: float | None) -> str:
+    """Format seconds as `0.42 s`, `12.3 s`, `4 min 05 s` or `2 h 07 min`; `-` for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def shortened(text: str) -> str:
+    """Cut an id or a message to LONGEST characters."""
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def _table(section: Section) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,10 +136,17 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     return by_id
 
 
+@contextmanager
+def kept_handlers() -> Iterator[None]:
+    """Give the signals that a run takes over back at the end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def job(tmp_path: Path, local_ray: None) -> Iterator[Callable[..., Job]]:
     """Makes jobs: `job(texts, **job_options)`."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield lambda texts, **options: Job(tmp_path, texts, options)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with kept_handlers():
+        yield lambda texts, **options: Job(tmp_path, texts, options)

@@ -164,7 +164,7 @@ def test_a_run_told_to_stop_between_two_summary_files_stops(ended: Ended, monkey
 def test_the_report_of_a_run_says_how_it_ended(ended: Ended, fraction: float, code: int):
     """It is written before the end, and said `null`."""
     assert ended.run(max_error_fraction=fraction) == code
-    [start] = json.loads((ended.output / "report.json").read_text())["attempts"]
+    [start] = json.loads((ended.output / "report.json").read_text())["starts"]
     assert start["exit_code"] == code
     assert start["end"] is not None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -14,16 +15,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specextend.cluster.driver import RECORD_EVERY_S, Committer
 from specextend.cluster.leases import Tried
-from specextend.cluster.lock import STALE_S, LockHolder
+from specextend.cluster.lock import STALE_S, LockHolder, OutputLock, read_lock
 from specextend.cluster.places import Spot
-from specextend.cluster.records import Attempt, describe_age, describe_status, read_charges, read_status
+from specextend.cluster.records import (
+    Attempt,
+    code_commit,
+    describe_age,
+    describe_status,
+    read_charges,
+    read_status,
+)
 from specextend.cluster.run import tried_before
 from specextend.core import DocumentKey
 from specextend.data.fingerprint import build_manifest, fingerprint, read_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter, read_parts
-from specextend.data.run_folder import Counts, write_success
+from specextend.data.run_folder import Counts, lock_file, read_starts, write_success
 from specextend.data.schema import error_row
 from specextend.data.source import open_source
 from specextend.data.storage import Location, resolve, write_bytes
@@ -262,3 +271,66 @@ def test_what_ended_in_an_error_row_is_forgiven_and_what_is_done_is_forgotten(tm
         SECOND: Tried(3, frozenset({GPU}), forgiven=3),
         THIRD: charge,
     }
+
+
+class Puts:
+    """A gate that counts writes to the folder."""
+
+    def __init__(self) -> None:
+        self.num_writes = 0
+
+    def touch(self) -> None:
+        pass
+
+    def check(self) -> None:
+        self.num_writes += 1
+
+
+def test_what_happens_to_workers_is_written_no_more_often_than_a_heartbeat(tmp_path: Path):
+    """A thousand workers come up in a minute, and on an object store each write is a request that costs money."""
+    output, gate = resolve(str(tmp_path / "output")), Puts()
+    config = Job(tmp_path, ["x"], {}).config()
+    with OutputLock(output, "0000000a") as lock:
+        attempt = Attempt(output.behind(gate), "0000000a", config)
+        attempt.begin()
+        each = gate.num_writes
+        committer = Committer(output, PartWriter(output, "0000000a"), lock, every_rows=64, every_s=30.0)
+        for tenth in range(1000):
+            attempt.worker_asked(f"worker-{tenth}", tenth)
+            committer.record_if_due(attempt, tenth / 10)
+        assert gate.num_writes <= each * (1 + 1000 / 10 / RECORD_EVERY_S)
+        written = gate.num_writes
+        committer.record_if_due(attempt, 1000.0)
+        committer.record_if_due(attempt, 2000.0)
+        assert gate.num_writes == written + each, "and not at all if nothing has happened"
+    assert len(read_starts(output)[0].workers or ()) == 1000
+
+
+def test_a_start_that_takes_a_dead_drivers_lock_over_keeps_its_last_heartbeat(tmp_path: Path):
+    """The dead one wrote no end, and its lock is the only place that knows how long it lived."""
+    output, now = resolve(str(tmp_path / "output")), time.time()
+    held_by(output, run_id="0000000a", host=socket.gethostname(), pid=2**22 + 1, heartbeat=now - 5)
+    dead = read_lock(output)
+    write_bytes(lock_file(output), json.dumps(asdict(dead) | {"pid_namespace": own_namespace(tmp_path)}).encode())
+    with OutputLock(output, "0000000b") as lock:
+        assert lock.predecessor is not None
+        Attempt(output, "0000000b", Job(tmp_path, ["x"], {}).config(), took_over=lock.predecessor).begin()
+    [start] = read_starts(output)
+    assert start.took_over == ("0000000a", pytest.approx(now - 5))
+
+
+def own_namespace(folder: Path) -> str:
+    """What a lock of this process says of its boot and processes."""
+    with OutputLock(resolve(str(folder / "another")), "0000000c"):
+        holder = read_lock(resolve(str(folder / "another")))
+    assert holder is not None
+    return holder.pid_namespace
+
+
+def test_the_code_of_a_working_copy_has_a_commit():
+    """Of the repository that this test runs in, unless it was exported without its history."""
+    root = Path(__file__).parents[2]
+    asked = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if not (root / ".git").exists() or asked.returncode:
+        pytest.skip("this is no working copy of a git repository")
+    assert (code_commit() or "").removesuffix("-dirty") == asked.stdout.strip()

@@ -56,7 +56,14 @@ def done() -> Callable[..., dict[str, Any]]:
         completion = Completion(f"{file}:{row}", [5, 6], text, "stop", DecodingStats(num_output_tokens=2))
         key = DocumentKey(file, row)
         return result_row(
-            key, f"id-{file}-{row}", completion, Prompt([1], 0, "middle"), queue_s=0.5, worker="w", attempts=attempts
+            key,
+            f"id-{file}-{row}",
+            completion,
+            Prompt([1], 0, "middle"),
+            queue_s=0.5,
+            started_at=0.0,
+            worker="w",
+            attempts=attempts,
         )
 
     return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
@@ -25,7 +26,7 @@ chunk_summaries, num_spec_steps, num_plain_steps, num_draft_tokens, num_accepted
 draft_acceptance_rate, acceptance_histogram, num_retrievals, retrieval_coverage, retrieval_churn, queue_s, ttft_s,
 decode_s, total_s, prefill_s, draft_prefill_s, draft_s, verify_s, retrieval_s, other_s, output_tokens_per_s,
 quality_flags, worker, attempts, num_fallbacks, num_hybrid_steps,
-num_memory_retries"""
+num_memory_retries, started_at"""
 
 STATS = DecodingStats(
     num_prompt_tokens=100,
@@ -45,7 +46,14 @@ STATS = DecodingStats(
 def row(stats: DecodingStats) -> dict[str, Any]:
     completion = Completion("1:2", [4, 5], "text", "stop", stats)
     built = result_row(
-        DocumentKey(1, 2), "doc", completion, Prompt([1], 7, "tail"), queue_s=0.5, worker="host/0", attempts=2
+        DocumentKey(1, 2),
+        "doc",
+        completion,
+        Prompt([1], 7, "tail"),
+        queue_s=0.5,
+        started_at=1.25,
+        worker="host/0",
+        attempts=2,
     )
     return dict(pa.Table.from_pylist([built], schema=PART_SCHEMA).to_pylist()[0])
 
@@ -53,7 +61,7 @@ def row(stats: DecodingStats) -> dict[str, Any]:
 def test_the_columns_are_those_promised_in_their_order() -> None:
     assert SUMMARY_SCHEMA.names == COLUMNS.replace("\n", " ").split(", ")
     assert ERROR_SCHEMA.names == ["key", "doc_id", "error_class", "message", "stage", "retryable", "attempts"]
-    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["num_memory_retries", "topic"]
+    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["started_at", "topic"]
 
 
 def test_no_column_is_typed_null() -> None:
@@ -76,6 +84,7 @@ def test_a_row_holds_counts_and_ratios_that_can_be_checked_by_hand() -> None:
         2,
     )
     assert (built["num_dropped_tokens"], built["length_policy"], built["queue_s"]) == (7, "tail", 0.5)
+    assert built["started_at"] == datetime(1970, 1, 1, 0, 0, 1, 250_000, UTC)
     assert built["error_class"] is None
 
 

@@ -33,6 +33,10 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(real
     assert parts(output).items() >= kept.items(), "what was committed stays as it was"
     assert len(committed(output)) == len(set(committed(output))) == len(undisturbed), "and is not done again"
     assert not list(output.rglob(".*.tmp")), "nothing is left of what broke off"
+    first, second = json.loads((output / "report.json").read_text())["starts"]
+    assert (first["end"], first["exit_code"], second["exit_code"]) == (None, None, EXIT_DONE)
+    assert first["seconds"] > 0, "its last sign of life stands for its end"
+    assert first["paid_s"] is not None
 
 
 @three_times("SIGTERM", "SIGINT", fast=0)

@@ -55,7 +55,14 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(demo: tuple[Ended, Path]
     names = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     run_ids = {re.fullmatch(r"part-([0-9a-f]{8})-\d{6}\.parquet", path.name)[1] for path in parts(output)}
     assert len(run_ids) == 1
-    expected = {"_SUCCESS", "report.json", "report.md", "summaries/part-00000.parquet", "_run/manifest.json"}
+    expected = {
+        "_SUCCESS",
+        "report.json",
+        "report.md",
+        "report.html",
+        "summaries/part-00000.parquet",
+        "_run/manifest.json",
+    }
     expected |= {f"_run/attempts/{run_id}.json" for run_id in run_ids}
     assert names == expected | {f"_run/parts/{path.name}" for path in parts(output)}
 
@@ -70,7 +77,7 @@ def test_a_run_says_what_it_did(demo: tuple[Ended, Path]):
         "mean acceptance length",
         "decode tokens/s",
         f"{output}/summaries",
-        f"{output}/report.md",
+        f"{output}/report.html",
     ):
         assert said in ended.stdout
     assert f"Summary of {rows(output / 'summaries')[0]['doc_id']}:" in ended.stdout

@@ -22,7 +22,7 @@ def done(key: DocumentKey, text: str = "a summary") -> dict[str, Any]:
     """A document done."""
     completion = Completion("lease", [5, 6], text, "stop", DecodingStats(num_prompt_tokens=1, num_output_tokens=2))
     prompt = Prompt([1], 0, "middle")
-    return result_row(key, name_of(key), completion, prompt, queue_s=0.5, worker="w", attempts=1)
+    return result_row(key, name_of(key), completion, prompt, queue_s=0.5, started_at=0.0, worker="w", attempts=1)
 
 
 def failed(key: DocumentKey, message: str = "why") -> dict[str, Any]:

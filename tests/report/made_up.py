@@ -1,0 +1,198 @@
+"""A run of two nights: the first driver is killed, the second one ends the run. Each event has a time that we chose."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specextend.cluster.lock import LockHolder
+from specextend.cluster.messages import WorkerInfo
+from specextend.cluster.records import Attempt
+from specextend.config import RunConfig
+from specextend.core import Completion, DocumentKey
+from specextend.data.fingerprint import fingerprint
+from specextend.data.parts import PartWriter
+from specextend.data.prompts import Prompt
+from specextend.data.schema import error_row, result_row
+from specextend.data.storage import Location, resolve
+from specextend.stats import DecodingStats
+
+FIRST, SECOND = "0000000a", "0000000b"
+NIGHT_S = 1_800_000_000.0
+"""When the first driver began, in seconds since the epoch."""
+NEXT_NIGHT_S = NIGHT_S + 86_400.0
+KILLED_S = 118.0
+"""Last heartbeat of the first driver, after it began."""
+NUM_DOCUMENTS = 300
+PRICE = 2.5
+HOSTILE = '<img src="https://evil.example/x.png" onerror="document.title=\'owned\'"><script>alert(1)</script>'
+
+
+@dataclass
+class SetClock:
+    """Seconds since the epoch, as somebody set them."""
+
+    now: float = NIGHT_S
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def config_of(output: str, **report: Any) -> RunConfig:
+    return RunConfig.from_values(
+        {
+            "input": {"path": "/in"},
+            "output": {"path": output},
+            "target": {"model": "/models/target"},
+            "decoding": {"mode": "autoregressive"},
+            "job": {"workers": 2, "gpus_per_worker": 0.5},
+            "report": report,
+        }
+    )
+
+
+def info(pid: int) -> WorkerInfo:
+    return WorkerInfo("node", "host", pid, "H200", (f"GPU {pid}",))
+
+
+def first_night(output: Location, config: RunConfig) -> None:
+    """Two workers, one of which dies and is replaced; then the driver is killed, and its record has no end."""
+    clock = SetClock()
+    attempt = Attempt(output, FIRST, config, clock=clock)
+    attempt.begin()
+    for seat in (1, 2):
+        clock.now = NIGHT_S + 1
+        attempt.worker_asked(f"worker-{seat}", seat)
+        clock.now = NIGHT_S + 2
+        attempt.worker_begun(f"worker-{seat}")
+        clock.now = NIGHT_S + 10 * seat
+        attempt.worker_ready(f"worker-{seat}", info(seat))
+    clock.now = NIGHT_S + 60
+    attempt.worker_gone("worker-2", "its process ended")
+    attempt.worker_asked("worker-3", 2)
+    clock.now = NIGHT_S + 62
+    attempt.worker_begun("worker-3")
+    clock.now = NIGHT_S + 80
+    attempt.worker_ready("worker-3", info(3))
+    attempt.write()
+
+
+def second_night(output: Location, config: RunConfig) -> None:
+    """Two workers, for a third of which there is no room; the run ends, an error row among its rows."""
+    clock = SetClock(NEXT_NIGHT_S)
+    holder = LockHolder(FIRST, "host", 1, NIGHT_S + KILLED_S)
+    attempt = Attempt(output, SECOND, config, took_over=holder, clock=clock)
+    for seat in (1, 2, 3):
+        attempt.worker_asked(f"worker-{seat}", seat)
+    for seat in (1, 2):
+        clock.now = NEXT_NIGHT_S + 5
+        attempt.worker_begun(f"worker-{seat}")
+        clock.now = NEXT_NIGHT_S + 20
+        attempt.worker_ready(f"worker-{seat}", info(seat + 10))
+    clock.now = NEXT_NIGHT_S + 420
+    attempt.workers_released()
+    clock.now = NEXT_NIGHT_S + 430
+    attempt.end(0)
+    path = Path(output.path, "_run", "attempts", f"{SECOND}.json")
+    forecast = {"seconds": 300.0, "seconds_low": 200.0, "seconds_high": 500.0, "documents": 150, "workers": 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"forecast": forecast | {"basis": "a sample"}}))
+
+
+def some_stats(draw: random.Random) -> DecodingStats:
+    prompt, steps, plain = int(draw.lognormvariate(7.5, 0.8)) + 1, draw.randint(5, 60), draw.randint(0, 8)
+    histogram = [0] * 5
+    for _ in range(steps):
+        histogram[draw.choice([0, 0, 1, 1, 2, 3, 4])] += 1
+    accepted = sum(number * count for number, count in enumerate(histogram))
+    seconds = {name: draw.uniform(0.01, 0.2) for name in ("draft_prefill_s", "draft_s", "verify_s", "retrieval_s")}
+    prefill, other = prompt / 4000, draw.uniform(0.0, 0.02)
+    return DecodingStats(
+        num_prompt_tokens=prompt,
+        num_output_tokens=1 + steps + accepted + plain,
+        num_spec_steps=steps,
+        num_plain_steps=plain,
+        num_draft_tokens=8 * steps,
+        num_accepted_tokens=accepted,
+        acceptance_histogram=histogram,
+        num_retrievals=draw.randint(1, 4),
+        retrieval_coverage_sum=draw.uniform(0.5, 1.0),
+        retrieval_churn_sum=draw.uniform(0.0, 0.5),
+        num_fallbacks=draw.randint(0, 1),
+        num_memory_retries=draw.choice([0] * 30 + [1]),
+        prefill_s=prefill,
+        other_s=other,
+        ttft_s=prefill + seconds["draft_prefill_s"],
+        decode_s=sum(seconds.values()) - seconds["draft_prefill_s"] + other,
+        **seconds,
+    )
+
+
+def done_row(
+    row: int, stats: DecodingStats, worker: str, started_at: float, draw: random.Random, doc_id: str = ""
+) -> dict[str, Any]:
+    reason = draw.choice(["stop", "stop", "stop", "length"])
+    tokens = [1, 2] * 20 if draw.random() < 0.1 else [*range(40)]
+    text = "" if draw.random() < 0.05 else f"text {row}"
+    completion = Completion(str(row), tokens, text, reason, stats)  # type: ignore[arg-type]
+    return result_row(
+        DocumentKey(0, row),
+        doc_id or f"doc-{row:04d}",
+        completion,
+        Prompt([1], draw.choice([0, 0, 400]), "middle"),
+        queue_s=draw.uniform(0.0, 0.3),
+        started_at=started_at,
+        worker=worker,
+        attempts=draw.choice([1] * 9 + [2]),
+    )
+
+
+def failed_row(row: int, error_class: str = "PromptTooLong", doc_id: str = "") -> dict[str, Any]:
+    told = {"error_class": error_class, "message": "it is too long", "stage": "prompt", "retryable": False}
+    return error_row(DocumentKey(0, row), doc_id or f"doc-{row:04d}", **told, attempts=1)
+
+
+def rows_of_worker(rows: range, worker: str, begin: float, draw: random.Random) -> list[dict[str, Any]]:
+    """Documents one after the other, with a pause after each."""
+    made = []
+    for row in rows:
+        stats = some_stats(draw)
+        made.append(done_row(row, stats, worker, begin, draw))
+        begin += stats.total_s + draw.uniform(0.0, 0.2)
+    return made
+
+
+def write_manifest_file(output: Location, config: RunConfig, num_rows: int, digest: str = "f" * 64) -> None:
+    file = {"rows": num_rows, "size": 1, "footer_sha256": "0" * 64}
+    values = config.model_dump(mode="json")
+    identity = {"files": {"a.parquet": file}, "hashes": {"target": digest}, "config": {}}
+    model = {"target": {"model": "/models/target", "revision": None, "commit": "c0ffee"}}
+    manifest = {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": values}
+    Path(output.path, "_run").mkdir(parents=True, exist_ok=True)
+    Path(output.path, "_run", "manifest.json").write_text(json.dumps(manifest | {"models": model}))
+
+
+def write_run(folder: Path, **report: Any) -> str:
+    """Write the folder of the run; returns its path. report: options of the section `report`."""
+    output, draw = resolve(str(folder)), random.Random(7)
+    config = config_of(str(folder), **report)
+    write_manifest_file(output, config, NUM_DOCUMENTS)
+    first_night(output, config)
+    writer = PartWriter(output, FIRST)
+    early = rows_of_worker(range(60), "host:1", NIGHT_S + 12, draw)
+    writer.commit([*early[:40], failed_row(290), failed_row(291, "WorkerDied")])
+    dying = rows_of_worker(range(60, 85), "host:2", NIGHT_S + 21, draw)
+    writer.commit([*dying, *early[40:], *rows_of_worker(range(85, 100), "host:3", NIGHT_S + 81, draw)])
+    writer.commit([failed_row(0), failed_row(292)])  # the first of which is done, and stays so
+    second_night(output, config)
+    writer = PartWriter(output, SECOND)
+    late = rows_of_worker(range(100, 250), "host:11", NEXT_NIGHT_S + 21, draw)
+    later = rows_of_worker(range(250, 292), "host:12", NEXT_NIGHT_S + 22, draw)
+    writer.commit([*late[:100], *later])
+    hostile = failed_row(298, "<b>Bad</b>", HOSTILE) | {"message": HOSTILE}
+    writer.commit([*late[100:], *(failed_row(row) for row in (*range(292, 298), 299)), hostile])
+    slow = DecodingStats(num_prompt_tokens=9_000, num_output_tokens=5, ttft_s=20.0, decode_s=1.0, prefill_s=20.0)
+    writer.commit([done_row(299, slow, "host:11", NEXT_NIGHT_S + 300, draw, HOSTILE)])
+    return str(folder)

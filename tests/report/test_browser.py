@@ -1,0 +1,133 @@
+"""The page in a real browser: on a screen, a telephone and paper, by day and by night, with the network watched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specextend.report import write_report
+from specextend.report.page import FORMATS
+from tests.report.made_up import FIRST, HOSTILE, PRICE, SECOND, write_run
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; `make chromium` installs it where root may"),
+]
+PLOTS = {"acceptance_by_depth", "acceptance_by_bucket", "time_by_bucket", f"timeline_{FIRST}", f"timeline_{SECOND}"}
+VISITS: dict[str, dict[str, Any]] = {
+    "screen": {"viewport": {"width": 1280, "height": 900}},
+    "night": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
+    "telephone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
+}
+FIGURES = "all => all.map(e => [e.dataset.figure, e.value, e.textContent])"
+DRAWN = """all => all.filter(e => {
+    const box = e.querySelector('svg').getBoundingClientRect();
+    const shapes = [...e.querySelectorAll('svg path')].filter(path => path.getBBox().width > 0);
+    return box.width > 200 && box.height > 50 && shapes.length > 3 && e.querySelectorAll('svg text').length > 3;
+}).map(e => e.dataset.plot)"""
+COLORS = """() => {
+    const text = document.querySelector('figure svg text'), style = getComputedStyle(text);
+    return [getComputedStyle(document.documentElement).backgroundColor, style.fill, style.fontFamily];
+}"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's file, beside its report.json."""
+    run = write_run(tmp_path_factory.mktemp("browser") / "run", price_per_worker_hour=PRICE)
+    write_report(run)
+    return Path(run, "report.html")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # root needs that
+        yield opened
+        opened.close()
+
+
+class Visit:
+    """The page, opened, with what it said on the console, what it raised and what it asked for."""
+
+    def __init__(self, browser: Any, file: Path, how: str) -> None:
+        self.page = browser.new_context(**VISITS[how]).new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.as_uri())
+        self.page.wait_for_load_state("networkidle")
+
+
+@pytest.fixture(params=VISITS)
+def visit(browser: Any, written: Path, request: pytest.FixtureRequest) -> Iterator[Visit]:
+    opened = Visit(browser, written, request.param)
+    yield opened
+    opened.page.context.close()
+
+
+def look_up(report: Any, path: str) -> Any:
+    for key in path.split("."):
+        report = report[key]
+    return report
+
+
+def test_the_page_asks_for_nothing_and_complains_of_nothing(visit: Visit, written: Path):
+    """Not even for a font: the page may lie where there is no network, or where nobody must learn that it is read."""
+    assert visit.requests == [written.as_uri()]
+    assert visit.complaints == []
+
+
+def test_every_plot_is_drawn_and_every_figure_is_that_of_report_json(visit: Visit, written: Path):
+    """As the browser sees it, not as we wrote it."""
+    assert set(visit.page.eval_on_selector_all("figure[data-plot]", DRAWN)) == PLOTS
+    report = json.loads(written.with_suffix(".json").read_text())
+    figures = visit.page.eval_on_selector_all("data[data-figure]", FIGURES)
+    assert len(figures) > 20
+    for path, value, shown in figures:
+        assert json.loads(value) == look_up(report, path)
+        assert shown in [show(look_up(report, path)) for show in FORMATS.values()]
+
+
+def test_markup_in_an_id_is_shown_and_does_nothing(visit: Visit):
+    """An image would be fetched, a handler would change the title, a tag would make the class bold."""
+    assert visit.page.title().startswith("Report of ")
+    assert visit.page.locator("img, script, iframe, b").count() == 0
+    assert visit.page.get_by_text(HOSTILE).first.is_visible()
+    assert visit.page.get_by_text("<b>Bad</b>", exact=True).is_visible()
+
+
+def test_no_line_is_wider_than_the_window(visit: Visit):
+    """On a telephone a page that moves sideways is not read; wide tables scroll by themselves."""
+    assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_text_in_plots_can_be_read_on_the_background(visit: Visit):
+    """By day dark on white, by night the other way; in the page's font."""
+    background, text, font = visit.page.evaluate(COLORS)
+    brightness = {
+        name: sum(map(int, color[4:-1].split(", "))) / 3 for name, color in (("page", background), ("text", text))
+    }
+    assert abs(brightness["page"] - brightness["text"]) > 90
+    assert (brightness["page"] < 60) == visit.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    assert font.startswith("system-ui")
+
+
+def test_the_page_prints_on_white(browser: Any, written: Path, tmp_path: Path):
+    """Also for a reader whose screen is dark; a black page costs a cartridge."""
+    visit = Visit(browser, written, "night")
+    visit.page.emulate_media(media="print")
+    assert visit.page.evaluate(COLORS)[0] == "rgb(255, 255, 255)"
+    visit.page.pdf(path=tmp_path / "report.pdf", format="A4", print_background=True)
+    assert 1 <= (tmp_path / "report.pdf").read_bytes().count(b"/Type /Page\n") <= 8
+    visit.page.context.close()

@@ -1,0 +1,176 @@
+"""The page of a report, without a browser: what is in it, and what can never be."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specextend.core import DocumentKey
+from specextend.data.parts import PartWriter
+from specextend.data.run_folder import time_text
+from specextend.data.schema import error_row
+from specextend.data.storage import resolve
+from specextend.report import build_report, write_report
+from specextend.report.page import FORMATS, to_html
+from tests.report.made_up import FIRST, HOSTILE, NIGHT_S, SECOND
+
+VOID = {"meta", "br", "img", "hr", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Its elements, figures and text; refuses elements that are not closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.figures: list[tuple[str, str, str]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "data":
+            values = self.elements[-1][1]
+            self.figures.append((str(values["data-figure"]), str(values["value"]), data))
+        if "style" not in self._open:
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(report: dict[str, Any]) -> Page:
+    return Page(to_html(report))
+
+
+def at(report: dict[str, Any], path: str) -> Any:
+    for key in path.split("."):
+        report = report[key]
+    return report
+
+
+def test_every_figure_of_the_page_is_that_of_the_report(page: Page, report: dict[str, Any]):
+    """Two numbers for one thing, and nobody believes either."""
+    assert len(page.figures) > 20
+    for path, value, shown in page.figures:
+        assert json.loads(value) == at(report, path)
+        assert shown in {show(at(report, path)) for show in FORMATS.values()}
+
+
+def test_the_page_has_every_plot_and_every_finding(page: Page, report: dict[str, Any]):
+    """A plot that is left out is not missed by anybody but its reader."""
+    plots = [values["data-plot"] for tag, values in page.elements if tag == "figure"]
+    wanted = {"acceptance_by_depth", "acceptance_by_bucket", "time_by_bucket"}
+    assert {*plots} == wanted | {f"timeline_{FIRST}", f"timeline_{SECOND}"}
+    rules = [values["data-rule"] for tag, values in page.elements if tag == "li" and "data-rule" in values]
+    assert rules == [advice["rule"] for advice in report["advice"]]
+
+
+def test_nothing_in_the_page_is_fetched_or_run(page: Page):
+    """It is opened from disks, mails and artifact stores, next to a corpus that must not leave the house."""
+    assert {tag for tag, _ in page.elements} & {
+        "script",
+        "img",
+        "iframe",
+        "object",
+        "embed",
+        "link",
+        "base",
+        "a",
+    } == set()
+    for tag, values in page.elements:
+        assert not [name for name in values if name.startswith("on") or name in ("src", "srcset", "action")], tag
+        assert all((values[name] or "").startswith("#") for name in values if name.endswith("href")), tag
+        assert "url(" not in (values.get("style") or "").replace("url(#", "")
+    policy = [values["content"] for tag, values in page.elements if values.get("http-equiv")]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_an_id_with_markup_is_text(page: Page, made_up: Path):
+    """Ids and messages come from the corpus, whose authors nobody knows."""
+    assert HOSTILE in page.text
+    assert "<b>Bad</b>" in page.text
+    html = to_html(build_report(str(made_up)))
+    assert "<script>" not in html
+    assert "<img" not in html
+
+
+def test_ids_of_svg_elements_are_unique(page: Page):
+    """A clip path of one plot must not cut another."""
+    ids = [values["id"] for _, values in page.elements if "id" in values]
+    assert len(ids) == len(set(ids))
+
+
+def test_colours_follow_the_reader(report: dict[str, Any]):
+    """A colour that matplotlib wrote would vanish on one of the two backgrounds."""
+    html = to_html(report)
+    svgs = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    assert svgs
+    assert {color for svg in svgs for color in re.findall(r"#[0-9a-fA-F]{6}\b", svg)} == set()
+    assert "prefers-color-scheme: dark" in html
+
+
+@pytest.mark.parametrize(
+    ("code", "age_s", "said"),
+    [
+        (0, None, "complete"),
+        (75, None, "stopped"),
+        (1, None, "failed with exit 1"),
+        (None, 5, "running"),
+        (None, 300, "no end"),
+    ],
+)
+def test_the_page_says_how_the_run_stands(report: dict[str, Any], code: int | None, age_s: int | None, said: str):
+    """Also while it is going, and after its driver was killed."""
+    sign = None if age_s is None else time_text(NIGHT_S - age_s)
+    last = report["starts"][-1] | {"exit_code": code, "last_sign": sign}
+    page = Page(to_html(report | {"as_of": time_text(NIGHT_S), "starts": [last]}))
+    assert said in page.text.split("Documents done")[0]
+
+
+def failed_run(folder: Path) -> str:
+    row = error_row(DocumentKey(0, 0), "d", error_class="X", message="m", stage="read", retryable=True, attempts=1)
+    PartWriter(resolve(str(folder)), FIRST).commit([row])
+    return str(folder)
+
+
+def test_a_run_that_did_nothing_but_fail_has_a_page(tmp_path: Path):
+    """It is the run whose page is opened first."""
+    write_report(failed_run(tmp_path))
+    page = Page((tmp_path / "report.html").read_text())
+    assert "could not be made" not in page.text
+    assert "1 document failed" in page.text
+    assert "not recorded" in page.text
+
+
+def test_without_matplotlib_the_page_has_its_figures_and_says_why_there_are_no_plots(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """A driver's image may be stripped down; the run must not end with exit 1 over a drawing."""
+    monkeypatch.setitem(sys.modules, "specextend.report.plots", None)
+    page = Page(to_html(report))
+    assert "There are no plots, because matplotlib is not installed" in page.text
+    assert page.figures
+    assert "svg" not in {tag for tag, _ in page.elements}
+
+
+def test_a_fault_of_the_page_costs_the_page_alone(tmp_path: Path, report: dict[str, Any]):
+    """The texts of a night are done: a mistake in a template must not turn that into a failure."""
+    page = Page(to_html({name: value for name, value in report.items() if name != "wall_clock"}))
+    assert "This page could not be made (KeyError: 'wall_clock'). report.md and report.json hold" in page.text

@@ -1,0 +1,211 @@
+"""Every figure of a report, computed a second time from the Parquet by queries that share no code with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from tests.report.made_up import FIRST, NEXT_NIGHT_S, NIGHT_S, NUM_DOCUMENTS, PRICE, SECOND
+
+BUSY = "prefill_s + draft_prefill_s + draft_s + verify_s + retrieval_s + other_s"
+PHASES = ("prefill", "draft_prefill", "draft", "verify", "retrieval", "other")
+RESULTS = r"""
+    create view results as
+    select *, error_class is null as done, regexp_extract(filename, 'part-([0-9a-f]{8})-(\d+)', 1) as run_id
+    from read_parquet('{folder}/_run/parts/*.parquet', filename = true)
+    qualify row_number() over (
+        partition by file, row
+        order by error_class is null desc, regexp_extract(filename, 'part-([0-9a-f]{{8}})-(\d+)', 2)::int desc
+    ) = 1
+"""
+DONE = """
+    create view done as
+    select *, epoch_ms(started_at) / 1000 as began, epoch_ms(started_at) / 1000 + total_s as ended,
+        greatest(512, 2 ** ceil(log2(num_prompt_tokens)))::int as bucket
+    from results where done
+"""
+
+
+@pytest.fixture(scope="module")
+def rows(made_up: Path):
+    """The rows that count, as views of a database."""
+    connection = duckdb.connect()
+    connection.execute(RESULTS.replace("{folder}", str(made_up)).replace("{{8}}", "{8}"))
+    connection.execute(DONE)
+    yield connection
+    connection.close()
+
+
+def one(rows: Any, query: str) -> Any:
+    """The first column of the first row."""
+    return rows.execute(f"select {query}").fetchone()[0]
+
+
+def counted(rows: Any, query: str) -> dict[str, int]:
+    return dict(rows.execute(query).fetchall())
+
+
+def close(value: float) -> Any:
+    return pytest.approx(value, rel=1e-9)
+
+
+def test_rows_tokens_and_reasons(rows, report):
+    """Counts are exact."""
+    done, errors = one(rows, "count(*) from done"), one(rows, "count(*) from results where not done")
+    assert report["rows"] == {"input": NUM_DOCUMENTS, "done": done, "errors": errors, "pending": 0}
+    for name in ("prompt", "output", "dropped"):
+        assert report["tokens"][name] == one(rows, f"sum(num_{name}_tokens) from done")
+    assert report["finish_reasons"] == counted(rows, "select finish_reason, count(*) from done group by 1")
+    flags = "select flag, count(*) from (select unnest(quality_flags) as flag from done) group by 1"
+    assert report["quality_flags"] == counted(rows, flags)
+    assert report["workers"] == counted(rows, "select worker, count(*) from done group by 1")
+    assert report["retries"] == {
+        "documents": one(rows, "count(*) from done where attempts > 1"),
+        "memory": one(rows, "sum(num_memory_retries) from done"),
+    }
+
+
+def test_speculation(rows, report):
+    """Ratios of sums, and the histogram as shares of at least so many."""
+    acceptance = report["acceptance"]
+    for name in ("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens", "num_fallbacks"):
+        assert acceptance[name] == one(rows, f"sum({name}) from done")
+    assert acceptance["mean_acceptance_length"] == close(
+        one(rows, "1 + sum(num_accepted_tokens) / sum(num_spec_steps) from done")
+    )
+    assert acceptance["draft_acceptance_rate"] == close(
+        one(rows, "sum(num_accepted_tokens) / sum(num_draft_tokens) from done")
+    )
+    assert acceptance["mean_tree_size"] == close(one(rows, "sum(num_draft_tokens) / sum(num_spec_steps) from done"))
+    histogram = [one(rows, f"sum(acceptance_histogram[{depth + 1}]) from done") for depth in range(5)]
+    assert acceptance["histogram"] == histogram
+    assert acceptance["at_least"] == [close(sum(histogram[depth:]) / sum(histogram)) for depth in range(5)]
+    churns = "from done where retrieval_churn is not null"
+    assert report["retrieval"] == {
+        "num_retrievals": one(rows, "sum(num_retrievals) from done"),
+        "coverage": close(one(rows, "sum(retrieval_coverage * num_retrievals) / sum(num_retrievals) from done")),
+        "churn": close(one(rows, f"sum(retrieval_churn * (num_retrievals - 1)) / sum(num_retrievals - 1) {churns}")),
+    }
+
+
+def test_speeds_and_phases(rows, report):
+    """Seconds of workers, and what a sequence sees."""
+    assert report["time"]["busy_s"] == close(one(rows, f"sum({BUSY}) from done"))
+    for phase in PHASES:
+        assert report["time"]["shares"][phase] == close(one(rows, f"sum({phase}_s) / sum({BUSY}) from done"))
+    assert report["speed"] == {
+        "decode_tokens_per_s": close(one(rows, "(sum(num_output_tokens) - count(*)) / sum(decode_s) from done")),
+        "end_to_end_tokens_per_s": close(one(rows, "sum(num_output_tokens) / sum(total_s) from done")),
+        "tokens_per_busy_s": close(one(rows, f"sum(num_output_tokens) / sum({BUSY}) from done")),
+    }
+    for name in ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length"):
+        figures = f"count({name}), median({name}), avg({name}), min({name}), max({name}), stddev_samp({name}) from done"
+        wanted = rows.execute(f"select {figures}").fetchone()
+        found = report["per_document"][name]
+        assert [found[key] for key in ("n", "median", "mean", "min", "max", "sd")] == [close(each) for each in wanted]
+
+
+def test_buckets(rows, report):
+    """Each bucket is a report of its own."""
+    for bucket in report["buckets"]:
+        where = f"from done where bucket = {bucket['max_prompt_tokens']}"
+        assert bucket["documents"] == one(rows, f"count(*) {where}")
+        steps = one(rows, f"sum(num_spec_steps) {where}")
+        length = one(rows, f"1 + sum(num_accepted_tokens) / sum(num_spec_steps) {where}") if steps else None
+        assert bucket["mean_acceptance_length"] == (length and close(length))
+        for phase in PHASES:
+            assert bucket["seconds_per_document"][phase] == close(one(rows, f"sum({phase}_s) / count(*) {where}"))
+            assert bucket["time_shares"][phase] == close(one(rows, f"sum({phase}_s) / sum({BUSY}) {where}"))
+        assert bucket["decode_tokens_per_s"] == close(
+            one(rows, f"(sum(num_output_tokens) - count(*)) / sum(decode_s) {where}")
+        )
+    assert sum(bucket["documents"] for bucket in report["buckets"]) == report["rows"]["done"]
+
+
+def test_the_wall_clock(rows, report):
+    """The records have the times: 118 s until the last heartbeat of the driver that was killed, and 430 s."""
+    clock, done = report["wall_clock"], one(rows, "count(*) from done")
+    assert clock["seconds"] == close(118.0 + 430.0)
+    assert not clock["is_exact"]
+    assert clock["documents_per_hour"] == close(3600 * done / 548)
+    assert clock["prompt_tokens_per_s"] == close(one(rows, "sum(num_prompt_tokens) / 548 from done"))
+    assert clock["output_tokens_per_s"] == close(one(rows, "sum(num_output_tokens) / 548 from done"))
+    for start, run_id in zip(report["starts"], (FIRST, SECOND), strict=True):
+        assert start["documents"] == one(rows, f"count(*) from done where run_id = '{run_id}'")
+    paid_s = 2 * (118 - 2) + 2 * (420 - 5)
+    assert clock["worker_hours"] == close(paid_s / 3600)
+    assert clock["gpu_hours"] == close(paid_s / 7200)
+    assert clock["cost"] == {
+        "price_per_worker_hour": PRICE,
+        "total": close(PRICE * paid_s / 3600),
+        "per_thousand_documents": close(1000 * PRICE * paid_s / 3600 / done),
+        "per_million_output_tokens": close(
+            one(rows, f"1e6 * {PRICE * paid_s / 3600} / sum(num_output_tokens) from done")
+        ),
+    }
+
+
+def test_what_the_paid_time_was_spent_on(rows, report):
+    """The seven kinds add up to all of it, and are what the rows and the record say."""
+    paid = report["wall_clock"]["paid_s"]
+    busy = {"prefill": "prefill_s + draft_prefill_s", "decode": "draft_s + verify_s + retrieval_s", "other": "other_s"}
+    for kind, seconds in busy.items():
+        assert paid[kind] == close(one(rows, f"sum({seconds}) from done"))
+    assert paid["loading"] == close((10 - 2) + (20 - 2) + 2 * (20 - 5))
+    assert paid["dead"] == close(80 - 60)
+    gone = {"host:1": 118, "host:2": 60, "host:3": 118}
+    last = counted(rows, f"select worker, max(ended) from done where run_id = '{FIRST}' group by 1")
+    assert paid["lost"] == pytest.approx(sum(NIGHT_S + gone[name] - ended for name, ended in last.items()), abs=1e-3)
+    assert sum(paid.values()) == close(3600 * report["wall_clock"]["worker_hours"])
+    shares = report["wall_clock"]["shares"]
+    assert shares == {kind: close(seconds / sum(paid.values())) for kind, seconds in paid.items()}
+
+
+def test_the_tail(rows, report):
+    """One long document at the end, for which one worker stayed and the other waited."""
+    second = f"from done where run_id = '{SECOND}'"
+    last, num = one(rows, f"max(ended) {second}"), one(rows, f"count(*) {second}")
+    idle = last - one(rows, f"max(ended) {second} and worker = 'host:12'")
+    before = rows.execute(f"select ended {second} order by ended desc").fetchall()[2][0]
+    assert report["tail"] == {
+        "run_id": SECOND,
+        "documents": num,
+        "last_percent_documents": 2,
+        "last_percent_s": pytest.approx(last - before, abs=1e-5),
+        "last_worker_alone_s": pytest.approx(idle, abs=1e-5),
+        "workers": 2,
+        "idle_worker_s": pytest.approx(idle, abs=1e-5),
+        "idle_workers": 1,
+        "idle_median_s": pytest.approx(idle, abs=1e-5),
+    }
+
+
+def test_the_time_line_holds_every_document(rows, report):
+    """As spans of a worker, which end with its last document."""
+    assert [line["run_id"] for line in report["timeline"]] == [FIRST, SECOND]
+    for line, begin in zip(report["timeline"], (NIGHT_S, NEXT_NIGHT_S), strict=True):
+        where = f"from done where run_id = '{line['run_id']}'"
+        assert sum(worker["documents"] for worker in line["workers"]) == one(rows, f"count(*) {where}")
+        for worker in line["workers"]:
+            assert sum(count for _, _, count in worker["spans"]) == worker["documents"]
+        ends = sorted(worker["spans"][-1][1] for worker in line["workers"] if worker["spans"])
+        wanted = rows.execute(f"select max(ended) {where} group by worker order by 1").fetchall()
+        assert ends == [pytest.approx(ended - begin, abs=1e-5) for (ended,) in wanted]
+
+
+def test_the_slowest_documents_and_the_errors(rows, report):
+    """Named, so that somebody can look at them."""
+    slowest = rows.execute("select doc_id, total_s from done order by total_s desc, doc_id limit 10").fetchall()
+    assert [(document["doc_id"], document["total_s"]) for document in report["slowest"]] == slowest
+    errors = rows.execute("select error_class, stage, count(*) from results where not done group by all").fetchall()
+    assert {(each["error_class"], each["stage"], each["rows"]) for each in report["errors"]} == set(errors)
+
+
+def test_a_report_is_json_with_a_version(report):
+    """Programs that read it must be able to tell what they read."""
+    assert report["schema_version"] == 1
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
