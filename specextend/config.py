@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from specextend.core import one_line
 from specextend.data.inputs import InputOptions, OutputOptions
 from specextend.data.prompts import PromptOptions
+from specextend.data.report_options import ReportOptions
 from specextend.decoding.decoding_options import (
     AttentionOptions,
     CacheOptions,
@@ -118,6 +119,7 @@ class RunConfig(BaseModel):
     tree: TreeOptions = Field(default_factory=TreeOptions)
     cache: CacheOptions = Field(default_factory=CacheOptions)
     job: JobOptions = Field(default_factory=JobOptions)
+    report: ReportOptions = Field(default_factory=ReportOptions)
 
     @model_validator(mode="after")
     def _needs_a_draft(self) -> Self:

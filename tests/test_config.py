@@ -31,6 +31,7 @@ KEYS = {
     "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction stop_error_fraction "
     "commit_every_rows commit_every_s deadline_base_s deadline_s_per_token start_s stall_s silence_s deadline_s "
     "grace_s store_s",
+    "report": "price_per_worker_hour",
 }
 
 

@@ -70,6 +70,7 @@ class Attempt:
             "job": asdict(config.job),
             "workers": [],
             "charges": {},
+            "forecast": None,
         }
 
     def ending(self, exit_code: int) -> dict[str, Any]:
@@ -78,6 +79,11 @@ class Attempt:
 
     def begin(self) -> None:
         """Write the record without an end."""
+        self._write()
+
+    def expect(self, forecast: Mapping[str, Any]) -> None:
+        """Write how long the documents should take that were open when the start began: a `Forecast` as JSON values."""
+        self._record["forecast"] = dict(forecast)
         self._write()
 
     def worker_started(self, info: WorkerInfo) -> None:

@@ -262,3 +262,23 @@ def test_what_ended_in_an_error_row_is_forgiven_and_what_is_done_is_forgotten(tm
         SECOND: Tried(3, frozenset({GPU}), forgiven=3),
         THIRD: charge,
     }
+
+
+def test_a_start_records_what_was_expected_of_it(tmp_path: Path):
+    """So that a report can say how far off it was; null says that nothing was known."""
+    config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
+    attempt = Attempt(output, "0000000a", config)
+    attempt.begin()
+    record = tmp_path / "output" / "_run" / "attempts" / "0000000a.json"
+    assert json.loads(record.read_text())["forecast"] is None
+    expected = {
+        "seconds": 9.0,
+        "seconds_low": 8.0,
+        "seconds_high": 10.0,
+        "documents": 3,
+        "workers": 1,
+        "basis": "a run",
+    }
+    attempt.expect(expected)
+    attempt.end(0)
+    assert json.loads(record.read_text())["forecast"] == expected
