@@ -46,7 +46,7 @@ from specextend.cluster.prepare import (
 )
 from specextend.cluster.progress import Ledger, describe_duration
 from specextend.cluster.rates import CostSample, find_rates, keep_rates, pair_key
-from specextend.cluster.records import Attempt, read_charges, version_changes
+from specextend.cluster.records import Attempt, describe_age, read_charges, version_changes
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.stores import OutputGate, reading, using, writing
@@ -285,9 +285,8 @@ class _LockedRun:
         with writing(self.prepared.output):
             self.attempt.expect(asdict(forecast))
         low, high = describe_duration(forecast.seconds_low), describe_duration(forecast.seconds_high)
-        self.display.note(
-            f"expected to take {describe_duration(forecast.seconds)} ({low} to {high}) by {forecast.basis}", "forecast"
-        )
+        likely, age = describe_duration(forecast.seconds), describe_age(time.time() - rates.measured_at)
+        self.display.note(f"expected to take {likely} ({low} to {high}), by {forecast.basis}, {age}", "forecast")
         return forecast
 
     def _keep_rates(self, costs: CostSample, connect_s: float) -> None:
