@@ -8,13 +8,18 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.environment import is_submitted, prepare_environment
 from specextend.core import printable
 from specextend.terminal import guard_streams
+
+if TYPE_CHECKING:  # it imports torch
+    from specextend.config import RunConfig
 
 STATUS_S = 300.0
 """Seconds in which the state of a run must have been read."""
@@ -45,7 +50,6 @@ def job(arguments: argparse.Namespace) -> int:
     """Run, or only say what there is to do (`--dry-run`). Returns the exit code."""
     from specextend.cluster.display import open_display
     from specextend.cluster.exits import Interrupt, RefusedError
-    from specextend.cluster.prepare import describe_dry_run, dry_run, prepare
     from specextend.cluster.run import run
     from specextend.config import ConfigError, RunConfig
     from specextend.core import first_line
@@ -56,11 +60,7 @@ def job(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         raise RefusedError(str(error)) from error
     if arguments.dry_run:
-        plan = dry_run(prepare(config), retry_errors=arguments.retry_errors)
-        show(describe_dry_run(plan))
-        if arguments.json:
-            write_json(arguments.json, plan)
-        return 0
+        return look_ahead(config, arguments)
     interrupt = Interrupt(config.job.grace_s, config.job.deadline_s)
     interrupt.install()
     display = open_display(log=arguments.log)
@@ -75,6 +75,29 @@ def job(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:  # a store that is away by now, a stdout that takes no more
         say(f"the run ended with {code}, but cannot be shown: {first_line(error)}", "note", arguments)
     return code
+
+
+def look_ahead(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
+    from specextend.cluster.calibration import calibrate
+    from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
+    from specextend.cluster.exits import Interrupt, RefusedError
+    from specextend.cluster.prepare import prepare
+
+    try:
+        by = None if arguments.by is None else parse_time(arguments.by, datetime.now().astimezone())
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
+    measure = None
+    if arguments.calibrate is not None:
+        told = partial(say, event="calibration", arguments=arguments)
+        interrupt = Interrupt(config.job.grace_s)
+        measure = partial(calibrate, num_documents=arguments.calibrate, interrupt=interrupt, say=told)
+    plan = dry_run(prepare(config), retry_errors=arguments.retry_errors, by=by, calibrate=measure)
+    show(describe_dry_run(plan))
+    if arguments.json:
+        write_json(arguments.json, plan)
+    return 0
 
 
 def conclude(output: str) -> None:
@@ -159,8 +182,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--input", help="in place of input.path")
     parser.add_argument("--output", help="in place of output.path")
     parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="override one value")
-    parser.add_argument("--dry-run", action="store_true", help="say what there is to do; load and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="say what there is to do; write no output")
     parser.add_argument("--json", metavar="PATH", help="with --dry-run: write the plan there, too")
+    parser.add_argument(
+        "--calibrate", type=documents, metavar="N", help="with --dry-run: decode N documents to measure the time"
+    )
+    parser.add_argument("--by", metavar="TIME", help="with --dry-run: say how many workers are done by then (HH:MM)")
     parser.add_argument("--log", choices=["text", "json"], default="text", help="json: one line an event on stderr")
     parser.add_argument(
         "--retry-errors",
@@ -171,9 +198,17 @@ def parse() -> argparse.Namespace:
         help="do those error rows again that another try may mend, and nothing else; =all: every error row",
     )
     arguments = parser.parse_args()
-    if arguments.json and not arguments.dry_run:
-        parser.error("--json goes with --dry-run")
+    for name in ("json", "calibrate", "by"):
+        if getattr(arguments, name) is not None and not arguments.dry_run:
+            parser.error(f"--{name} goes with --dry-run")
     return arguments
+
+
+def documents(text: str) -> int:
+    """Read the number of `--calibrate`. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"at least 2 documents show how documents differ, got {text!r}")
+    return int(text)
 
 
 def end(code: int) -> None:

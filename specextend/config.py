@@ -105,13 +105,10 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """`report.*`: What the report of a run cannot know by itself.
-
-    None of these values changes a summary.
-    """
+    """`report.*`: What reports and dry runs cannot know by themselves. No summary depends on it."""
 
     price_per_worker_hour: float | None = None
-    """Price of one worker for one hour, in any currency; from it the report computes what documents and tokens cost."""
+    """Price of one worker for one hour, in any currency; from it they compute what documents and tokens cost."""
 
     def __post_init__(self) -> None:
         if self.price_per_worker_hour is not None:

@@ -16,8 +16,8 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.step_costs import CostTable, StepCosts
 from specextend.decoding.tuning import load_fastest, load_step_costs
-from specextend.models import ModelFacts, load_target, load_tokenizer
-from specextend.pairing import check_pair, load_drafter
+from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, num_parameters
+from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
 
 GIB = 1024**3
 
@@ -76,6 +76,22 @@ def target_rows(config: RunConfig, facts: ModelFacts) -> int:
     """Return the rows of the target's cache: what `decoding.cache_gib` holds, but at most what a full batch can use."""
     affordable = int(config.decoding.cache_gib * GIB) // facts.kv_bytes_per_token(config.target.dtype)
     return min(affordable, config.decoding.max_batch_size * rows_per_sequence(config, facts.context_length))
+
+
+def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
+    """Compute the bytes that a worker holds from its start to its end, from configs and headers alone.
+
+    Returns `target_weights`, `draft_weights`, `target_cache` and `draft_caches`. The memory of a forward pass comes on
+    top; weights that are packed for a CPU may take more.
+    """
+    size, num_rows = DTYPES[config.target.dtype].itemsize, target_rows(config, facts)
+    draft = draft_size(config.active_draft)
+    return {
+        "target_weights": size * num_parameters(config.target.model, config.target.revision),
+        "draft_weights": size * draft.num_parameters,
+        "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
+        "draft_caches": 2 * aligned(draft_rows(config, config.cache, num_rows)) * size * draft.num_cached,
+    }
 
 
 def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, Tensor]:

@@ -81,7 +81,12 @@ class ModelFacts:
 
     def kv_bytes_per_token(self, dtype: Dtype) -> int:
         """Return the bytes that one token takes in the model's KV cache."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPES[dtype].itemsize
+        return self.kv_numbers_per_token * DTYPES[dtype].itemsize
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Return how many keys and values one token has in the model's KV cache."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def read_facts(model: str, revision: str | None = None) -> ModelFacts:
@@ -102,6 +107,12 @@ def check_model(model: str, revision: str | None = None) -> ModelFacts:
     else:
         _check_shapes(location, model, read_tensors(location, model, revision))
     return facts
+
+
+def num_parameters(model: str, revision: str | None = None) -> int:
+    """Count the parameters of a model by its config; tied ones count once. Fetches no weights. Raises ModelError."""
+    config = _read_config(find_files(model, revision, weights=False), model)
+    return sum(parameter.numel() for parameter in _without_weights(config).parameters())
 
 
 def _facts(location: ModelFiles, model: str) -> ModelFacts:
@@ -278,14 +289,20 @@ def check_supported(config: PreTrainedConfig, model: str) -> None:
 def _check_shapes(location: ModelFiles, model: str, found: dict[str, TensorInfo]) -> None:
     """Raise ModelError if a tensor of the architecture is not among those found, or has another shape there."""
     config = _read_config(location, model)
-    with torch.device("meta"), _quiet():
-        expected: dict[str, torch.Tensor] = AutoModelForCausalLM.from_config(config).state_dict()
+    expected: dict[str, torch.Tensor] = _without_weights(config).state_dict()
     for name, tensor in expected.items():
         info = found.get(name) or found.get(name.removeprefix("model."))  # a bare decoder's names have no prefix
         if info is None and not (name == "lm_head.weight" and config.tie_word_embeddings):
             raise ModelError(f"{model} lacks the tensor {name}")
         if info is not None and info.shape != tuple(tensor.shape):
             raise ModelError(f"{model}: {name} is {list(info.shape)}, config.json says {list(tensor.shape)}")
+
+
+def _without_weights(config: PreTrainedConfig) -> torch.nn.Module:
+    """Build the model of a config with tensors that have a shape and no storage."""
+    with torch.device("meta"), _quiet():
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def _eos_token_ids(location: ModelFiles, config: PreTrainedConfig) -> tuple[int, ...]:

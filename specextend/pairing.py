@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.checkpoint import ModelError, hash_files
+from specextend.checkpoint import ModelError, hash_files, read_safetensors_header
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
@@ -23,7 +24,7 @@ from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.draft_options import DraftKind, DraftOptions
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.eagle_network import EagleNetwork, PublishedNetwork
-from specextend.drafters.formats import is_ours, read_head, read_vocabulary, weight_files
+from specextend.drafters.formats import FLOATS, is_ours, read_head, read_vocabulary, weight_files
 from specextend.drafters.merged import MergedDrafter
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
@@ -35,6 +36,8 @@ from specextend.models import (
     check_model,
     load_causal_lm,
     load_tokenizer,
+    num_parameters,
+    read_facts,
     rope_frequencies,
     tokens_sha256,
 )
@@ -95,9 +98,9 @@ def load_drafter(
     assert draft is not None, "the configuration names a draft in every mode but autoregressive"
     if draft.kind == "ngram":
         return NgramDrafter(config.tree, target.device)
-    scratch = aligned(config.tree.most_nodes * config.num_tree_levels + cache.draft_prefill_window + PREFILL_CHUNK)
-    num_working_rows = num_rows + config.decoding.max_batch_size * scratch
-    setting = DraftSetting(config.target, target, lm_head, num_working_rows, cache.draft_prefill_window)
+    setting = DraftSetting(
+        config.target, target, lm_head, draft_rows(config, cache, num_rows), cache.draft_prefill_window
+    )
     network = KINDS[draft.kind].load(draft, setting)
     visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
     tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
@@ -107,6 +110,26 @@ def load_drafter(
     if not draft.ngram:
         return drafter
     return MergedDrafter(drafter, config.tree, target.device, perf_counter if config.tree.nodes == "auto" else None)
+
+
+def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int) -> int:
+    """Return the rows of each of a draft's two caches, from those of the target's."""
+    scratch = aligned(config.tree.most_nodes * config.num_tree_levels + cache.draft_prefill_window + PREFILL_CHUNK)
+    return num_rows + config.decoding.max_batch_size * scratch
+
+
+def draft_size(draft: DraftOptions | None) -> DraftSize:
+    """Return the size of a draft by its config and the headers of its files; 0 for one without a model."""
+    return DraftSize(0, 0) if draft is None or draft.kind == "ngram" else KINDS[draft.kind].size(draft)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSize:
+    """The numbers, each of the target's dtype, that a draft holds in memory."""
+
+    num_parameters: int
+    num_cached: int
+    """Keys and values of one token in one of its two caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +222,26 @@ def _hash_model(draft: DraftOptions, hashes_of: HashesOf) -> str:
     return hashes_of(draft.model, draft.revision)["weights"]
 
 
+def _size_eagle(draft: DraftOptions) -> DraftSize:
+    headers = (read_safetensors_header(file) for file in weight_files(Path(draft.model)))
+    tensors = [info for header in headers for info in header.values() if info.dtype in FLOATS]
+    count = sum(math.prod(info.shape) for info in tensors)
+    if is_ours(draft.model):
+        own = load_eagle_config(draft.model)
+        num_copied_rows = own.draft_vocab_size or 0  # of the target's LM head
+        num_heads, head_dim = own.num_kv_heads + (own.copy_heads or 0), own.head_dim
+        count += num_copied_rows * own.hidden_size
+    else:
+        head = read_head(draft.model)
+        num_heads, head_dim = head.num_kv_heads, head.head_dim
+    return DraftSize(count, 2 * num_heads * head_dim)
+
+
+def _size_model(draft: DraftOptions) -> DraftSize:
+    facts = read_facts(draft.model, draft.revision)
+    return DraftSize(num_parameters(draft.model, draft.revision), facts.kv_numbers_per_token)
+
+
 def _load_eagle(draft: DraftOptions, setting: DraftSetting) -> DraftNetwork:
     return _load_own(draft.model, setting) if is_ours(draft.model) else _load_published(draft.model, setting)
 
@@ -232,11 +275,13 @@ class Kind:
     """Raises ModelError, in one line, if the draft does not fit the target."""
     sha256: Callable[[DraftOptions, HashesOf], str]
     """Hashes what the draft's files hold."""
+    size: Callable[[DraftOptions], DraftSize]
+    """Reads what the draft takes in memory, without its weights."""
     load: Callable[[DraftOptions, DraftSetting], DraftNetwork]
 
 
 KINDS: dict[DraftKind, Kind] = {
-    "eagle": Kind(_check_eagle, _hash_eagle, _load_eagle),
-    "model": Kind(_check_model, _hash_model, _load_model),
+    "eagle": Kind(_check_eagle, _hash_eagle, _size_eagle, _load_eagle),
+    "model": Kind(_check_model, _hash_model, _size_model, _load_model),
 }
 """Every `draft.kind` that has a model; `ngram` has none."""

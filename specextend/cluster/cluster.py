@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from specextend.cluster.environment import is_local, num_cores
 from specextend.cluster.exits import ClusterError, Interrupt, LockHeldError
+from specextend.config import JobOptions
 from specextend.core import first_line
 
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
@@ -136,3 +137,17 @@ def _claim(name: str, output: str, wait_s: float) -> Any:
             raise ClusterError(f"{what}: {first_line(error)}; run again") from error
         else:
             return holder
+
+
+def say_no_node(job: JobOptions) -> str | None:
+    """Say that no node of the cluster that was joined could hold a worker, even an idle one; None if one could.
+
+    A cluster that grows may start such a node. In any other the job would wait in silence until `job.silence_s`.
+    """
+    needed = {"CPU": job.cpus_per_worker, "GPU": job.gpus_per_worker}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if any(all(node.get(name, 0.0) >= number for name, number in needed.items()) for node in nodes):
+        return None
+    wanted = f"{job.cpus_per_worker} cores (job.cpus_per_worker) and {job.gpus_per_worker:g} GPUs (job.gpus_per_worker)"
+    end = f"unless it grows, the run ends after {job.silence_s:g} s (job.silence_s)"
+    return f"no node of the cluster has the {wanted} of a worker; {end}"

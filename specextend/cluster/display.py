@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from specextend.cluster.progress import Snapshot
+from specextend.cluster.progress import Snapshot, describe_duration
 from specextend.core import printable
 from specextend.terminal import raw_stream, wrap_streams
 
@@ -60,8 +60,7 @@ def describe_eta(seconds: float | None) -> str:
     """Describe the time left as `1:02:03 left`, rounded up to seconds."""
     if seconds is None:
         return "time left unknown yet"
-    whole = math.ceil(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} left"
+    return f"{describe_duration(seconds)} left"
 
 
 class Pace:

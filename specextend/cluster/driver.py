@@ -16,6 +16,7 @@ from specextend.cluster.metrics import Metrics
 from specextend.cluster.places import Place, Spot
 from specextend.cluster.pool import Begun, CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
 from specextend.cluster.progress import AwakeClock, ErrorGuard, Ledger, StallGuard
+from specextend.cluster.rates import CostSample, DocumentCost
 from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
@@ -95,6 +96,8 @@ class Driver:
     source: Source
     job: JobOptions
     clock: Callable[[], float] = field(default_factory=AwakeClock)
+    costs: CostSample = field(default_factory=CostSample)
+    """Costs of the documents that this start has done."""
     _guard: StallGuard = field(init=False)
     _errors: ErrorGuard = field(init=False)
     _arbiter: Arbiter = field(init=False)
@@ -236,6 +239,7 @@ class Driver:
         self.roster.ready(worker)
         self._hosts[worker] = info.host
         self.attempt.worker_ready(worker, info)
+        self.costs.worker_ready(info.device, now)
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
         place = Place(info.node_id, Spot(info.host, device))
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
@@ -273,7 +277,8 @@ class Driver:
             self._errors.done()
             self.display.event("document_done", **_facts(worker, lease), **_result(outcome))
             self.metrics.done(worker, lease.lease_id, outcome.stats)
-            self.ledger.finish(lease.key, outcome.stats)
+            estimate = self.ledger.finish(lease.key, outcome.stats)
+            self.costs.offer(DocumentCost.of(outcome.stats, estimate.max_new_tokens))
             self.committer.add(outcome.row, now)
         else:
             self._fail(lease.key, lease.attempt, outcome, worker, now)

@@ -53,18 +53,29 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_resources(target: TargetOptions, job: JobOptions) -> None:
-    """Raise RefusedError if a private Ray could never give a worker what it needs: it would wait for ever."""
+def check_device(target: TargetOptions, job: JobOptions) -> None:
+    """Raise RefusedError if a worker would have no GPU for a target that needs one, on whichever machine."""
     if target.device.startswith("cuda") and not job.gpus_per_worker:
         raise RefusedError(f"target.device {target.device} needs job.gpus_per_worker above 0")
-    if not is_local():
-        return
+
+
+def check_resources(job: JobOptions) -> None:
+    """Raise RefusedError if this machine could never give a worker what it needs: a private Ray would wait for ever."""
     import torch
 
     there = {"cpus_per_worker": num_cores(), "gpus_per_worker": torch.cuda.device_count()}
     for key, count in there.items():
         if getattr(job, key) > count:
             raise RefusedError(f"job.{key} is {getattr(job, key):g} but this machine has {count}")
+
+
+def worker_device(job: JobOptions) -> str:
+    """Return the name of what a worker on this machine computes on: its GPU, or the processor."""
+    import torch
+
+    from specextend.decoding.tuning import device_name
+
+    return device_name(torch.device("cuda" if job.gpus_per_worker else "cpu"))
 
 
 def workers_that_fit(job: JobOptions) -> int:
@@ -75,3 +86,9 @@ def workers_that_fit(job: JobOptions) -> int:
     if job.gpus_per_worker:
         fit.append(int(torch.cuda.device_count() / job.gpus_per_worker))
     return min(job.workers, *fit)
+
+
+def say_room(job: JobOptions) -> str | None:
+    """Say that a private Ray has room for fewer workers than `job.workers`; None if it has room for all."""
+    fit = workers_that_fit(job)
+    return f"this machine has room for {fit} of {job.workers} workers (job.workers)" if fit < job.workers else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,15 +78,27 @@ class Snapshot:
     """Rate over the last ten minutes, all workers together."""
     mean_acceptance_length: float | None
     eta_s: float | None
-    """None until there is a rate."""
+    """By the rate or, until there is one, by the forecast; None if there is neither."""
 
 
 class Ledger:
     """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts replace estimates."""
 
-    def __init__(self, estimates: Mapping[DocumentKey, TokenEstimate], num_done: int, num_errors: int) -> None:
-        """Begin a start. estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts."""
+    def __init__(
+        self,
+        estimates: Mapping[DocumentKey, TokenEstimate],
+        num_done: int,
+        num_errors: int,
+        expected_s: float | None = None,
+    ) -> None:
+        """Begin a start.
+
+        estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts. expected_s: forecast
+        of its time, if there is one.
+        """
         self._open = dict(estimates)
+        self._expected_s = expected_s
+        self._began_at: float | None = None
         self._num_rows = len(estimates) + num_done + num_errors
         self._num_done, self._num_errors = num_done, num_errors
         self._prompt_left = sum(item.num_prompt_tokens for item in estimates.values())
@@ -95,8 +108,11 @@ class Ledger:
         self._running: dict[str, dict[DocumentKey, int]] = {}
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def finish(self, key: DocumentKey, stats: DecodingStats | None) -> None:
-        """Note that a document is done, with its true counts, or has become an error row (None)."""
+    def finish(self, key: DocumentKey, stats: DecodingStats | None) -> TokenEstimate:
+        """Note that a document is done, with its true counts, or has become an error row (None).
+
+        Returns what was estimated of it.
+        """
         estimate = self._open.pop(key)
         for outputs in self._running.values():
             outputs.pop(key, None)
@@ -104,10 +120,11 @@ class Ledger:
         self._output_left -= estimate.max_new_tokens
         if stats is None:
             self._num_errors += 1
-            return
+            return estimate
         self._num_done += 1
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
+        return estimate
 
     def running(self, worker: str, outputs: Iterable[tuple[DocumentKey, int]]) -> None:
         """Note the documents that are in a worker's engine now, with their output tokens so far."""
@@ -141,8 +158,15 @@ class Ledger:
             fraction=done / (done + left) if done + left else 1.0,
             output_tokens_per_s=ratio(output - output_then, elapsed),
             mean_acceptance_length=self._stats.mean_acceptance_length,
-            eta_s=left / rate if rate else None,
+            eta_s=left / rate if rate else self._forecast_left(now),
         )
+
+    def _forecast_left(self, now: float) -> float | None:
+        """Return what is left of the forecast; None if there is none, or it has proved wrong."""
+        if self._began_at is None:
+            self._began_at = now
+        left_s = (self._expected_s or 0.0) - (now - self._began_at)
+        return left_s if left_s > 0 else None
 
     def _done_tokens(self) -> tuple[int, int]:
         """Count the prompt and output tokens that this start has done, running documents included."""
@@ -250,3 +274,9 @@ class StallGuard:
             more = f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else ""
             parts += [f"{begin} {', '.join(map(place, keys[:MOST_NAMES]))}{more}"] if keys else []
         return StalledRunError("; ".join([*parts, "what is done is kept, run again"]))
+
+
+def describe_duration(seconds: float) -> str:
+    """Describe a duration as `1:02:03`, rounded up to seconds."""
+    whole = math.ceil(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

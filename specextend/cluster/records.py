@@ -122,6 +122,7 @@ class Attempt:
             "report": asdict(config.report),
             "workers": [],
             "charges": {},
+            "forecast": None,
         }
 
     def ending(self, exit_code: int) -> Start:
@@ -161,6 +162,12 @@ class Attempt:
         for worker, entry in self._workers.items():
             if entry["gone"] is None:
                 self.worker_gone(worker, RELEASED)
+
+    def expect(self, forecast: Mapping[str, Any]) -> None:
+        """Write how long the documents should take that were open when the start began: a `Forecast` as JSON values."""
+        self._record["forecast"] = dict(forecast)
+        self.write()
+
 
     def charged(self, charges: Mapping[DocumentKey, Tried]) -> None:
         """Write how often open documents have been tried, by earlier starts too; the next start counts on."""

@@ -8,12 +8,13 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from specextend.cluster.cluster import claimed, connected
+from specextend.cluster.cluster import claimed, connected, say_no_node
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Committer, Driver
-from specextend.cluster.environment import is_local, workers_that_fit
+from specextend.cluster.environment import is_local, say_room, worker_device, workers_that_fit
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -29,14 +30,23 @@ from specextend.cluster.exits import (
     end_process,
     exit_code,
 )
+from specextend.cluster.forecast import Forecast, Outlook
 from specextend.cluster.leases import Limits, Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.planning import Plan, make_plan
 from specextend.cluster.pool import Pool
-from specextend.cluster.prepare import Prepared, check_same_run, prepare, read_progress, say_left_out
-from specextend.cluster.progress import Ledger
-from specextend.cluster.records import Attempt, read_charges, version_changes
+from specextend.cluster.prepare import (
+    Prepared,
+    check_machine,
+    check_same_run,
+    prepare,
+    read_progress,
+    say_left_out,
+)
+from specextend.cluster.progress import Ledger, describe_duration
+from specextend.cluster.rates import CostSample, find_rates, keep_rates, pair_key
+from specextend.cluster.records import Attempt, describe_age, read_charges, version_changes
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.stores import OutputGate, reading, using, writing
@@ -90,6 +100,7 @@ def run(
     Raises the exceptions of `exits.py`, and any that nobody foresaw. Ends the process if the output's store does not
     answer.
     """
+    check_machine(config)
     prepared = prepare(config, interrupt.check)
     interrupt.check()
     gate = OutputGate(config.job.store_s, lambda: _give_up(config, display))
@@ -217,7 +228,9 @@ class _LockedRun:
             num_errors = len(progress.errors.keys() - keys)
             with reading(output):
                 tried = tried_before(output, progress)
-            self._decode(*work, Ledger(work[1].estimates, len(progress.done), num_errors), tried)
+            forecast = self._forecast(work[1])
+            expected_s = None if forecast is None else forecast.seconds
+            self._decode(*work, Ledger(work[1].estimates, len(progress.done), num_errors, expected_s), tried)
         with writing(output):
             return self._conclude(finalize(self.prepared.source, output, self._checkpoint))
 
@@ -251,19 +264,48 @@ class _LockedRun:
         return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
 
     def _decode(self, source: Source, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
+        begin = time.monotonic()
         with connected(self.interrupt), claimed(self.prepared.output.path):
             self._say_what_fits()
             driver = self._driver(source, plan, ledger, tried)
+            connect_s = time.monotonic() - begin
             try:
                 driver.run()
             finally:
                 driver.pool.close()
                 self.attempt.workers_released()
+        self._keep_rates(driver.costs, connect_s)
+
+    def _forecast(self, plan: Plan) -> Forecast | None:
+        """Record how long the open documents should take by rates that are kept; None if there are none."""
+        config = self.prepared.config
+        rates = find_rates(self._pair_key(), worker_device(config.job) if is_local() else None)
+        if rates is None:
+            return None
+        workers = workers_that_fit(config.job) if is_local() else config.job.workers
+        forecast = Outlook(plan.estimates.values(), rates, config.decoding.max_batch_size).lasts(workers)
+        with writing(self.prepared.output):
+            self.attempt.expect(asdict(forecast))
+        low, high = describe_duration(forecast.seconds_low), describe_duration(forecast.seconds_high)
+        likely, age = describe_duration(forecast.seconds), describe_age(time.time() - rates.measured_at)
+        self.display.note(f"expected to take {likely} ({low} to {high}), by {forecast.basis}, {age}", "forecast")
+        return forecast
+
+    def _keep_rates(self, costs: CostSample, connect_s: float) -> None:
+        """Keep the rates of this start for later forecasts; those of another engine than ours are not the pair's."""
+        if self.factory is not load_engine:
+            return
+        rates = costs.rates(connect_s=connect_s, origin=f"run {self.run_id}", measured_at=time.time())
+        if rates is not None:
+            keep_rates(self._pair_key(), rates)
+
+    def _pair_key(self) -> dict[str, Any]:
+        return pair_key(self.prepared.config, self.prepared.manifest["identity"]["hashes"])
 
     def _say_what_fits(self) -> None:
         job = self.prepared.config.job
-        if is_local() and (fit := workers_that_fit(job)) < job.workers:
-            self.display.note(f"warning: this machine has room for {fit} of {job.workers} workers (job.workers)")
+        if warning := say_room(job) if is_local() else say_no_node(job):
+            self.display.note(f"warning: {warning}")
 
     def _read_through(self, keys: set[DocumentKey]) -> tuple[Source, Plan]:
         """Return the source from which to read, and the plan. Raises InputError for a file that breaks off."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import ray
 import torch
 
+from specextend.cluster.environment import worker_device
 from specextend.cluster.messages import Done, EngineBrokenError, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, SamplingParams, first_line
@@ -164,7 +165,7 @@ class Worker:
         self._prompts = Prompts(self._engine.tokenizer, self._config.prompt, self._engine.max_tokens)
         self._engine.share_start(self._prompts.start_token_ids)
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
-        return torch.cuda.get_device_name() if self._config.job.gpus_per_worker else "cpu"
+        return worker_device(self._config.job)
 
     async def run(self, lease_id: str, key: DocumentKey, attempt: int) -> Outcome:
         """Read, render and decode the document of a lease. A cancelled call drops its sequence between two steps.

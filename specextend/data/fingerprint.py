@@ -25,8 +25,8 @@ _FREE = (
     "attention.backend",
     "target.device",
 )
-"""Options that may change from one start to the next: the places of files, and the order and the machines in which
-documents are done."""
+"""Options that may change from one start to the next: the places of files, the order and the machines in which
+documents are done, and what reports show."""
 _HASHED = ("target.model", "target.revision", "draft.model", "draft.revision")
 """Options that name weights; the manifest holds the hashes of the weights instead."""
 RETIRED: dict[str, Any] = {"cache.chunk_boundaries": "fixed", "cache.score_heads": "mean"}

@@ -44,7 +44,7 @@ _LLAMA: dict[str, Any] = {  # what transformers leaves out of a config that it w
 }
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "partial_rotary_factor")
-_FLOATS = ("BF16", "F16", "F32")
+FLOATS = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,7 +357,7 @@ def _check_tensors(head: PublishedHead, found: dict[str, TensorInfo]) -> None:
     for name, info in sorted(found.items()):
         if info.shape != shapes[name]:
             raise ValueError(f"{where}: {spelled[name]} is {list(info.shape)}, config.json says {list(shapes[name])}")
-        supported = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}.get(name, _FLOATS)
+        supported = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}.get(name, FLOATS)
         if info.dtype not in supported:
             raise ValueError(f"{where}: {spelled[name]} is {info.dtype}; supported are {', '.join(supported)}")
 

@@ -4,9 +4,10 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfDiskError, RayTaskError
 
-from specextend.cluster.cluster import claimed
+from specextend.cluster.cluster import claimed, say_no_node
 from specextend.cluster.exits import ClusterError, LockHeldError
 from specextend.cluster.pool import unexpected
+from specextend.config import JobOptions
 
 
 @pytest.fixture
@@ -62,3 +63,12 @@ def test_a_cluster_that_grants_no_name_is_said_in_one_line(shared: None, monkeyp
         claimed("s3://bucket/new"),
     ):
         pass
+
+
+def test_a_cluster_without_a_node_for_a_worker_is_said(shared: None):
+    """Ray would wait for one in silence; only a cluster that grows may yet start it."""
+    assert say_no_node(JobOptions(cpus_per_worker=2)) is None
+    said = say_no_node(JobOptions(cpus_per_worker=4096, gpus_per_worker=1, silence_s=7200))
+    assert said is not None
+    assert "no node of the cluster has the 4096 cores (job.cpus_per_worker) and 1 GPUs" in said
+    assert said.endswith("unless it grows, the run ends after 7200 s (job.silence_s)")

@@ -4,7 +4,14 @@ import pytest
 
 from specextend.cluster.leases import Limits
 from specextend.cluster.places import Place, Spot
-from specextend.cluster.progress import DEFAULT_OUTPUT_COST, MAX_GAP_S, AwakeClock, Ledger, TokenEstimate
+from specextend.cluster.progress import (
+    DEFAULT_OUTPUT_COST,
+    MAX_GAP_S,
+    AwakeClock,
+    Ledger,
+    TokenEstimate,
+    describe_duration,
+)
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
@@ -131,3 +138,21 @@ def test_a_suspended_driver_holds_nobody_for_silent():
         source.now += MAX_GAP_S
         clock()
     assert plan.stalled(clock()) == ["a"], "and yet it is looked after"
+
+
+def test_until_there_is_a_rate_the_forecast_is_counted_down():
+    """Models load for minutes, and a long document takes as long: what earlier runs took is better than nothing."""
+    book = Ledger({key(0): TokenEstimate(1000, 100)}, 0, 0, expected_s=60.0)
+    assert book.snapshot(5.0, 0).eta_s == pytest.approx(60.0)
+    assert book.snapshot(25.0, 0).eta_s == pytest.approx(40.0)
+    assert book.snapshot(95.0, 0).eta_s is None, "it was wrong"
+    assert ledger((1000, 100)).snapshot(0.0, 0).eta_s is None
+    book.running("a", [(key(0), 50)])
+    assert book.snapshot(105.0, 1).eta_s == pytest.approx(100.0 * 50 * 10 / (1000 + 50 * 10)), "by the rate from now on"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0, "0:00:00"), (59.2, "0:01:00"), (3723, "1:02:03"), (360_000, "100:00:00")]
+)
+def test_a_duration_is_rounded_up_to_seconds(seconds: float, said: str):
+    assert describe_duration(seconds) == said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ import pytest
 
 from specextend.cluster import lock as lock_module
 from specextend.cluster import roster
+from specextend.cluster.environment import worker_device, workers_that_fit
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_TOO_MANY_ERRORS,
@@ -21,10 +23,13 @@ from specextend.cluster.exits import (
     OtherRunError,
     WorkersFailError,
 )
+from specextend.cluster.prepare import prepare
+from specextend.cluster.rates import keep_rates, pair_key
 from specextend.cluster.worker import document_seed
 from specextend.pairing import pair_hashes
 from tests.cluster.conftest import Screen
 from tests.cluster.fakes import LoadsLater, NeverLoads, SwapsWeights
+from tests.cluster.test_forecast import RATES
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
 
@@ -103,11 +108,19 @@ def test_files_that_were_taken_from_a_finished_run_are_written_again_and_nothing
     assert run.screen.notes == ["complete already, 7 rows: 6 done, 1 failed"]
 
 
-def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch):
-    """Otherwise somebody waits for 48 of 50 all night."""
+def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch, tmp_path: Path):
+    """Otherwise somebody waits for 48 of 50 all night, and the forecast would count on all 50."""
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    run = job(["one"], workers=500)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = job(["one", *[None] * 50], workers=500, max_error_fraction=1.0)
+    prepared = prepare(run.config())
+    key = pair_key(prepared.config, prepared.manifest["identity"]["hashes"])
+    keep_rates(key, replace(RATES, device=worker_device(prepared.config.job)))
     assert run.run() == EXIT_DONE
+    [record] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
+    assert record["forecast"]["documents"] == 51
+    assert record["forecast"]["workers"] == workers_that_fit(prepared.config.job) < 51
+    assert record["forecast"]["basis"].startswith("a calibration of 100 documents on ")
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
 
 

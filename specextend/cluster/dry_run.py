@@ -1,0 +1,288 @@
+"""The dry run: what a start would do, which memory and time it would take, and with how many workers."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import datetime, timedelta
+from statistics import median
+from typing import Any
+
+from specextend.cluster.environment import is_local, say_room, worker_device
+from specextend.cluster.exits import RefusedError, StoreError
+from specextend.cluster.forecast import Forecast, Outlook, cost_of
+from specextend.cluster.planning import Plan, make_plan
+from specextend.cluster.prepare import Prepared, check_machine, check_same_run, read_progress, say_left_out
+from specextend.cluster.progress import TokenEstimate, describe_duration
+from specextend.cluster.rates import Rates, find_rates, keep_rates, pair_key
+from specextend.cluster.records import describe_age
+from specextend.cluster.stores import reading
+from specextend.core import DocumentKey
+from specextend.data.audit import describe_skipped
+from specextend.data.inputs import InputError, InputUnreachableError
+from specextend.data.parts import Retry, pending
+from specextend.loading import GIB, memory_bytes, rows_per_sequence
+
+NOT_MEASURED = "not measured"
+WIDTH = 80
+"""Columns of a terminal, within which tables stay."""
+_MEMORY = {
+    "target_weights": "weights of the target",
+    "draft_weights": "weights of the draft",
+    "target_cache": "cache of the target",
+    "draft_caches": "caches of the draft",
+}
+
+Calibrate = Callable[[Prepared, Plan], Rates]
+
+
+def dry_run(
+    prepared: Prepared, *, retry_errors: Retry = "none", by: datetime | None = None, calibrate: Calibrate | None = None
+) -> dict[str, Any]:
+    """Plan a start and return what it would do as JSON values, without writing anything into the output folder.
+
+    by: time at which the run must be done; the plan says with how many workers it is. calibrate: measures the pair's
+    rates, which are kept; without it those that are kept are used, and nothing is loaded. Raises OtherRunError if the
+    folder holds another run, OutputError, RefusedError and StoreError, and what `calibrate` raises.
+    """
+    config = prepared.config
+    plan, num_final = _plan(prepared, retry_errors)
+    why_not_here = _why_not_here(prepared)
+    rates = _rates(prepared, plan, calibrate, is_here=why_not_here is None)
+    return {
+        "rows": prepared.source.num_rows,
+        "rows_to_do": len(plan.estimates),
+        "error_rows_left_out": num_final,
+        "rows_rejected": dict(plan.rejected),
+        "rows_over_length": plan.num_over_length,
+        "audit": _audit(prepared, plan),
+        "length_policy": config.prompt.length_policy,
+        "prompt_tokens": plan.num_prompt_tokens(),
+        "output_tokens_at_most": sum(estimate.max_new_tokens for estimate in plan.estimates.values()),
+        "tokens_per_byte": plan.tokens_per_byte,
+        "prompt_lengths": plan.buckets(),
+        "cache": _cache(prepared, plan),
+        "memory_gib": {name: size / GIB for name, size in memory_bytes(config, prepared.facts).items()},
+        "this_machine": why_not_here or (say_room(config.job) if is_local() else None),
+        **_timing(prepared, plan, rates, by),
+        "models": prepared.models,
+        "fingerprint": prepared.manifest["fingerprint"],
+    }
+
+
+def parse_time(text: str, now: datetime) -> datetime:
+    """Read `HH:MM`, which is the next time that a clock here shows it, or a time of ISO 8601. Raises ValueError.
+
+    A time without a zone is in the zone of this machine's clock. now: with its zone.
+    """
+    try:
+        if re.fullmatch(r"\d{1,2}:\d\d", text):
+            today = now.astimezone().replace(tzinfo=None)
+            hour, minute = map(int, text.split(":"))
+            found = today.replace(hour=hour, minute=minute, second=0, microsecond=0)
+            found = (found if found > today else found + timedelta(days=1)).astimezone()
+        else:
+            found = datetime.fromisoformat(text)
+            found = found if found.tzinfo else found.astimezone()
+    except ValueError:
+        raise ValueError(f"--by takes HH:MM or a time such as 2026-11-23T07:00, got {text!r}") from None
+    if found <= now:
+        raise ValueError(f"--by {text} is past: it is {_say_time(now)}")
+    return found
+
+
+def describe_dry_run(plan: dict[str, Any]) -> str:
+    """Describe the plan for people."""
+    audit = [(each["check"], _say_rows(each["rows"]), each["outcome"]) for each in plan["audit"]]
+    lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
+    lines = [
+        f"{plan['rows_to_do']} of {plan['rows']} rows to do, {sum(plan['rows_rejected'].values())} of them rejected",
+        *([say_left_out(plan["error_rows_left_out"])] if plan["error_rows_left_out"] else []),
+        *_table(("input", "rows", "they are"), audit),
+        f"about {plan['prompt_tokens']:,} prompt tokens, {plan['output_tokens_at_most']:,} output tokens at most",
+        *_table(("prompt tokens", "rows"), lengths),
+        *_describe_memory(plan),
+        *(_wrap(plan["this_machine"]) if plan["this_machine"] else []),
+        *_describe_time(plan),
+    ]
+    return "\n".join(lines)
+
+
+def _plan(prepared: Prepared, retry_errors: Retry) -> tuple[Plan, int]:
+    """Plan the open documents; return the plan, and the number of error rows that are final."""
+    source, decoding = prepared.source, prepared.config.decoding
+    with reading(prepared.output):
+        progress = read_progress(prepared) if check_same_run(prepared) else None
+    rows = [file.num_rows for file in source.files]
+    keys = set(pending(rows, progress, retry_errors=retry_errors)) if progress else _all_keys(rows)
+    try:
+        plan = make_plan(source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None)
+    except InputUnreachableError as error:
+        raise StoreError(str(error)) from error
+    except InputError as error:
+        raise RefusedError(str(error)) from error
+    return plan, len(progress.final) if progress and retry_errors == "retryable" else 0
+
+
+def _all_keys(rows: list[int]) -> set[DocumentKey]:
+    return {DocumentKey(file, row) for file, num_rows in enumerate(rows) for row in range(num_rows)}
+
+
+def _why_not_here(prepared: Prepared) -> str | None:
+    """Return why no worker can run on this machine, which may only plan; None if one can, or the job joins a Ray."""
+    try:
+        check_machine(prepared.config)
+    except RefusedError as error:
+        return f"here no worker can run: {error}"
+    return None
+
+
+def _rates(prepared: Prepared, plan: Plan, calibrate: Calibrate | None, *, is_here: bool) -> Rates | None:
+    """Return measured rates: of this start, or kept ones of the device that the workers would use, if it is known."""
+    key = pair_key(prepared.config, prepared.manifest["identity"]["hashes"])
+    if calibrate is None:
+        return find_rates(key, worker_device(prepared.config.job) if is_here and is_local() else None)
+    rates = calibrate(prepared, plan)
+    keep_rates(key, rates)
+    return rates
+
+
+def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | None) -> dict[str, Any]:
+    """Return the parts of the plan that need rates; all None without."""
+    config = prepared.config
+    if rates is None:
+        nothing = dict.fromkeys(("rates", "forecast", "documents_per_hour", "by", "cost"))
+        return {"time": NOT_MEASURED, **nothing}
+    outlook = Outlook(plan.estimates.values(), rates, config.decoding.max_batch_size)
+    forecast = outlook.lasts(config.job.workers)
+    price = config.report.price_per_worker_hour
+    span = f"{describe_duration(forecast.seconds_low)} to {describe_duration(forecast.seconds_high)}"
+    return {
+        "time": f"about {describe_duration(forecast.seconds)} ({span}), workers: {forecast.workers}",
+        "rates": asdict(rates),
+        "forecast": asdict(forecast),
+        "documents_per_hour": outlook.documents_per_hour(forecast.workers),
+        "by": None if by is None else _by(outlook, by),
+        "cost": None if price is None else cost_of(forecast, price),
+    }
+
+
+def _by(outlook: Outlook, by: datetime) -> dict[str, Any]:
+    """Return with how many workers the run is done at a time, if it starts now; None if with none."""
+    left_s = by.timestamp() - time.time()
+    return {
+        "time": by.isoformat(timespec="minutes"),
+        "workers": outlook.workers_within(left_s, surely=False),
+        "workers_surely": outlook.workers_within(left_s, surely=True),
+    }
+
+
+def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
+    """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the `outcome` for such rows."""
+    policy, counts = prepared.config.prompt.length_policy, plan.rejected
+    is_read = prepared.source.options.num_tokens_column is None
+    text = {"null text": "NullText", "empty text": "EmptyText", "text not UTF-8": "UndecodableText"}
+    found = [(check, counts[name] if is_read else None, "error rows") for check, name in text.items()]
+    found += [
+        ("max_new_tokens below 1", counts["BadMaxNewTokens"], "error rows"),
+        ("no room for a document", counts["PromptTooLong"], "error rows"),
+        ("over the prompt limit", plan.num_over_length, "error rows" if policy == "error" else f"cut ({policy})"),
+    ]
+    refused = ("columns of a wrong type", "null ids", "repeated ids")  # `prepare` has found none
+    found += [(check, 0, "refused") for check in refused]
+    if skipped := prepared.source.skipped:
+        found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
+    return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
+
+
+def _cache(prepared: Prepared, plan: Plan) -> dict[str, Any] | None:
+    """Compute the cache memory per sequence and how many fit; None if there is no document."""
+    decoding = prepared.config.decoding
+    sizes = [_gib(prepared, estimate) for estimate in plan.estimates.values() if estimate.num_prompt_tokens]
+    if not sizes:
+        return None
+    return {
+        "bytes_per_token": prepared.facts.kv_bytes_per_token(prepared.config.target.dtype),
+        "median_sequence_gib": median(sizes),
+        "median_sequences_that_fit": int(decoding.cache_gib / median(sizes)),
+        "longest_sequence_gib": max(sizes),
+        "longest_sequences_that_fit": int(decoding.cache_gib / max(sizes)),
+        "cache_gib": decoding.cache_gib,
+        "max_batch_size": decoding.max_batch_size,
+    }
+
+
+def _gib(prepared: Prepared, estimate: TokenEstimate) -> float:
+    """Compute the GiB that a document takes in the target's cache."""
+    config = prepared.config
+    rows = rows_per_sequence(config, estimate.total)
+    return rows * prepared.facts.kv_bytes_per_token(config.target.dtype) / GIB
+
+
+def _describe_memory(plan: dict[str, Any]) -> list[str]:
+    sizes = plan["memory_gib"]
+    rows = [(title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items()]
+    lines = _table(("memory of a worker", "GiB"), [*rows, ("together", f"{sum(sizes.values()):.3f}")])
+    if cache := plan["cache"]:
+        kinds = ("median", "longest")
+        fits = [
+            (f"{kind} document", f"{cache[f'{kind}_sequence_gib']:.3f}", f"{cache[f'{kind}_sequences_that_fit']:,}")
+            for kind in kinds
+        ]
+        lines += _table(("in the target's cache", "GiB", "fit at once"), fits, num_right=2)
+        at_once = f"decoding.cache_gib {cache['cache_gib']:g}, decoding.max_batch_size {cache['max_batch_size']}"
+        lines.append(f"  ({at_once})")
+    return lines
+
+
+def _describe_time(plan: dict[str, Any]) -> list[str]:
+    if plan["forecast"] is None:
+        return [f"time: {plan['time']}; --calibrate N measures it on N documents"]
+    forecast, rates, hourly = Forecast(**plan["forecast"]), plan["rates"], plan["documents_per_hour"]
+    rows = [("time", *map(describe_duration, _span(forecast)))]
+    ends = [datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in _span(forecast)]
+    rows.append((f"end, in {ends[0]:%Z}, if it starts now", *(f"{end:%a %H:%M}" for end in ends)))
+    if hourly:
+        rows.append(("documents an hour", *(f"{hourly[name]:,.0f}" for name in ("likely", "low", "high"))))
+    if cost := plan["cost"]:
+        rows.append(("worker hours", f"{cost['worker_hours']:,.2f}", "", ""))
+        rows.append(("cost", *(f"{cost[name]:,.2f}" for name in ("cost", "cost_low", "cost_high"))))
+    age = describe_age(time.time() - rates["measured_at"])
+    head = (f"with {forecast.workers} worker{'s' if forecast.workers > 1 else ''}", "likely", "low", "high")
+    return [*_table(head, rows, num_right=3), *_describe_by(plan["by"]), *_wrap(f"time: by {forecast.basis}, {age}")]
+
+
+def _describe_by(by: dict[str, Any] | None) -> list[str]:
+    if by is None:
+        return []
+    when = f"done by {_say_time(datetime.fromisoformat(by['time']))}"
+    if by["workers"] is None:
+        return _wrap(f"{when}: with no number of workers; what is left is too long for one document or its loading")
+    surely = "no number is sure to" if by["workers_surely"] is None else f"{by['workers_surely']} to be sure"
+    return [f"{when}: {by['workers']} workers likely, {surely}"]
+
+
+def _span(forecast: Forecast) -> tuple[float, float, float]:
+    return forecast.seconds, forecast.seconds_low, forecast.seconds_high
+
+
+def _say_time(when: datetime) -> str:
+    return f"{when:%Y-%m-%d %H:%M %Z}"
+
+
+def _say_rows(count: int | None) -> str:
+    return "not read" if count is None else f"{count:,}"
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], num_right: int = 1) -> list[str]:
+    """Lay out lines of columns; the `num_right` ones after the first are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    form = "  " + "  ".join(f"{{:{'>' if 1 <= i <= num_right else '<'}{width}}}" for i, width in enumerate(widths))
+    return [form.format(*row).rstrip() for row in (head, *rows)]

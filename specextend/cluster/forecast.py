@@ -1,0 +1,146 @@
+"""Forecasts: how long the open documents of a run will take, with how many workers, and within which bounds. Pure.
+
+Two bounds enclose what a number of workers needs. The lower one lets each worker do its documents one after the other
+at the rate of a full batch; the upper one lets each document take as long as in a full batch, even when it is the last
+one. They are far apart only if there are few documents. `docs/planning.md` describes the method.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specextend.cluster.progress import TokenEstimate
+from specextend.cluster.rates import Numbers, Rates
+from specextend.config import MAX_WORKERS
+
+DRIFT = 0.1
+"""Relative error of any rate, however many documents it comes from: the same machine differs by that from hour to hour
+(`docs/log.md`)."""
+MOST_PLACED = 20_000
+"""Longest documents that are placed one by one; the rest, which are the shortest, fill the gaps."""
+_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+"""Student's t for 95%, two-sided, by degrees of freedom from 1 on."""
+_T_MORE = ((20, 2.12), (30, 2.09), (60, 2.04), (math.inf, 2.00))
+"""The same up to these degrees of freedom, rounded up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The wall-clock seconds from the begin of a start until its last document is done."""
+
+    seconds: float
+    seconds_low: float
+    seconds_high: float
+    """The truth lies between the two in about 95 of 100 cases, if the machine is the one that was measured."""
+    documents: int
+    workers: int
+    basis: str
+    """Where the rates are from, for people."""
+
+
+class Outlook:
+    """The open documents of a run with the time that each takes, by rates."""
+
+    def __init__(self, estimates: Iterable[TokenEstimate], rates: Rates, max_batch_size: int) -> None:
+        """Take all open documents. max_batch_size: documents that a worker decodes at once."""
+        self._rates, self._batch = rates, max_batch_size
+        pairs = [(estimate.num_prompt_tokens, estimate.max_new_tokens) for estimate in estimates]
+        self.num_documents = len(pairs)
+        """Number of documents, with those that will be refused and take no time."""
+        tokens = np.array([pair for pair in pairs if pair[0]], dtype=np.float64).reshape(-1, 2)
+        prefill_s = rates.prefill_s(tokens[:, 0])
+        decode_s = rates.decode_s(tokens[:, 0], tokens[:, 1])
+        order = np.argsort(-(prefill_s + decode_s), kind="stable")
+        self._prefill_s, self._decode_s = prefill_s[order], decode_s[order]
+        self.busy_s = float(prefill_s.sum() + decode_s.sum())
+        """Seconds that one worker would be at work, without loading."""
+        self._factor = _uncertainty(rates, len(tokens), self.busy_s)
+
+    def lasts(self, workers: int) -> Forecast:
+        """Forecast the time that so many workers take, loading included; more than documents are of no use."""
+        workers = max(1, min(workers, self.num_documents))
+        low = makespan(self._prefill_s + self._decode_s, workers)
+        alone = makespan(self._batch * self._decode_s, workers * self._batch)
+        high = max(low, makespan(self._prefill_s, workers) + alone)
+        start_s = self._rates.start_s if self.busy_s else 0.0
+        return Forecast(
+            seconds=start_s + math.sqrt(low * high),
+            seconds_low=start_s / (1 + DRIFT) + low / self._factor,
+            seconds_high=start_s * (1 + DRIFT) + high * self._factor,
+            documents=self.num_documents,
+            workers=workers,
+            basis=f"{self._rates.origin} of {self._rates.num_documents} documents on {self._rates.device}",
+        )
+
+    def documents_per_hour(self, workers: int) -> dict[str, float] | None:
+        """Return the documents that so many workers do in an hour while none is idle; None if there are none to do."""
+        if not self.busy_s:
+            return None
+        likely = 3600 * workers * self.num_documents / self.busy_s
+        return {"likely": likely, "low": likely / self._factor, "high": likely * self._factor}
+
+    def workers_within(self, limit_s: float, *, surely: bool) -> int | None:
+        """Return the fewest workers that are done within `limit_s`; None if no number of workers is.
+
+        surely: the upper bound must lie within the limit, too.
+        """
+
+        def is_late(workers: int) -> bool:
+            forecast = self.lasts(workers)
+            return (forecast.seconds_high if surely else forecast.seconds) > limit_s
+
+        few, enough = 0, max(1, min(self.num_documents, MAX_WORKERS))
+        if is_late(enough):
+            return None
+        while enough - few > 1:
+            middle = (few + enough) // 2
+            few, enough = (middle, enough) if is_late(middle) else (few, middle)
+        return enough
+
+
+def makespan(seconds: Numbers | Sequence[float], num_places: int) -> float:
+    """Return when the last of these jobs ends if each place takes the next one as soon as it has done the one before.
+
+    seconds: of each job, in the order in which they are taken.
+    """
+    ends = [0.0] * min(num_places, len(seconds))
+    for job_s in map(float, seconds[:MOST_PLACED]):
+        heapq.heapreplace(ends, ends[0] + job_s)
+    rest_s = float(np.sum(seconds[MOST_PLACED:]))
+    return max(max(ends), (sum(ends) + rest_s) / len(ends)) if ends else 0.0
+
+
+def cost_of(forecast: Forecast, price_per_worker_hour: float) -> dict[str, float]:
+    """Return the price of a forecast: each worker is paid from the begin, loading included, to the end."""
+    hours = forecast.workers / 3600
+    return {
+        "price_per_worker_hour": price_per_worker_hour,
+        "worker_hours": hours * forecast.seconds,
+        "cost": price_per_worker_hour * hours * forecast.seconds,
+        "cost_low": price_per_worker_hour * hours * forecast.seconds_low,
+        "cost_high": price_per_worker_hour * hours * forecast.seconds_high,
+    }
+
+
+def _uncertainty(rates: Rates, num_documents: int, busy_s: float) -> float:
+    """Return the factor by which the time of the documents may be longer or shorter than expected.
+
+    A prediction interval for a sum: the mean was measured on `rates.num_documents` documents, and those to come differ
+    among themselves as much.
+    """
+    if not busy_s:
+        return 1.0
+    of_mean = rates.spread_s / rates.mean_s / math.sqrt(rates.num_documents)
+    of_sum = rates.spread_s * math.sqrt(num_documents) / busy_s
+    return math.exp(math.hypot(DRIFT, _student_t(rates.num_documents - 1) * math.hypot(of_mean, of_sum)))
+
+
+def _student_t(freedom: int) -> float:
+    if freedom <= len(_T_95):
+        return _T_95[freedom - 1]
+    return next(t for most, t in _T_MORE if freedom <= most)

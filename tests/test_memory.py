@@ -1,0 +1,53 @@
+"""Memory that a dry run plans, against what an engine of the same configuration holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from specextend.decoding.cache import KVCache
+from specextend.loading import memory_bytes
+from specextend.models import load_target
+from specextend.pairing import check_pair
+from tests.tiny_models import PUBLISHED, tiny_config, tiny_engine
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
+    """Every cache that is made from now on."""
+    made: list[KVCache] = []
+    build = KVCache.__init__
+
+    def build_and_note(cache: KVCache, *shape: object) -> None:
+        build(cache, *shape)
+        made.append(cache)
+
+    monkeypatch.setattr(KVCache, "__init__", build_and_note)
+    return made
+
+
+@pytest.mark.parametrize("draft", ["good", "eagle", "reduced", "copy", "ngram", "merged-eagle", PUBLISHED[0]])
+def test_planned_caches_are_those_of_the_engine(pairs, draft: str, caches: list[KVCache]):
+    """Nobody learns in the night that the draft's caches did not fit beside the target's."""
+    pair = pairs("llama")
+    config = tiny_config(pair, draft)
+    planned = memory_bytes(config, check_pair(config.target, config.active_draft))
+    engine = tiny_engine(pair, draft)
+    assert sum(cache.stored.nbytes for cache in caches) == planned["target_cache"] + planned["draft_caches"]
+    assert engine.target.cache.stored.nbytes == planned["target_cache"]
+    assert (planned["draft_weights"] > 0) == (draft != "ngram")
+
+
+def test_planned_weights_are_those_that_are_loaded(pairs):
+    """Counted without a file of weights; tied ones once."""
+    for family in ("llama", "qwen2-tied"):
+        config = tiny_config(pairs(family), "ngram")
+        planned = memory_bytes(config, check_pair(config.target, None))
+        loaded = load_target(config.target, "eager")
+        assert planned["target_weights"] == sum(weight.nbytes for weight in loaded.parameters())
+
+
+def test_a_mode_without_a_draft_plans_for_none(pairs):
+    """The configuration may name one."""
+    config = tiny_config(pairs("llama"), "eagle", decoding__mode="autoregressive")
+    planned = memory_bytes(config, check_pair(config.target, None))
+    assert planned["draft_weights"] == planned["draft_caches"] == 0
