@@ -56,6 +56,8 @@ OWNERS = {
     "matplotlib": ("specextend/bench/plot.py",),
     "pydantic": ("specextend/config.py",),
     "yaml": ("specextend/config.py",),
+    "regex": ("specextend/data/quality.py",),
+    "rapidfuzz": ("specextend/data/quality.py",),
 }
 MAX_LINES = 60
 USUAL_LINES = 30

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompt
+from specextend.data.quality import Quality
 from specextend.data.schema import error_row, result_row
 from specextend.data.storage import Location, resolve
 from specextend.stats import DecodingStats
@@ -56,7 +57,14 @@ def done() -> Callable[..., dict[str, Any]]:
         completion = Completion(f"{file}:{row}", [5, 6], text, "stop", DecodingStats(num_output_tokens=2))
         key = DocumentKey(file, row)
         return result_row(
-            key, f"id-{file}-{row}", completion, Prompt([1], 0, "middle"), queue_s=0.5, worker="w", attempts=attempts
+            key,
+            f"id-{file}-{row}",
+            completion,
+            Prompt([1], 0, "middle"),
+            Quality([], None),
+            queue_s=0.5,
+            worker="w",
+            attempts=attempts,
         )
 
     return done
