@@ -58,6 +58,7 @@ OWNERS = {
     "yaml": ("specextend/config.py",),
     "regex": ("specextend/data/quality.py",),
     "rapidfuzz": ("specextend/data/quality.py",),
+    "py3langid": ("specextend/data/quality.py",),
 }
 MAX_LINES = 60
 USUAL_LINES = 30

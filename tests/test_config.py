@@ -29,7 +29,7 @@ KEYS = {
     "attention": "backend tree",
     "tree": "nodes max_nodes depth ngram_depth threshold",
     "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers",
-    "quality": "max_repeated_ngrams max_copied min_words max_words",
+    "quality": "max_repeated_ngrams max_copied min_words max_words language",
     "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction stop_error_fraction "
     "commit_every_rows commit_every_s deadline_base_s deadline_s_per_token start_s stall_s silence_s deadline_s "
     "grace_s store_s",

@@ -21,6 +21,7 @@ from specextend.data.fingerprint import build_manifest, differences, read_manife
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
 from specextend.data.parts import Progress, Retry, StrangePartError, pending, read_parts
 from specextend.data.prompts import Prompts
+from specextend.data.quality import check_library
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
@@ -144,6 +145,7 @@ def _say_commit(name: str, model: str, revision: str | None, commit: str, newer:
 
 def _check_run(config: RunConfig, prompts: Prompts) -> None:
     """Raise ValueError for what would fail every row, or every worker of a private Ray."""
+    check_library(config.quality)
     if is_local():
         load_backend(config.attention.backend, resolve_device(config.target.device))
     if config.input.max_new_tokens_column is None:

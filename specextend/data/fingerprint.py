@@ -40,8 +40,10 @@ ADDED: dict[str, Any] = {
     "quality.max_copied": 0.9,
     "quality.min_words": 0,
     "quality.max_words": 0,
+    "quality.language": False,
 }
-"""Options that older versions did not have, each with the JSON value that describes how those acted."""
+"""Options that older versions did not have, each with the JSON value that describes how those acted. Rows that older
+versions wrote have none of the flags of `quality.*`, and no `copied_fraction`."""
 
 
 def build_manifest(

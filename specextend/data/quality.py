@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 
 import regex
 from rapidfuzz.distance import LCSseq
@@ -38,6 +39,8 @@ _BY_SCRIPT = {
     },
 }
 _SCRIPT = regex.compile("|".join(f"(?P<{name}>[{characters}])" for name, characters in _BY_SCRIPT.items()))
+_LANGUAGE_CHARACTERS = 4_000  # of a text, in its middle, by which its language is determined
+_LEAST_LETTERS = 60  # with fewer of them no language is determined
 _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 _WORD = regex.compile(r"\w+")
 _GAP = regex.compile(r"\W")
@@ -57,6 +60,9 @@ class QualityOptions:
     """Number of words below which a summary is flagged `short`; 0 flags none."""
     max_words: int = 0
     """Number of words above which a summary is flagged `long`; 0 flags none."""
+    language: bool = False
+    """Flag a summary `wrong_language` if it is in another language than its document. Needs the extra `language`. Close
+    languages, such as Danish and Norwegian, are sometimes confused."""
 
     def __post_init__(self) -> None:
         for name in ("max_repeated_ngrams", "max_copied"):
@@ -94,6 +100,7 @@ def assess(completion: Completion, document: str, reference: str | None, options
         "short": len(summary) < options.min_words,
         "long": 0 < options.max_words < len(summary),
         "wrong_script": _differ(dominant_script(text), dominant_script(document)),
+        "wrong_language": options.language and _differ(language_of(text), language_of(document)),
         "control_characters": printable(text, keep="\t\n\r") != text,
     }
     scores = () if reference is None else rouge(text, reference)
@@ -157,8 +164,27 @@ def _script_of(character: str) -> str | None:
     return match.lastgroup if match else None
 
 
-def _differ(script: str | None, other: str | None) -> bool:
-    return script is not None and other is not None and script != other
+def check_library(options: QualityOptions) -> None:
+    """Raise ValueError if languages are to be determined and the library for it is not installed."""
+    if options.language and find_spec("py3langid") is None:
+        raise ValueError("quality.language needs the extra `language`: pip install 'specextend[language]'")
+
+
+def language_of(text: str) -> str | None:
+    """Return the code of a text's language, by its middle; None if that has too few letters to tell."""
+    from py3langid import classify
+
+    begin = max(0, (len(text) - _LANGUAGE_CHARACTERS) // 2)
+    # Halves of surrogate pairs cannot be encoded, which the library does.
+    middle = text[begin : begin + _LANGUAGE_CHARACTERS].encode(errors="ignore").decode()
+    if sum(map(str.isalpha, middle)) < _LEAST_LETTERS:
+        return None
+    return str(classify(middle)[0])
+
+
+def _differ(one: str | None, other: str | None) -> bool:
+    """Return True if both are known and not the same."""
+    return one is not None and other is not None and one != other
 
 
 def rouge(summary: str, reference: str) -> tuple[float, float, float]:

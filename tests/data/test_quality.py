@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,7 @@ from specextend.data.quality import (
     Quality,
     QualityOptions,
     assess,
+    check_library,
     copied_fraction,
     dominant_script,
     repeated_fraction,
@@ -31,6 +33,7 @@ FLAGS = [
     "short",
     "long",
     "wrong_script",
+    "wrong_language",
     "control_characters",
 ]
 DOCUMENT = "The committee met on Monday in the old town hall and spoke about the budget for the schools of the county."
@@ -105,6 +108,37 @@ def test_flags_of_the_text(text: str, flags: list[str]) -> None:
 def test_the_script_is_the_documents(text: str, document: str, flags: list[str]) -> None:
     """Names in another script are usual, and a document without letters has no script."""
     assert assessed(text, document).quality_flags == flags
+
+
+ENGLISH = "The committee met on Monday in the old town hall. It spoke about the schools and what their roofs cost."
+GERMAN = "Der Ausschuss tagte am Montag im alten Rathaus. Er sprach über die Schulen und über die Kosten ihrer Dächer."
+FRENCH = "Le comité s'est réuni lundi à l'ancienne mairie. Il a parlé des écoles et de ce que coûtent leurs toits."
+
+
+@pytest.mark.parametrize(
+    ("text", "document", "flags"),
+    [
+        (ENGLISH, GERMAN, ["wrong_language"]),
+        (FRENCH, ENGLISH * 100, ["wrong_language"]),
+        (GERMAN, GERMAN[50:] + " Am Abend ging man nach Hause.", []),
+        (ENGLISH, f"{ENGLISH} Der Ausschuss sprach.", []),
+        (FRENCH[:60], ENGLISH, []),  # too short to tell
+    ],
+)
+def test_the_language_is_the_documents_if_that_is_asked_for(text: str, document: str, flags: list[str]) -> None:
+    """Models like to answer in English whatever they read, and the script does not show it."""
+    asked = QualityOptions(language=True, max_copied=1)
+    assert assessed(text, document, asked).quality_flags == flags
+    assert assessed(text, document, QualityOptions(max_copied=1)).quality_flags == []
+
+
+def test_languages_need_a_library_that_is_asked_for_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an extra; without it each document of a night would fail at its end."""
+    check_library(QualityOptions(language=True))
+    monkeypatch.setitem(sys.modules, "py3langid", None)
+    check_library(QualityOptions())
+    with pytest.raises(ValueError, match=r"quality.language needs the extra `language`: pip install 'specextend\[lang"):
+        check_library(QualityOptions(language=True))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +283,7 @@ ANY_TEXT = st.text(st.characters(), max_size=200)
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_any_text_has_a_quality(text: str, document: str, reference: str | None, reason: Any) -> None:
     """An odd character must not cost a document that was decoded; flags are in one order, each once."""
-    options = QualityOptions(max_repeated_ngrams=0, max_copied=0, min_words=3, max_words=5)
+    options = QualityOptions(max_repeated_ngrams=0, max_copied=0, min_words=3, max_words=5, language=True)
     found = assessed(text, document, options, reason=reason, reference=reference)
     assert found.quality_flags == [flag for flag in FLAGS if flag in found.quality_flags]
     for share in (found.copied_fraction, found.rouge1, found.rouge2, found.rougeL):
@@ -264,6 +298,7 @@ def test_every_flag_can_be_raised() -> None:
     found = [
         assessed(copied, copied + "комитет " * 20, options, (7,) * 30, "length"),
         assessed("", options=options),
+        assessed(ENGLISH, GERMAN, QualityOptions(language=True)),
     ]
     assert {flag for each in found for flag in each.quality_flags} == set(FLAGS)
 
