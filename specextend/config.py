@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from specextend.core import one_line
 from specextend.data.inputs import InputOptions, OutputOptions
 from specextend.data.prompts import PromptOptions
+from specextend.data.quality import QualityOptions
 from specextend.decoding.decoding_options import (
     AttentionOptions,
     CacheOptions,
@@ -129,6 +130,7 @@ class RunConfig(BaseModel):
     attention: AttentionOptions = Field(default_factory=AttentionOptions)
     tree: TreeOptions = Field(default_factory=TreeOptions)
     cache: CacheOptions = Field(default_factory=CacheOptions)
+    quality: QualityOptions = Field(default_factory=QualityOptions)
     job: JobOptions = Field(default_factory=JobOptions)
     report: ReportOptions = Field(default_factory=ReportOptions)
 

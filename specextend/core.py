@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from specextend.stats import DecodingStats
 
 FinishReason = Literal["stop", "length", "repetition"]
+RepetitionScope = Literal["all", "output"]
 
 _UNSAFE = frozenset(("Cc", "Cf", "Co", "Cs", "Zl", "Zp"))
 """Unicode categories of the characters that are escaped."""
@@ -52,6 +53,12 @@ class SamplingParams:
     """Strings that end the output; none of them is part of `Completion.text`."""
     stop_repetition: bool = False
     """End the output once its tokens repeat themselves in a loop."""
+    repetition_penalty: float = 1.0
+    """Divide the positive logits of tokens that occurred by this and multiply the negative ones; 1 changes nothing."""
+    no_repeat_ngram_size: int = 0
+    """Choose no token that completes a run of so many tokens that occurred before; 0 allows all."""
+    repetition_scope: RepetitionScope = "all"
+    """Where those two look for what occurred: in prompt and output, or in the output alone."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -62,6 +69,12 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if any(not stop for stop in self.stop):
             raise ValueError("a stop string must not be empty")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        if self.no_repeat_ngram_size < 0:
+            raise ValueError(f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}")
+        if self.repetition_scope not in get_args(RepetitionScope):
+            raise ValueError(f"repetition_scope must be all or output, got {self.repetition_scope!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,20 +17,21 @@ class Reference:
 
     token_ids: list[int]
     logits: torch.Tensor
-    """[n, V]"""
+    """[n, V], as penalties left them"""
 
 
-def generate(model: Any, prompt: list[int], max_new_tokens: int) -> Reference:
-    """Greedy `generate`, stopped by the model's own EOS."""
+def generate(model: Any, prompt: list[int], max_new_tokens: int, **options: Any) -> Reference:
+    """Greedy `generate`, stopped by the model's own EOS; `options` are more of its arguments."""
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         do_sample=False,
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,
-        output_logits=True,
+        output_scores=True,
+        **options,
     )
-    return Reference(output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits).float())
+    return Reference(output.sequences[0, len(prompt) :].tolist(), torch.cat(output.scores).float())
 
 
 @dataclass(slots=True)

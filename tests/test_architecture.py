@@ -57,6 +57,9 @@ OWNERS = {
     "jinja2": ("specextend/report/page.py",),
     "pydantic": ("specextend/config.py",),
     "yaml": ("specextend/config.py",),
+    "regex": ("specextend/data/quality.py",),
+    "rapidfuzz": ("specextend/data/quality.py",),
+    "py3langid": ("specextend/data/quality.py",),
 }
 MAX_LINES = 60
 USUAL_LINES = 30

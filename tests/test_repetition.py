@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specextend.data.schema import quality_flags
+from specextend.core import Completion
+from specextend.data.quality import QualityOptions, assess
 from specextend.decoding.stopping import MIN_STOP_TOKENS, ends_in_loop
 from tests.covering import covering
 from tests.tiny_models import Pair, random_prompt, request, tiny_engine, write_looping_pair
@@ -35,11 +36,15 @@ def first_loop(token_ids: list[int]) -> int:
     return next(n for n in range(len(token_ids)) if ends_in_loop(token_ids[:n], MIN_STOP_TOKENS))
 
 
+def flags_of(completion: Completion) -> list[str]:
+    return assess(completion, "", None, QualityOptions()).quality_flags
+
+
 def test_loops_run_to_the_end_by_default(unstopped):
     """And they are of several tokens here: one token for ever would be too easy."""
     for completion in unstopped.values():
         assert (completion.finish_reason, len(completion.token_ids)) == ("length", MAX_NEW_TOKENS)
-        assert quality_flags(completion) == ["truncated", "repeated"]
+        assert flags_of(completion) == ["truncated", "repeated", "repeated_ngrams"]
         assert len(set(completion.token_ids[-MIN_STOP_TOKENS:])) > 2
 
 
@@ -52,7 +57,7 @@ def test_a_loop_ends_the_output_at_the_same_token_whatever_decodes_it(mode, draf
         assert completion.token_ids == token_ids[: first_loop(token_ids)]
         assert completion.finish_reason == "repetition"
         assert completion.text == engine.tokenizer.decode(completion.token_ids)
-        assert quality_flags(completion) == ["repeated"]
+        assert flags_of(completion) == ["repeated", "repeated_ngrams"]
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

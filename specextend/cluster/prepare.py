@@ -17,6 +17,7 @@ from specextend.data.fingerprint import build_manifest, differences, read_manife
 from specextend.data.inputs import DocumentError, InputUnreachableError
 from specextend.data.parts import Progress, StrangePartError, read_parts
 from specextend.data.prompts import Prompts
+from specextend.data.quality import check_library
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
@@ -69,7 +70,7 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         scored_layers(config.cache, facts.num_layers)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
         prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length))
-        _check_room(config, prompts)
+        _check_run(config, prompts)
         _check_cache(config, facts)
         manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft), models)
     if recorded is not None and not differences(recorded, manifest):
@@ -148,8 +149,9 @@ def _say_commit(name: str, model: str, revision: str | None, commit: str, newer:
     return f"{line}, with which this run began; the Hub has {newer} by now, which only a run of its own takes"
 
 
-def _check_room(config: RunConfig, prompts: Prompts) -> None:
-    """Raise ValueError if no row would have room for a document."""
+def _check_run(config: RunConfig, prompts: Prompts) -> None:
+    """Raise ValueError for what would fail every row."""
+    check_library(config.quality)
     if config.input.max_new_tokens_column is None:
         try:
             prompts.room(config.decoding.max_new_tokens)

@@ -168,7 +168,6 @@ class Attempt:
         self._record["forecast"] = dict(forecast)
         self.write()
 
-
     def charged(self, charges: Mapping[DocumentKey, Tried]) -> None:
         """Write how often open documents have been tried, by earlier starts too; the next start counts on."""
         self._record["charges"] = {

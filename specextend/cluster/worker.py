@@ -25,6 +25,7 @@ from specextend.core import Completion, DocumentKey, Request, SamplingParams, fi
 from specextend.data.inputs import DocumentError, InputError, Row
 from specextend.data.parquet import DAMAGED
 from specextend.data.prompts import Prompt, Prompts
+from specextend.data.quality import assess
 from specextend.data.schema import result_row
 from specextend.data.source import Source
 from specextend.decoding.admission import is_device_error, is_out_of_memory
@@ -185,11 +186,13 @@ class Worker:
             return replace(outcome, doc_id=doc_id)
         if isinstance(outcome, Suspected):
             return outcome
+        text, reference, options = row.document.text, row.reference, self._config.quality
         times = {
             "queue_s": max(0.0, time.monotonic() - received - outcome.stats.total_s),
             "started_at": time.time() - outcome.stats.total_s,
         }
-        result = result_row(key, doc_id, outcome, prompt, **times, worker=self._name, attempts=attempt)
+        quality = await loop.run_in_executor(None, assess, outcome, text, reference, options)  # may take 0.1 s
+        result = result_row(key, doc_id, outcome, prompt, quality, **times, worker=self._name, attempts=attempt)
         return Done(result, outcome.stats)
 
     async def progress(self) -> WorkerReport:
@@ -220,6 +223,9 @@ class Worker:
             seed=document_seed(decoding.seed, row.document.doc_id),
             stop=decoding.stop,
             stop_repetition=decoding.stop_repetition,
+            repetition_penalty=decoding.repetition_penalty,
+            no_repeat_ngram_size=decoding.no_repeat_ngram_size,
+            repetition_scope=decoding.repetition_scope,
         )
         return Request(
             request_id=lease_id,

@@ -262,6 +262,7 @@ def _check_columns(file: str, schema: pa.Schema, options: InputOptions) -> None:
         ("id_column", options.id_column, _is_id, "a string or integer column"),
         ("max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
         ("num_tokens_column", options.num_tokens_column, _is_count, "an integer column"),
+        ("reference_column", options.reference_column, is_text, "a string column"),
     ]
     wanted += [("passthrough", name, lambda kind: True, "any column") for name in options.passthrough]
     for option, column, is_right, what in wanted:

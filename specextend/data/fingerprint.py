@@ -31,8 +31,20 @@ _HASHED = ("target.model", "target.revision", "draft.model", "draft.revision")
 """Options that name weights; the manifest holds the hashes of the weights instead."""
 RETIRED: dict[str, Any] = {"cache.chunk_boundaries": "fixed", "cache.score_heads": "mean"}
 """Options that no longer exist, each with the JSON value that describes how the code now always acts."""
-ADDED: dict[str, Any] = {"decoding.stop_repetition": False}
-"""Options that older versions did not have, each with the JSON value that describes how those acted."""
+ADDED: dict[str, Any] = {
+    "decoding.stop_repetition": False,
+    "decoding.repetition_penalty": 1.0,
+    "decoding.no_repeat_ngram_size": 0,
+    "decoding.repetition_scope": "all",
+    "input.reference_column": None,
+    "quality.max_repeated_ngrams": 0.3,
+    "quality.max_copied": 0.9,
+    "quality.min_words": 0,
+    "quality.max_words": 0,
+    "quality.language": False,
+}
+"""Options that older versions did not have, each with the JSON value that describes how those acted. Rows that older
+versions wrote have none of the flags of `quality.*`, and no `copied_fraction`."""
 
 
 def build_manifest(

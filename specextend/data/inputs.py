@@ -69,9 +69,18 @@ class InputOptions:
     num_tokens_column: str | None = None
     """An integer column with the documents' lengths in tokens, so that planning need not read the text. If a file has a
     value that is null or below 1, its text is read after all, and the lengths of those documents are estimated."""
+    reference_column: str | None = None
+    """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
 
     def __post_init__(self) -> None:
-        for name in ("path", "text_column", "id_column", "max_new_tokens_column", "num_tokens_column"):
+        for name in (
+            "path",
+            "text_column",
+            "id_column",
+            "max_new_tokens_column",
+            "num_tokens_column",
+            "reference_column",
+        ):
             if getattr(self, name) == "":
                 raise ValueError(f"input.{name} must not be empty")
         if holds_secret(self.path):
@@ -82,8 +91,8 @@ class InputOptions:
 
     @property
     def document_columns(self) -> list[str]:
-        """Return the columns that a document is read from."""
-        wanted = (self.text_column, self.id_column, self.max_new_tokens_column)
+        """Return the columns that a row is read from."""
+        wanted = (self.text_column, self.id_column, self.max_new_tokens_column, self.reference_column)
         return list(dict.fromkeys(column for column in wanted if column is not None))
 
 
@@ -131,6 +140,8 @@ class Row:
     document: Document
     max_new_tokens: int | None
     """Limit of the row itself; None: the run's limit applies."""
+    reference: str | None
+    """A summary to compare with, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)

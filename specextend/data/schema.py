@@ -1,8 +1,9 @@
-"""The rows of the output: their columns, the conversion of results into rows, and flags of a summary's quality."""
+"""The rows of the output: their columns, and the conversion of results into rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompt
-from specextend.decoding.stopping import is_loop
+from specextend.data.quality import Quality
 from specextend.stats import DecodingStats
 
 SUMMARY_SCHEMA = pa.schema(
@@ -51,6 +52,10 @@ SUMMARY_SCHEMA = pa.schema(
         ("num_hybrid_steps", pa.int32()),
         ("num_memory_retries", pa.int32()),
         ("started_at", pa.timestamp("ms", tz="UTC")),
+        ("copied_fraction", pa.float64()),
+        ("rouge1", pa.float64()),
+        ("rouge2", pa.float64()),
+        ("rougeL", pa.float64()),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
@@ -86,6 +91,7 @@ def result_row(
     doc_id: str,
     completion: Completion,
     prompt: Prompt,
+    quality: Quality,
     *,
     queue_s: float,
     started_at: float,
@@ -105,7 +111,7 @@ def result_row(
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
         "queue_s": queue_s,
-        "quality_flags": quality_flags(completion),
+        **asdict(quality),
         "worker": worker,
         "attempts": attempts,
         "started_at": datetime.fromtimestamp(started_at, UTC),
@@ -131,17 +137,3 @@ def error_row(
 def summary_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
     """Return the schema of a run's summaries."""
     return pa.schema([*SUMMARY_SCHEMA, *passthrough])
-
-
-def quality_flags(completion: Completion) -> list[str]:
-    """List a summary's faults: `empty` (no text), `truncated` (at `max_new_tokens`), `repeated` (the end is a loop).
-
-    A flag takes less of a loop than a stop does, since it costs no text.
-    """
-    token_ids = completion.token_ids
-    flags = {
-        "empty": not completion.text.strip(),
-        "truncated": completion.finish_reason == "length",
-        "repeated": is_loop(token_ids),
-    }
-    return [name for name, raised in flags.items() if raised]

@@ -123,7 +123,13 @@ class Source:
             max_new_tokens = None if column is None else check_max_new_tokens(values[column].to_pylist()[0])
         except DocumentError as error:
             raise DocumentError(error.error_class, error.message, error.stage, error.retryable, doc_id) from error
-        return Row(Document(key, doc_id, text), max_new_tokens)
+        return Row(Document(key, doc_id, text), max_new_tokens, self._reference(values))
+
+    def _reference(self, values: pa.Table) -> str | None:
+        """Return a row's reference summary. What is not UTF-8 in it is replaced: no document is lost by it."""
+        column = self.options.reference_column
+        data = None if column is None else as_bytes(values[column]).to_pylist()[0]
+        return None if data is None else data.decode("utf-8", errors="replace")
 
     @property
     def warning(self) -> str:
@@ -229,7 +235,8 @@ class Source:
     def _compact(self, columns: list[str]) -> list[str]:
         """Choose the columns that hold text: a file of a kilobyte may repeat a text a million times."""
         fields = [field for field in self.passthrough_fields if not pa.types.is_dictionary(field.type)]
-        texts = {self.options.text_column, *(field.name for field in fields if is_text(field.type))}
+        own = {self.options.text_column, self.options.reference_column}
+        texts = {*own, *(field.name for field in fields if is_text(field.type))}
         return [column for column in columns if column in texts]
 
     def _read_location(self, number: int) -> Location:

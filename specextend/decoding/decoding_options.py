@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from specextend.core import RepetitionScope
+
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
 Refresh = Literal["every", "once"]
@@ -45,6 +47,15 @@ class DecodingOptions:
     stop_repetition: bool = False
     """End an output once it is a loop: a span of up to 64 tokens, at least four times in a row, over at least 64 tokens
     in all. The repetitions produced so far stay in the summary, and its `finish_reason` is `repetition`."""
+    repetition_penalty: float = 1.0
+    """Divide the positive logits of tokens that occurred by this and multiply the negative ones by it, as transformers
+    does; 1 changes nothing. The end-of-sequence token counts like any other, and chat templates contain it."""
+    no_repeat_ngram_size: int = 0
+    """Choose no token that would complete a run of so many tokens that occurred before, as in transformers; 0 allows
+    all. With `repetition_scope: all` a summary cannot quote so many tokens of its document, such as a long name."""
+    repetition_scope: RepetitionScope = "all"
+    """Where `repetition_penalty` and `no_repeat_ngram_size` look for what occurred: `all` is prompt and output, as in
+    transformers for models that only decode; `output` is the output alone, so that a summary may quote its document."""
     max_batch_size: int = 1
     """Maximum number of sequences that a worker decodes together."""
     cache_gib: float = 2.0
@@ -60,6 +71,10 @@ class DecodingOptions:
             raise ValueError(f"decoding.top_p must be in (0, 1], got {self.top_p}")
         if self.cache_gib <= 0:
             raise ValueError(f"decoding.cache_gib must be above 0, got {self.cache_gib}")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"decoding.repetition_penalty must be above 0, got {self.repetition_penalty}")
+        at_least("decoding.no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+        one_of("decoding.repetition_scope", self.repetition_scope, get_args(RepetitionScope))
         if any(not stop for stop in self.stop):
             raise ValueError("decoding.stop must not hold an empty string")
 

@@ -30,6 +30,7 @@ from specextend.decoding.admission import (
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
 from specextend.decoding.drafter import Drafter
 from specextend.decoding.model import CachedModel
+from specextend.decoding.penalties import penalties_of
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
@@ -201,7 +202,8 @@ class Engine:
             stop_repetition=request.sampling.stop_repetition,
         )
         drafts = self._memory.num_nodes > 0
-        sequence = Sequence(request, *admitted, stopper, CachePolicy(self._cache_options), now, drafts)
+        policy, penalties = CachePolicy(self._cache_options), penalties_of(request, self.target.device)
+        sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties)
         sequence.speculation.active = drafts
         sequence.stats.num_memory_retries = waiting.num_memory_retries
         with self._lock:
@@ -278,6 +280,8 @@ class Engine:
                 return
         positions = torch.tensor([sequence.length], device=prompt.device)
         logits = self.target.logits(hidden[0, -1:])
+        if sequence.penalties is not None:
+            logits = sequence.penalties.apply(logits, sequence.request.prompt_token_ids[-1:], [-1])
         token_id = int(choose_tokens(logits, positions, sequence.request.sampling))
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if sequence.drafts and not sequence.finish_reason:
@@ -368,7 +372,7 @@ class Engine:
         lengths = torch.tensor([sequence.length for sequence in sequences], device=batch.depths.device)
         positions = lengths[:, None] + batch.depths
         hidden, features = self.target.forward_with_features(batch.token_ids, positions, plan, self._hidden_layers)
-        chosen = self._choose(sequences, self.target.logits(hidden), positions + 1)
+        chosen = self._choose(sequences, trees, self.target.logits(hidden), positions + 1)
         rows = torch.stack([batch.token_ids, batch.parents, chosen], 1).tolist()
         rows = [[part[: len(tree.token_ids)] for part in row] for row, tree in zip(rows, trees, strict=True)]
         verdicts = [verify(*row) for row in rows]
@@ -377,11 +381,14 @@ class Engine:
         )
         return _Step([row[:2] for row in rows], verdicts, features, plan)
 
-    def _choose(self, sequences: list[Sequence], logits: Tensor, positions: Tensor) -> Tensor:
+    def _choose(self, sequences: list[Sequence], trees: list[DraftTree], logits: Tensor, positions: Tensor) -> Tensor:
         """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
-        chosen = [
-            choose_tokens(logits[b], positions[b], sequence.request.sampling) for b, sequence in enumerate(sequences)
-        ]
+        chosen = []
+        for b, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
+            scores = logits[b]
+            if sequence.penalties is not None:
+                scores = sequence.penalties.apply(scores, *torch.stack([tree.token_ids, tree.parents]).tolist())
+            chosen.append(choose_tokens(scores, positions[b], sequence.request.sampling))
         return torch.stack(chosen)
 
     def _update_draft(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specextend.core import Completion, FinishReason, Request
 from specextend.decoding.cache import Region
+from specextend.decoding.penalties import Penalties
 from specextend.decoding.retrieval import CachePolicy
 from specextend.decoding.speculation import Speculation
 from specextend.decoding.stopping import StopChecker
@@ -32,6 +33,8 @@ class Sequence:
     """`time.perf_counter()` at the start of prefill."""
     drafts: bool
     """True if a draft reads along, whether it proposes now or not."""
+    penalties: Penalties | None
+    """What it may not repeat, or less; None if its request has no penalties."""
     first_token_at: float = 0.0
     length: int = 0
     """Committed tokens: those that the target has read."""
@@ -54,6 +57,8 @@ class Sequence:
             self.first_token_at = now
             self.stats.ttft_s = now - self.started_at
         self.root_token_id = token_ids[-1]
+        if self.penalties is not None:
+            self.penalties.extend(token_ids)
         self.finish_reason = self.stopper.push(token_ids)
         self.stats.num_output_tokens = len(self.stopper.token_ids)
         self.stats.decode_s = now - self.first_token_at

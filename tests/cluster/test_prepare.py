@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,16 @@ def test_a_hub_that_is_away_at_the_start_is_no_mistake_of_the_configuration(
     hub.is_down = False
     with pytest.raises(RefusedError, match="owner/none is not a local folder and cannot be fetched from the Hub"):
         prepare(configure(draft={"kind": "model", "model": "owner/none"}))
+
+
+def test_a_library_that_is_missing_is_said_before_a_model_is_read(
+    hub: Hub, pair: tuple[str, str], configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every worker would load its models, decode a document, and only then find out."""
+    monkeypatch.setitem(sys.modules, "py3langid", None)
+    prepare(configure())
+    with pytest.raises(RefusedError, match=r"quality\.language needs the extra `language`"):
+        prepare(configure(quality={"language": True}))
 
 
 def test_a_mode_without_a_draft_asks_for_none(hub: Hub, configure: Configure) -> None:

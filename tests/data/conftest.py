@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompt
+from specextend.data.quality import Quality
 from specextend.data.schema import error_row, result_row
 from specextend.data.storage import Location, resolve
 from specextend.stats import DecodingStats
@@ -60,6 +61,7 @@ def done() -> Callable[..., dict[str, Any]]:
             f"id-{file}-{row}",
             completion,
             Prompt([1], 0, "middle"),
+            Quality([], None),
             queue_s=0.5,
             started_at=0.0,
             worker="w",

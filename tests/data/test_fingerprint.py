@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from specextend.config import RunConfig
 from specextend.data.fingerprint import (
     ADDED,
     RETIRED,
@@ -143,6 +144,15 @@ def test_a_run_of_a_version_without_stop_repetition_goes_on_unless_it_is_switche
     off, on = (manifest(changed("decoding", "stop_repetition", value)) for value in (False, True))
     assert off["fingerprint"] == manifest()["fingerprint"]
     assert differences(manifest(), on) == ["decoding.stop_repetition: nothing there, true here"]
+
+
+def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_every_option_added_since() -> None:
+    """Else an upgrade in the middle of a run would end it with exit 5, over options that nobody has set."""
+    least = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "owner/target"}}
+    config = RunConfig.from_values(least | {"decoding": {"mode": "autoregressive"}}).model_dump(mode="json")
+    for name, value in ADDED.items():
+        section, key = name.split(".")
+        assert config[section][key] == value, name
 
 
 def test_other_weights_are_another_run(manifest: Callable[..., dict[str, Any]]) -> None:

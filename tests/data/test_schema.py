@@ -7,15 +7,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
-import pytest
 
 from specextend.core import Completion, DocumentKey
 from specextend.data.prompts import Prompt
+from specextend.data.quality import Quality
 from specextend.data.schema import (
     ERROR_SCHEMA,
     PART_SCHEMA,
     SUMMARY_SCHEMA,
-    quality_flags,
     result_row,
     summary_schema,
 )
@@ -26,7 +25,7 @@ chunk_summaries, num_spec_steps, num_plain_steps, num_draft_tokens, num_accepted
 draft_acceptance_rate, acceptance_histogram, num_retrievals, retrieval_coverage, retrieval_churn, queue_s, ttft_s,
 decode_s, total_s, prefill_s, draft_prefill_s, draft_s, verify_s, retrieval_s, other_s, output_tokens_per_s,
 quality_flags, worker, attempts, num_fallbacks, num_hybrid_steps,
-num_memory_retries, started_at"""
+num_memory_retries, started_at, copied_fraction, rouge1, rouge2, rougeL"""
 
 STATS = DecodingStats(
     num_prompt_tokens=100,
@@ -41,27 +40,20 @@ STATS = DecodingStats(
     ttft_s=1.0,
     decode_s=2.0,
 )
+NOTHING_TO_SAY = Quality([], None)
 
 
-def row(stats: DecodingStats) -> dict[str, Any]:
+def row(stats: DecodingStats, quality: Quality = NOTHING_TO_SAY) -> dict[str, Any]:
     completion = Completion("1:2", [4, 5], "text", "stop", stats)
-    built = result_row(
-        DocumentKey(1, 2),
-        "doc",
-        completion,
-        Prompt([1], 7, "tail"),
-        queue_s=0.5,
-        started_at=1.25,
-        worker="host/0",
-        attempts=2,
-    )
+    key, prompt, times = DocumentKey(1, 2), Prompt([1], 7, "tail"), {"queue_s": 0.5, "started_at": 1.25}
+    built = result_row(key, "doc", completion, prompt, quality, **times, worker="host/0", attempts=2)
     return dict(pa.Table.from_pylist([built], schema=PART_SCHEMA).to_pylist()[0])
 
 
 def test_the_columns_are_those_promised_in_their_order() -> None:
     assert SUMMARY_SCHEMA.names == COLUMNS.replace("\n", " ").split(", ")
     assert ERROR_SCHEMA.names == ["key", "doc_id", "error_class", "message", "stage", "retryable", "attempts"]
-    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["started_at", "topic"]
+    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["rougeL", "topic"]
 
 
 def test_no_column_is_typed_null() -> None:
@@ -100,6 +92,10 @@ def test_what_there_is_nothing_to_say_about_is_null() -> None:
         "retrieval_coverage",
         "retrieval_churn",
         "output_tokens_per_s",
+        "copied_fraction",
+        "rouge1",
+        "rouge2",
+        "rougeL",
     }
 
 
@@ -107,21 +103,9 @@ def test_every_column_of_a_result_is_filled_by_name(done: Callable[..., dict[str
     assert set(done(0, 0)) == {"file", "row", *SUMMARY_SCHEMA.names} - {"chunk_summaries"}
 
 
-@pytest.mark.parametrize(
-    ("text", "token_ids", "finish_reason", "flags"),
-    [
-        ("A summary.", [1, 2, 3], "stop", []),
-        (" \n", [1], "stop", ["empty"]),
-        ("cut off", [1, 2], "length", ["truncated"]),
-        ("no no no", [7] * 30, "length", ["truncated", "repeated"]),
-        ("no no no", [7] * 30, "repetition", ["repeated"]),
-        ("no no no", [7] * 24, "stop", ["repeated"]),
-        ("no no no", [7] * 23, "stop", []),
-        ("no no no", [*[7] * 24, 2], "stop", ["repeated"]),
-        ("no no no", [*[7] * 24, 1, 2], "stop", []),
-    ],
-)
-def test_flags_say_what_is_wrong_with_a_summary(
-    text: str, token_ids: list[int], finish_reason: Any, flags: list[str]
-) -> None:
-    assert quality_flags(Completion("x", token_ids, text, finish_reason, DecodingStats())) == flags
+def test_what_is_known_of_a_summarys_quality_has_columns_of_its_own() -> None:
+    """A filter on them needs no parsing of a list."""
+    built = row(STATS, Quality(["copied"], 0.95, 0.5, 0.25, 0.4))
+    assert built["quality_flags"] == ["copied"]
+    assert built["copied_fraction"] == 0.95
+    assert (built["rouge1"], built["rouge2"], built["rougeL"]) == (0.5, 0.25, 0.4)

@@ -127,7 +127,7 @@ def test_an_unreadable_file_is_a_run_error(tmp_path: Path, write: Write) -> None
 def test_a_missing_column_is_a_run_error_that_lists_those_there(write: Write) -> None:
     path = write("a.parquet", {"body": ["x"], "n": [1]})
     assert run_error(path) == "a.parquet has no column 'text' (input.text_column); it has body, n"
-    for option in ("id_column", "max_new_tokens_column", "num_tokens_column"):
+    for option in ("id_column", "max_new_tokens_column", "num_tokens_column", "reference_column"):
         assert f"input.{option}" in run_error(path, text_column="body", **{option: "missing"})
     assert "input.passthrough" in run_error(path, text_column="body", passthrough=("missing",))
 
@@ -140,6 +140,7 @@ def test_a_missing_column_is_a_run_error_that_lists_those_there(write: Write) ->
         ("id_column", "ratio"),
         ("max_new_tokens_column", "body"),
         ("num_tokens_column", "ratio"),
+        ("reference_column", "bytes"),
     ],
 )
 def test_a_mistyped_column_is_a_run_error(write: Write, option: str, column: str) -> None:
@@ -236,6 +237,16 @@ def test_a_row_may_set_its_own_limit(write: Write) -> None:
         (None, None),
         (0, "BadMaxNewTokens"),
     ]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_a_row_may_have_a_reference(write: Write, kind: pa.DataType) -> None:
+    """It is compared with the summary, so a null or a character that is broken costs the document nothing."""
+    references = pa.concat_arrays([pa.array(["first", None]), NOT_UTF8]).cast(kind, safe=False)
+    path = write("a.parquet", {"text": ["x", "y", "z"], "abstract": references})
+    source = open_source(InputOptions(path=str(path), reference_column="abstract"))
+    assert [source.read(key).reference for key in keys(source)] == ["first", None, "\ufffd\ufffd"]
+    assert open_source(InputOptions(path=str(path))).read(DocumentKey(0, 0)).reference is None
 
 
 def test_known_lengths_spare_reading_the_text(write: Write) -> None:

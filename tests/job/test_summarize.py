@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -19,17 +20,19 @@ import torch
 
 from specextend import Request, RunConfig, load_engine
 from specextend.data.prompts import Prompts
+from specextend.data.quality import copied_fraction, rouge, split_words
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, Ended, parts, rows, summarize, wait_for, write_corpus
 from tests.tiny_models import write_looping_pair
 
 TEXT = "The committee met and talked about the weather. "
+DEMO = ["--set", "input.passthrough=[length_bucket]", "--set", "input.reference_column=reference_summary"]
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
     """The demo's documents through the tiny pair; several tests look at what came out."""
     output = tmp_path_factory.mktemp("demo") / "out"
-    return summarize("--output", str(output), "--set", "input.passthrough=[length_bucket]"), output
+    return summarize("--output", str(output), *DEMO), output
 
 
 def test_a_run_gives_every_document_its_summary(demo: tuple[Ended, Path]):
@@ -47,6 +50,19 @@ def test_a_run_gives_every_document_its_summary(demo: tuple[Ended, Path]):
         assert sum(row["acceptance_histogram"]) == row["num_spec_steps"] > 0
         assert row["total_s"] == pytest.approx(row["ttft_s"] + row["decode_s"])
         assert row["attempts"] == 1
+
+
+def test_every_summary_is_compared_with_its_document_and_its_reference(demo: tuple[Ended, Path]):
+    """From the input's column through worker and commit to the summaries; the flags are in the report by name."""
+    _, output = demo
+    [source] = sorted((ROOT / "examples" / "demo").glob("*.parquet"))
+    flags: Counter[str] = Counter()
+    for document, row in zip(pq.read_table(source).to_pylist(), rows(output / "summaries"), strict=True):
+        scores = (row["rouge1"], row["rouge2"], row["rougeL"])
+        assert scores == rouge(row["summary"], document["reference_summary"])
+        assert row["copied_fraction"] == copied_fraction(split_words(row["summary"]), document["text"])
+        flags.update(row["quality_flags"])
+    assert json.loads((output / "report.json").read_text())["quality_flags"] == flags
 
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(demo: tuple[Ended, Path]):
@@ -88,7 +104,7 @@ def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path], call):
     """Run again by a scheduler that retries: no model, no Ray, no file touched."""
     _, output = demo
     before = {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()}
-    ended = call("--config", str(CONFIG), "--output", str(output), "--set", "input.passthrough=[length_bucket]")
+    ended = call("--config", str(CONFIG), "--output", str(output), *DEMO)
     assert ended.code == 0
     assert "complete already" in ended.stderr
     assert {path: path.stat().st_mtime_ns for path in (output / "summaries").iterdir()} == before
@@ -218,7 +234,7 @@ def test_documents_that_end_in_a_loop_are_counted_and_finish_for_that_reason(tmp
     ended = summarize(*arguments, *(word for value in values for word in ("--set", value)))
     assert ended.code == 0, ended.stderr
     for row in rows(tmp_path / "out" / "summaries"):
-        assert (row["finish_reason"], row["quality_flags"]) == ("repetition", ["repeated"])
+        assert (row["finish_reason"], row["quality_flags"]) == ("repetition", ["repeated", "repeated_ngrams"])
         assert row["num_output_tokens"] < 150
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["finish_reasons"] == {"repetition": 2}

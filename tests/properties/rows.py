@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from specextend.core import Completion, DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import Prompt
+from specextend.data.quality import Quality
 from specextend.data.schema import error_row, result_row
 from specextend.data.source import Source, open_source
 from specextend.stats import DecodingStats
@@ -21,8 +22,8 @@ from specextend.stats import DecodingStats
 def done(key: DocumentKey, text: str = "a summary") -> dict[str, Any]:
     """A document done."""
     completion = Completion("lease", [5, 6], text, "stop", DecodingStats(num_prompt_tokens=1, num_output_tokens=2))
-    prompt = Prompt([1], 0, "middle")
-    return result_row(key, name_of(key), completion, prompt, queue_s=0.5, started_at=0.0, worker="w", attempts=1)
+    prompt, times = Prompt([1], 0, "middle"), {"queue_s": 0.5, "started_at": 0.0}
+    return result_row(key, name_of(key), completion, prompt, Quality([], None), **times, worker="w", attempts=1)
 
 
 def failed(key: DocumentKey, message: str = "why") -> dict[str, Any]:

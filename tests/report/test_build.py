@@ -16,6 +16,7 @@ from specextend.core import Completion, DocumentKey, FinishReason
 from specextend.data.fingerprint import fingerprint
 from specextend.data.parts import PartWriter
 from specextend.data.prompts import Prompt
+from specextend.data.quality import Quality
 from specextend.data.schema import SUMMARY_SCHEMA, error_row, result_row
 from specextend.data.storage import resolve
 from specextend.report import build_report, render, write_report
@@ -66,11 +67,13 @@ def done(
 ) -> dict[str, Any]:
     completion = Completion(str(row), [1, 2], "summary", reason, stats)
     prompt = Prompt([1], dropped, "middle")
+    quality = Quality(["truncated"] if reason == "length" else [], None)
     return result_row(
         DocumentKey(0, row),
         f"id-{row}",
         completion,
         prompt,
+        quality,
         queue_s=0.25,
         started_at=0.0,
         worker="w0",

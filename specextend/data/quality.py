@@ -1,0 +1,209 @@
+"""The quality of a summary in numbers and flags, so that people can find the ones to distrust. Nothing is held back.
+
+Words are lower-case runs of letters, marks and digits; each character of a script without spaces is a word.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+
+import regex
+from rapidfuzz.distance import LCSseq
+
+from specextend.core import Completion, printable
+from specextend.decoding.decoding_options import at_least
+from specextend.decoding.stopping import is_loop
+
+REPEATED_WORDS = 4
+"""Length of the runs of words that count as repeated, in words."""
+COPIED_WORDS = 8
+"""Length of the runs of words that count as copied, in words."""
+MOST_ROUGE_CHARACTERS = 200_000
+"""Characters at the start of summary and reference that ROUGE compares."""
+
+_PIECE_CHARACTERS = 1 << 18  # of a document that are split into words at a time
+_SAMPLED_CHARACTERS = 1 << 16  # of a text, evenly spaced, by which its script is determined
+_BY_SCRIPT = {
+    "EastAsian": r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Bopomofo}",  # Japanese mixes them
+    **{
+        name: rf"\p{{Script={name}}}"
+        for name in (
+            *("Latin", "Greek", "Cyrillic", "Armenian", "Georgian", "Hebrew", "Arabic", "Syriac", "Thaana"),
+            *("Devanagari", "Bengali", "Gurmukhi", "Gujarati", "Oriya", "Tamil", "Telugu", "Kannada", "Malayalam"),
+            *("Sinhala", "Thai", "Lao", "Khmer", "Myanmar", "Tibetan", "Hangul", "Mongolian", "Ethiopic", "Cherokee"),
+        )
+    },
+}
+_SCRIPT = regex.compile("|".join(f"(?P<{name}>[{characters}])" for name, characters in _BY_SCRIPT.items()))
+_LANGUAGE_CHARACTERS = 4_000  # of a text, in its middle, by which its language is determined
+_LEAST_LETTERS = 60  # with fewer of them no language is determined
+_UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
+_WORD = regex.compile(r"\w+")
+_GAP = regex.compile(r"\W")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QualityOptions:
+    """`quality.*`: When a summary gets a quality flag. A flag is a hint to the reader; the summary is kept."""
+
+    max_repeated_ngrams: float = 0.3
+    """Share of a summary's runs of 4 words, from 0 to 1, that occurred in it before, above which it is flagged
+    `repeated_ngrams`; 1 flags none."""
+    max_copied: float = 0.9
+    """Share of a summary's runs of 8 words, from 0 to 1, that are in its document word for word (`copied_fraction`),
+    above which it is flagged `copied`; 1 flags none."""
+    min_words: int = 0
+    """Number of words below which a summary is flagged `short`; 0 flags none."""
+    max_words: int = 0
+    """Number of words above which a summary is flagged `long`; 0 flags none."""
+    language: bool = False
+    """Flag a summary `wrong_language` if it is in another language than its document. Needs the extra `language`. Close
+    languages, such as Danish and Norwegian, are sometimes confused."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_repeated_ngrams", "max_copied"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"quality.{name} must be in [0, 1], got {getattr(self, name)}")
+        at_least("quality.min_words", self.min_words, 0)
+        at_least("quality.max_words", self.max_words, 0)
+        if 0 < self.max_words < self.min_words:
+            raise ValueError(f"quality.max_words must be at least min_words = {self.min_words}, got {self.max_words}")
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What is known about a summary's quality: the columns of its row."""
+
+    quality_flags: list[str]
+    """In a fixed order; empty if there is nothing to say."""
+    copied_fraction: float | None
+    """Share of the summary's runs of 8 words that are in its document; None if it has fewer words."""
+    rouge1: float | None = None
+    rouge2: float | None = None
+    rougeL: float | None = None  # noqa: N815 (the name of the column)
+
+
+def assess(completion: Completion, document: str, reference: str | None, options: QualityOptions) -> Quality:
+    """Assess the summary of a document in time linear in the texts. reference: another summary, if there is one."""
+    text, summary = completion.text, split_words(completion.text)
+    copied = copied_fraction(summary, document)
+    flags = {
+        "empty": not text.strip(),
+        "truncated": completion.finish_reason == "length",
+        "repeated": is_loop(completion.token_ids),
+        "repeated_ngrams": repeated_fraction(summary) > options.max_repeated_ngrams,
+        "copied": copied is not None and copied > options.max_copied,
+        "short": len(summary) < options.min_words,
+        "long": 0 < options.max_words < len(summary),
+        "wrong_script": _differ(dominant_script(text), dominant_script(document)),
+        "wrong_language": options.language and _differ(language_of(text), language_of(document)),
+        "control_characters": printable(text, keep="\t\n\r") != text,
+    }
+    scores = () if reference is None else rouge(text, reference)
+    return Quality([name for name, raised in flags.items() if raised], copied, *scores)
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a text in order."""
+    text = text.lower().replace("_", " ")
+    if _UNSPACED.search(text):
+        text = _UNSPACED.sub(r" \g<0> ", text)
+    return _WORD.findall(text)
+
+
+def repeated_fraction(words: Sequence[str]) -> float:
+    """Return the share of the runs of 4 words that occurred before; 0 if there are fewer words."""
+    runs = list(_runs(words, REPEATED_WORDS))
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def copied_fraction(words: Sequence[str], document: str) -> float | None:
+    """Return the share of the runs of 8 words that are in the document; None if there are fewer words."""
+    runs = list(_runs(words, COPIED_WORDS))
+    if not runs:
+        return None
+    wanted, copied = set(runs), set[tuple[str, ...]]()
+    for piece in _overlapping_pieces(document):
+        copied |= wanted.intersection(_runs(piece, COPIED_WORDS))
+    return sum(run in copied for run in runs) / len(runs)
+
+
+def _runs(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
+    return zip(*(words[begin:] for begin in range(length)), strict=False)
+
+
+def _overlapping_pieces(text: str) -> Iterator[list[str]]:
+    """Yield the words of a text of any length piece by piece, with the last words of the piece before in front."""
+    begin, carried = 0, list[str]()
+    while begin < len(text):
+        gap = _GAP.search(text, begin + _PIECE_CHARACTERS)
+        end = gap.end() if gap else len(text)
+        words = carried + split_words(text[begin:end])
+        yield words
+        begin, carried = end, words[1 - COPIED_WORDS :]
+
+
+def dominant_script(text: str) -> str | None:
+    """Return the script of more than half of a text's letters; None if there is none, or no letter."""
+    sample = text[:: len(text) // _SAMPLED_CHARACTERS + 1]
+    counts = Counter[str]()
+    for character, count in Counter(sample).items():
+        if character.isalpha() and (script := _script_of(character)):
+            counts[script] += count
+    [(script, count)] = counts.most_common(1) or [("", 0)]
+    return script if 2 * count > counts.total() else None
+
+
+@lru_cache(maxsize=1 << 16)
+def _script_of(character: str) -> str | None:
+    match = _SCRIPT.match(character)
+    return match.lastgroup if match else None
+
+
+def check_library(options: QualityOptions) -> None:
+    """Raise ValueError if languages are to be determined and the library for it is not installed."""
+    if options.language and find_spec("py3langid") is None:
+        raise ValueError("quality.language needs the extra `language`: pip install 'specextend[language]'")
+
+
+def language_of(text: str) -> str | None:
+    """Return the code of a text's language, by its middle; None if that has too few letters to tell."""
+    from py3langid import classify
+
+    begin = max(0, (len(text) - _LANGUAGE_CHARACTERS) // 2)
+    # Halves of surrogate pairs cannot be encoded, which the library does.
+    middle = text[begin : begin + _LANGUAGE_CHARACTERS].encode(errors="ignore").decode()
+    if sum(map(str.isalpha, middle)) < _LEAST_LETTERS:
+        return None
+    return str(classify(middle)[0])
+
+
+def _differ(one: str | None, other: str | None) -> bool:
+    """Return True if both are known and not the same."""
+    return one is not None and other is not None and one != other
+
+
+def rouge(summary: str, reference: str) -> tuple[float, float, float]:
+    """Return the F-measures of ROUGE-1, ROUGE-2 and ROUGE-L, from 0 to 1, without stemming.
+
+    Both texts are cut to `MOST_ROUGE_CHARACTERS`. ROUGE-L compares whole texts, not sentence by sentence.
+    """
+    words, others = (split_words(text[:MOST_ROUGE_CHARACTERS]) for text in (summary, reference))
+    one, two = (_shared(words, others, length) for length in (1, 2))
+    longest = LCSseq.similarity(words, others)
+    return _f_measure(one, words, others, 1), _f_measure(two, words, others, 2), _f_measure(longest, words, others, 1)
+
+
+def _shared(words: Sequence[str], others: Sequence[str], length: int) -> int:
+    """Count the runs of words that both texts have, as often as the one that has them less often."""
+    return (Counter(_runs(words, length)) & Counter(_runs(others, length))).total()
+
+
+def _f_measure(num_shared: int, words: Sequence[str], others: Sequence[str], length: int) -> float:
+    """Return the harmonic mean of precision and recall among runs of `length` words."""
+    num_runs = max(0, len(words) - length + 1) + max(0, len(others) - length + 1)
+    return 2 * num_shared / num_runs if num_runs else 0.0

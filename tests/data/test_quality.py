@@ -1,0 +1,309 @@
+"""Each flag is raised by the text that it is about, and not by the one beside it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specextend.core import Completion
+from specextend.data.quality import (
+    Quality,
+    QualityOptions,
+    assess,
+    check_library,
+    copied_fraction,
+    dominant_script,
+    repeated_fraction,
+    rouge,
+    split_words,
+)
+from specextend.stats import DecodingStats
+
+FLAGS = [
+    "empty",
+    "truncated",
+    "repeated",
+    "repeated_ngrams",
+    "copied",
+    "short",
+    "long",
+    "wrong_script",
+    "wrong_language",
+    "control_characters",
+]
+DOCUMENT = "The committee met on Monday in the old town hall and spoke about the budget for the schools of the county."
+RUSSIAN = "Комитет собрался в понедельник, бюджет принят."
+LOOSE = QualityOptions(max_repeated_ngrams=0.5, max_copied=0.5)
+
+
+def assessed(
+    text: str,
+    document: str = DOCUMENT,
+    options: QualityOptions = LOOSE,
+    token_ids: tuple[int, ...] = (1, 2, 3),
+    reason: Any = "stop",
+    reference: str | None = None,
+) -> Quality:
+    return assess(Completion("x", list(token_ids), text, reason, DecodingStats()), document, reference, options)
+
+
+@pytest.mark.parametrize(
+    ("text", "token_ids", "reason", "flags"),
+    [
+        ("A summary.", [1, 2, 3], "stop", []),
+        (" \n", [1], "stop", ["empty"]),
+        ("cut off", [1, 2], "length", ["truncated"]),
+        ("no no no", [7] * 30, "length", ["truncated", "repeated"]),
+        ("no no no", [7] * 30, "repetition", ["repeated"]),
+        ("no no no", [7] * 24, "stop", ["repeated"]),
+        ("no no no", [7] * 23, "stop", []),
+        ("no no no", [*[7] * 24, 2], "stop", ["repeated"]),
+        ("no no no", [*[7] * 24, 1, 2], "stop", []),
+    ],
+)
+def test_flags_of_the_tokens(text: str, token_ids: list[int], reason: Any, flags: list[str]) -> None:
+    """How the output ended: nothing of its words has to be read for that."""
+    assert assessed(text, token_ids=tuple(token_ids), reason=reason).quality_flags == flags
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("one two three four " * 4, ["repeated_ngrams"]),  # 13 runs, 4 of them different
+        ("One, two: three FOUR " * 4, ["repeated_ngrams"]),
+        ("one two three four five one two three four six", []),
+        (" ".join(DOCUMENT.split()[3:15]), ["copied"]),
+        ("COMMITTEE met, on Monday - in the old town", ["copied"]),
+        ("committee met on Monday in the old village", []),
+        ("The council met on Monday in the old town hall and chose a mayor.", []),  # 2 of 7 runs
+        (RUSSIAN, ["wrong_script"]),
+        ("The committee (комитет) met on Monday.", []),
+        ("42", []),
+        ("It met.\x1b[2J", ["control_characters"]),
+        ("It met.\u202edeveileb", ["control_characters"]),
+        ("It met.\r\n\tThen it left.", []),
+    ],
+)
+def test_flags_of_the_text(text: str, flags: list[str]) -> None:
+    """A flag that is raised by what is usual is one that nobody looks at."""
+    assert assessed(text).quality_flags == flags
+
+
+@pytest.mark.parametrize(
+    ("text", "document", "flags"),
+    [
+        ("委員会は月曜日に会った。", "委員会は予算について話した。", []),
+        ("委员会星期一开会。", "委員会は予算について話した。", []),  # Japanese is written with both
+        ("The committee met.", "委員会は予算について話した。", ["wrong_script"]),
+        ("समिति सोमवार को मिली", "समिति ने बजट पर बात की", []),
+        ("The committee met.", "12 34 56", []),
+        ("The committee met.", "ab дж", []),  # half and half is nobody's
+    ],
+)
+def test_the_script_is_the_documents(text: str, document: str, flags: list[str]) -> None:
+    """Names in another script are usual, and a document without letters has no script."""
+    assert assessed(text, document).quality_flags == flags
+
+
+ENGLISH = "The committee met on Monday in the old town hall. It spoke about the schools and what their roofs cost."
+GERMAN = "Der Ausschuss tagte am Montag im alten Rathaus. Er sprach über die Schulen und über die Kosten ihrer Dächer."
+FRENCH = "Le comité s'est réuni lundi à l'ancienne mairie. Il a parlé des écoles et de ce que coûtent leurs toits."
+
+
+@pytest.mark.parametrize(
+    ("text", "document", "flags"),
+    [
+        (ENGLISH, GERMAN, ["wrong_language"]),
+        (FRENCH, ENGLISH * 100, ["wrong_language"]),
+        (GERMAN, GERMAN[50:] + " Am Abend ging man nach Hause.", []),
+        (ENGLISH, f"{ENGLISH} Der Ausschuss sprach.", []),
+        (FRENCH[:60], ENGLISH, []),  # too short to tell
+    ],
+)
+def test_the_language_is_the_documents_if_that_is_asked_for(text: str, document: str, flags: list[str]) -> None:
+    """Models like to answer in English whatever they read, and the script does not show it."""
+    asked = QualityOptions(language=True, max_copied=1)
+    assert assessed(text, document, asked).quality_flags == flags
+    assert assessed(text, document, QualityOptions(max_copied=1)).quality_flags == []
+
+
+def test_languages_need_a_library_that_is_asked_for_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an extra; without it each document of a night would fail at its end."""
+    check_library(QualityOptions(language=True))
+    monkeypatch.setitem(sys.modules, "py3langid", None)
+    check_library(QualityOptions())
+    with pytest.raises(ValueError, match=r"quality.language needs the extra `language`: pip install 'specextend\[lang"):
+        check_library(QualityOptions(language=True))
+
+
+@pytest.mark.parametrize(
+    ("num_words", "flags"), [(0, ["empty", "short"]), (4, ["short"]), (5, []), (7, []), (8, ["long"])]
+)
+def test_length_counts_only_if_bounds_are_set(num_words: int, flags: list[str]) -> None:
+    """Nobody but the user knows how long a summary should be."""
+    text = " ".join("abcdefgh"[:num_words])
+    assert assessed(text, options=QualityOptions(min_words=5, max_words=7)).quality_flags == flags
+    assert {"short", "long"}.isdisjoint(assessed(text, options=QualityOptions()).quality_flags)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_copied": 1.5}, r"quality\.max_copied must be in \[0, 1\], got 1\.5"),
+        ({"max_repeated_ngrams": -0.1}, r"quality\.max_repeated_ngrams must be in \[0, 1\], got -0\.1"),
+        ({"min_words": -1}, r"quality\.min_words must be at least 0, got -1"),
+        ({"min_words": 9, "max_words": 8}, r"quality\.max_words must be at least min_words = 9, got 8"),
+    ],
+)
+def test_bounds_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
+    """Every summary of a night would carry the flag."""
+    with pytest.raises(ValueError, match=message):
+        QualityOptions(**values)
+
+
+def test_shares_of_one_flag_none() -> None:
+    """The way to switch a flag off."""
+    off = QualityOptions(max_repeated_ngrams=1, max_copied=1)
+    assert assessed("one two three four " * 40, "one two three four " * 40, off).quality_flags == []
+
+
+@pytest.mark.parametrize("words", [0, 7, 8, 30])
+def test_the_copied_share_is_null_where_there_is_no_run_of_eight_words(words: int) -> None:
+    """0 would say that nothing was copied."""
+    text = " ".join(f"w{number}" for number in range(words))
+    assert copied_fraction(split_words(text), text) == (1.0 if words >= 8 else None)
+
+
+@pytest.mark.parametrize("gap", [" ", ""])
+def test_a_run_is_found_wherever_in_a_long_document_it_is(gap: str) -> None:
+    """Documents are read in pieces of 262,144 characters, and a run may begin in one and end in the next."""
+    letters, marked = ("abc", "αβγδεζηθ") if gap else ("委員会", "話予算月曜日新年")
+    document = gap.join(letters[number * number % 3] for number in range(280_000 // (1 + len(gap))))
+    for begin in (0, 262_130, 262_140, len(document)):
+        text = f"{document[:begin]} {gap.join(marked)} {document[begin:]}"
+        assert copied_fraction(list(marked), text) == 1.0
+
+
+WORDS = st.lists(st.sampled_from(["a", "b", "c", "dd"]), max_size=25)
+
+
+def runs(words: list[str], length: int) -> list[tuple[str, ...]]:
+    return [tuple(words[begin : begin + length]) for begin in range(len(words) - length + 1)]
+
+
+def subsequence(words: list[str], others: list[str]) -> int:
+    """Length of the longest common subsequence, by its recurrence."""
+    longest = [0] * (len(others) + 1)
+    for word in words:
+        row = [0]
+        for at, other in enumerate(others):
+            row.append(longest[at] + 1 if word == other else max(row[-1], longest[at + 1]))
+        longest = row
+    return longest[-1]
+
+
+def f_measure(num_shared: int, num_runs: int, num_others: int) -> float:
+    if not num_shared:
+        return 0.0
+    precision, recall = num_shared / num_runs, num_shared / num_others
+    return 2 * precision * recall / (precision + recall)
+
+
+@given(WORDS, WORDS)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_measures_are_their_definitions(words: list[str], others: list[str]) -> None:
+    """Each by the slow way that a reader can check."""
+    four, eight = runs(words, 4), runs(words, 8)
+    again = sum(run in four[:at] for at, run in enumerate(four))
+    assert repeated_fraction(words) == pytest.approx(again / len(four) if four else 0.0)
+    copied = copied_fraction(words, " ".join(others))
+    assert copied == (sum(run in runs(others, 8) for run in eight) / len(eight) if eight else None)
+    expected = []
+    for length in (1, 2):
+        mine, theirs = Counter(runs(words, length)), Counter(runs(others, length))
+        shared = sum(min(count, theirs[run]) for run, count in mine.items())
+        expected.append(f_measure(shared, mine.total(), theirs.total()))
+    expected.append(f_measure(subsequence(words, others), len(words), len(others)))
+    assert rouge(" ".join(words), " ".join(others)) == pytest.approx(expected)
+
+
+PUBLISHED = [
+    (
+        "The quick brown fox jumps over the lazy dog.",
+        "The quick brown dog jumps on the log.",
+        (12 / 17, 4 / 15, 10 / 17),
+    ),
+    ("Police killed the gunman.", "The gunman killed police!", (1.0, 1 / 3, 0.5)),
+]
+"""Summary, reference and what the package `rouge-score` 0.1.2 returns, without stemming."""
+
+
+@pytest.mark.parametrize(("summary", "reference", "scores"), PUBLISHED)
+def test_rouge_is_that_of_the_package_that_papers_use(
+    summary: str, reference: str, scores: tuple[float, float, float]
+) -> None:
+    """Else nobody could compare with a published figure."""
+    found = assessed(summary, reference=reference)
+    assert (found.rouge1, found.rouge2, found.rougeL) == pytest.approx(scores)
+
+
+def test_rouge_is_null_without_a_reference_and_0_with_an_empty_one() -> None:
+    """An average must leave the first out, and not the second."""
+    without, empty = assessed("A summary."), assessed("A summary.", reference="")
+    assert (without.rouge1, without.rouge2, without.rougeL) == (None, None, None)
+    assert (empty.rouge1, empty.rouge2, empty.rougeL) == (0.0, 0.0, 0.0)
+
+
+def test_a_reference_of_any_length_ends() -> None:
+    """Somebody names the column of the documents: a book against a book takes a fraction of a second."""
+    book = " ".join(f"w{number * 7919 % 5000}" for number in range(400_000))
+    one, two, longest = rouge(book, book[200_000:] + book[:200_000])
+    assert 0 < two < one <= 1
+    assert 0 < longest < 1
+
+
+def test_words_of_scripts_without_spaces_are_characters() -> None:
+    """Else a Chinese sentence would be one word, and nothing that is not a whole sentence could be copied."""
+    assert split_words("The_ Board's 月曜日: ไทย naïve हिन्दी 3.5") == [
+        *["the", "board", "s", "月", "曜", "日", "ไ", "ท", "ย"],
+        *["naïve", "हिन्दी", "3", "5"],
+    ]
+
+
+ANY_TEXT = st.text(st.characters(), max_size=200)
+"""With halves of surrogate pairs, unassigned characters and all else that Python's strings can hold."""
+
+
+@given(ANY_TEXT, ANY_TEXT, st.none() | ANY_TEXT, st.sampled_from(["stop", "length", "repetition"]))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_any_text_has_a_quality(text: str, document: str, reference: str | None, reason: Any) -> None:
+    """An odd character must not cost a document that was decoded; flags are in one order, each once."""
+    options = QualityOptions(max_repeated_ngrams=0, max_copied=0, min_words=3, max_words=5, language=True)
+    found = assessed(text, document, options, reason=reason, reference=reference)
+    assert found.quality_flags == [flag for flag in FLAGS if flag in found.quality_flags]
+    for share in (found.copied_fraction, found.rouge1, found.rouge2, found.rougeL):
+        assert share is None or 0 <= share <= 1
+    assert (found.rouge1 is None) == (reference is None)
+
+
+def test_every_flag_can_be_raised() -> None:
+    """The order above must not be that of names that do not exist."""
+    copied = "a b c d " * 5 + "\x00"
+    options = QualityOptions(max_repeated_ngrams=0, max_copied=0, min_words=3, max_words=5)
+    found = [
+        assessed(copied, copied + "комитет " * 20, options, (7,) * 30, "length"),
+        assessed("", options=options),
+        assessed(ENGLISH, GERMAN, QualityOptions(language=True)),
+    ]
+    assert {flag for each in found for flag in each.quality_flags} == set(FLAGS)
+
+
+def test_a_script_that_few_write_is_one_too() -> None:
+    """The table of scripts is ours; these have been written with for long."""
+    scripts = {dominant_script(text) for text in ("שלום", "السلام", "Γειά", "ሰላም", "გამარჯობა", "안녕", "สวัสดี", "བོད")}
+    assert scripts == {"Hebrew", "Arabic", "Greek", "Ethiopic", "Georgian", "Hangul", "Thai", "Tibetan"}

@@ -1,0 +1,115 @@
+"""Penalties behind every node of a tree are those of a plain step behind the same tokens, and those of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from specextend.decoding.penalties import NgramIndex, Penalties, penalties_of
+from tests.tiny_models import request
+
+VOCABULARY = 5
+TOKENS = st.integers(0, VOCABULARY - 1)
+TEXTS = st.lists(TOKENS, min_size=1, max_size=30)
+SIZES = st.integers(1, 5)
+CPU = torch.device("cpu")
+
+
+@st.composite
+def trees(draw, root: int) -> tuple[list[int], list[int]]:
+    """Token ids and parents, the root first; siblings may be equal, which a draft's never are."""
+    token_ids, parents = [root], [-1]
+    for node in range(1, draw(st.integers(1, 12))):
+        parents.append(draw(st.integers(0, node - 1)))
+        token_ids.append(draw(TOKENS))
+    return token_ids, parents
+
+
+def path(token_ids: list[int], parents: list[int], node: int) -> list[int]:
+    """The tokens from below the root to a node."""
+    return [] if node == 0 else [*path(token_ids, parents, parents[node]), token_ids[node]]
+
+
+def repeats(text: list[int], size: int) -> set[int]:
+    """The definition: tokens behind which the text ends in an n-gram that it has already."""
+    ngrams = {tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1)}
+    return {token_id for token_id in range(VOCABULARY) if tuple([*text, token_id][-size:]) in ngrams}
+
+
+@given(TEXTS, SIZES, st.lists(st.integers(1, 30), max_size=4), st.data())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_the_index_finds_what_a_search_of_the_whole_text_finds(text, size, cuts, data):
+    """Whatever pieces the text came in, and behind every node of a tree, whose path is text as well."""
+    index = NgramIndex(size)
+    for begin, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(text)], strict=True):
+        index.extend(text[begin:end])
+    token_ids, parents = data.draw(trees(text[-1]))
+    nodes, repeating = index.repeating(token_ids, parents)
+    for node in range(len(token_ids)):
+        found = {token_id for at, token_id in zip(nodes, repeating, strict=True) if at == node}
+        assert found == repeats(text + path(token_ids, parents, node), size)
+
+
+def as_transformers(penalty: float, size: int) -> LogitsProcessorList:
+    """In the order in which its `generate` has them."""
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])
+    if size:
+        processors.append(NoRepeatNGramLogitsProcessor(size))
+    return processors
+
+
+@given(TEXTS, TEXTS, st.sampled_from([0.5, 1.0, 1.3]), st.sampled_from([0, 1, 2, 3]), st.booleans(), st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_logits_behind_a_node_are_those_of_transformers_behind_its_tokens(prompt, output, penalty, size, every, data):
+    """Bit for bit, so that no seed can tell them apart. A token that occurs twice is penalised once."""
+    options = {"repetition_penalty": penalty, "no_repeat_ngram_size": size}
+    asked = request("a", prompt, repetition_scope="all" if every else "output", **options)
+    penalties = Penalties(asked, CPU)
+    for token_id in output:
+        penalties.extend([token_id])
+    token_ids, parents = data.draw(trees(output[-1]))
+    logits = torch.randn(len(token_ids) + 2, VOCABULARY, generator=torch.Generator().manual_seed(len(output)))
+    scores = penalties.apply(logits, token_ids, parents)
+    for node in range(len(token_ids)):
+        text = (prompt if every else []) + output + path(token_ids, parents, node)
+        expected = as_transformers(penalty, size)(torch.tensor([text]), logits[node : node + 1].clone())
+        assert torch.equal(scores[node : node + 1], expected)
+
+
+def test_the_models_own_logits_stay_as_they_are():
+    """They may be rows of a tensor that another sequence of the batch reads, too."""
+    logits = torch.ones(1, VOCABULARY)
+    scores = Penalties(request("a", [1, 2], repetition_penalty=2.0), CPU).apply(logits, [2], [-1])
+    assert scores.tolist() == [[1.0, 0.5, 0.5, 1.0, 1.0]]
+    assert logits.tolist() == [[1.0] * VOCABULARY]
+
+
+@pytest.mark.parametrize(
+    ("options", "has_some"),
+    [
+        ({}, False),
+        ({"repetition_scope": "output"}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"no_repeat_ngram_size": 3}, True),
+    ],
+)
+def test_a_request_that_asks_for_none_has_none(options, has_some):
+    """Its step is then the one of a program that knows no penalties."""
+    assert (penalties_of(request("a", [1], **options), CPU) is not None) == has_some
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, got 0.0"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be at least 0, got -1"),
+        ({"repetition_scope": "prompt"}, "repetition_scope must be all or output, got 'prompt'"),
+    ],
+)
+def test_a_penalty_that_cannot_be_is_refused(options, message):
+    """A division by zero would make every token as good as any other."""
+    with pytest.raises(ValueError, match=message):
+        request("a", [1], **options)
