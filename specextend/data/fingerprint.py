@@ -21,6 +21,7 @@ _FREE = (
     "job",
     "decoding.max_batch_size",
     "decoding.cache_gib",
+    "decoding.audit_fraction",
     "attention.backend",
     "target.device",
 )

@@ -200,7 +200,7 @@ class Engine:
             request.max_new_tokens,
             stop_repetition=request.sampling.stop_repetition,
         )
-        drafts = self._memory.num_nodes > 0
+        drafts = self._memory.num_nodes > 0 and request.audit_of is None
         sequence = Sequence(request, *admitted, stopper, CachePolicy(self._cache_options), now, drafts)
         sequence.speculation.active = drafts
         sequence.stats.num_memory_retries = waiting.num_memory_retries
@@ -279,6 +279,7 @@ class Engine:
         positions = torch.tensor([sequence.length], device=prompt.device)
         logits = self.target.logits(hidden[0, -1:])
         token_id = int(choose_tokens(logits, positions, sequence.request.sampling))
+        sequence.audit(logits[0], positions[0], token_id)
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if sequence.drafts and not sequence.finish_reason:
             self._retrieve(sequence, plan, 0, -1)
@@ -382,6 +383,9 @@ class Engine:
         chosen = [
             choose_tokens(logits[b], positions[b], sequence.request.sampling) for b, sequence in enumerate(sequences)
         ]
+        for b, sequence in enumerate(sequences):
+            if sequence.request.audit_of is not None:
+                sequence.audit(logits[b, 0], positions[b, 0], int(chosen[b][0]))
         return torch.stack(chosen)
 
     def _update_draft(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:

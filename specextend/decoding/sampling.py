@@ -8,6 +8,8 @@ Letters: N rows, P positions, V vocabulary, K a prefix of the tokens in order of
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,24 @@ def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -
     distinct, row_of = positions.unique(return_inverse=True)
     noise = gumbel_noise(sampling.seed, distinct, logits.shape[-1])
     return (processed_log_probs(logits, sampling) + noise[row_of]).argmax(-1)
+
+
+def choice_gap(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int, other: int) -> float:
+    """Return the smallest change of `logits` [V], at least about, with which `other` is chosen instead of `chosen`.
+
+    `position` [] int64 is that of the token. Two correct decodings that differ by rounding alone have a small gap.
+    Either `other` lacked something (in probability with its noise, or at the cut of top_k and top_p), or `chosen` came
+    close to that cut.
+    """
+    values = logits.float()
+    if sampling.temperature == 0:
+        return max(0.0, float(values[chosen] - values[other]))
+    noise = gumbel_noise(sampling.seed, position.reshape(1), len(logits))[0] * sampling.temperature
+    kept = processed_log_probs(logits, sampling).isfinite()
+    cut = values[kept].min()
+    lacked = max(float((values + noise)[chosen] - (values + noise)[other]), float(cut - values[other]))
+    to_spare = math.inf if bool(kept.all()) else float(values[chosen] - cut)
+    return max(0.0, min(lacked, to_spare))
 
 
 def _nucleus(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

@@ -220,7 +220,7 @@ def driver_of(
         scheduler=Scheduler(work, limits, LEASES, f"{run_id}-", tried),
         pool=pool,
         roster=Roster(job.workers),
-        committer=Committer(output, PartWriter(output, run_id), lock, job.commit_every_rows, 30.0),
+        committer=Committer(output, PartWriter(output, run_id), AuditWriter(output, run_id), lock, job.commit_every_rows, 30.0),
         ledger=Ledger(estimates, 0, 0),
         display=Screen(),
         metrics=Metrics(run_id),
