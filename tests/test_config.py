@@ -24,7 +24,8 @@ KEYS = {
     "prompt": "instruction system length_policy max_prompt_tokens",
     "target": "model revision dtype device",
     "draft": "kind model revision ngram",
-    "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition max_batch_size cache_gib audit_fraction",
+    "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition max_batch_size cache_gib "
+    "audit_fraction",
     "attention": "backend tree",
     "tree": "nodes max_nodes depth ngram_depth threshold",
     "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers",

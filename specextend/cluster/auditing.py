@@ -68,9 +68,7 @@ class Auditor:
         """Note that a document is done; it is audited if the sample has it."""
         if not is_sampled(request.sampling.seed, self._fraction):
             return
-        again = replace(
-            request, request_id=_PREFIX + request.request_id, audit_of=tuple(completion.token_ids)
-        )
+        again = replace(request, request_id=_PREFIX + request.request_id, audit_of=tuple(completion.token_ids))
         with self._lock:
             self._waiting.append(_Case(key, doc_id, completion, again))
 

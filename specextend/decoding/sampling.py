@@ -67,21 +67,21 @@ def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -
 
 
 def choice_gap(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int, other: int) -> float:
-    """Return the smallest change of `logits` [V], at least about, with which `other` is chosen instead of `chosen`.
+    """Return the smallest change of one of `logits` [V] with which `other` may be chosen instead of `chosen`.
 
     `position` [] int64 is that of the token. Two correct decodings that differ by rounding alone have a small gap.
-    Either `other` lacked something (in probability with its noise, or at the cut of top_k and top_p), or `chosen` came
-    close to that cut.
+    Either `other` must rise, above `chosen` (each with its noise) and above the cut of top_k and top_p, or `chosen`
+    must fall below that cut. With top_p the change of the others' probabilities is neglected.
     """
     values = logits.float()
     if sampling.temperature == 0:
         return max(0.0, float(values[chosen] - values[other]))
     noise = gumbel_noise(sampling.seed, position.reshape(1), len(logits))[0] * sampling.temperature
     kept = processed_log_probs(logits, sampling).isfinite()
-    cut = values[kept].min()
-    lacked = max(float((values + noise)[chosen] - (values + noise)[other]), float(cut - values[other]))
-    to_spare = math.inf if bool(kept.all()) else float(values[chosen] - cut)
-    return max(0.0, min(lacked, to_spare))
+    scores = values + noise
+    rise = max(float(scores[chosen] - scores[other]), float(values[kept].min() - values[other]))
+    fall = math.inf if bool(kept.all()) else float(values[chosen] - values[~kept].max())
+    return max(0.0, min(rise, fall))
 
 
 def _nucleus(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

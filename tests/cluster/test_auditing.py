@@ -1,4 +1,4 @@
-"""The audit's queue and its end, without an engine: whole batches by themselves, each document once, nobody waits for ever."""
+"""The audit's queue and its end, without an engine: whole batches by themselves, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from specextend.stats import DecodingStats
 def offer(auditor: Auditor, *names: str) -> None:
     """Documents that are done, each with two tokens."""
     for row, name in enumerate(names):
-        request = Request(
-            request_id=name, prompt_token_ids=[1], max_new_tokens=2, sampling=SamplingParams(seed=row)
-        )
+        request = Request(request_id=name, prompt_token_ids=[1], max_new_tokens=2, sampling=SamplingParams(seed=row))
         stats = DecodingStats(prefill_s=1.0, draft_prefill_s=0.5, draft_s=1.0, verify_s=2.0, other_s=0.25)
         auditor.offer(DocumentKey(0, row), name, request, Completion(name, [4, 5], "x", "length", stats))
 

@@ -68,7 +68,8 @@ def _speedup(rows: pa.Table) -> dict[str, Any] | None:
 
 
 def _last_of_each(rows: pa.Table) -> pa.Table:
-    places = {key: place for place, key in enumerate(zip(rows["file"].to_pylist(), rows["row"].to_pylist(), strict=True))}
+    keys = zip(rows["file"].to_pylist(), rows["row"].to_pylist(), strict=True)
+    places = {key: place for place, key in enumerate(keys)}
     return rows.take(pa.array(np.array(sorted(places.values()), np.int64)))
 
 

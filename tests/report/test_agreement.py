@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from specextend.data.audit_rows import AUDIT_SCHEMA
-from specextend.report.audit import audit_figures
+from specextend.report.agreement import audit_figures
 
 ROW = {
     "file": 0,
@@ -32,7 +32,7 @@ def test_without_an_audit_there_are_no_figures():
 
 @pytest.mark.parametrize(("dtype", "ties"), [("float32", 0), ("bfloat16", 1)])
 def test_a_small_gap_is_rounding_where_numbers_are_short(dtype, ties):
-    """In bfloat16 two correct decodings choose differently where two logits nearly tie; in float32 they hardly ever do."""
+    """In bfloat16 two correct decodings choose differently where two logits nearly tie, in float32 hardly ever."""
     figures = audit_figures(table({}, {"num_equal_tokens": 5, "gap": 0.25}, {"num_equal_tokens": 0, "gap": 7.0}), dtype)
     assert (figures["equal"], figures["near_ties"], figures["different"]) == (1, ties, 2 - ties)
     assert figures["different_doc_ids"][-1] == "d2"
