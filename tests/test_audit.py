@@ -12,7 +12,7 @@ from specextend.core import Request, SamplingParams
 from specextend.data.audit_rows import read_audits
 from specextend.data.storage import resolve
 from specextend.decoding import engine as engine_module
-from specextend.decoding.sampling import choice_gap, choose_tokens
+from specextend.decoding.sampling import choice_gap, choose_tokens, gumbel_noise
 from specextend.loading import load_engine
 from tests.covering import covering
 from tests.faults.conftest import CONFIG, rows
@@ -110,12 +110,17 @@ def test_the_gap_is_the_change_that_reverses_a_choice(sampling):
         assert too_little != other
 
 
-def test_a_token_at_the_border_of_the_nucleus_nearly_ties():
-    """Rounding decides who belongs to the nucleus, and then noise may choose a token that the other side cut off."""
-    logits = torch.tensor([2.0, 1.0, 0.999, -3.0])
-    params = SamplingParams(temperature=1.0, top_p=0.75)
-    position = next(at for at in range(99) if int(choose_tokens(logits[None], torch.tensor([at]), params)) == 1)
-    assert choice_gap(logits, torch.tensor(position), params, 1, 0) == pytest.approx(0.001, abs=1e-5)
+@pytest.mark.parametrize(("probability", "gap"), [(0.899, 0.006), (0.901, 0.006), (0.6, None), (0.99, None)])
+def test_a_token_at_the_border_of_the_nucleus_nearly_ties(probability, gap):
+    """With 90% the likeliest token is alone, with a little less a second one may win by its noise: rounding decides."""
+    logits = torch.tensor([probability, (1 - probability) * 0.6, (1 - probability) * 0.4]).log() * 0.5
+    params = SamplingParams(temperature=0.5, top_p=0.9)
+    noise = gumbel_noise(params.seed, torch.arange(9999), 3)
+    position = int((noise[:, 1] - noise[:, 0]).argmax())  # here the second one wins if it may
+    chosen = int(choose_tokens(logits[None], torch.tensor([position]), params))
+    assert chosen == (1 if probability < 0.9 else 0)
+    found = choice_gap(logits, torch.tensor(position), params, chosen, 1 - chosen)
+    assert found == pytest.approx(gap, abs=1e-3) if gap else found > 0.5
 
 
 def test_a_job_audits_its_sample_and_changes_nothing(real_job):
