@@ -85,12 +85,24 @@ class Request:
     prompt_token_ids: list[int]
     max_new_tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    audit_of: tuple[int, ...] | None = None
+    """Tokens that an earlier decoding of this request chose. If given, this one takes plain steps, and is compared."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise ValueError(f"request {self.request_id!r} has an empty prompt")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far a plain decoding chose the tokens of an earlier one."""
+
+    num_equal_tokens: int
+    """Tokens before the first difference."""
+    gap: float | None = None
+    """How far apart the two tokens were at the first difference, in logits; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +118,8 @@ class Completion:
     text: str
     finish_reason: FinishReason
     stats: DecodingStats
+    agreement: Agreement | None = None
+    """Given for a request with `audit_of`."""
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -25,7 +25,7 @@ KEYS = {
     "target": "model revision dtype device",
     "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
-    "no_repeat_ngram_size repetition_scope max_batch_size cache_gib",
+    "no_repeat_ngram_size repetition_scope max_batch_size cache_gib audit_fraction",
     "attention": "backend tree",
     "tree": "nodes max_nodes depth ngram_depth threshold",
     "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers",

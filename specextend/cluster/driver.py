@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specextend.cluster.auditing import AuditEnd
 from specextend.cluster.display import Display, Fact
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
 from specextend.cluster.leases import GivenUp, Lease, Tried
@@ -23,6 +24,7 @@ from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.stores import Arbiter, Ruling, writing
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
+from specextend.data.audit_rows import AuditWriter
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
 from specextend.data.source import Source
@@ -37,30 +39,49 @@ RECORD_EVERY_S = 10.0
 class Committer:
     """Finished rows, which it writes as a part once there are enough of them or the oldest has waited long enough."""
 
-    def __init__(self, output: Location, writer: PartWriter, lock: OutputLock, every_rows: int, every_s: float) -> None:
-        self._output, self._writer, self._lock = output, writer, lock
+    def __init__(
+        self,
+        output: Location,
+        writer: PartWriter,
+        audit_writer: AuditWriter,
+        lock: OutputLock,
+        every_rows: int,
+        every_s: float,
+    ) -> None:
+        self._output, self._writer, self._audit_writer, self._lock = output, writer, audit_writer, lock
         self._every_rows, self._every_s = every_rows, every_s
         self._rows: list[dict[str, Any]] = []
+        self._audits: list[dict[str, Any]] = []
         self._oldest = 0.0
         self._recorded_at = -RECORD_EVERY_S
 
     def add(self, row: dict[str, Any], now: float) -> None:
         """Add a row."""
-        if not self._rows:
-            self._oldest = now
+        self._begin(now)
         self._rows.append(row)
+
+    def audited(self, rows: Iterable[dict[str, Any]], now: float) -> None:
+        """Add rows of the audit."""
+        self._begin(now)
+        self._audits += rows
+
+    def _begin(self, now: float) -> None:
+        if not (self._rows or self._audits):
+            self._oldest = now
 
     def commit_if_due(self, now: float) -> None:
         """Write a part if one is due. Raises LockLostError and LockGoneError even if there is nothing to write."""
         self._lock.check_heard()
-        if len(self._rows) >= self._every_rows or (self._rows and now - self._oldest >= self._every_s):
+        has_rows = bool(self._rows or self._audits)
+        if len(self._rows) >= self._every_rows or (has_rows and now - self._oldest >= self._every_s):
             self.commit()
 
     def commit(self) -> None:
         """Write the rows there are. Raises LockLostError, LockGoneError and OutputError."""
         with writing(self._output):
             self._writer.commit(self._rows)
-        self._rows = []
+            self._audit_writer.commit(self._audits)
+        self._rows, self._audits = [], []
 
     def remember(self, attempt: Attempt, charges: Mapping[DocumentKey, Tried]) -> None:
         """Record which open documents have been charged. Raises as `commit` does."""
@@ -95,6 +116,8 @@ class Driver:
     attempt: Attempt
     source: Source
     job: JobOptions
+    is_auditing: bool = False
+    """True if workers decode some documents again (`decoding.audit_fraction`)."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     costs: CostSample = field(default_factory=CostSample)
     """Costs of the documents that this start has done."""
@@ -104,6 +127,7 @@ class Driver:
     _hosts: dict[str, str] = field(default_factory=dict)
     """Hosts of the workers that were ready once."""
     _is_stopping: bool = False
+    _audit_end: AuditEnd | None = None
 
     def __post_init__(self) -> None:
         self._arbiter = Arbiter(self.source, self.committer.commit)
@@ -127,6 +151,8 @@ class Driver:
         try:
             while not self.scheduler.is_done:
                 self._turn()
+            if self.is_auditing:
+                self._finish_audit()
         except InterruptedRunError:
             self._is_stopping = True
             try:
@@ -166,6 +192,18 @@ class Driver:
         snapshot = self.ledger.snapshot(now, self.roster.num_ready)
         self.display.show(snapshot, now)
         self.metrics.show(snapshot, now)
+
+    def _finish_audit(self) -> None:
+        """Let the workers audit what they still hold, after the last document. One that hangs is not waited for."""
+        self.pool.is_ending = True
+        self._audit_end = AuditEnd(self.roster.ready_workers(), self.job.stall_s, self.clock())
+        while not self._audit_end.is_over:
+            self.interrupt.check()
+            self._collect(TICK_S)
+            self.committer.commit_if_due(self.clock())
+            for worker in self._audit_end.give_up(self.clock()):
+                message = f"{worker} has made no step for {self.job.stall_s:.0f} s: the rest of its audit is left out"
+                self.display.note(message, "audit_given_up", worker=worker)
 
     def _collect(self, timeout_s: float) -> None:
         for event in self.pool.wait(timeout_s):
@@ -227,8 +265,13 @@ class Driver:
                 held = {name: lease.key for name, lease in leases.items() if lease is not None}
                 self.ledger.running(worker, [(key, report.outputs[name]) for name, key in held.items()])
                 self.metrics.running(worker, {name: report.outputs[name] for name in held})
+                self.committer.audited(report.audits, now)
+                if self._audit_end is not None:
+                    self._audit_end.reported(worker, report, now)
             case Dying(worker, reason):
                 self.attempt.worker_gone(worker, reason)
+                if self._audit_end is not None:
+                    self._audit_end.gone(worker)
                 self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
                 self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
             case Died():

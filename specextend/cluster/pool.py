@@ -117,6 +117,8 @@ class _Actor:
     loads_since: float | None = None
     polled_at: float = 0.0
     is_polling: bool = False
+    num_audits: int = 0
+    """Rows of its audit that have arrived."""
     dying_since: float | None = None
     reason: str = ""
     has_spoken: bool = False
@@ -145,6 +147,8 @@ class Pool:
     poll_s: float = POLL_S
     verdict_s: float = VERDICT_S
     clock: Callable[[], float] = field(default_factory=AwakeClock)
+    is_ending: bool = False
+    """True once no worker gets a further document, which polls say."""
     _actors: dict[str, _Actor] = field(default_factory=dict)
     _calls: dict[Any, _Call] = field(default_factory=dict)
     _runs: dict[str, Any] = field(default_factory=dict)
@@ -200,7 +204,8 @@ class Pool:
             idle = actor.info is None or actor.is_polling or actor.dying_since is not None
             if not idle and now - actor.polled_at >= self.poll_s:
                 actor.is_polling, actor.polled_at = True, now
-                self._calls[actor.handle.progress.remote()] = _Call(worker, "poll")
+                poll = actor.handle.progress.remote(actor.num_audits, self.is_ending)
+                self._calls[poll] = _Call(worker, "poll")
 
     def _answer(self, reference: Any) -> list[Event]:
         call = self._calls.pop(reference, None)
@@ -223,6 +228,7 @@ class Pool:
             return [Ready(call.worker, value)]
         if call.kind == "poll":
             actor.is_polling = False
+            actor.num_audits += len(value.audits)
             return [Polled(call.worker, value)]
         assert call.lease is not None
         return [Returned(call.worker, call.lease, value)]

@@ -49,6 +49,10 @@ class Roster:
         """Count the workers that take leases."""
         return sum(seat.is_ready for seat in self._seats)
 
+    def ready_workers(self) -> list[str]:
+        """Name the workers that take leases."""
+        return [seat.worker for seat in self._seats if seat.worker is not None and seat.is_ready]
+
     def due(self, now: float, num_wanted: int) -> list[str]:
         """Name the new workers to start now, so that there are no more in all than are wanted."""
         names: list[str] = []

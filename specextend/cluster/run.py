@@ -53,6 +53,7 @@ from specextend.cluster.stores import OutputGate, reading, using, writing
 from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, first_line
+from specextend.data.audit_rows import AuditWriter
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import write_manifest
 from specextend.data.inputs import InputError, InputUnreachableError
@@ -60,6 +61,7 @@ from specextend.data.parts import DamagedPartError, PartWriter, Progress, Retry,
 from specextend.data.provenance import provenance
 from specextend.data.run_folder import (
     Counts,
+    audits_folder,
     read_success,
     records_folder,
     remove_success,
@@ -142,7 +144,7 @@ def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], 
 
 def _sweep(output: Location) -> None:
     """Remove the temporary files of drivers that were killed while they wrote."""
-    for folder in (output, records_folder(output), starts_folder(output)):
+    for folder in (output, records_folder(output), starts_folder(output), audits_folder(output)):
         remove_temporary_files(folder)
 
 
@@ -338,11 +340,12 @@ class _LockedRun:
         with writing(output):
             origin = provenance(manifest, [self.attempt.start], [self.run_id])
             writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
+            audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(plan.work(), limits, num_leases, f"{self.run_id}-", tried),
             pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),
             roster=Roster(job.workers),
-            committer=Committer(output, writer, self.lock, job.commit_every_rows, job.commit_every_s),
+            committer=Committer(output, writer, audits, self.lock, job.commit_every_rows, job.commit_every_s),
             ledger=ledger,
             display=self.display,
             metrics=Metrics(self.run_id),
@@ -350,6 +353,7 @@ class _LockedRun:
             attempt=self.attempt,
             source=source,
             job=job,
+            is_auditing=config.decoding.audit_fraction > 0,
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import ray
 import torch
 
+from specextend.cluster.auditing import Auditor
 from specextend.cluster.environment import worker_device
 from specextend.cluster.messages import Done, EngineBrokenError, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
 from specextend.config import RunConfig
@@ -101,6 +102,7 @@ class Inbox:
     def __init__(self) -> None:
         self._heap: list[tuple[int, str, Request]] = []
         self._changed = threading.Condition()
+        self._is_woken = False
 
     def put(self, request: Request) -> None:
         """Add a request."""
@@ -110,11 +112,18 @@ class Inbox:
             self._changed.notify()
 
     def take(self, block: bool) -> Request | None:
-        """Remove and return the longest request; None if there is none and `block` is False."""
+        """Remove and return the longest request; None if there is none and `block` is False, or after `wake`."""
         with self._changed:
-            while block and not self._heap:
+            while block and not self._heap and not self._is_woken:
                 self._changed.wait()
+            self._is_woken = False
             return heapq.heappop(self._heap)[2] if self._heap else None
+
+    def wake(self) -> None:
+        """Let a `take` that waits return, or else the next one."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify()
 
     def remove(self, request_id: str) -> bool:
         """Remove a request. Returns False if it does not wait here any more."""
@@ -137,6 +146,7 @@ class Worker:
         wrap_streams()  # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a text
         self._config, self._source, self._factory = config, source, factory
         self._inbox = Inbox()
+        self._auditor = Auditor(config.decoding.audit_fraction, config.decoding.max_batch_size)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[str, asyncio.Future[Completion | Failed | Suspected]] = {}
@@ -179,13 +189,16 @@ class Worker:
         try:
             row, prompt = await loop.run_in_executor(self._reader, self._prepare, key)
             doc_id = row.document.doc_id
-            outcome = await self._decode(self._request(lease_id, row, prompt))
+            request = self._request(lease_id, row, prompt)
+            outcome = await self._decode(request)
         except DocumentError as error:
             return Failed(error.doc_id, error.error_class, error.message, error.stage, error.retryable)
         if isinstance(outcome, Failed):
             return replace(outcome, doc_id=doc_id)
         if isinstance(outcome, Suspected):
             return outcome
+        self._auditor.offer(key, doc_id, request, outcome)
+        self._inbox.wake()
         text, reference, options = row.document.text, row.reference, self._config.quality
         times = {
             "queue_s": max(0.0, time.monotonic() - received - outcome.stats.total_s),
@@ -195,9 +208,17 @@ class Worker:
         result = result_row(key, doc_id, outcome, prompt, quality, **times, worker=self._name, attempts=attempt)
         return Done(result, outcome.stats)
 
-    async def progress(self) -> WorkerReport:
-        """Report the step counter and the output tokens of each lease that has started."""
-        return WorkerReport(self._engine.num_steps, self._engine.progress())
+    async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
+        """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.
+
+        num_audits_seen: rows that the driver has. is_ending: no further document will come.
+        """
+        auditor = self._auditor
+        if is_ending and not auditor.is_ending:
+            auditor.is_ending = True
+            self._inbox.wake()
+        rows, outputs = auditor.rows(num_audits_seen), self._engine.progress()
+        return WorkerReport(self._engine.num_steps, outputs, rows, auditor.num_open, is_ending)
 
     def _prepare(self, key: DocumentKey) -> tuple[Row, Prompt]:
         try:
@@ -268,6 +289,9 @@ class Worker:
 
     def _requests(self) -> Iterator[Request | None]:
         while True:
+            if self._auditor.is_due:
+                yield self._auditor.take(self._engine.num_active)
+                continue
             request = self._inbox.take(block=self._engine.num_active == 0)
             if request is not None:
                 self._handed_out[request.request_id] = request
@@ -279,8 +303,10 @@ class Worker:
         """Suspect the requests that were in the batch, and queue those again that had not begun."""
         cause = error.__cause__ or error
         traceback.print_exception(cause, file=sys.stderr)
+        failure = Suspected(type(cause).__name__, first_line(cause))
         for name in error.request_ids:
-            self._settle(name, Suspected(type(cause).__name__, first_line(cause)))
+            self._settle(name, failure)
+        self._auditor.fail_batch(failure)
         for request in list(self._handed_out.values()):
             if request.request_id in self._waiting:  # not cancelled since
                 self._inbox.put(request)
@@ -299,7 +325,9 @@ class Worker:
         self._settle(request_id, failed)
 
     def _settle(self, request_id: str, outcome: Completion | Failed | Suspected) -> None:
-        """Hand an outcome to the call that waits for it, on the loop's thread."""
+        """Hand an outcome to the audit, or to the call that waits for it, on the loop's thread."""
+        if self._auditor.settle(request_id, outcome):
+            return
         self._handed_out.pop(request_id, None)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._resolve, request_id, outcome)

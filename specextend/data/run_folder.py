@@ -36,6 +36,11 @@ def parts_folder(output: Location) -> Location:
     return output.child("_run", "parts")
 
 
+def audits_folder(output: Location) -> Location:
+    """Return the folder of the audit's rows."""
+    return output.child("_run", "audits")
+
+
 def starts_folder(output: Location) -> Location:
     """Return the folder of the records of starts."""
     return output.child("_run", "attempts")

@@ -60,6 +60,9 @@ class DecodingOptions:
     """Maximum number of sequences that a worker decodes together."""
     cache_gib: float = 2.0
     """Largest size of the target's KV cache on each worker, in GiB. A draft's caches are additional."""
+    audit_fraction: float = 0.0
+    """Share of the documents, chosen by seed and id, that are decoded once more without a draft after they are done.
+    The report says how many tokens agree and how much faster speculation was. Their summaries stay as they are."""
 
     def __post_init__(self) -> None:
         one_of("decoding.mode", self.mode, ("autoregressive", "tree", "specextend"))
@@ -67,6 +70,10 @@ class DecodingOptions:
         at_least("decoding.temperature", self.temperature, 0)
         at_least("decoding.top_k", self.top_k, 0)
         at_least("decoding.max_batch_size", self.max_batch_size, 1)
+        if not 0 <= self.audit_fraction <= 1:
+            raise ValueError(f"decoding.audit_fraction must be in [0, 1], got {self.audit_fraction}")
+        if self.audit_fraction and self.mode == "autoregressive":
+            raise ValueError("decoding.audit_fraction compares with plain decoding, which this mode is; set it to 0")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"decoding.top_p must be in (0, 1], got {self.top_p}")
         if self.cache_gib <= 0:

@@ -201,7 +201,7 @@ class Engine:
             request.max_new_tokens,
             stop_repetition=request.sampling.stop_repetition,
         )
-        drafts = self._memory.num_nodes > 0
+        drafts = self._memory.num_nodes > 0 and request.audit_of is None
         policy, penalties = CachePolicy(self._cache_options), penalties_of(request, self.target.device)
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties)
         sequence.speculation.active = drafts
@@ -283,6 +283,7 @@ class Engine:
         if sequence.penalties is not None:
             logits = sequence.penalties.apply(logits, sequence.request.prompt_token_ids[-1:], [-1])
         token_id = int(choose_tokens(logits, positions, sequence.request.sampling))
+        sequence.audit(logits[0], positions[0], token_id)
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if sequence.drafts and not sequence.finish_reason:
             self._retrieve(sequence, plan, 0, -1)
@@ -389,6 +390,8 @@ class Engine:
             if sequence.penalties is not None:
                 scores = sequence.penalties.apply(scores, *torch.stack([tree.token_ids, tree.parents]).tolist())
             chosen.append(choose_tokens(scores, positions[b], sequence.request.sampling))
+            if sequence.request.audit_of is not None:
+                sequence.audit(scores[0], positions[b, 0], int(chosen[b][0]))
         return torch.stack(chosen)
 
     def _update_draft(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:

@@ -8,6 +8,8 @@ Letters: N rows, P positions, V vocabulary, K a prefix of the tokens in order of
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,41 @@ def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -
     distinct, row_of = positions.unique(return_inverse=True)
     noise = gumbel_noise(sampling.seed, distinct, logits.shape[-1])
     return (processed_log_probs(logits, sampling) + noise[row_of]).argmax(-1)
+
+
+def choice_gap(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int, other: int) -> float:
+    """Return the smallest change of `logits` [V] with which `other` may be chosen instead of `chosen`.
+
+    `position` [] int64 is that of the token. Two correct decodings that differ by rounding alone have a small gap.
+    Either `other` must come to stand above `chosen`, each with its noise, and on this side of the cut of top_k and
+    top_p; or `chosen` must come to stand behind that cut.
+    """
+    values = logits.double()
+    if sampling.temperature == 0:
+        return max(0.0, float(values[chosen] - values[other]))
+    scores = values + gumbel_noise(sampling.seed, position.reshape(1), len(logits))[0] * sampling.temperature
+    behind = _behind_cut(values, sampling)
+    rise = max(float(scores[chosen] - scores[other]), float(behind[other]))
+    return max(0.0, min(rise, -float(behind[chosen])))
+
+
+def _behind_cut(values: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return how far each of `values` [V] lies behind the cut of top_k and top_p, in logits; below 0: it is kept.
+
+    For top_p it is the change of all values above a token that moves the border of the nucleus across it.
+    """
+    ordered, order = values.sort(descending=True, stable=True)
+    behind = torch.full_like(ordered, -math.inf)
+    num_kept = sampling.top_k if 0 < sampling.top_k < len(values) else len(values)
+    if num_kept < len(values):
+        behind[:num_kept] = ordered[num_kept] - ordered[:num_kept]
+        behind[num_kept:] = ordered[num_kept - 1] - ordered[num_kept:]
+    if sampling.top_p < 1:
+        probs = (ordered[:num_kept] / sampling.temperature).softmax(-1)
+        above = (probs.cumsum(-1) - probs).clamp(0.0, 1.0)
+        shift = torch.logit(above) - math.log(sampling.top_p / (1 - sampling.top_p))
+        behind[:num_kept] = torch.maximum(behind[:num_kept], sampling.temperature * shift)
+    return torch.empty_like(behind).scatter_(0, order, behind)
 
 
 def _nucleus(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

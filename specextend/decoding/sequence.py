@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specextend.core import Completion, FinishReason, Request
+from specextend.core import Agreement, Completion, FinishReason, Request
 from specextend.decoding.cache import Region
 from specextend.decoding.penalties import Penalties
 from specextend.decoding.retrieval import CachePolicy
+from specextend.decoding.sampling import choice_gap
 from specextend.decoding.speculation import Speculation
 from specextend.decoding.stopping import StopChecker
 from specextend.stats import DecodingStats, Phase
@@ -45,6 +46,10 @@ class Sequence:
     undrafted: list[tuple[list[int], Tensor]] = field(default_factory=list)
     """Steps that the draft has not absorbed yet: newly decided tokens, and the features [n, F] before each."""
     stats: DecodingStats = field(default_factory=DecodingStats)
+    num_equal_tokens: int = 0
+    """Tokens that were those of `request.audit_of`, up to the first difference."""
+    gap: float | None = None
+    """How far apart the two tokens were at the first difference, in logits."""
 
     @property
     def first_new_row(self) -> int:
@@ -62,6 +67,19 @@ class Sequence:
         self.finish_reason = self.stopper.push(token_ids)
         self.stats.num_output_tokens = len(self.stopper.token_ids)
         self.stats.decode_s = now - self.first_token_at
+
+    def audit(self, logits: Tensor, position: Tensor, token_id: int) -> None:
+        """Compare a token of a plain decoding with that of `request.audit_of`, unless an earlier one differed.
+
+        `logits` [V] are those that it was chosen from, `position` [] its own.
+        """
+        expected = self.request.audit_of
+        if expected is None or self.gap is not None or self.num_equal_tokens == len(expected):
+            return
+        if token_id == (other := expected[self.num_equal_tokens]):
+            self.num_equal_tokens += 1
+        else:
+            self.gap = choice_gap(logits, position, self.request.sampling, token_id, other)
 
     def catch_up(self) -> tuple[list[int], Tensor]:
         """Return all that the draft has not absorbed, as one piece, and count it as absorbed."""
@@ -88,8 +106,10 @@ class Sequence:
     def completion(self) -> Completion:
         """Return the finished request's completion."""
         assert self.finish_reason is not None
+        agreement = None if self.request.audit_of is None else Agreement(self.num_equal_tokens, self.gap)
+        stopper = self.stopper
         return Completion(
-            self.request.request_id, self.stopper.token_ids, self.stopper.text, self.finish_reason, self.stats
+            self.request.request_id, stopper.token_ids, stopper.text, self.finish_reason, self.stats, agreement
         )
 
 

@@ -29,6 +29,7 @@ from specextend.cluster.records import (
 )
 from specextend.cluster.run import tried_before
 from specextend.core import DocumentKey
+from specextend.data.audit_rows import AuditWriter
 from specextend.data.fingerprint import build_manifest, fingerprint, read_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter, read_parts
@@ -294,7 +295,7 @@ def test_what_happens_to_workers_is_written_no_more_often_than_a_heartbeat(tmp_p
         attempt = Attempt(output.behind(gate), "0000000a", config)
         attempt.begin()
         each = gate.num_writes
-        committer = Committer(output, PartWriter(output, "0000000a"), lock, every_rows=64, every_s=30.0)
+        committer = Committer(output, PartWriter(output, "0000000a"), AuditWriter(output, "0000000a"), lock, 64, 30.0)
         for tenth in range(1000):
             attempt.worker_asked(f"worker-{tenth}", tenth)
             committer.record_if_due(attempt, tenth / 10)

@@ -20,6 +20,7 @@ from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
 from specextend.config import JobOptions, RunConfig
 from specextend.core import DocumentKey
+from specextend.data.audit_rows import AuditWriter
 from specextend.data.parts import PartWriter
 from specextend.data.source import Source
 from specextend.data.storage import Location
@@ -220,7 +221,9 @@ def driver_of(
         scheduler=Scheduler(work, limits, LEASES, f"{run_id}-", tried),
         pool=pool,
         roster=Roster(job.workers),
-        committer=Committer(output, PartWriter(output, run_id), lock, job.commit_every_rows, 30.0),
+        committer=Committer(
+            output, PartWriter(output, run_id), AuditWriter(output, run_id), lock, job.commit_every_rows, 30.0
+        ),
         ledger=Ledger(estimates, 0, 0),
         display=Screen(),
         metrics=Metrics(run_id),

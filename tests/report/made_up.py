@@ -16,6 +16,7 @@ from specextend.core import Completion, DocumentKey
 from specextend.data.fingerprint import fingerprint
 from specextend.data.parts import PartWriter
 from specextend.data.prompts import Prompt
+from specextend.data.quality import QualityOptions, assess
 from specextend.data.schema import error_row, result_row
 from specextend.data.storage import Location, resolve
 from specextend.stats import DecodingStats
@@ -137,11 +138,13 @@ def done_row(
     tokens = [1, 2] * 20 if draw.random() < 0.1 else [*range(40)]
     text = "" if draw.random() < 0.05 else f"text {row}"
     completion = Completion(str(row), tokens, text, reason, stats)  # type: ignore[arg-type]
+    quality = assess(completion, "another text", None, QualityOptions())
     return result_row(
         DocumentKey(0, row),
         doc_id or f"doc-{row:04d}",
         completion,
         Prompt([1], draw.choice([0, 0, 400]), "middle"),
+        quality,
         queue_s=draw.uniform(0.0, 0.3),
         started_at=started_at,
         worker=worker,

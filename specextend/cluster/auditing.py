@@ -1,0 +1,151 @@
+"""The audit: some documents are decoded once more without a draft, to see that their summaries are the target's own.
+
+Plain decoding is timed, too, so its sequences run in batches of their own, as large as those of the job: beside
+speculating neighbours they would pay for rows that are not theirs. Pure, apart from the lock of `Auditor`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from specextend.cluster.messages import Failed, Suspected, WorkerReport
+from specextend.core import Completion, DocumentKey, Request
+from specextend.data.audit_rows import audit_row
+
+_PREFIX = "audit of "
+_RESOLUTION = 1 << 64
+
+
+def is_sampled(seed: int, fraction: float) -> bool:
+    """Return True if the document with this seed is in the sample: the same ones in every start of a run."""
+    digest = blake2b(f"audit:{seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * _RESOLUTION
+
+
+@dataclass(slots=True)
+class _Case:
+    """A document that is audited, and the number of those that were begun with it."""
+
+    key: DocumentKey
+    doc_id: str
+    completion: Completion
+    request: Request
+    batch_size: int = 0
+
+
+class Auditor:
+    """A worker's documents to audit, and the rows that came of them. Thread-safe."""
+
+    def __init__(self, fraction: float, batch_size: int) -> None:
+        self._fraction, self._batch_size = fraction, batch_size
+        self._lock = threading.Lock()
+        self._waiting: deque[_Case] = deque()
+        self._running: dict[str, _Case] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._num_to_hand_out = 0
+        self.is_ending = False
+        """True once no further document will come, so that batches need not be full."""
+
+    @property
+    def num_open(self) -> int:
+        """Count the documents that are not audited yet."""
+        with self._lock:
+            return len(self._waiting) + len(self._running)
+
+    @property
+    def is_due(self) -> bool:
+        """Return True if a batch is to run now, or goes on."""
+        with self._lock:
+            has_batch = len(self._waiting) >= (1 if self.is_ending else self._batch_size)
+            return has_batch or bool(self._running)
+
+    def offer(self, key: DocumentKey, doc_id: str, request: Request, completion: Completion) -> None:
+        """Note that a document is done; it is audited if the sample has it."""
+        if not is_sampled(request.sampling.seed, self._fraction):
+            return
+        again = replace(request, request_id=_PREFIX + request.request_id, audit_of=tuple(completion.token_ids))
+        with self._lock:
+            self._waiting.append(_Case(key, doc_id, completion, again))
+
+    def take(self, num_active: int) -> Request | None:
+        """Return the next request of a batch that is due; None while the engine's `num_active` sequences must end."""
+        with self._lock:
+            if self._num_to_hand_out == 0:
+                if num_active:
+                    return None
+                self._running.clear()
+                self._num_to_hand_out = size = min(self._batch_size, len(self._waiting))
+                for case in [*self._waiting][:size]:
+                    case.batch_size = size
+            if not self._num_to_hand_out:
+                return None
+            self._num_to_hand_out -= 1
+            case = self._waiting.popleft()
+            self._running[case.request.request_id] = case
+            return case.request
+
+    def settle(self, request_id: str, outcome: Completion | Failed | Suspected) -> bool:
+        """Take the outcome of a request in. Returns False if it is no audit's."""
+        with self._lock:
+            case = self._running.pop(request_id, None)
+            if case is not None:
+                self._rows.append(_row(case, outcome))
+        return request_id.startswith(_PREFIX)
+
+    def fail_batch(self, failure: Suspected) -> None:
+        """Note that everything in the engine has failed."""
+        with self._lock:
+            self._rows += [_row(case, failure) for case in self._running.values()]
+            self._running.clear()
+            self._num_to_hand_out = 0
+
+    def rows(self, num_seen: int) -> tuple[dict[str, Any], ...]:
+        """Return the rows that follow the first `num_seen`."""
+        with self._lock:
+            return tuple(self._rows[num_seen:])
+
+
+def _row(case: _Case, outcome: Completion | Failed | Suspected) -> dict[str, Any]:
+    if isinstance(outcome, Completion):
+        return audit_row(case.key, case.doc_id, case.completion, outcome, case.batch_size)
+    error = f"{outcome.error_class}: {outcome.message}"
+    return audit_row(case.key, case.doc_id, case.completion, None, case.batch_size, error)
+
+
+class AuditEnd:
+    """Waits, at the end of a run, until the workers have audited what they hold."""
+
+    def __init__(self, workers: Iterable[str], stall_s: float, now: float) -> None:
+        """Take the workers that are ready, and the seconds without a step after which one is given up."""
+        self._stall_s = stall_s
+        self._steps = dict.fromkeys(workers, (-1, now))
+
+    @property
+    def is_over(self) -> bool:
+        """Return True once no worker has anything left."""
+        return not self._steps
+
+    def reported(self, worker: str, report: WorkerReport, now: float) -> None:
+        """Note a worker's answer to a poll."""
+        if worker not in self._steps:
+            return
+        if report.is_ending and not report.num_audits_open:
+            del self._steps[worker]
+        elif report.num_steps != self._steps[worker][0]:
+            self._steps[worker] = report.num_steps, now
+
+    def gone(self, worker: str) -> None:
+        """Note that a worker died."""
+        self._steps.pop(worker, None)
+
+    def give_up(self, now: float) -> list[str]:
+        """Stop waiting for workers that make no step; return them."""
+        late = [worker for worker, (_, since) in self._steps.items() if now - since > self._stall_s]
+        for worker in late:
+            del self._steps[worker]
+        return late

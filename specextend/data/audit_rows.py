@@ -1,0 +1,102 @@
+"""The rows of the audit: how far plain decoding chose the tokens of a summary, and in how much time.
+
+They are commits of the driver in `_run/audits/`, beside those of the results, and not needed to resume a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from specextend.core import Completion, DocumentKey, one_line
+from specextend.data.parquet import DAMAGED, is_damaged
+from specextend.data.run_folder import audits_folder
+from specextend.data.storage import Location, list_files, write_bytes
+
+AUDIT_SCHEMA = pa.schema(
+    [
+        ("file", pa.int32()),
+        ("row", pa.int64()),
+        ("doc_id", pa.string()),
+        ("num_tokens", pa.int32()),
+        ("num_equal_tokens", pa.int32()),
+        ("gap", pa.float64()),
+        ("batch_size", pa.int32()),
+        ("prefill_s", pa.float64()),
+        ("speculative_s", pa.float64()),
+        ("num_plain_tokens", pa.int32()),
+        ("plain_prefill_s", pa.float64()),
+        ("plain_s", pa.float64()),
+        ("error", pa.string()),
+    ]
+)
+"""A row for each audited document. `gap` is null without a difference; with an `error`, what was not measured is null.
+
+Seconds are those of the engine, in which the steps of a batch are divided among its sequences: `speculative_s` is all
+that the document's decoding took after prefill, the draft's prefill included; `plain_s` the same without a draft.
+"""
+
+
+def audit_row(
+    key: DocumentKey, doc_id: str, completion: Completion, plain: Completion | None, batch_size: int, error: str = ""
+) -> dict[str, Any]:
+    """Make the row of a document from its result and from the plain decoding, which is None if that failed."""
+    row: dict[str, Any] = {
+        "file": key.file,
+        "row": key.row,
+        "doc_id": doc_id,
+        "num_tokens": len(completion.token_ids),
+        "batch_size": batch_size,
+        "prefill_s": completion.stats.prefill_s,
+        "speculative_s": _decode_s(completion),
+        "error": error or None,
+    }
+    if plain is not None:
+        assert plain.agreement is not None, "a plain decoding compares"
+        row |= {
+            "num_equal_tokens": plain.agreement.num_equal_tokens,
+            "gap": plain.agreement.gap,
+            "num_plain_tokens": len(plain.token_ids),
+            "plain_prefill_s": plain.stats.prefill_s,
+            "plain_s": _decode_s(plain),
+        }
+    return row
+
+
+def _decode_s(completion: Completion) -> float:
+    stats = completion.stats
+    return stats.draft_prefill_s + stats.draft_s + stats.verify_s + stats.retrieval_s + stats.other_s
+
+
+class AuditWriter:
+    """Commits rows to `_run/audits/audit-<run id>-<seq>.parquet`; one writer per start of a run."""
+
+    def __init__(self, output: Location, run_id: str) -> None:
+        self._folder, self._run_id, self._next_seq = audits_folder(output), run_id, 0
+
+    def commit(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write rows of `audit_row`, whole or not at all."""
+        if not rows:
+            return
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=AUDIT_SCHEMA), sink, compression="zstd")
+        write_bytes(self._folder.child(f"audit-{self._run_id}-{self._next_seq:06d}.parquet"), sink.getvalue())
+        self._next_seq += 1
+
+
+def read_audits(output: Location) -> pa.Table:
+    """Read the rows of all starts; none if nothing was audited. Raises ValueError if a file is damaged."""
+    folder = audits_folder(output)
+    tables = [AUDIT_SCHEMA.empty_table()]
+    for name in sorted(name for name in list_files(folder) if name.endswith(".parquet")):
+        file = folder.child(name)
+        try:
+            tables.append(pq.read_table(file.path, filesystem=file.filesystem).select(AUDIT_SCHEMA.names))
+        except (*DAMAGED, KeyError) as error:
+            if not is_damaged(file, error):
+                raise
+            raise ValueError(f"{file.path} is damaged ({one_line(error)}); delete it to do without its rows") from error
+    return pa.concat_tables(tables)

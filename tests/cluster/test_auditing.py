@@ -1,0 +1,143 @@
+"""The audit's queue and its end, without an engine: whole batches by themselves, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from specextend.cluster.auditing import AuditEnd, Auditor, is_sampled
+from specextend.cluster.messages import Failed, Suspected, WorkerReport
+from specextend.core import Agreement, Completion, DocumentKey, Request, SamplingParams
+from specextend.stats import DecodingStats
+
+
+def offer(auditor: Auditor, *names: str) -> None:
+    """Documents that are done, each with two tokens."""
+    for row, name in enumerate(names):
+        request = Request(request_id=name, prompt_token_ids=[1], max_new_tokens=2, sampling=SamplingParams(seed=row))
+        stats = DecodingStats(prefill_s=1.0, draft_prefill_s=0.5, draft_s=1.0, verify_s=2.0, other_s=0.25)
+        auditor.offer(DocumentKey(0, row), name, request, Completion(name, [4, 5], "x", "length", stats))
+
+
+def plain(request: Request, num_equal: int = 2, gap: float | None = None) -> Completion:
+    stats = DecodingStats(prefill_s=1.0, verify_s=6.0)
+    return Completion(request.request_id, [4, 5], "x", "length", stats, Agreement(num_equal, gap))
+
+
+def test_the_sample_is_that_share_and_the_same_in_every_start():
+    """A document is in it or not, by its seed alone."""
+    chosen = {seed for seed in range(4000) if is_sampled(seed, 0.1)}
+    assert 330 < len(chosen) < 470
+    assert chosen < {seed for seed in range(4000) if is_sampled(seed, 0.2)}
+    assert not any(is_sampled(seed, 0.0) for seed in range(100))
+    assert all(is_sampled(seed, 1.0) for seed in range(100))
+
+
+def test_a_batch_begins_when_it_is_full_and_the_engine_is_empty():
+    """Beside neighbours that speculate, a plain step would be charged for their trees."""
+    auditor = Auditor(1.0, batch_size=2)
+    offer(auditor, "a")
+    assert not auditor.is_due
+    offer(auditor, "b", "c")
+    assert auditor.is_due
+    assert auditor.take(num_active=3) is None, "the engine drains"
+    first, second = auditor.take(num_active=0), auditor.take(num_active=1)
+    assert [first.audit_of, second.audit_of] == [(4, 5), (4, 5)]
+    assert auditor.take(num_active=2) is None, "nothing joins the batch"
+    assert auditor.is_due, "documents wait until it is over"
+    for request in (first, second):
+        assert auditor.settle(request.request_id, plain(request))
+    assert not auditor.is_due
+    assert auditor.num_open == 1
+
+
+def test_what_is_left_at_the_end_is_a_smaller_batch():
+    """Otherwise up to a batch of each worker would never be audited."""
+    auditor = Auditor(1.0, batch_size=4)
+    offer(auditor, "a")
+    auditor.is_ending = True
+    assert auditor.is_due
+    request = auditor.take(num_active=0)
+    auditor.settle(request.request_id, plain(request))
+    [row] = auditor.rows(0)
+    assert row["batch_size"] == 1
+    assert (auditor.num_open, auditor.is_due) == (0, False)
+
+
+def test_a_row_says_what_was_compared_and_the_time_of_both():
+    """The draft's prefill is a price of speculation; the target's is paid in both."""
+    auditor = Auditor(1.0, batch_size=1)
+    offer(auditor, "a")
+    request = auditor.take(num_active=0)
+    auditor.settle(request.request_id, plain(request, num_equal=1, gap=0.25))
+    assert auditor.rows(0) == (
+        {
+            "file": 0,
+            "row": 0,
+            "doc_id": "a",
+            "num_tokens": 2,
+            "num_equal_tokens": 1,
+            "gap": 0.25,
+            "batch_size": 1,
+            "prefill_s": 1.0,
+            "speculative_s": 3.75,
+            "num_plain_tokens": 2,
+            "plain_prefill_s": 1.0,
+            "plain_s": 6.0,
+            "error": None,
+        },
+    )
+    assert auditor.rows(1) == (), "the driver has it"
+
+
+@pytest.mark.parametrize("how", ["alone", "with its batch", "in the engine's queue"])
+def test_an_audit_that_fails_is_a_row_with_its_error(how):
+    """It costs the run nothing but the comparison, and the end of the run does not wait for it."""
+    auditor = Auditor(1.0, batch_size=2)
+    offer(auditor, "a", "b")
+    first, second = auditor.take(num_active=0), auditor.take(num_active=1)
+    if how == "alone":
+        auditor.settle(first.request_id, Failed("", "ValueError", "no", "decode", retryable=False))
+        auditor.settle(second.request_id, plain(second))
+    elif how == "with its batch":
+        for request in (first, second):
+            auditor.settle(request.request_id, Suspected("ValueError", "no"))
+    else:
+        auditor.settle(first.request_id, plain(first))
+        auditor.fail_batch(Suspected("ValueError", "no"))
+    failed = [row for row in auditor.rows(0) if row["error"]]
+    assert {row["error"] for row in failed} == {"ValueError: no"}
+    assert all(row.get("num_equal_tokens") is None for row in failed)
+    assert len(auditor.rows(0)) == 2
+    assert (auditor.num_open, auditor.is_due) == (0, False)
+
+
+def test_another_request_is_not_the_audits():
+    assert not Auditor(1.0, 1).settle("d4c3-12", Suspected("ValueError", "no"))
+
+
+def report(num_steps: int, num_open: int, is_ending: bool = True) -> WorkerReport:
+    return WorkerReport(num_steps, {}, (), num_open, is_ending)
+
+
+def test_the_end_waits_for_every_worker_that_moves():
+    """An answer to an older poll may not know of the last document yet."""
+    end = AuditEnd(["a", "b", "c"], stall_s=60, now=0.0)
+    end.reported("a", report(5, 0, is_ending=False), now=1.0)
+    end.reported("a", report(5, 0), now=2.0)
+    end.reported("b", report(7, 2), now=3.0)
+    end.gone("c")
+    assert not end.is_over
+    assert end.give_up(now=60.0) == []
+    end.reported("b", report(8, 1), now=60.0)
+    assert end.give_up(now=119.0) == []
+    end.reported("b", report(9, 0), now=120.0)
+    assert end.is_over
+
+
+def test_a_worker_that_hangs_is_not_waited_for():
+    """The summaries are done; no night is to end with a hung audit."""
+    end = AuditEnd(["a"], stall_s=60, now=0.0)
+    end.reported("a", report(5, 1), now=1.0)
+    end.reported("a", report(5, 1), now=59.0)
+    assert end.give_up(now=62.0) == ["a"]
+    assert end.is_over
