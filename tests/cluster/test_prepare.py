@@ -133,7 +133,7 @@ def test_a_library_that_is_missing_is_said_before_a_model_is_read(
     """Else every worker would load its models, decode a document, and only then find out."""
     monkeypatch.setitem(sys.modules, "py3langid", None)
     prepare(configure())
-    with pytest.raises(RefusedError, match="quality.language needs the extra `language`"):
+    with pytest.raises(RefusedError, match=r"quality\.language needs the extra `language`"):
         prepare(configure(quality={"language": True}))
 
 
