@@ -88,7 +88,7 @@ class Quality:
 
 
 def assess(completion: Completion, document: str, reference: str | None, options: QualityOptions) -> Quality:
-    """Assess the summary of a document in time linear in the texts. reference: another summary, if there is one."""
+    """Assess the summary of a document, in time linear in it. reference: another summary to compare with, if any."""
     text, summary = completion.text, split_words(completion.text)
     copied = copied_fraction(summary, document)
     flags = {
