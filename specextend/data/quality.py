@@ -50,10 +50,10 @@ _GAP = regex.compile(r"\W")
 class QualityOptions:
     """`quality.*`: When a summary gets a quality flag. A flag is a hint to the reader; the summary is kept."""
 
-    max_repeated_ngrams: float = 0.3
+    max_repeated_ngrams: float = 0.2
     """Share of a summary's runs of 4 words, from 0 to 1, that occurred in it before, above which it is flagged
     `repeated_ngrams`; 1 flags none."""
-    max_copied: float = 0.9
+    max_copied: float = 0.8
     """Share of a summary's runs of 8 words, from 0 to 1, that are in its document word for word (`copied_fraction`),
     above which it is flagged `copied`; 1 flags none."""
     min_words: int = 0
@@ -88,7 +88,7 @@ class Quality:
 
 
 def assess(completion: Completion, document: str, reference: str | None, options: QualityOptions) -> Quality:
-    """Assess the summary of a document in time linear in the texts. reference: another summary, if there is one."""
+    """Assess the summary of a document, in time linear in it. reference: another summary to compare with, if any."""
     text, summary = completion.text, split_words(completion.text)
     copied = copied_fraction(summary, document)
     flags = {
