@@ -6,6 +6,7 @@ import json
 import signal
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_LOCKED
+from specextend.report import build_report
 from tests.faults.conftest import DYING_DRIVER, LONGEST_S, RealJob, committed, parts, start, three_times
 
 MOMENTS = {
@@ -33,7 +34,7 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(real
     assert parts(output).items() >= kept.items(), "what was committed stays as it was"
     assert len(committed(output)) == len(set(committed(output))) == len(undisturbed), "and is not done again"
     assert not list(output.rglob(".*.tmp")), "nothing is left of what broke off"
-    first, second = json.loads((output / "report.json").read_text())["starts"]
+    first, second = build_report(str(output))["starts"]
     assert (first["end"], first["exit_code"], second["exit_code"]) == (None, None, EXIT_DONE)
     assert first["seconds"] > 0, "its last sign of life stands for its end"
     assert first["paid_s"] is not None
