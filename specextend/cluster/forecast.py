@@ -21,6 +21,8 @@ from specextend.config import MAX_WORKERS
 DRIFT = 0.1
 """Relative error of any rate, however many documents it comes from: the same machine differs by that from hour to hour
 (`docs/log.md`)."""
+START_FACTOR = 1.5
+"""Factor by which loading may take longer or shorter: a single start was measured, with files cached or not."""
 MOST_PLACED = 20_000
 """Longest documents that are placed one by one; the rest, which are the shortest, fill the gaps."""
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -70,8 +72,8 @@ class Outlook:
         start_s = self._rates.start_s if self.busy_s else 0.0
         return Forecast(
             seconds=start_s + math.sqrt(low * high),
-            seconds_low=start_s / (1 + DRIFT) + low / self._factor,
-            seconds_high=start_s * (1 + DRIFT) + high * self._factor,
+            seconds_low=start_s / START_FACTOR + low / self._factor,
+            seconds_high=start_s * START_FACTOR + high * self._factor,
             documents=self.num_documents,
             workers=workers,
             basis=f"{self._rates.origin} of {self._rates.num_documents} documents on {self._rates.device}",

@@ -13,7 +13,7 @@ import pytest
 
 from specextend.cluster import lock as lock_module
 from specextend.cluster import roster
-from specextend.cluster.environment import worker_device, workers_that_fit
+from specextend.cluster.environment import worker_device
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_TOO_MANY_ERRORS,
@@ -24,7 +24,7 @@ from specextend.cluster.exits import (
     WorkersFailError,
 )
 from specextend.cluster.prepare import prepare
-from specextend.cluster.rates import keep_rates, pair_key
+from specextend.cluster.rates import find_rates, keep_rates, pair_key
 from specextend.cluster.worker import document_seed
 from specextend.pairing import pair_hashes
 from tests.cluster.conftest import Screen
@@ -108,20 +108,28 @@ def test_files_that_were_taken_from_a_finished_run_are_written_again_and_nothing
     assert run.screen.notes == ["complete already, 7 rows: 6 done, 1 failed"]
 
 
-def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch, tmp_path: Path):
-    """Otherwise somebody waits for 48 of 50 all night, and the forecast would count on all 50."""
+def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch):
+    """Otherwise somebody waits for 48 of 50 all night."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    run = job(["one"], workers=500)
+    assert run.run() == EXIT_DONE
+    assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
+
+
+def test_a_start_records_how_long_it_should_take(job, monkeypatch, tmp_path: Path):
+    """By rates that are kept; a report can say afterwards how far off they were."""
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = job(["one", *[None] * 50], workers=500, max_error_fraction=1.0)
+    run = job(["one", None], max_error_fraction=1.0)
     prepared = prepare(run.config())
     key = pair_key(prepared.config, prepared.manifest["identity"]["hashes"])
     keep_rates(key, replace(RATES, device=worker_device(prepared.config.job)))
     assert run.run() == EXIT_DONE
     [record] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
-    assert record["forecast"]["documents"] == 51
-    assert record["forecast"]["workers"] == workers_that_fit(prepared.config.job) < 51
+    assert (record["forecast"]["documents"], record["forecast"]["workers"]) == (2, 1)
     assert record["forecast"]["basis"].startswith("a calibration of 100 documents on ")
-    assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
+    assert any(note.startswith("expected to take 0:00:") for note in run.screen.notes)
+    assert find_rates(key, None).num_documents == 100, "another engine than ours leaves no rates"
 
 
 @pytest.mark.slow

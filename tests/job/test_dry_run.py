@@ -91,7 +91,7 @@ def test_kept_rates_are_said_with_their_age(call: Call, corpus: Path, tmp_path: 
     keep(corpus)
     plan, said = ahead(call, corpus, tmp_path)
     assert plan["forecast"]["documents"] == 5
-    assert plan["forecast"]["seconds_low"] == pytest.approx((10 + 5) / 1.1, rel=0.01)
+    assert plan["forecast"]["seconds_low"] == pytest.approx(10 / 1.5 + 5 / 1.1, rel=0.01)
     assert " ".join(said.split()).endswith("2 h ago")
     assert "time: by run 0000000a of 500 documents on" in said
 
