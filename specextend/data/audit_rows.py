@@ -21,6 +21,7 @@ AUDIT_SCHEMA = pa.schema(
         ("file", pa.int32()),
         ("row", pa.int64()),
         ("doc_id", pa.string()),
+        ("run_id", pa.string()),
         ("num_tokens", pa.int32()),
         ("num_equal_tokens", pa.int32()),
         ("gap", pa.float64()),
@@ -33,10 +34,11 @@ AUDIT_SCHEMA = pa.schema(
         ("error", pa.string()),
     ]
 )
-"""A row for each audited document. `gap` is null without a difference; with an `error`, what was not measured is null.
+"""A row for each audited document; `run_id` is that of the start.
 
-Seconds are those of the engine, in which the steps of a batch are divided among its sequences: `speculative_s` is all
-that the document's decoding took after prefill, the draft's prefill included; `plain_s` the same without a draft.
+`gap` is null without a difference; with an `error`, what was not measured is null. Seconds are those of the engine, in
+which the steps of a batch are divided among its sequences: `speculative_s` is all that the document's decoding took
+after prefill, the draft's prefill included; `plain_s` the same without a draft.
 """
 
 
@@ -82,7 +84,8 @@ class AuditWriter:
         if not rows:
             return
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=AUDIT_SCHEMA), sink, compression="zstd")
+        table = pa.Table.from_pylist([{**row, "run_id": self._run_id} for row in rows], schema=AUDIT_SCHEMA)
+        pq.write_table(table, sink, compression="zstd")
         write_bytes(self._folder.child(f"audit-{self._run_id}-{self._next_seq:06d}.parquet"), sink.getvalue())
         self._next_seq += 1
 

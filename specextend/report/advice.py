@@ -218,6 +218,33 @@ def empty(report: Report) -> Advice | None:
     return Advice("empty", says, {"documents": rows, "share": share})
 
 
+def texts_differ(report: Report) -> Advice | None:
+    """Say that plain decoding gives other texts."""
+    audit = report["audit"]
+    if audit is None or not audit["different"]:
+        return None
+    different, gap = audit["different"], audit["largest_gap"]
+    says = (
+        f"{number(different)} of {number(audit['documents'])} audited {_documents(audit['documents'])} differ from "
+        f"plain decoding by more than rounding, by up to {gap:.2f} logits: speculation must not change texts. Set "
+        "decoding.mode autoregressive and report it."
+    )
+    return Advice("texts_differ", says, {"documents": audit["documents"], "different": different, "gap": gap})
+
+
+def slower_than_plain(report: Report) -> Advice | None:
+    """Say that plain decoding was measured to be faster."""
+    speedup = (report["audit"] or {}).get("speedup")
+    if speedup is None or speedup["decode"] is None or speedup["decode"] >= 1:
+        return None
+    documents, factor = speedup["documents"], speedup["decode"]
+    says = (
+        f"On {number(documents)} audited {_documents(documents)} decoding was {factor:.2f} times as fast as without a "
+        "draft: decoding.mode autoregressive, or another draft, would be faster here."
+    )
+    return Advice("slower_than_plain", says, {"documents": documents, "speedup": factor})
+
+
 def dropped(report: Report) -> Advice | None:
     """Say that a large part of the documents was not read."""
     tokens = report["tokens"]
@@ -244,11 +271,13 @@ def forecast_missed(report: Report) -> Advice | None:
 
 RULES: tuple[Callable[[Report], Advice | None], ...] = (
     most_failed,
+    texts_differ,
     empty,
     truncated,
     repeated,
     dropped,
     prefill_bound,
+    slower_than_plain,
     drafting_cost,
     acceptance_falls,
     plain_steps,

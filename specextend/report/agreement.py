@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from specextend.stats import ratio
 
-NEAR_TIES = {"float32": 1e-3, "float16": 0.125, "bfloat16": 1.0}
+NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
 """Gap in logits, by the target's dtype, up to which a difference is one of rounding (`docs/log.md`)."""
 MOST_EXAMPLES = 5
 
@@ -42,6 +42,13 @@ def audit_figures(rows: pa.Table, dtype: str) -> dict[str, Any] | None:
         "seconds": _sum(rows["plain_prefill_s"]) + _sum(rows["plain_s"]),
         "speedup": _speedup(compared),
     }
+
+
+def audit_seconds(rows: pa.Table) -> dict[str, float]:
+    """Add up the seconds of plain decoding by start, from rows of AUDIT_SCHEMA."""
+    seconds = pc.add(rows["plain_prefill_s"].fill_null(0), rows["plain_s"].fill_null(0))
+    sums = pa.table({"run_id": rows["run_id"], "s": seconds}).group_by("run_id").aggregate([("s", "sum")])
+    return dict(zip(sums["run_id"].to_pylist(), sums["s_sum"].to_pylist(), strict=True))
 
 
 def _speedup(rows: pa.Table) -> dict[str, Any] | None:

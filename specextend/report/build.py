@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from specextend.data.audit_rows import read_audits
 from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.provenance import models_of
 from specextend.data.run_folder import Start, read_heartbeat, read_starts, report_file, time_text
 from specextend.data.storage import Location, resolve, write_bytes
 from specextend.report.advice import give_advice
+from specextend.report.agreement import audit_figures, audit_seconds
 from specextend.report.figures import DONE_COLUMNS, ERROR_COLUMNS, DoneFigures, ErrorFigures
 from specextend.report.page import to_html
 from specextend.report.rows import Rows
@@ -71,7 +73,9 @@ def build_report(
     done, errors = _figures(rows, checkpoint)
     manifest = read_manifest(location)
     documents = timed_documents(done.timed)
-    starts = timed_starts(_starts(location, ending), documents, read_heartbeat(location))
+    audits = read_audits(location)
+    beat = read_heartbeat(location)
+    starts = timed_starts(_starts(location, ending), documents, beat, audit_seconds(audits))
     report = {
         "schema_version": SCHEMA_VERSION,
         "as_of": time_text(time.time()),
@@ -84,6 +88,7 @@ def build_report(
         "tail": tail_section(starts),
         **done.report(),
         "errors": errors.report(),
+        "audit": audit_figures(audits, _dtype(manifest)),
         "timeline": timeline_section(starts),
     }
     report = {name: _finite(value) for name, value in report.items()}
@@ -110,6 +115,12 @@ def _run(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
     sections = ("target", "draft", "decoding", "attention", "tree", "cache")
     named = {name: config.get(name) for name in sections}
     return {"fingerprint": manifest["fingerprint"], "models": models_of(manifest), **named}
+
+
+def _dtype(manifest: dict[str, Any] | None) -> str:
+    """Return the target's dtype; float32, the strictest, if it is not recorded."""
+    target = {} if manifest is None else manifest["config"].get("target", {})
+    return str(target.get("dtype", "float32"))
 
 
 def _starts(output: Location, ending: Start | None) -> list[Start]:

@@ -16,7 +16,8 @@ from specextend.report.rows import RUN_ID
 from specextend.report.statistics import COLUMNS, Tally, bucket_name, bucket_of, spread
 from specextend.stats import PHASES, ratio
 
-_PER_DOCUMENT = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
+_TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
+_PER_DOCUMENT = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length", *_TEXT)
 _STEP_COUNTS = (
     "num_spec_steps",
     "num_plain_steps",

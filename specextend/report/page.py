@@ -38,6 +38,8 @@ TABLES: tuple[Callable[[dict[str, Any]], Section], ...] = (
     sections.phases,
     sections.buckets,
     sections.slowest,
+    sections.texts,
+    sections.audit,
     sections.errors,
     sections.starts,
 )

@@ -27,6 +27,7 @@ KIND_NAMES = {
     "prefill": "prefill",
     "decode": "decoding",
     "other": "everything else at work",
+    "audit": "decoding again for the audit",
     "waiting": "waiting for documents",
     "lost": "lost with a worker or a stop",
     "loading": "loading models",
@@ -66,6 +67,8 @@ def sections(report: dict[str, Any]) -> list[Section]:
         slowest(report),
         Section("Finish reasons", ("reason", "rows"), _counted(report["finish_reasons"])),
         Section("Quality flags", ("flag", "rows"), _counted(report["quality_flags"])),
+        texts(report),
+        audit(report),
         errors(report),
     ]
     return [table for table in tables if table.rows]
@@ -192,6 +195,45 @@ def slowest(report: dict[str, Any]) -> Section:
         for document in report["slowest"]
     ]
     return Section("Slowest documents", header, rows, ("worker",))
+
+
+def texts(report: dict[str, Any]) -> Section:
+    """Make the table of what was measured of each text."""
+    named = {
+        "copied_fraction": "words in runs of 8 copied from the document",
+        "rouge1": "ROUGE-1",
+        "rouge2": "ROUGE-2",
+        "rougeL": "ROUGE-L",
+    }
+    rows = [
+        (about, number(spread["n"]), number(spread["median"], 3), number(spread["mean"], 3))
+        for name, about in named.items()
+        if (spread := report["per_document"].get(name)) is not None
+    ]
+    return Section("The texts measured", ("", "documents", "median", "mean"), rows)
+
+
+def audit(report: dict[str, Any]) -> Section:
+    """Make the table of the audit."""
+    found = report["audit"]
+    if found is None:
+        return Section("Audit", ("", "value"), [])
+    speedup = found["speedup"] or {}
+    named = {
+        "documents decoded again without a draft": number(found["documents"]),
+        "of which failed": number(found["failed"] or None),
+        "equal to the last token": number(found["equal"]),
+        "different where two tokens nearly tied": number(found["near_ties"]),
+        "different by more than rounding": number(found["different"]),
+        "tokens before the first difference": percent(found["token_agreement"]),
+        "largest gap of a difference, in logits": number(found["largest_gap"], 3),
+        "speed-up of decoding": number(speedup.get("decode")),
+        "speed-up end to end": number(speedup.get("end_to_end")),
+        "speed-up measured on documents": number(speedup.get("documents")),
+        "decoded together": number(speedup.get("batch_size")),
+        "worker time": duration(found["seconds"]),
+    }
+    return _named("Audit", named)
 
 
 def errors(report: dict[str, Any]) -> Section:

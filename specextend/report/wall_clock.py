@@ -25,12 +25,12 @@ OTHER = ("other_s",)
 DECODE = tuple(name for name in PHASES if name not in PREFILL + OTHER)
 BUSY = {"prefill": PREFILL, "decode": DECODE, "other": OTHER}
 """Kinds of time at work on documents that are done, each with the phases that it joins."""
-KINDS = (*BUSY, "waiting", "lost", "loading", "dead")
+KINDS = (*BUSY, "audit", "waiting", "lost", "loading", "dead")
 """What a worker's time is spent on.
 
-`waiting`: ready, and not at work on a document that is done. `lost`: from the last document of a worker that died, or
-whose start was stopped, to its end. `loading`: until the first worker of a seat is ready. `dead`: from the end of a
-worker to the moment when its successor is ready.
+`audit`: decoding documents again (`decoding.audit_fraction`). `waiting`: ready, and at none of these. `lost`: from the
+last document of a worker that died, or whose start was stopped, to its end. `loading`: until the first worker of a seat
+is ready. `dead`: from the end of a worker to the moment when its successor is ready.
 """
 FINISHED = (0, 3)
 """Exit codes of a start that came to the end of its documents."""
@@ -118,7 +118,9 @@ def is_stopped(start: Start) -> bool:
     return start.exit_code not in FINISHED
 
 
-def _paid_seconds(start: Start, documents: TimedDocuments | None, end: float | None) -> dict[str, float] | None:
+def _paid_seconds(
+    start: Start, documents: TimedDocuments | None, end: float | None, audit_s: float
+) -> dict[str, float] | None:
     """Return the worker-seconds of a start that were paid, by KINDS; None if they are not recorded."""
     if start.workers is None or documents is None or end is None:
         return None
@@ -131,6 +133,8 @@ def _paid_seconds(start: Start, documents: TimedDocuments | None, end: float | N
     by_worker = documents.by_worker()
     for name in {*by_worker, *ready}:
         _add(paid, _worker_seconds(ready.get(name), by_worker.get(name)))
+    paid["audit"] = min(audit_s, paid["waiting"])
+    paid["waiting"] -= paid["audit"]
     return paid
 
 
@@ -191,9 +195,15 @@ def _add(sums: dict[str, float], seconds: Mapping[str, float]) -> None:
 
 
 def timed_starts(
-    starts: Iterable[Start], documents: TimedDocuments, heartbeat: tuple[str, float] | None
+    starts: Iterable[Start],
+    documents: TimedDocuments,
+    heartbeat: tuple[str, float] | None,
+    audit_s: Mapping[str, float],
 ) -> list[TimedStart]:
-    """Find when each start began and ended. heartbeat: run id and time of the driver whose lock is in the folder."""
+    """Find when each start began and ended, and what its workers did.
+
+    heartbeat: run id and time of the driver whose lock is in the folder. audit_s: seconds of the audit by run id.
+    """
     starts = list(starts)
     beats = [start.took_over for start in starts] + [heartbeat]
     is_known = bool(np.all(documents.run_ids != ""))
@@ -202,7 +212,8 @@ def timed_starts(
         own = documents.where(documents.run_ids == start.run_id) if is_known else None
         signs = [time for beat in beats if beat is not None for run_id, time in [beat] if run_id == start.run_id]
         end = _end(start, own, signs)
-        timed.append(TimedStart(start, own, parse_time(start.begin), end, _paid_seconds(start, own, end)))
+        paid = _paid_seconds(start, own, end, audit_s.get(start.run_id, 0.0))
+        timed.append(TimedStart(start, own, parse_time(start.begin), end, paid))
     return timed
 
 

@@ -357,7 +357,9 @@ def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkey
     def steal(snapshot) -> None:
         if snapshot.num_done >= 1:
             thief = json.loads(lock.read_text()) | {"run_id": "feedbeef", "pid": 1}
-            lock.write_text(json.dumps(thief))
+            own = lock.with_name("feedbeef")
+            own.write_text(json.dumps(thief))
+            own.replace(lock)
             run.screen.on_show = lambda snapshot: None
 
     run.screen.on_show = steal

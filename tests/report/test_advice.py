@@ -18,6 +18,7 @@ QUIET: dict[str, Any] = {
     "errors": [],
     "tokens": {"prompt": 10_000, "output": 1_000, "dropped": 0},
     "quality_flags": {},
+    "audit": None,
     "time": {
         "shares": {"prefill": 0.1, "draft_prefill": 0.0, "draft": 0.2, "verify": 0.6, "retrieval": 0.05, "other": 0.05}
     },
@@ -64,6 +65,8 @@ def started(forecast: Any = None, **counts: int) -> dict[str, Any]:
 TAIL = {"idle_workers": 2, "workers": 8, "idle_median_s": 2400.0, "idle_worker_s": 4800.0}
 FAILED = {"error_class": "PromptTooLong", "stage": "prompt", "rows": 10, "retryable": False}
 MISSED = {"actual_over_predicted": 1.8, "actual_s": 5400.0, "predicted_s": 3000.0}
+AUDIT = {"documents": 40, "different": 0, "largest_gap": 7.2, "speedup": None}
+SLOWER = {"documents": 38, "decode": 0.8}
 CASES = [
     ("most_failed", changed(rows__errors=12, errors=[FAILED]), "12 documents failed, 10 of them with PromptTooLong"),
     ("prefill_bound", changed(time__shares__prefill=0.61), "61% of the work is prefill: .* 1.6 times as fast"),
@@ -90,6 +93,8 @@ CASES = [
     ("truncated", changed(quality_flags={"truncated": 8}), r"8% of the texts were cut at max_new_tokens \(8\)"),
     ("repeated", changed(quality_flags={"repeated": 3}), r"3% of the texts end in a loop \(3\)"),
     ("empty", changed(quality_flags={"empty": 1}), r"The text of 1 document is empty \(1.0%\)"),
+    ("texts_differ", changed(audit=AUDIT | {"different": 3}), "3 of 40 audited documents .* by up to 7.20 logits"),
+    ("slower_than_plain", changed(audit=AUDIT | {"speedup": SLOWER}), "On 38 audited documents .* 0.80 times as fast"),
     ("dropped", changed(tokens__dropped=2_500), "20% of the documents' tokens were dropped"),
     ("forecast_missed", changed(starts=[started(MISSED)]), "took 1 h 30 min, 1.8 times the forecast of 50 min 00 s"),
 ]
@@ -125,6 +130,7 @@ BELOW = [
     changed(wall_clock=paid(loading=7.0)),
     changed(quality_flags={"truncated": 4, "repeated": 1}),
     changed(tokens__dropped=500),
+    changed(audit=AUDIT | {"speedup": SLOWER | {"decode": 1.3}}),
     changed(starts=[started(MISSED | {"actual_over_predicted": 1.2})]),
     changed(starts=[started(MISSED | {"actual_over_predicted": None})]),
 ]

@@ -164,4 +164,4 @@ def test_a_record_that_holds_nonsense_spoils_no_report(tmp_path: Path, name: str
 
 def test_the_kinds_of_time_are_these():
     """Dashboards and docs/report.md name them."""
-    assert KINDS == ("prefill", "decode", "other", "waiting", "lost", "loading", "dead")
+    assert KINDS == ("prefill", "decode", "other", "audit", "waiting", "lost", "loading", "dead")
