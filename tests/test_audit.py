@@ -123,6 +123,7 @@ def test_a_token_at_the_border_of_the_nucleus_nearly_ties(probability, gap):
     assert found == pytest.approx(gap, abs=1e-3) if gap else found > 0.5
 
 
+@pytest.mark.slow
 def test_a_job_audits_its_sample_and_changes_nothing(real_job):
     """Rows of the audit stand beside the parts; the summaries are those of a run without."""
     config = RunConfig.load(CONFIG, [*real_job.settings(), "decoding.audit_fraction=1", "decoding.max_batch_size=3"])

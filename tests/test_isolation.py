@@ -53,7 +53,14 @@ def counts(stats: DecodingStats) -> dict:
     return {name: value for name, value in dataclasses.asdict(stats).items() if not name.endswith("_s")}
 
 
-@pytest.mark.parametrize(("draft", "policy", "other", "backend"), covering(DRAFTS, POLICIES, [3, 20, 900], BACKENDS))
+A_B_A = DRAFTS, POLICIES, [3, 20, 900], BACKENDS
+FAST = covering(*A_B_A, strength=1)
+SLOW = [case for case in covering(*A_B_A) if case not in FAST]
+
+
+@pytest.mark.parametrize(
+    ("draft", "policy", "other", "backend"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_a_b_a(draft, policy, other, backend, pair, alone):
     """The public code keeps the last document's chunks: a short one after a long one crashes or reads empty rows."""
     engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend)

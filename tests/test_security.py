@@ -268,6 +268,7 @@ def test_no_name_from_the_data_becomes_a_file_name(ran: Ran):
     assert [row["doc_id"] for row in rows(ran.output / "errors")] == FAILED
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_secret_of_the_environment_is_written(ran: Ran):
     """Not into summaries, manifest, attempts or report, not to the terminal, not into Ray's logs."""
@@ -279,6 +280,7 @@ def test_no_secret_of_the_environment_is_written(ran: Ran):
             assert secret.encode() not in content, f"{name} stands in {path}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_local_run_is_reached_from_this_machine_alone_and_with_a_token(ran: Ran):
     """Ray runs what reaches its ports: loopback, and a token of this run that lies in no file."""
@@ -293,6 +295,7 @@ def unsafe(text: str) -> set[str]:
     return {character for character in text if unicodedata.category(character) in UNSAFE} - {"\n"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_names_and_texts_cannot_drive_a_terminal(ran: Ran):
     """A document that is shown is not a document that clears the screen, or writes a line of the log."""
@@ -304,6 +307,7 @@ def test_names_and_texts_cannot_drive_a_terminal(ran: Ran):
         assert f"document {printable(name)} failed: " in ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_nothing_in_the_report_is_more_than_text(ran: Ran):
     """Reports are read in browsers: an id that is an image would tell its author who reads it."""

@@ -27,6 +27,7 @@ def test_two_drivers_of_a_cluster_cannot_hold_one_folder(shared: None):
         pass
 
 
+@pytest.mark.slow
 def test_a_folder_is_free_again_when_its_driver_has_ended(shared: None):
     """Resuming is the normal case."""
     with claimed("s3://bucket/again"):

@@ -140,7 +140,8 @@ except InterruptedRunError as error:
 """
 
 
-@pytest.mark.parametrize("moment", [pytest.param("begins", marks=pytest.mark.slow), "ends"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["begins", "ends"])
 def test_a_signal_is_heard_while_ray_begins_and_ends(moment: str):
     """Ray's handler ended the job with 15 while Ray started, and no handler was there while it shut down."""
     process = subprocess.run([sys.executable, "-c", RAY, moment], capture_output=True, timeout=120, check=False)

@@ -164,6 +164,7 @@ def test_errors_within_the_allowed_fraction_are_a_success_without_decoding_again
     assert not (run.output / "_SUCCESS").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_once_costs_its_started_documents_an_attempt(job, tmp_path: Path):
     """A preempted process: everything is done in the end, on another worker."""
     run = job([*GOOD, f"kill:{tmp_path}/killed"])
@@ -174,6 +175,7 @@ def test_a_worker_that_dies_once_costs_its_started_documents_an_attempt(job, tmp
     assert any("died" in note for note in run.screen.notes)
 
 
+@pytest.mark.slow
 def test_a_document_that_kills_every_worker_is_given_up_and_takes_nobody_along(job):
     """The poison document: its neighbours are done, it is a dead letter after max_attempts."""
     run = job([*GOOD, "kill"])

@@ -248,7 +248,8 @@ def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> No
         second.try_take()
 
 
-@pytest.mark.parametrize("path", ["s3://corpus/in", pytest.param("s3://corpus/in/*.parquet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["s3://corpus/in", "s3://corpus/in/*.parquet"])
 def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3: Endpoint, path: str) -> None:
     """Exit 2 would keep a scheduler from trying again."""
     upload("in/a.parquet", {"text": ["one"]})

@@ -46,7 +46,13 @@ def rows_read(engine) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(("draft", "backend", "batch"), covering(DRAFTS, BACKENDS, [1, 3]))
+FAST = covering(DRAFTS, BACKENDS, [1, 3], strength=1)
+SLOW = [case for case in covering(DRAFTS, BACKENDS, [1, 3]) if case not in FAST]
+
+
+@pytest.mark.parametrize(
+    ("draft", "backend", "batch"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_output_and_acceptance_are_those_of_whole_prompts(draft, backend, batch, pair, alone):
     """For the request that reads the start, for those that get the copy, and for one that begins otherwise."""
     prompts = [START + random_prompt(length) for length in (200, 3, 900)] + [random_prompt(70), [*START, 7]]
