@@ -62,6 +62,11 @@ class DecodingStats:
         return self.ttft_s + self.decode_s
 
     @property
+    def step_s(self) -> float:
+        """Return the seconds of decoding steps: everything but the two prefills."""
+        return self.draft_s + self.verify_s + self.retrieval_s + self.other_s
+
+    @property
     def mean_acceptance_length(self) -> float | None:
         """Return the tokens per speculative step, including the bonus token; None if there was no such step."""
         extra = ratio(self.num_accepted_tokens, self.num_spec_steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from specextend.core import Request, SamplingParams
 from specextend.data.audit_rows import read_audits
 from specextend.data.storage import resolve
 from specextend.decoding import engine as engine_module
-from specextend.decoding.sampling import choice_gap, choose_tokens, gumbel_noise
+from specextend.decoding.sampling import FARTHEST, choice_gap, choose_tokens, gumbel_noise
 from specextend.loading import load_engine
 from tests.covering import covering
 from tests.faults.conftest import CONFIG, rows
@@ -121,6 +123,15 @@ def test_a_token_at_the_border_of_the_nucleus_nearly_ties(probability, gap):
     assert chosen == (1 if probability < 0.9 else 0)
     found = choice_gap(logits, torch.tensor(position), params, chosen, 1 - chosen)
     assert found == pytest.approx(gap, abs=1e-3) if gap else found > 0.5
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.5, "top_p": 0.9}], ids=str)
+def test_a_token_that_cannot_be_chosen_is_as_far_away_as_a_report_can_say(sampling):
+    """One that a penalty forbids, or far outside the nucleus: infinity is no JSON."""
+    logits = torch.tensor([30.0, -30.0, -torch.inf])
+    near, banned = (choice_gap(logits, torch.tensor(3), SamplingParams(**sampling), 0, other) for other in (1, 2))
+    assert math.isfinite(near)
+    assert 5 < near <= banned <= FARTHEST
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ class Auditor:
         self._waiting: deque[_Case] = deque()
         self._running: dict[str, _Case] = {}
         self._rows: list[dict[str, Any]] = []
+        self._num_forgotten = 0
         self._num_to_hand_out = 0
         self.is_ending = False
         """True once no further document will come, so that batches need not be full."""
@@ -62,7 +63,7 @@ class Auditor:
         """Return True if a batch is to run now, or goes on."""
         with self._lock:
             has_batch = len(self._waiting) >= (1 if self.is_ending else self._batch_size)
-            return has_batch or bool(self._running)
+            return has_batch or self._num_to_hand_out > 0 or bool(self._running)
 
     def offer(self, key: DocumentKey, doc_id: str, request: Request, completion: Completion) -> None:
         """Note that a document is done; it is audited if the sample has it."""
@@ -105,9 +106,11 @@ class Auditor:
             self._num_to_hand_out = 0
 
     def rows(self, num_seen: int) -> tuple[dict[str, Any], ...]:
-        """Return the rows that follow the first `num_seen`."""
+        """Return the rows that follow the first `num_seen`, and forget those."""
         with self._lock:
-            return tuple(self._rows[num_seen:])
+            del self._rows[: max(0, num_seen - self._num_forgotten)]
+            self._num_forgotten = max(num_seen, self._num_forgotten)
+            return tuple(self._rows)
 
 
 def _row(case: _Case, outcome: Completion | Failed | Suspected) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specextend.cluster.cluster import connected
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
@@ -23,6 +23,7 @@ from specextend.cluster.prepare import Prepared, check_machine
 from specextend.cluster.progress import StallGuard, TokenEstimate
 from specextend.cluster.rates import MIN_DOCUMENTS, DocumentCost, Rates, fit_rates
 from specextend.cluster.worker import CheckedFactory, EngineFactory
+from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.loading import load_engine
 
@@ -64,7 +65,7 @@ def calibrate(
     there are too few documents or no worker can run here, WorkersFailError if the worker fails, ClusterError and
     InterruptedRunError.
     """
-    config = prepared.config
+    config = _without_audit(prepared.config)
     check_machine(config)
     sample = {key: plan.estimates[key] for key in draw_sample(plan.estimates, num_documents, config.decoding.seed)}
     if len(sample) < MIN_DOCUMENTS:
@@ -88,6 +89,11 @@ def calibrate(
         why = "; ".join(session.failures) or "their outputs are empty"
         raise RefusedError(f"--calibrate needs {MIN_DOCUMENTS} documents that can be decoded: {why}")
     return rates
+
+
+def _without_audit(config: RunConfig) -> RunConfig:
+    """Leave the audit out, which would empty the batch that is measured."""
+    return config.model_copy(update={"decoding": replace(config.decoding, audit_fraction=0.0)})
 
 
 @dataclass(slots=True)

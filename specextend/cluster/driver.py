@@ -188,6 +188,9 @@ class Driver:
         self.committer.record_if_due(self.attempt, self.clock())
         if not self.scheduler.is_done:
             self._errors.check()
+        self._show()
+
+    def _show(self) -> None:
         now = self.clock()
         snapshot = self.ledger.snapshot(now, self.roster.num_ready)
         self.display.show(snapshot, now)
@@ -195,12 +198,15 @@ class Driver:
 
     def _finish_audit(self) -> None:
         """Let the workers audit what they still hold, after the last document. One that hangs is not waited for."""
+        self.display.event("audit_ends", workers=self.roster.num_ready)
         self.pool.is_ending = True
         self._audit_end = AuditEnd(self.roster.ready_workers(), self.job.stall_s, self.clock())
         while not self._audit_end.is_over:
             self.interrupt.check()
             self._collect(TICK_S)
             self.committer.commit_if_due(self.clock())
+            self.committer.record_if_due(self.attempt, self.clock())
+            self._show()
             for worker in self._audit_end.give_up(self.clock()):
                 message = f"{worker} has made no step for {self.job.stall_s:.0f} s: the rest of its audit is left out"
                 self.display.note(message, "audit_given_up", worker=worker)

@@ -23,6 +23,8 @@ DRIFT = 0.1
 (`docs/log.md`)."""
 START_FACTOR = 1.5
 """Factor by which loading may take longer or shorter: a single start was measured, with files cached or not."""
+MOST_UNCERTAIN = 20.0
+"""Largest factor of an interval: rates that are known no better say nothing, but must not overflow a clock."""
 MOST_PLACED = 20_000
 """Longest documents that are placed one by one; the rest, which are the shortest, fill the gaps."""
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
@@ -61,7 +63,7 @@ class Outlook:
         self._prefill_s, self._decode_s = prefill_s[order], decode_s[order]
         self.busy_s = float(prefill_s.sum() + decode_s.sum())
         """Seconds that one worker would be at work, without loading."""
-        self._factor = _uncertainty(rates, len(tokens), self.busy_s)
+        self._factor = _uncertainty(rates, self._prefill_s + self._decode_s)
 
     def lasts(self, workers: int) -> Forecast:
         """Forecast the time that so many workers take, loading included; more than documents are of no use."""
@@ -129,17 +131,19 @@ def cost_of(forecast: Forecast, price_per_worker_hour: float) -> dict[str, float
     }
 
 
-def _uncertainty(rates: Rates, num_documents: int, busy_s: float) -> float:
-    """Return the factor by which the time of the documents may be longer or shorter than expected.
+def _uncertainty(rates: Rates, seconds: Numbers) -> float:
+    """Return the factor by which the time of documents, `seconds` each, may be longer or shorter than expected.
 
     A prediction interval for a sum: the mean was measured on `rates.num_documents` documents, and those to come differ
-    among themselves as much.
+    from what is expected by as large a part of it as the measured ones did.
     """
-    if not busy_s:
+    if not len(seconds) or not seconds.sum():
         return 1.0
-    of_mean = rates.spread_s / rates.mean_s / math.sqrt(rates.num_documents)
-    of_sum = rates.spread_s * math.sqrt(num_documents) / busy_s
-    return math.exp(math.hypot(DRIFT, _student_t(rates.num_documents - 1) * math.hypot(of_mean, of_sum)))
+    of_document = rates.spread_s / rates.mean_s
+    of_mean = of_document / math.sqrt(rates.num_documents)
+    of_sum = of_document * float(np.sqrt((seconds**2).sum()) / seconds.sum())
+    exponent = math.hypot(DRIFT, _student_t(rates.num_documents - 1) * math.hypot(of_mean, of_sum))
+    return math.exp(min(exponent, math.log(MOST_UNCERTAIN)))
 
 
 def _student_t(freedom: int) -> float:

@@ -241,7 +241,8 @@ class Pool:
             return self._dies(call.worker, actor, "its process ended")
         if actor.dying_since is None:
             actor.is_out_of_reach = True
-            self._calls[actor.handle.progress.remote()] = _Call(call.worker, "poll")  # shows if it is dead or far
+            poll = actor.handle.progress.remote(actor.num_audits, self.is_ending)  # shows if it is dead or far
+            self._calls[poll] = _Call(call.worker, "poll")
         return self._dies(call.worker, actor, "it is out of reach")
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:

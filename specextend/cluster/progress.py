@@ -135,7 +135,7 @@ class Ledger:
         """Return w: seconds of an output token over seconds of a prompt token."""
         stats = self._stats
         prefill = ratio(stats.prefill_s + stats.draft_prefill_s, stats.num_prompt_tokens)
-        decode = ratio(stats.draft_s + stats.verify_s + stats.retrieval_s + stats.other_s, stats.num_output_tokens)
+        decode = ratio(stats.step_s, stats.num_output_tokens)
         return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
 
     def snapshot(self, now: float, num_workers: int) -> Snapshot:

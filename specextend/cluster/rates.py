@@ -47,8 +47,7 @@ class DocumentCost:
     def of(cls, stats: DecodingStats, max_new_tokens: int) -> DocumentCost:
         """Take the cost from a document's stats."""
         prefill_s = stats.prefill_s + stats.draft_prefill_s
-        decode_s = stats.draft_s + stats.verify_s + stats.retrieval_s + stats.other_s
-        return cls(stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, decode_s)
+        return cls(stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, stats.step_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +142,7 @@ class CostSample:
 
     def __init__(self) -> None:
         self._costs: list[DocumentCost] = []
-        self._num_offered = 0
+        self.num_offered = 0
         self._random = random.Random(0)
         self._devices: set[str] = set()
         self._first_ready_s: float | None = None
@@ -156,10 +155,10 @@ class CostSample:
 
     def offer(self, cost: DocumentCost) -> None:
         """Take the cost of a document in, if the draw falls on it."""
-        self._num_offered += 1
+        self.num_offered += 1
         if len(self._costs) < MAX_COSTS:
             self._costs.append(cost)
-        elif (place := self._random.randrange(self._num_offered)) < MAX_COSTS:
+        elif (place := self._random.randrange(self.num_offered)) < MAX_COSTS:
             self._costs[place] = cost
 
     def rates(self, *, connect_s: float, origin: str, measured_at: float) -> Rates | None:
@@ -167,7 +166,7 @@ class CostSample:
 
         connect_s: seconds that the connection to Ray took, before the driver began.
         """
-        if self._num_offered < MIN_RUN_DOCUMENTS or len(self._devices) != 1 or self._first_ready_s is None:
+        if self.num_offered < MIN_RUN_DOCUMENTS or len(self._devices) != 1 or self._first_ready_s is None:
             return None
         start_s = connect_s + self._first_ready_s
         [device] = self._devices
@@ -182,7 +181,8 @@ def pair_key(config: RunConfig, hashes: Mapping[str, str]) -> dict[str, Any]:
     """
     values, versions = config.model_dump(mode="json"), library_versions()
     options = {name: dict(values[name]) for name in _SECTIONS}
-    del options["decoding"]["seed"]
+    for name in ("seed", "audit_fraction"):
+        del options["decoding"][name]
     draft = config.active_draft
     return {
         "hashes": dict(hashes),

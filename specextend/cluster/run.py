@@ -295,8 +295,10 @@ class _LockedRun:
 
     def _keep_rates(self, costs: CostSample, connect_s: float) -> None:
         """Keep the rates of this start for later forecasts; those of another engine than ours are not the pair's."""
-        if self.factory is not load_engine:
-            return
+        config = self.prepared.config
+        num_places = config.job.workers * config.decoding.max_batch_size
+        if self.factory is not load_engine or costs.num_offered < 2 * num_places:
+            return  # of another engine, or of batches that were not full
         rates = costs.rates(connect_s=connect_s, origin=f"run {self.run_id}", measured_at=time.time())
         if rates is not None:
             keep_rates(self._pair_key(), rates)

@@ -211,14 +211,16 @@ class Worker:
     async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
         """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.
 
-        num_audits_seen: rows that the driver has. is_ending: no further document will come.
+        num_audits_seen: rows that the driver has. is_ending: no further document will come. Raises EngineBrokenError.
         """
+        if self._broken is not None:
+            raise self._broken
         auditor = self._auditor
         if is_ending and not auditor.is_ending:
             auditor.is_ending = True
             self._inbox.wake()
-        rows, outputs = auditor.rows(num_audits_seen), self._engine.progress()
-        return WorkerReport(self._engine.num_steps, outputs, rows, auditor.num_open, is_ending)
+        num_open, outputs = auditor.num_open, self._engine.progress()  # before the rows: an audit may end meanwhile
+        return WorkerReport(self._engine.num_steps, outputs, auditor.rows(num_audits_seen), num_open, is_ending)
 
     def _prepare(self, key: DocumentKey) -> tuple[Row, Prompt]:
         try:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from specextend.core import Completion, DocumentKey, one_line
 from specextend.data.parquet import DAMAGED, is_damaged
+from specextend.data.parts import DamagedPartError
 from specextend.data.run_folder import audits_folder
 from specextend.data.storage import Location, list_files, write_bytes
 
@@ -69,8 +70,7 @@ def audit_row(
 
 
 def _decode_s(completion: Completion) -> float:
-    stats = completion.stats
-    return stats.draft_prefill_s + stats.draft_s + stats.verify_s + stats.retrieval_s + stats.other_s
+    return completion.stats.draft_prefill_s + completion.stats.step_s
 
 
 class AuditWriter:
@@ -91,7 +91,7 @@ class AuditWriter:
 
 
 def read_audits(output: Location) -> pa.Table:
-    """Read the rows of all starts; none if nothing was audited. Raises ValueError if a file is damaged."""
+    """Read the rows of all starts; none if nothing was audited. Raises DamagedPartError."""
     folder = audits_folder(output)
     tables = [AUDIT_SCHEMA.empty_table()]
     for name in sorted(name for name in list_files(folder) if name.endswith(".parquet")):
@@ -101,5 +101,7 @@ def read_audits(output: Location) -> pa.Table:
         except (*DAMAGED, KeyError) as error:
             if not is_damaged(file, error):
                 raise
-            raise ValueError(f"{file.path} is damaged ({one_line(error)}); delete it to do without its rows") from error
+            raise DamagedPartError(
+                f"{file.path} is damaged ({one_line(error)}); delete it to do without its rows"
+            ) from error
     return pa.concat_tables(tables)

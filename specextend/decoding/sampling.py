@@ -18,6 +18,8 @@ from specextend.core import SamplingParams
 _WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the stride of splitmix64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # its finaliser: shift and factor
 _MASK = (1 << 64) - 1
+FARTHEST = 1000.0
+"""Largest gap between two tokens, in logits: that to a token which cannot be chosen at all."""
 _FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they suffice
 
 
@@ -75,11 +77,11 @@ def choice_gap(logits: Tensor, position: Tensor, sampling: SamplingParams, chose
     """
     values = logits.double()
     if sampling.temperature == 0:
-        return max(0.0, float(values[chosen] - values[other]))
+        return max(0.0, min(float(values[chosen] - values[other]), FARTHEST))
     scores = values + gumbel_noise(sampling.seed, position.reshape(1), len(logits))[0] * sampling.temperature
     behind = _behind_cut(values, sampling)
     rise = max(float(scores[chosen] - scores[other]), float(behind[other]))
-    return max(0.0, min(rise, -float(behind[chosen])))
+    return max(0.0, min(rise, -float(behind[chosen]), FARTHEST))
 
 
 def _behind_cut(values: Tensor, sampling: SamplingParams) -> Tensor:

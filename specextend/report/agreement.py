@@ -18,10 +18,10 @@ MOST_EXAMPLES = 5
 def audit_figures(rows: pa.Table, dtype: str) -> dict[str, Any] | None:
     """Compute the figures from rows of AUDIT_SCHEMA; None if nothing was audited.
 
-    A document counts once: the last audit of it. The speed-up is that of the documents in the largest batches, because
-    a smaller batch of plain decoding pays more for each token.
+    A document counts once, however often it was audited. The speed-up is that of the documents in the largest batches,
+    because a smaller batch of plain decoding pays more for each token.
     """
-    rows = _last_of_each(rows)
+    rows = _one_of_each(rows)
     if not len(rows):
         return None
     compared = rows.filter(rows["error"].is_null())
@@ -74,7 +74,7 @@ def _speedup(rows: pa.Table) -> dict[str, Any] | None:
     }
 
 
-def _last_of_each(rows: pa.Table) -> pa.Table:
+def _one_of_each(rows: pa.Table) -> pa.Table:
     keys = zip(rows["file"].to_pylist(), rows["row"].to_pylist(), strict=True)
     places = {key: place for place, key in enumerate(keys)}
     return rows.take(pa.array(np.array(sorted(places.values()), np.int64)))

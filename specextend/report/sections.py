@@ -200,7 +200,7 @@ def slowest(report: dict[str, Any]) -> Section:
 def texts(report: dict[str, Any]) -> Section:
     """Make the table of what was measured of each text."""
     named = {
-        "copied_fraction": "words in runs of 8 copied from the document",
+        "copied_fraction": "share of runs of 8 words copied from the document",
         "rouge1": "ROUGE-1",
         "rouge2": "ROUGE-2",
         "rougeL": "ROUGE-L",

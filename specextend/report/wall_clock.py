@@ -133,8 +133,10 @@ def _paid_seconds(
     by_worker = documents.by_worker()
     for name in {*by_worker, *ready}:
         _add(paid, _worker_seconds(ready.get(name), by_worker.get(name)))
-    paid["audit"] = min(audit_s, paid["waiting"])
-    paid["waiting"] -= paid["audit"]
+    for kind in ("waiting", "lost"):  # rows of documents do not know of the audit
+        moved = min(audit_s - paid["audit"], paid[kind])
+        paid["audit"] += moved
+        paid[kind] -= moved
     return paid
 
 
@@ -259,6 +261,14 @@ def _worker_counts(workers: tuple[WorkerRecord, ...] | None) -> dict[str, int] |
     }
 
 
+def _decoding_s(timed: TimedStart) -> float | None:
+    """Return the seconds from the first worker's start to the last document, which is what a forecast is about."""
+    asked = min((worker.asked for worker in timed.start.workers or ()), default=None)
+    if asked is None or timed.documents is None or not len(timed.documents) or np.isnan(timed.documents.ends).all():
+        return None
+    return max(0.0, float(np.nanmax(timed.documents.ends)) - asked)
+
+
 def _forecast(timed: TimedStart) -> dict[str, Any] | None:
     """Compare the forecast of a start with what happened; a start that was stopped shows no actual time."""
     forecast = timed.start.forecast
@@ -266,7 +276,7 @@ def _forecast(timed: TimedStart) -> dict[str, Any] | None:
         return None
     predicted = forecast.get("seconds")
     predicted = float(predicted) if isinstance(predicted, int | float) and predicted > 0 else None
-    actual = None if is_stopped(timed.start) else timed.seconds
+    actual = None if is_stopped(timed.start) else _decoding_s(timed)
     return {
         "predicted_s": predicted,
         "low_s": forecast.get("seconds_low"),

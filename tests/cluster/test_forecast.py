@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from specextend.cluster.calibration import draw_sample
-from specextend.cluster.forecast import DRIFT, START_FACTOR, Outlook, cost_of, makespan
+from specextend.cluster.forecast import DRIFT, MOST_UNCERTAIN, START_FACTOR, Outlook, cost_of, makespan
 from specextend.cluster.progress import TokenEstimate
 from specextend.cluster.rates import DocumentCost, Rates, fit_rates
 from specextend.core import DocumentKey
@@ -159,3 +159,12 @@ def test_more_measured_documents_make_a_narrower_interval():
         widths.append(forecast.seconds_high / forecast.seconds_low)
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] == pytest.approx((1 + DRIFT) ** 2, rel=0.05), "below that, machines are not steady"
+
+
+def test_a_short_rest_of_a_run_of_long_documents_has_an_interval_of_its_own_size():
+    """The spread of long documents in seconds would put the end of one short row thousands of years away."""
+    short = TokenEstimate(50, 20)
+    forecast = outlook(short, spread_s=8.0, num_documents=16).lasts(1)
+    assert 1 < forecast.seconds_high / forecast.seconds <= MOST_UNCERTAIN
+    hopeless = outlook(short, spread_s=1e6, num_documents=2).lasts(1)
+    assert hopeless.seconds_high <= MOST_UNCERTAIN * hopeless.seconds + 1e3

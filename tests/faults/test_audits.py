@@ -1,0 +1,85 @@
+"""Faults while documents are decoded again: the summaries are there, and the run ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from specextend.cluster.exits import EXIT_DONE, Interrupt
+from specextend.cluster.run import run
+from specextend.config import RunConfig
+from specextend.data.audit_rows import read_audits
+from specextend.data.storage import resolve
+from specextend.decoding.engine import Engine
+from specextend.loading import load_engine
+from tests.faults.conftest import CONFIG, NUM_ROWS, RealJob
+from tests.faults.engines import MortalEngine
+
+pytestmark = pytest.mark.slow
+SETTINGS = ["decoding.audit_fraction=1", "decoding.max_batch_size=3"]
+
+
+class DiesAuditing(MortalEngine):
+    """Its process is killed in the third step of a batch of audits."""
+
+    @property
+    def num_steps(self) -> int:
+        return self._counted
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._counted = value
+        outputs = self.progress()
+        if any(name.startswith("audit of") for name in outputs) and max(outputs.values()) > 2:
+            self.die()
+
+
+class FailsAuditing(Engine):
+    """Every plain step of an audit fails."""
+
+    def _choose(self, sequences, trees, logits, positions):
+        if any(each.request.audit_of is not None for each in sequences):
+            raise RuntimeError("attention failed")
+        return super()._choose(sequences, trees, logits, positions)
+
+
+@dataclass(frozen=True)
+class Becomes:
+    """Makes engines of another class."""
+
+    kind: type[Engine]
+    marker: Path
+
+    def __call__(self, config: RunConfig) -> Engine:
+        engine = load_engine(config)
+        engine.__dict__.pop("num_steps", None)
+        engine.__class__ = self.kind
+        engine.marker = self.marker
+        engine.num_steps = 0
+        return engine
+
+
+def run_with(real_job: RealJob, kind: type[Engine]) -> int:
+    config = RunConfig.load(CONFIG, [*real_job.settings(), *SETTINGS])
+    return run(config, real_job.screen, Interrupt(60.0), factory=Becomes(kind, real_job.folder / "died"))
+
+
+def test_a_worker_that_is_killed_in_an_audit_costs_no_summary(real_job: RealJob, undisturbed):
+    """Its documents were done; those that waited behind the audit had not begun, and are charged nothing."""
+    assert run_with(real_job, DiesAuditing) == EXIT_DONE
+    assert (real_job.folder / "died").exists()
+    assert real_job.result() == undisturbed
+    assert set(real_job.column("attempts")) == {1}
+    audited = read_audits(resolve(str(real_job.output)))
+    assert 0 < len(audited) < NUM_ROWS, "what the dead worker had in hand is lost, and the next one goes on"
+
+
+def test_audits_that_fail_are_rows_with_their_error(real_job: RealJob, undisturbed):
+    """A fault that only plain decoding has is found by the audit, and does no harm to the run."""
+    assert run_with(real_job, FailsAuditing) == EXIT_DONE
+    assert real_job.result() == undisturbed
+    audited = read_audits(resolve(str(real_job.output))).to_pylist()
+    assert len(audited) == NUM_ROWS
+    assert {row["error"] for row in audited} == {"RuntimeError: attention failed"}
