@@ -24,6 +24,8 @@ SETTINGS = ["decoding.audit_fraction=1", "decoding.max_batch_size=3"]
 class DiesAuditing(MortalEngine):
     """Its process is killed in the third step of a batch of audits."""
 
+    moment = "auditing"
+
     @property
     def num_steps(self) -> int:
         return self._counted
