@@ -36,6 +36,7 @@ class _Case:
     completion: Completion
     request: Request
     batch_size: int = 0
+    is_full_batch: bool = False
 
 
 class Auditor:
@@ -82,7 +83,7 @@ class Auditor:
                 self._running.clear()
                 self._num_to_hand_out = size = min(self._batch_size, len(self._waiting))
                 for case in [*self._waiting][:size]:
-                    case.batch_size = size
+                    case.batch_size, case.is_full_batch = size, size == self._batch_size
             if not self._num_to_hand_out:
                 return None
             self._num_to_hand_out -= 1
@@ -115,9 +116,11 @@ class Auditor:
 
 def _row(case: _Case, outcome: Completion | Failed | Suspected) -> dict[str, Any]:
     if isinstance(outcome, Completion):
-        return audit_row(case.key, case.doc_id, case.completion, outcome, case.batch_size)
-    error = f"{outcome.error_class}: {outcome.message}"
-    return audit_row(case.key, case.doc_id, case.completion, None, case.batch_size, error)
+        row = audit_row(case.key, case.doc_id, case.completion, outcome)
+    else:
+        error = f"{outcome.error_class}: {outcome.message}"
+        row = audit_row(case.key, case.doc_id, case.completion, None, error)
+    return row | {"batch_size": case.batch_size, "is_full_batch": case.is_full_batch}
 
 
 class AuditEnd:

@@ -27,6 +27,7 @@ AUDIT_SCHEMA = pa.schema(
         ("num_equal_tokens", pa.int32()),
         ("gap", pa.float64()),
         ("batch_size", pa.int32()),
+        ("is_full_batch", pa.bool_()),
         ("prefill_s", pa.float64()),
         ("speculative_s", pa.float64()),
         ("num_plain_tokens", pa.int32()),
@@ -44,15 +45,17 @@ after prefill, the draft's prefill included; `plain_s` the same without a draft.
 
 
 def audit_row(
-    key: DocumentKey, doc_id: str, completion: Completion, plain: Completion | None, batch_size: int, error: str = ""
+    key: DocumentKey, doc_id: str, completion: Completion, plain: Completion | None, error: str = ""
 ) -> dict[str, Any]:
-    """Make the row of a document from its result and from the plain decoding, which is None if that failed."""
+    """Make the row of a document, its batch left out, from its result and from the plain decoding.
+
+    plain: None if it failed.
+    """
     row: dict[str, Any] = {
         "file": key.file,
         "row": key.row,
         "doc_id": doc_id,
         "num_tokens": len(completion.token_ids),
-        "batch_size": batch_size,
         "prefill_s": completion.stats.prefill_s,
         "speculative_s": _decode_s(completion),
         "error": error or None,

@@ -18,8 +18,8 @@ MOST_EXAMPLES = 5
 def audit_figures(rows: pa.Table, dtype: str) -> dict[str, Any] | None:
     """Compute the figures from rows of AUDIT_SCHEMA; None if nothing was audited.
 
-    A document counts once, however often it was audited. The speed-up is that of the documents in the largest batches,
-    because a smaller batch of plain decoding pays more for each token.
+    A document counts once, however often it was audited. The speed-up is that of the documents in batches as large as
+    the job's, because a smaller batch of plain decoding pays more for each token.
     """
     rows = _one_of_each(rows)
     if not len(rows):
@@ -54,10 +54,9 @@ def audit_seconds(rows: pa.Table) -> dict[str, float]:
 def _speedup(rows: pa.Table) -> dict[str, Any] | None:
     """Compare seconds per token with and without a draft, summed over documents of two tokens or more."""
     several = pc.and_(pc.greater(rows["num_tokens"], 1), pc.greater(rows["num_plain_tokens"], 1))
-    rows = rows.filter(several)
+    rows = rows.filter(pc.and_(several, rows["is_full_batch"]))
     if not len(rows):
         return None
-    rows = rows.filter(pc.equal(rows["batch_size"], pc.max(rows["batch_size"])))
     sides = {
         "speculative": (rows["num_tokens"], rows["speculative_s"], rows["prefill_s"]),
         "plain": (rows["num_plain_tokens"], rows["plain_s"], rows["plain_prefill_s"]),

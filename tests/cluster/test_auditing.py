@@ -59,7 +59,7 @@ def test_what_is_left_at_the_end_is_a_smaller_batch():
     request = auditor.take(num_active=0)
     auditor.settle(request.request_id, plain(request))
     [row] = auditor.rows(0)
-    assert row["batch_size"] == 1
+    assert (row["batch_size"], row["is_full_batch"]) == (1, False)
     assert (auditor.num_open, auditor.is_due) == (0, False)
 
 
@@ -78,6 +78,7 @@ def test_a_row_says_what_was_compared_and_the_time_of_both():
             "num_equal_tokens": 1,
             "gap": 0.25,
             "batch_size": 1,
+            "is_full_batch": True,
             "prefill_s": 1.0,
             "speculative_s": 3.75,
             "num_plain_tokens": 2,

@@ -16,6 +16,7 @@ def shared(local_ray: None, monkeypatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
 
 
+@pytest.mark.slow
 def test_two_drivers_of_a_cluster_cannot_hold_one_folder(shared: None):
     """On an object store two lock files can be written at once; a name in the cluster cannot be taken twice."""
     with (

@@ -298,6 +298,7 @@ def test_an_interrupted_run_keeps_what_is_finished_and_resumes_with_the_rest(job
     assert codes == [0, 75]
 
 
+@pytest.mark.slow
 def test_retry_errors_does_error_rows_again_and_nothing_else(job, tmp_path: Path):
     """Done rows keep every value, also those that a second decoding would change (times, worker)."""
     (tmp_path / "outage").touch()

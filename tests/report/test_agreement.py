@@ -13,6 +13,7 @@ ROW = {
     "num_tokens": 11,
     "num_equal_tokens": 11,
     "batch_size": 4,
+    "is_full_batch": True,
     "prefill_s": 2.0,
     "speculative_s": 5.0,
     "num_plain_tokens": 11,
@@ -52,7 +53,7 @@ def test_the_speed_up_is_seconds_per_token_over_seconds_per_token():
 
 def test_the_rest_of_a_batch_says_nothing_about_speed():
     """One sequence alone pays the whole reading of the weights."""
-    figures = audit_figures(table({}, {"batch_size": 1, "plain_s": 40.0}), "float32")
+    figures = audit_figures(table({}, {"batch_size": 1, "is_full_batch": False, "plain_s": 40.0}), "float32")
     assert figures["speedup"]["documents"] == 1
     assert figures["speedup"]["decode"] == pytest.approx(2.0)
 
