@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-CPUS := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+CPUS := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 DEMO := out/demo
 
 # Local runs stay on this machine: Ray listens on loopback only, joins no cluster that was left running, reports nothing.

@@ -97,7 +97,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far a plain decoding chose the tokens of an earlier one."""
+    """Says how far a plain decoding chose the tokens of an earlier one."""
 
     num_equal_tokens: int
     """Tokens before the first difference."""

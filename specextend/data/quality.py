@@ -76,7 +76,7 @@ class QualityOptions:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What is known about a summary's quality: the columns of its row."""
+    """Holds what is known about a summary's quality: columns of its row."""
 
     quality_flags: list[str]
     """In a fixed order; empty if there is nothing to say."""

@@ -27,6 +27,7 @@ from specextend.decoding.admission import (
     is_out_of_memory,
     release_cached,
 )
+from specextend.decoding.cache import SharedStart
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
 from specextend.decoding.drafter import Drafter
 from specextend.decoding.model import CachedModel
@@ -34,7 +35,6 @@ from specextend.decoding.penalties import penalties_of
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
-from specextend.decoding.shared_start import SharedStart
 from specextend.decoding.step_costs import CostTable
 from specextend.decoding.stopping import StopChecker
 from specextend.decoding.tree import DraftTree, Verdict, prune, root_only, stack_trees, tree_mask, verify

@@ -20,7 +20,7 @@ Places = tuple[list[int], list[int]]
 
 
 class NgramIndex:
-    """What followed each run of `size - 1` tokens in a growing text. A new token takes the same time in any text."""
+    """Knows what followed each run of `size - 1` tokens in a growing text. A token more takes the same time in any."""
 
     def __init__(self, size: int) -> None:
         """Take the length of an n-gram, in tokens."""

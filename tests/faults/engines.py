@@ -32,11 +32,15 @@ class MortalEngine(Engine):
     @num_steps.setter
     def num_steps(self, value: int) -> None:
         self._counted = value
-        tokens = sorted(self.progress().values())
+        if self.is_moment(self.progress()):
+            self.die()
+
+    def is_moment(self, outputs: dict[str, int]) -> bool:
+        """True if it is to die with so many tokens of each request."""
+        tokens = sorted(outputs.values())
         in_prefill = len(tokens) > 1 and tokens[0] == 0 and tokens[-1] > 0
         decodes = len(tokens) > 1 and tokens[0] > 2
-        if (self.moment == "prefill" and in_prefill) or (self.moment == "decoding" and decodes):
-            self.die()
+        return (self.moment == "prefill" and in_prefill) or (self.moment == "decoding" and decodes)
 
     def generate(
         self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None

@@ -26,16 +26,8 @@ class DiesAuditing(MortalEngine):
 
     moment = "auditing"
 
-    @property
-    def num_steps(self) -> int:
-        return self._counted
-
-    @num_steps.setter
-    def num_steps(self, value: int) -> None:
-        self._counted = value
-        outputs = self.progress()
-        if any(name.startswith("audit of") for name in outputs) and max(outputs.values()) > 2:
-            self.die()
+    def is_moment(self, outputs: dict[str, int]) -> bool:
+        return any(name.startswith("audit of") for name in outputs) and max(outputs.values()) > 2
 
 
 class FailsAuditing(Engine):
