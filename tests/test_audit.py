@@ -117,7 +117,7 @@ def test_a_token_at_the_border_of_the_nucleus_nearly_ties(probability, gap):
     """With 90% the likeliest token is alone, with a little less a second one may win by its noise: rounding decides."""
     logits = torch.tensor([probability, (1 - probability) * 0.6, (1 - probability) * 0.4]).log() * 0.5
     params = SamplingParams(temperature=0.5, top_p=0.9)
-    noise = gumbel_noise(params.seed, torch.arange(9999), 3)
+    noise = gumbel_noise(params.seed, torch.arange(9999), torch.arange(3))
     position = int((noise[:, 1] - noise[:, 0]).argmax())  # here the second one wins if it may
     chosen = int(choose_tokens(logits[None], torch.tensor([position]), params))
     assert chosen == (1 if probability < 0.9 else 0)

@@ -7,19 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+import numpy as np
+
 from specextend.decoding.sequence import Sequence
-from specextend.decoding.speculation import best_size, who_speculates
+from specextend.decoding.speculation import FIRST_PAUSE, Experience, Speculation, best_size, who_speculates
 from specextend.decoding.step_costs import StepCosts
 from specextend.decoding.tree import DraftTree, prune
 
 
 class Adaptive:
-    """Decides for the running batch; the evidence of each sequence is kept in `Sequence.speculation`."""
+    """Decides for the running batch; the evidence of each sequence is kept in `Sequence.speculation`.
+
+    Costs and experience last as long as the engine. They decide how fast its output comes, never what it is.
+    """
 
     def __init__(self, costs: StepCosts, num_nodes: int) -> None:
         """Take the measured costs, and the largest number of nodes of a tree, not counting the root."""
         self.costs = costs
+        self._experience = Experience()
+        self._paused: tuple[int, int] | None = None  # sequences that all paused, and steps until the next decision
         self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
+
+    def begin(self, num_tokens: int, running: Items[Sequence]) -> Speculation:
+        """Make the state of a new sequence of `num_tokens` tokens that joins the `running` ones.
+
+        Where speculation is known not to pay, it begins with plain steps.
+        """
+        new = self._experience.begin()
+        if self._experience.is_known:
+            states = [new, *(sequence.speculation for sequence in running)]
+            if 0 not in self._choose(states, [num_tokens, *(sequence.length for sequence in running)]):
+                new.pause()
+        return new
 
     def prune(self, trees: list[DraftTree], drafting: list[Sequence], lengths: list[int]) -> list[DraftTree]:
         """Cut the trees of the `drafting` sequences to the size that brings the batch most tokens per second.
@@ -28,7 +47,7 @@ class Adaptive:
         never 1, because a plain step would give no evidence.
         """
         draft_s = self.costs.draft_s(len(drafting))
-        trying = any(sequence.speculation.is_forced for sequence in drafting)
+        trying = any(sequence.speculation.on_trial for sequence in drafting)
         size = best_size(
             [_calibrated(tree, each.speculation.calibration) for tree, each in zip(trees, drafting, strict=True)],
             self._sizes[1:] if trying else self._sizes,
@@ -49,26 +68,51 @@ class Adaptive:
         self.costs.observe_verify(num_rows, lengths, verify_s)
         num_drafting = sum(sequence.speculation.active for sequence in sequences)
         plain_s = self.costs.verify_s(1, lengths)
-        load = self.costs.verify_s(num_rows, lengths) / plain_s
-        cost = load + self.costs.draft_s(num_drafting) / plain_s - 1
+        beyond_s = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting) - plain_s
         for sequence, tree, number in zip(sequences, trees, accepted, strict=True):
             if sequence.speculation.active:
                 expected = float(tree.log_probs[1:].exp().sum())
-                sequence.speculation.observe(expected, number, load, cost * len(sequences) / num_drafting)
+                sequence.speculation.observe(num_rows, expected, number)
+                share = beyond_s / plain_s * len(sequences) / num_drafting
+                self._experience.observe(num_rows, expected, number, share)
             else:
                 sequence.speculation.observe_plain()
+                self._experience.observe_plain()
 
     def decide(self, sequences: list[Sequence]) -> None:
         """Decide which of the sequences that go on speculate in the next step."""
-        plain_s = self.costs.verify_s(1, [sequence.length for sequence in sequences])
         states = [sequence.speculation for sequence in sequences]
-        chosen = who_speculates(states, lambda number: self.costs.draft_s(number) / plain_s)
+        if self._is_settled(states):
+            return
+        lengths = [sequence.length for sequence in sequences]
+        chosen = self._choose(states, lengths)
         for b, sequence in enumerate(sequences):
             if sequence.speculation.active and b not in chosen:
                 sequence.speculation.pause()
                 sequence.stats.num_fallbacks += 1
             elif not sequence.speculation.active and b in chosen:
-                sequence.speculation.resume(self.costs.draft_s(1) / plain_s)
+                sequence.speculation.resume()  # the draft has to catch up, which takes as long as a proposal
+                self._experience.charge(len(lengths) * self.costs.draft_s(1) / self.costs.verify_s(1, lengths))
+        self._paused = None if chosen else (len(sequences), FIRST_PAUSE)
+
+    def _is_settled(self, states: list[Speculation]) -> bool:
+        """Return True if a batch of this size was paused not long ago, and no sequence is new or to try again."""
+        if self._paused is None or any(state.active for state in states):
+            return False
+        size, remaining = self._paused
+        self._paused = size, remaining - 1
+        tries = self._experience.in_credit and any(state.pause_is_over for state in states)
+        return len(states) == size and remaining > 0 and not tries
+
+    def _choose(self, states: list[Speculation], lengths: list[int]) -> set[int]:
+        """Choose among sequences of these lengths; a size between two measured ones is interpolated."""
+        seconds = [self.costs.verify_s(size, lengths) for size in self._sizes]
+        return who_speculates(
+            states,
+            lambda num_rows: float(np.interp(num_rows, self._sizes, seconds)),
+            self.costs.draft_s,
+            in_credit=self._experience.in_credit,
+        )
 
 
 def _calibrated(tree: DraftTree, calibration: float) -> Items[float]:

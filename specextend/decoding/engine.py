@@ -204,7 +204,11 @@ class Engine:
         drafts = self._memory.num_nodes > 0 and request.audit_of is None
         policy, penalties = CachePolicy(self._cache_options), penalties_of(request, self.target.device)
         sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties)
-        sequence.speculation.active = drafts
+        if not drafts:
+            sequence.speculation.active = False
+        elif self._adaptive is not None:
+            running = [each for each in self._active.values() if each.drafts]
+            sequence.speculation = self._adaptive.begin(len(request.prompt_token_ids), running)
         sequence.stats.num_memory_retries = waiting.num_memory_retries
         with self._lock:
             self._active[request.request_id] = sequence
@@ -288,7 +292,8 @@ class Engine:
         if sequence.drafts and not sequence.finish_reason:
             self._retrieve(sequence, plan, 0, -1)
             sequence.undrafted.append(([token_id], features[0, -1:]))
-            self._absorb(sequences)
+            if sequence.speculation.active:
+                self._absorb(sequences)
 
     def _prefill_start(self, sequence: Sequence, prompt: Tensor) -> None:
         """Read the shared start of a prompt [P], if it has it: with the first such prompt, from the copy later."""

@@ -23,13 +23,12 @@ FARTHEST = 1000.0
 _FIRST_PREFIX = 64  # tokens sorted first for top_p; eight times more until they suffice
 
 
-def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise [P, V] fp32 for the absolute `positions` [P] int64, on their device.
+def gumbel_noise(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Return standard Gumbel noise [P, K] fp32 of int64 `token_ids`, [K] or [P, K], at absolute `positions` [P].
 
     A counter-based generator: an entry is a function of (seed, position, token id). The logarithms are taken in
     fp64, so the rounded result is the same on every device and in every shape.
     """
-    token_ids = torch.arange(vocab_size, device=positions.device)
     keys = _mix(positions * _signed(_WEYL) + _signed(_mix_int(seed)))
     bits = _mix(keys.unsqueeze(-1) + token_ids * _signed(_WEYL))
     bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
@@ -42,17 +41,10 @@ def processed_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
     Among equally likely tokens at a cut the smaller ids stay. `sampling.temperature` must be above 0.
     """
-    assert sampling.temperature > 0, "greedy decoding has no distribution"
-    scaled = logits.float()
-    # Relative to the largest, so that a tiny temperature cannot make it infinite.
-    scaled = (scaled - scaled.amax(-1, keepdim=True)) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
-    vocab_size = scaled.shape[-1]
-    if 0 < sampling.top_k < vocab_size:
-        prefix = scaled.topk(sampling.top_k).values
-        num_kept = _nucleus_size(prefix.double().softmax(-1), sampling.top_p)
-        scaled = _keep_first(scaled, prefix, num_kept)
-    elif sampling.top_p < 1:
-        scaled = _keep_first(scaled, *_nucleus(scaled, sampling.top_p))
+    scaled = _scaled(logits, sampling.temperature)
+    if (kept := _kept(scaled, sampling)) is not None:
+        values, token_ids = kept
+        scaled = torch.full_like(scaled, -math.inf).scatter_(-1, token_ids, values)
     return scaled.log_softmax(-1)
 
 
@@ -60,12 +52,25 @@ def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -
     """Choose the target's tokens [N] int64 from `logits` [N, V]; `positions` [N] int64 are those of the tokens chosen.
 
     Greedy decoding takes the first of equal logits and never waits for the device. Nodes at one position share noise.
+    Where top_k or top_p leaves tokens out, noise is made for the others alone.
     """
     if sampling.temperature == 0:
         return logits.max(-1).indices  # the first of equals, as argmax, at a quarter of its time for bf16 on a CPU
+    scaled = _scaled(logits, sampling.temperature)
+    if (kept := _kept(scaled, sampling)) is not None:
+        values, token_ids = kept
+        best = (values + gumbel_noise(sampling.seed, positions, token_ids)).argmax(-1, keepdim=True)
+        return token_ids.gather(-1, best).squeeze(-1)
     distinct, row_of = positions.unique(return_inverse=True)
-    noise = gumbel_noise(sampling.seed, distinct, logits.shape[-1])
-    return (processed_log_probs(logits, sampling) + noise[row_of]).argmax(-1)
+    noise = gumbel_noise(sampling.seed, distinct, torch.arange(logits.shape[-1], device=logits.device))
+    return (scaled + noise[row_of]).argmax(-1)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Divide `logits` [..., V] by the temperature, in fp32, relative to the largest: a tiny one cannot overflow."""
+    assert temperature > 0, "greedy decoding has no distribution"
+    values = logits.float()
+    return (values - values.amax(-1, keepdim=True)).div_(max(temperature, torch.finfo(torch.float32).tiny))
 
 
 def choice_gap(logits: Tensor, position: Tensor, sampling: SamplingParams, chosen: int, other: int) -> float:
@@ -78,7 +83,8 @@ def choice_gap(logits: Tensor, position: Tensor, sampling: SamplingParams, chose
     values = logits.double()
     if sampling.temperature == 0:
         return max(0.0, min(float(values[chosen] - values[other]), FARTHEST))
-    scores = values + gumbel_noise(sampling.seed, position.reshape(1), len(logits))[0] * sampling.temperature
+    token_ids = torch.arange(len(logits), device=logits.device)
+    scores = values + gumbel_noise(sampling.seed, position.reshape(1), token_ids)[0] * sampling.temperature
     behind = _behind_cut(values, sampling)
     rise = max(float(scores[chosen] - scores[other]), float(behind[other]))
     return max(0.0, min(rise, -float(behind[chosen]), FARTHEST))
@@ -103,35 +109,41 @@ def _behind_cut(values: Tensor, sampling: SamplingParams) -> Tensor:
     return torch.empty_like(behind).scatter_(0, order, behind)
 
 
-def _nucleus(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the largest of `scaled` [..., V], as many as top_p may need [..., K], and how many it keeps [..., 1]."""
+def _kept(scaled: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor] | None:
+    """Return the likeliest tokens, ties by id: their `scaled` [..., K], -inf from the cut on, and ids [..., K].
+
+    K is as large as top_k and top_p need. None if they leave no token out.
+    """
     vocab_size = scaled.shape[-1]
-    total = scaled.double().logsumexp(-1, keepdim=True)
-    size = min(_FIRST_PREFIX, vocab_size)
+    top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else vocab_size
+    if top_k == vocab_size and sampling.top_p >= 1:
+        return None
+    probs = scaled.softmax(-1) if top_k == vocab_size else None
+    size = min(_FIRST_PREFIX if probs is not None else top_k + 1, vocab_size)
     while True:
-        prefix = scaled.topk(size).values
-        num_kept = _nucleus_size((prefix.double() - total).exp(), top_p)
-        if size == vocab_size or bool((num_kept < size).all()):
-            return prefix, num_kept
+        values, token_ids = _likeliest(scaled, size)
+        likeliest = values[..., :top_k].softmax(-1) if probs is None else probs.gather(-1, token_ids)
+        num_kept = _nucleus_size(likeliest, sampling.top_p)
+        last = values.gather(-1, num_kept - 1)
+        if size == vocab_size or bool((values[..., -1:] < last).all()):  # no token beyond is as likely as the last
+            cut = torch.arange(size, device=scaled.device) >= num_kept
+            return values.masked_fill_(cut, -math.inf), token_ids
         size = min(size * 8, vocab_size)
+
+
+def _likeliest(scaled: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the `size` largest of `scaled` [..., V], falling, and their ids, which rise among equals."""
+    token_ids = scaled.topk(size).indices.sort(-1).values
+    values, order = scaled.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
+    return values, token_ids.gather(-1, order)
 
 
 def _nucleus_size(probs: Tensor, top_p: float) -> Tensor:
     """Count [..., 1] how many of the falling `probs` [..., K] it takes to reach top_p; K if all do not."""
     if top_p >= 1:
         return torch.full_like(probs[..., :1], probs.shape[-1], dtype=torch.int64)
-    num_below = (probs.cumsum(-1) < top_p).sum(-1, keepdim=True)
+    num_below = (probs.cumsum(-1, dtype=torch.float64) < top_p).sum(-1, keepdim=True)
     return (num_below + 1).clamp_(max=probs.shape[-1])
-
-
-def _keep_first(scaled: Tensor, prefix: Tensor, num_kept: Tensor) -> Tensor:
-    """Set `scaled` [..., V] to -inf outside its `num_kept` [..., 1] largest, ties by token id; `prefix`: those."""
-    last = prefix.gather(-1, num_kept - 1)
-    above, equal = scaled > last, scaled == last
-    num_equal_kept = num_kept - above.sum(-1, keepdim=True)
-    if bool((equal.sum(-1, keepdim=True) > num_equal_kept).any()):
-        equal &= equal.cumsum(-1) <= num_equal_kept
-    return scaled.masked_fill(~(above | equal), float("-inf"))
 
 
 def _mix(state: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """Decisions on speculation, in plain numbers: which sequences speculate in the next step, and with how large trees.
 
-All costs are relative to a plain step of the same batch, so that seconds cancel: a *load* of 1.4 is a step that takes
-1.4 times as long.
+The evidence of a sequence is what its draft promised, how much of that was accepted, and in how large trees. New
+sequences begin with the `Experience` of those before them, so that a run finds out once, not once a document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 FIRST_PAUSE = 16
@@ -18,11 +18,19 @@ TRIAL_STEPS = 2
 PROBATION_STEPS = 16
 """Speculative steps after which a try counts as a success, so that the next pause is a short one."""
 ALLOWED_LOSS = 0.02
-"""Share of a sequence's decoding time that speculation may have lost when it is tried again, or lose by going on."""
+"""Share of all decoding time that speculation may lose: by tries, or by going on where plain steps are as fast."""
+DOUBT = 0.1
+"""Gain that must be expected beyond plain steps after more than that was lost: estimates that were too good before."""
+LARGEST_CREDIT = 4.0
+"""Tokens of gain that count towards later tries: a draft that paid yesterday must not lose for hours today."""
+KNOWN_STEPS = 8
+"""Speculative steps of all sequences from which on new ones need no try of their own."""
 _MEMORY = 0.92
 """Weight of a step's evidence one step later."""
+_LONG_MEMORY = 0.99
+"""The same for the experience of all sequences."""
 _TRUST = 4.0
-"""Initial weight of the draft's own probabilities, in accepted tokens; it fades as evidence does."""
+"""Initial weight of what was known before the first step, in accepted tokens; it fades as evidence does."""
 _LEAST_TRUST = 1.0
 _AGED = 0.25
 """Weight after a pause of the evidence from before it."""
@@ -31,64 +39,84 @@ _HANDICAP = 0.2
 
 
 @dataclass(slots=True)
+class Evidence:
+    """Sums over speculative steps, of which each counts a little less than the one after it."""
+
+    memory: float
+    num_steps: float = 0.0
+    num_rows: float = 0.0
+    """Rows of verifications."""
+    expected: float = 0.0
+    """Path probabilities of the verified nodes, by the draft."""
+    accepted: float = 0.0
+    """Nodes that were accepted."""
+
+    def add(self, num_rows: float, expected: float, accepted: float) -> None:
+        """Record a speculative step."""
+        self.num_steps = self.memory * self.num_steps + 1
+        self.num_rows = self.memory * self.num_rows + num_rows
+        self.expected = self.memory * self.expected + expected
+        self.accepted = self.memory * self.accepted + accepted
+
+    def mean(self) -> Evidence:
+        """Return the same for one step alone, with the memory of a sequence."""
+        sums = self.num_rows, self.expected, self.accepted
+        return Evidence(_MEMORY, 1.0, *(value / self.num_steps for value in sums))
+
+    def age(self) -> None:
+        """Let what comes after a pause count for more."""
+        for name in ("num_steps", "num_rows", "expected", "accepted"):
+            setattr(self, name, _AGED * getattr(self, name))
+
+
+@dataclass(slots=True)
 class Speculation:
     """The evidence of one sequence's steps. Lives as long as its request."""
 
     active: bool = True
     """True while the draft proposes; otherwise steps are plain."""
-    balance: float = 0.0
-    """Tokens won by speculation minus its cost in plain steps."""
-    num_tokens: int = 0
-    """Tokens decided so far."""
+    prior: float = 1.0
+    """The calibration before the first step."""
+    evidence: Evidence = field(default_factory=lambda: Evidence(_MEMORY))
     _trust: float = _TRUST
-    _accepted: float = 0.0
-    _expected: float = 0.0
-    _load: float = 0.0
-    _steps: float = 0.0
     _run: int = 0  # speculative steps since the last pause
     _pause: int = FIRST_PAUSE // 2
     _wait: int = 0  # plain steps until the next try
 
     @property
     def calibration(self) -> float:
-        """Return accepted tokens over those that the draft's probabilities promised; 1 if nothing was measured yet."""
-        return (self._accepted + self._trust) / (self._expected + self._trust)
+        """Return accepted tokens over those that the draft's probabilities promised."""
+        return (self.evidence.accepted + self._trust * self.prior) / (self.evidence.expected + self._trust)
 
     @property
     def gain(self) -> float:
         """Return the accepted tokens to expect from a speculative step."""
-        return self.calibration * self._expected / self._steps if self._steps else 0.0
+        seen = self.evidence
+        return self.calibration * seen.expected / seen.num_steps if seen.num_steps else 0.0
 
     @property
-    def load(self) -> float:
-        """Return the mean load of its verifications; 1 if nothing was measured yet."""
-        return self._load / self._steps if self._steps else 1.0
+    def num_rows(self) -> float:
+        """Return the mean rows of its verifications; 1 if there was none yet."""
+        return self.evidence.num_rows / self.evidence.num_steps if self.evidence.num_steps else 1.0
 
     @property
-    def is_forced(self) -> bool:
-        """Return True if the next step must speculate: at the start, and when a pause is over."""
-        if self.active:
-            return self._run < TRIAL_STEPS
-        return self._wait <= 0 and self.balance + ALLOWED_LOSS * self.num_tokens >= 0
+    def on_trial(self) -> bool:
+        """Return True if the next step must speculate because a try has begun."""
+        return self.active and self._run < TRIAL_STEPS
 
-    def observe(self, expected: float, accepted: int, load: float, cost: float) -> None:
-        """Record a speculative step.
+    @property
+    def pause_is_over(self) -> bool:
+        """Return True if it is paused, and it is time to try again."""
+        return not self.active and self._wait <= 0
 
-        `expected` is the sum of its nodes' path probabilities, `load` the load of the verification, and `cost` this
-        sequence's share of the time that the step, including drafting, took beyond a plain step, in plain steps.
-        """
+    def observe(self, num_rows: int, expected: float, accepted: int) -> None:
+        """Record a speculative step; `expected` is the sum of the path probabilities of the verified nodes."""
         self._trust = max(_LEAST_TRUST, _MEMORY * self._trust)
-        self._accepted = _MEMORY * self._accepted + accepted
-        self._expected = _MEMORY * self._expected + expected
-        self._load = _MEMORY * self._load + load
-        self._steps = _MEMORY * self._steps + 1
+        self.evidence.add(num_rows, expected, accepted)
         self._run += 1
-        self.num_tokens += 1 + accepted
-        self.balance += accepted - cost
 
     def observe_plain(self) -> None:
         """Record a plain step."""
-        self.num_tokens += 1
         self._wait -= 1
 
     def pause(self) -> None:
@@ -97,29 +125,90 @@ class Speculation:
         self._pause = min(2 * self._pause, LONGEST_PAUSE) if in_vain else FIRST_PAUSE
         self.active, self._wait = False, self._pause
 
-    def resume(self, cost: float) -> None:
-        """Speculate again; `cost` is the time the draft needs to catch up, in plain steps."""
+    def resume(self) -> None:
+        """Speculate again."""
         self.active, self._run = True, 0
+        self.evidence.age()
+
+
+@dataclass(slots=True)
+class Experience:
+    """The evidence of all sequences, and the account that their tries are paid from."""
+
+    balance: float = 0.0
+    """Tokens won by speculation minus its cost in plain steps, and `ALLOWED_LOSS` of all tokens."""
+    evidence: Evidence = field(default_factory=lambda: Evidence(_LONG_MEMORY))
+    num_steps: int = 0
+    """Speculative steps so far."""
+
+    @property
+    def is_known(self) -> bool:
+        """Return True if new sequences can do without a try."""
+        return self.num_steps >= KNOWN_STEPS
+
+    @property
+    def in_credit(self) -> bool:
+        """Return True if speculation has not lost more than it may."""
+        return self.balance >= 0
+
+    def begin(self) -> Speculation:
+        """Make the state of a new sequence, which expects what was seen so far."""
+        if not self.is_known:
+            return Speculation()
+        seen = self.evidence
+        prior = (seen.accepted + _LEAST_TRUST) / (seen.expected + _LEAST_TRUST)
+        return Speculation(prior=prior, evidence=seen.mean(), _run=TRIAL_STEPS)
+
+    def observe(self, num_rows: int, expected: float, accepted: int, cost: float) -> None:
+        """Record a speculative step of a sequence.
+
+        `cost` is its share of the time that the step, drafting included, took beyond a plain step, in plain steps.
+        """
+        self.num_steps += 1
+        self.evidence.add(num_rows, expected, accepted)
+        self._book(1 + accepted, accepted - cost)
+
+    def observe_plain(self) -> None:
+        """Record a plain step of a sequence."""
+        self._book(1, 0.0)
+
+    def charge(self, cost: float) -> None:
+        """Take from the account what else speculation cost, in plain steps."""
         self.balance -= cost
-        for name in ("_accepted", "_expected", "_load", "_steps"):
-            setattr(self, name, _AGED * getattr(self, name))
+
+    def _book(self, num_tokens: int, gain: float) -> None:
+        self.balance = min(LARGEST_CREDIT, self.balance + ALLOWED_LOSS * num_tokens + gain)
 
 
-def who_speculates(states: Sequence[Speculation], draft_load: Callable[[int], float]) -> set[int]:
+def who_speculates(
+    states: Sequence[Speculation],
+    verify_s: Callable[[float], float],
+    draft_s: Callable[[int], float],
+    *,
+    in_credit: bool,
+) -> set[int]:
     """Choose the sequences of a batch that speculate next: the set that brings most tokens per second.
 
-    `draft_load(k)` is the load of drafting for k of them. All sequences wait for the largest verification of the batch,
-    so speculation may pay for one of them only because it pays for another. If speculation would lose more than
-    `ALLOWED_LOSS`, all steps are plain.
+    `verify_s(rows)` is the time of a verification of so many rows of each sequence, 1 being a plain step, and
+    `draft_s(k)` that of drafting for k of them. All sequences wait for the largest verification of the batch, so
+    speculation may pay for one of them only because it pays for another.
+
+    In credit, paused sequences try again when their pause is over, and steps are plain if speculation would lose more
+    than `ALLOWED_LOSS`. Out of credit, no try begins, and speculation must be expected to win more than `DOUBT`.
     """
-    forced = [state.is_forced for state in states]
-    gains = [state.gain - (0 if state.active or state.is_forced else _HANDICAP) for state in states]
+    forced = [state.on_trial or (in_credit and state.pause_is_over) for state in states]
+    gains = [
+        state.gain - (0 if state.active or is_forced else _HANDICAP)
+        for state, is_forced in zip(states, forced, strict=True)
+    ]
     order = sorted(range(len(states)), key=lambda b: (not forced[b], -gains[b]))
     tokens = list(accumulate((gains[b] for b in order), initial=float(len(states))))
-    loads = list(accumulate((states[b].load for b in order), initial=0.0))
+    seconds = list(accumulate((verify_s(states[b].num_rows) for b in order), initial=0.0))
 
     def rate(count: int) -> float:
-        return tokens[count] / (loads[count] / count + draft_load(count)) if count else tokens[0] * (1 - ALLOWED_LOSS)
+        if not count:
+            return tokens[0] / verify_s(1) * (1 - ALLOWED_LOSS if in_credit else 1 + DOUBT)
+        return tokens[count] / (seconds[count] / count + draft_s(count))
 
     best = max(range(sum(forced), len(states) + 1), key=rate)
     return set(order[:best])

@@ -16,8 +16,9 @@ Line = tuple[float, float]
 DraftPhase = Literal["propose", "absorb"]
 
 _WARM_UP = 4
-"""Number of first measurements of a phase of drafting, of which the smallest is taken."""
-_WEIGHT = 0.1
+"""Number of first measurements, of which the smallest is taken."""
+_QUICKLY, _SLOWLY = 0.1, 0.05
+"""Weights of a new measurement in a running average."""
 _OUTLIER = 2.0
 """Factor by which a measurement may exceed what was expected; more is cut off, so that one slow step does not stop
 speculation."""
@@ -64,31 +65,38 @@ class CostTable:
 
 
 class StepCosts:
-    """A cost table with corrections from this engine's own steps."""
+    """A cost table with corrections from this engine's own steps.
+
+    What slows the machine down slows every step down, so one pace serves all of them: it is learned from each step that
+    is taken, and holds for those that are not. What is left is learned slowly for each size of batch and tree.
+    """
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self._corrections: dict[tuple[int, int], float] = {}  # (sequences, size) -> measured over expected
-        self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}
+        self._pace = _Average(_QUICKLY, 1.0, 1)  # the table counts as the first measurement
+        self._corrections: dict[tuple[int, int], _Average] = {}  # (sequences, size), beside the pace
+        self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}  # at pace 1
 
     def verify_s(self, num_rows: int, lengths: Sequence[int]) -> float:
         """Return the time of a verification of `num_rows` rows (1: a plain step) of each sequence."""
-        correction = self._corrections.get((len(lengths), self.table.size_for(num_rows)), 1.0)
-        return correction * self._expected_s(num_rows, lengths)
+        correction = self._corrections.get((len(lengths), self.table.size_for(num_rows)))
+        return self._pace.value * (correction.value if correction else 1.0) * self._expected_s(num_rows, lengths)
 
     def draft_s(self, num_sequences: int) -> float:
         """Return the time of drafting for `num_sequences`, by the nearest number seen so far; 0 if there is none."""
-        return sum(_nearest(seen, num_sequences) for seen in self._drafting.values())
+        return self._pace.value * sum(_nearest(seen, num_sequences) for seen in self._drafting.values())
 
     def observe_verify(self, num_rows: int, lengths: Sequence[int], seconds: float) -> None:
         """Record the time of a verification."""
         key = len(lengths), self.table.size_for(num_rows)
-        before = self._corrections.get(key, 1.0)
-        self._corrections[key] = _moved(before, seconds / self._expected_s(num_rows, lengths))
+        correction = self._corrections.setdefault(key, _Average(_SLOWLY, 1.0, 1))
+        ratio = seconds / self._expected_s(num_rows, lengths)
+        self._pace.add(ratio / correction.value)
+        correction.add(ratio / self._pace.value)
 
     def observe_draft(self, phase: DraftPhase, num_sequences: int, seconds: float) -> None:
         """Record the time of drafting for `num_sequences` at once."""
-        self._drafting[phase].setdefault(num_sequences, _Average()).add(seconds)
+        self._drafting[phase].setdefault(num_sequences, _Average(_SLOWLY)).add(seconds / self._pace.value)
 
     def _expected_s(self, num_rows: int, lengths: Sequence[int]) -> float:
         return self.table.seconds(self.table.tree_attention(num_rows, lengths), num_rows, lengths)
@@ -98,6 +106,8 @@ class StepCosts:
 class _Average:
     """A running average that begins with the smallest of the first values, because first calls build kernels."""
 
+    weight: float
+    """Weight of a new value."""
     value: float = 0.0
     count: int = 0
 
@@ -106,11 +116,8 @@ class _Average:
         if self.count <= _WARM_UP:
             self.value = min(self.value, value) if self.count > 1 else value
         else:
-            self.value = _moved(self.value, value)
-
-
-def _moved(average: float, value: float) -> float:
-    return average + _WEIGHT * (min(max(value, average / _OUTLIER), average * _OUTLIER) - average)
+            likely = min(max(value, self.value / _OUTLIER), self.value * _OUTLIER)
+            self.value += self.weight * (likely - self.value)
 
 
 def _nearest(seen: Mapping[int, _Average], num_sequences: int) -> float:

@@ -51,7 +51,7 @@ def slow_probs(logits: list[float], sampling: SamplingParams) -> list[float]:
 
 def slow_choice(logits: Tensor, position: int, sampling: SamplingParams) -> int:
     """One node's token, from one noise vector of its own."""
-    noise = gumbel_noise(sampling.seed, torch.tensor([position]), len(logits))[0]
+    noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(len(logits)))[0]
     log_probs = [math.log(p) if p > 0 else -math.inf for p in slow_probs(logits.tolist(), sampling)]
     scores = [p + g for p, g in zip(log_probs, noise.tolist(), strict=True)]
     return scores.index(max(scores))
@@ -85,7 +85,7 @@ SETTINGS = [
 def test_noise_is_the_function_of_seed_position_and_token_that_it_says(seed):
     """Any seed a user may write, big or negative; and int64 tensors must agree with unbounded integers."""
     positions = torch.tensor([0, 1, 131_071])
-    noise = gumbel_noise(seed, positions, 5)
+    noise = gumbel_noise(seed, positions, torch.arange(5))
     for row, position in enumerate(positions.tolist()):
         expected = [-math.log(-math.log(splitmix_uniform(seed, position, token))) for token in range(5)]
         assert noise[row].tolist() == pytest.approx(expected, rel=1e-6)
@@ -93,15 +93,15 @@ def test_noise_is_the_function_of_seed_position_and_token_that_it_says(seed):
 
 def test_noise_of_a_position_does_not_depend_on_what_else_is_asked_for():
     """A vector loop's tail rounds differently; in fp64 that cannot reach the fp32 result."""
-    together = gumbel_noise(5, torch.arange(100, 111), 1_003)
+    together = gumbel_noise(5, torch.arange(100, 111), torch.arange(1_003))
     for row in range(11):
-        assert torch.equal(gumbel_noise(5, torch.tensor([100 + row]), 1_003)[0], together[row])
-    assert torch.equal(gumbel_noise(5, torch.tensor([103]), 77)[0], together[3, :77])
+        assert torch.equal(gumbel_noise(5, torch.tensor([100 + row]), torch.arange(1_003))[0], together[row])
+    assert torch.equal(gumbel_noise(5, torch.tensor([103]), torch.arange(77))[0], together[3, :77])
 
 
 def test_noise_has_the_gumbel_distribution():
     """Kolmogorov-Smirnov on two million entries, and again on the tail that decides who wins."""
-    noise = gumbel_noise(11, torch.arange(4_000), 500).flatten().double().numpy()
+    noise = gumbel_noise(11, torch.arange(4_000), torch.arange(500)).flatten().double().numpy()
     assert kolmogorov_smirnov_p(np.exp(-np.exp(-noise))) > 1e-3
     tail = noise[noise > 5.0]
     share_beyond = -np.expm1(-np.exp(-tail)) / -math.expm1(-math.exp(-5.0))
@@ -113,16 +113,16 @@ def test_noise_of_nearby_seeds_positions_and_tokens_is_uncorrelated(stride):
     """A weak mixer shows first between neighbours, and between inputs that differ in one bit."""
     size = 200_000
     limit = 5 / math.sqrt(size)
-    one = gumbel_noise(3, torch.tensor([1_000]), size + stride)[0].double()
-    other_position = gumbel_noise(3, torch.tensor([1_000 + stride]), size)[0].double()
-    other_seed = gumbel_noise(3 + stride, torch.tensor([1_000]), size)[0].double()
+    one = gumbel_noise(3, torch.tensor([1_000]), torch.arange(size + stride))[0].double()
+    other_position = gumbel_noise(3, torch.tensor([1_000 + stride]), torch.arange(size))[0].double()
+    other_seed = gumbel_noise(3 + stride, torch.tensor([1_000]), torch.arange(size))[0].double()
     for other in (other_position, other_seed, one[stride:]):
         assert abs(np.corrcoef(one[:size].numpy(), other.numpy())[0, 1]) < limit
 
 
 def test_noise_does_not_come_back_at_another_token_of_another_position():
     """Two positions whose streams overlapped, shifted, would correlate at a distance that no pairwise test sees."""
-    noise = gumbel_noise(0, torch.arange(2_000), 500)
+    noise = gumbel_noise(0, torch.arange(2_000), torch.arange(500))
     assert len(noise.double().unique()) > 0.98 * min(noise.numel(), 2**24)
 
 

@@ -35,8 +35,10 @@ def test_sdpa_equals_the_reference_on_cuda(dtype, error, group, kind):
 def test_noise_is_the_same_on_every_device():
     """A seed must give the same summary on a laptop and on a cluster, up to the rounding of logits."""
     positions = torch.tensor([0, 1, 5000])
-    expected = gumbel_noise(7, positions, 4096)
-    torch.testing.assert_close(gumbel_noise(7, positions.cuda(), 4096).cpu(), expected, atol=1e-6, rtol=1e-6)
+    token_ids = torch.arange(4096)
+    expected = gumbel_noise(7, positions, token_ids)
+    found = gumbel_noise(7, positions.cuda(), token_ids.cuda())
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
