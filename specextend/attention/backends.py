@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_matmul, attend_padded, nothing
-from specextend.attention.hybrid import attend_chunk, has_prefix
+from specextend.attention.hybrid import attend_chunk, has_prefix, merge_states
 from specextend.attention.plan import Attend, KeySpan, additive
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash")
@@ -112,7 +112,7 @@ def _attend_slowly(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale
 
 
 def attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by torch's own flash kernels on a GPU, one sequence after the other."""
+    """Attend by torch's own flash kernels on a GPU, one sequence after the other, without a copy of the prefix."""
     if has_prefix(span, q.shape[1]):
         return attend_chunk(attend_cuda, q, k, v, span, scale)
     results = [_attend_cuda(q[b : b + 1], k, v, span, b, scale) for b in range(q.shape[0])]
@@ -120,20 +120,40 @@ def attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) ->
 
 
 def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by flash if there is no mask, by the memory-efficient kernel if there is; heads are repeated for both."""
-    if span.lengths[b] == 0:
+    """Attend to masked rows and to those before them apart, because the flash kernel takes no mask."""
+    start, length = span.starts[b], span.lengths[b]
+    if length == 0:
         return nothing(q)
-    rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
-    group = q.shape[2] // k.shape[0]
-    query = q.transpose(1, 2)
-    key, value = (x[:, rows].repeat_interleave(group, dim=0).unsqueeze(0) for x in (k, v))
-    bias = span.bias(b, q.dtype, q.device)
-    if bias is None and q.dtype != torch.float32:
-        out, lse, *_ = _flash_cuda(query, key, value, 0.0, span.causal, False, scale=scale)
-    else:
-        padded = None if bias is None else _aligned(bias).expand(1, q.shape[2], -1, -1)
-        out, lse, *_ = _efficient_cuda(query, key, value, padded, True, 0.0, span.causal, scale=scale)
-    return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2)
+    key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
+    if span.mask is None:
+        return _attend_unmasked(q, key, value, scale, causal=span.causal)
+    bias = span.tail_bias(b, q.shape[1], q.dtype, q.device)
+    assert bias is not None
+    before = length - bias.shape[1]
+    tail = _attend_efficiently(q, key[:, :, before:], value[:, :, before:], bias, scale, causal=False)
+    if before == 0:
+        return tail
+    prefix = _attend_unmasked(q, key[:, :, :before], value[:, :, :before], scale, causal=False)
+    return merge_states(*prefix, *tail), torch.logaddexp(prefix[1], tail[1])
+
+
+def _attend_unmasked(q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes fewer key heads than query heads."""
+    if q.dtype == torch.float32:  # flash does not take it
+        return _attend_efficiently(q, key, value, None, scale, causal=causal)
+    out, lse, *_ = _flash_cuda(q.transpose(1, 2), key, value, 0.0, causal, False, scale=scale)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _attend_efficiently(
+    q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend by the memory-efficient kernel, which takes a bias [T, S] but needs a copy of the keys for each head."""
+    num_queries, num_heads = q.shape[1:3]
+    key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
+    padded = None if bias is None else _aligned(bias).expand(1, num_heads, -1, -1)
+    out, lse, *_ = _efficient_cuda(q.transpose(1, 2), key, value, padded, True, 0.0, causal, scale=scale)
+    return out.transpose(1, 2), lse[..., :num_queries].transpose(1, 2)
 
 
 def _aligned(bias: Tensor) -> Tensor:
