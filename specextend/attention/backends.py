@@ -1,7 +1,7 @@
 """The attention backends: functions with one signature, `Attend`, and the choice between them.
 
 `attend_reference` is the specification: plain torch, slow, obviously right. Every other backend must equal it. Those
-for a CPU are in `cpu.py` and `compiled.py`.
+for a CPU are in `cpu.py` and `compiled.py`, the one in Triton is in `tree_kernel.py`.
 
 Shapes: `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
 """
@@ -17,7 +17,7 @@ from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_matmul,
 from specextend.attention.hybrid import attend_chunk, has_prefix, merge_states
 from specextend.attention.plan import Attend, KeySpan, additive
 
-BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash")
+BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
@@ -37,11 +37,13 @@ def load_backend(name: str, device: torch.device) -> Attend:
     if name == "flash":
         _load_flash_attn()
         return attend_flash
+    if name == "triton":
+        return load_triton(device)
     if device.type == "cpu":
         return load_compiled() if name == "compiled" else CPU_KERNELS[name]
     if name == "sdpa":
         return attend_cuda
-    raise ValueError(f"attention.backend {name} runs on a CPU only; choose auto, reference, sdpa or flash")
+    raise ValueError(f"attention.backend {name} runs on a CPU only; choose auto, reference, sdpa, flash or triton")
 
 
 def cpu_kernels(head_dim: int, dtype: torch.dtype) -> dict[str, Attend]:
@@ -84,6 +86,27 @@ def load_compiled() -> Attend:
         return kernel(q, k, v, span, scale)
 
     return compiled
+
+
+def load_triton(device: torch.device) -> Attend:
+    """Import the Triton kernel, with `sdpa` for calls that it does not take, such as chunks of a prompt.
+
+    Raises:
+        ValueError: triton is not installed, or the device is a CPU, where it is only interpreted for tests.
+    """
+    try:
+        from specextend.attention.tree_kernel import attend_triton, is_interpreted, serves
+    except ImportError as error:
+        raise ValueError("attention.backend triton needs the package triton: pip install triton") from error
+    if device.type == "cpu" and not is_interpreted():
+        raise ValueError("attention.backend triton runs on a GPU only; choose auto")
+    otherwise = attend_by_head if device.type == "cpu" else attend_cuda
+
+    def triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+        kernel = attend_triton if serves(q, span) else otherwise
+        return kernel(q, k, v, span, scale)
+
+    return triton
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
