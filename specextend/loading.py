@@ -62,8 +62,8 @@ def _tree_attention(config: RunConfig, costs: StepCosts | None) -> TreeAttention
     """Return the kind of tree attention, or the table by which each step chooses it."""
     if config.decoding.mode == "tree":
         return "dense"
-    if config.attention.tree != "auto":
-        return config.attention.tree
+    if len(kinds := config.attention.tree_kinds) == 1:
+        return kinds[0]
     return "hybrid" if costs is None else costs.table  # autoregressive decoding has no costs, and no trees
 
 

@@ -48,7 +48,7 @@ OWNERS = {
     ),
     "huggingface_hub": ("specextend/hub.py",),
     "flash_attn": ("specextend/attention/backends.py",),
-    "triton": ("specextend/attention/",),
+    "triton": ("specextend/attention/tree_kernel.py",),
     "numba": ("specextend/attention/",),
     "llvmlite": ("specextend/attention/",),
     "datasets": ("specextend/data/importers.py",),

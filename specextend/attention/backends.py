@@ -1,7 +1,7 @@
 """The attention backends: functions with one signature, `Attend`, and the choice between them.
 
 `attend_reference` is the specification: plain torch, slow, obviously right. Every other backend must equal it. Those
-for a CPU are in `cpu.py` and `compiled.py`.
+for a CPU are in `cpu.py` and `compiled.py`, the one in Triton is in `tree_kernel.py`.
 
 Shapes: `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
 """
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_matmul, attend_padded, nothing
-from specextend.attention.hybrid import attend_chunk, has_prefix
+from specextend.attention.hybrid import attend_chunk, has_prefix, merge_states
 from specextend.attention.plan import Attend, KeySpan, additive
 
-BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash")
+BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
@@ -37,11 +37,13 @@ def load_backend(name: str, device: torch.device) -> Attend:
     if name == "flash":
         _load_flash_attn()
         return attend_flash
+    if name == "triton":
+        return load_triton(device)
     if device.type == "cpu":
         return load_compiled() if name == "compiled" else CPU_KERNELS[name]
     if name == "sdpa":
         return attend_cuda
-    raise ValueError(f"attention.backend {name} runs on a CPU only; choose auto, reference, sdpa or flash")
+    raise ValueError(f"attention.backend {name} runs on a CPU only; choose auto, reference, sdpa, flash or triton")
 
 
 def cpu_kernels(head_dim: int, dtype: torch.dtype) -> dict[str, Attend]:
@@ -86,6 +88,27 @@ def load_compiled() -> Attend:
     return compiled
 
 
+def load_triton(device: torch.device) -> Attend:
+    """Import the Triton kernel, with `sdpa` for calls that it does not take, such as chunks of a prompt.
+
+    Raises:
+        ValueError: triton is not installed, or the device is a CPU, where it is only interpreted for tests.
+    """
+    try:
+        from specextend.attention.tree_kernel import attend_triton, is_interpreted, serves
+    except ImportError as error:
+        raise ValueError("attention.backend triton needs the package triton: pip install triton") from error
+    if device.type == "cpu" and not is_interpreted():
+        raise ValueError("attention.backend triton runs on a GPU only; choose auto")
+    otherwise = attend_by_head if device.type == "cpu" else attend_cuda
+
+    def triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+        kernel = attend_triton if serves(q, span) else otherwise
+        return kernel(q, k, v, span, scale)
+
+    return triton
+
+
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
     """Attend in plain torch, computed in fp32."""
     results = [_attend_slowly(q[b], k, v, span, b, scale) for b in range(q.shape[0])]
@@ -112,7 +135,7 @@ def _attend_slowly(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale
 
 
 def attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by torch's own flash kernels on a GPU, one sequence after the other."""
+    """Attend by torch's own flash kernels on a GPU, one sequence after the other, without a copy of the prefix."""
     if has_prefix(span, q.shape[1]):
         return attend_chunk(attend_cuda, q, k, v, span, scale)
     results = [_attend_cuda(q[b : b + 1], k, v, span, b, scale) for b in range(q.shape[0])]
@@ -120,20 +143,40 @@ def attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) ->
 
 
 def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by flash if there is no mask, by the memory-efficient kernel if there is; heads are repeated for both."""
-    if span.lengths[b] == 0:
+    """Attend to masked rows and to those before them apart, because the flash kernel takes no mask."""
+    start, length = span.starts[b], span.lengths[b]
+    if length == 0:
         return nothing(q)
-    rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
-    group = q.shape[2] // k.shape[0]
-    query = q.transpose(1, 2)
-    key, value = (x[:, rows].repeat_interleave(group, dim=0).unsqueeze(0) for x in (k, v))
-    bias = span.bias(b, q.dtype, q.device)
-    if bias is None and q.dtype != torch.float32:
-        out, lse, *_ = _flash_cuda(query, key, value, 0.0, span.causal, False, scale=scale)
-    else:
-        padded = None if bias is None else _aligned(bias).expand(1, q.shape[2], -1, -1)
-        out, lse, *_ = _efficient_cuda(query, key, value, padded, True, 0.0, span.causal, scale=scale)
-    return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2)
+    key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
+    if span.mask is None:
+        return _attend_unmasked(q, key, value, scale, causal=span.causal)
+    bias = span.tail_bias(b, q.shape[1], q.dtype, q.device)
+    assert bias is not None
+    before = length - bias.shape[1]
+    tail = _attend_efficiently(q, key[:, :, before:], value[:, :, before:], bias, scale, causal=False)
+    if before == 0:
+        return tail
+    prefix = _attend_unmasked(q, key[:, :, :before], value[:, :, :before], scale, causal=False)
+    return merge_states(*prefix, *tail), torch.logaddexp(prefix[1], tail[1])
+
+
+def _attend_unmasked(q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes fewer key heads than query heads."""
+    if q.dtype == torch.float32:  # flash does not take it
+        return _attend_efficiently(q, key, value, None, scale, causal=causal)
+    out, lse, *_ = _flash_cuda(q.transpose(1, 2), key, value, 0.0, causal, False, scale=scale)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _attend_efficiently(
+    q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend by the memory-efficient kernel, which takes a bias [T, S] but needs a copy of the keys for each head."""
+    num_queries, num_heads = q.shape[1:3]
+    key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
+    padded = None if bias is None else _aligned(bias).expand(1, num_heads, -1, -1)
+    out, lse, *_ = _efficient_cuda(q.transpose(1, 2), key, value, padded, True, 0.0, causal, scale=scale)
+    return out.transpose(1, 2), lse[..., :num_queries].transpose(1, 2)
 
 
 def _aligned(bias: Tensor) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from specextend.attention.plan import TreeAttention
 from specextend.core import RepetitionScope
 
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
 Refresh = Literal["every", "once"]
-Backend = Literal["auto", "reference", "sdpa", "folded", "padded", "matmul", "compiled", "flash"]
+Backend = Literal["auto", "reference", "sdpa", "folded", "padded", "matmul", "compiled", "flash", "triton"]
 
 
 def at_least(name: str, value: float, least: float) -> None:
@@ -94,17 +95,26 @@ class AttentionOptions:
     """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels. On a CPU only, `folded` is the same
     kernel with the heads of a group as rows of one, `padded` that with at least 64 rows, `matmul` two matrix products
     and a softmax, and `compiled` a kernel of our own, which needs the `cpu` extra; heads whose size is no multiple of
-    32 (16 in float32) take `matmul` instead. `flash` is the flash-attn package, an extra. `auto` takes what is proven
+    32 (16 in float32) take `matmul` instead. `flash` is the flash-attn package, an extra. `triton`, on a GPU only, is a
+    kernel of our own for up to 128 queries and heads of 64 or 128; other calls take `sdpa`. `auto` takes what is proven
     on the device: on a CPU, for each number of queries and keys, the kernel that was fastest at start-up; on a GPU,
     `reference`."""
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
     log-sum-exp (arXiv 2505.20776, section 3); `dense` runs one masked call over everything; `auto` uses, at each
-    step, whichever was measured to be faster at start-up for that length."""
+    step, whichever was measured to be faster at start-up for that length. With backend `triton`, whose one call does
+    both and masks only the tree, `auto` is `dense`."""
 
     def __post_init__(self) -> None:
         one_of("attention.backend", self.backend, get_args(Backend))
         one_of("attention.tree", self.tree, ("auto", "dense", "hybrid"))
+
+    @property
+    def tree_kinds(self) -> tuple[TreeAttention, ...]:
+        """Return the kinds of tree attention that a step may choose from."""
+        if self.tree != "auto":
+            return (self.tree,)
+        return ("dense",) if self.backend == "triton" else ("dense", "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -144,10 +144,9 @@ def load_step_costs(
 
     Measuring writes to the target's cache, so no request may be running.
     """
-    fixed = tree.nodes != "auto"
-    if fixed and attention.tree != "auto":
+    fixed, kinds = tree.nodes != "auto", attention.tree_kinds
+    if fixed and len(kinds) == 1:
         return None
-    kinds: tuple[TreeAttention, ...] = ("dense", "hybrid") if attention.tree == "auto" else (attention.tree,)
     room = target.cache.rows.num_free
     grid = make_grid(kinds, tree.most_nodes, fixed=fixed, max_batch_size=max_batch_size, room=room)
     key = describe(target)

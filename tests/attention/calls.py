@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from specextend.attention.tree_reference import pack_mask
+from specextend.decoding.tree import tree_mask
 
 
 def tensors(
@@ -29,3 +35,34 @@ def random_mask(batch: int, num_queries: int, num_masked: int) -> Tensor:
     own = torch.arange(num_queries)
     mask[:, own, num_masked - num_queries + own] = True
     return mask
+
+
+def random_trees(batch: int, num_nodes: int) -> Tensor:
+    """The masks [B, N, N] of trees whose nodes have any earlier node as parent."""
+    generator = torch.Generator().manual_seed(num_nodes)
+    drawn = torch.rand(batch, num_nodes, generator=generator)
+    return tree_mask((drawn * torch.arange(num_nodes)).long() - (torch.arange(num_nodes) == 0).long(), num_nodes)
+
+
+def tree_call(
+    head_dim: int, heads: tuple[int, int], num_queries: int, prefixes: list[int], kind: str, dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """The arguments of `attend_tree` but the number of splits: sequences in a cache that is NaN everywhere else.
+
+    `kind` is `tree`; `level`, whose queries are the last of more masked rows than some sequences have, with bits of
+    rows that do not exist; or `none`, without a mask, so that an empty prefix is an empty sequence.
+    """
+    batch, num_key_heads = len(prefixes), heads[1]
+    num_masked = {"tree": num_queries, "level": min(128, num_queries + 40), "none": 0}[kind]
+    mask = random_trees(batch, num_queries) if kind == "tree" else random_mask(batch, num_queries, 128)
+    lengths = prefixes if kind == "none" else [prefix + num_queries for prefix in prefixes]
+    starts, num_rows = regions(lengths)
+    q, k, v = tensors(batch, num_queries, heads, num_rows, head_dim, dtype)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as a model's projection leaves it
+    cache = torch.full((2, num_key_heads + 1, num_rows, head_dim), math.nan, dtype=dtype)
+    for start, length in zip(starts, lengths, strict=True):
+        own = slice(start, start + length)
+        cache[:, :num_key_heads, own] = torch.stack([k, v])[:, :, own]
+    keys, values = cache[:, :num_key_heads]
+    visible = pack_mask(mask[..., 128 - num_masked :] if kind == "level" else mask)
+    return q, keys, values, torch.tensor(starts), torch.tensor(lengths), visible, num_masked, head_dim**-0.5

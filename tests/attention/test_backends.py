@@ -180,7 +180,8 @@ def test_a_compiled_kernel_that_fails_on_this_processor_is_left_out(failure, mon
 @pytest.mark.parametrize("name", ["folded", "padded", "matmul", "compiled"])
 def test_a_kernel_for_cpus_is_refused_on_a_gpu(name):
     """With the names that can be set there."""
-    with pytest.raises(ValueError, match=rf"^attention\.backend {name} runs on a CPU only; choose auto, .*flash$"):
+    message = rf"^attention\.backend {name} runs on a CPU only; choose auto, .*flash or triton$"
+    with pytest.raises(ValueError, match=message):
         load_backend(name, torch.device("cuda"))
 
 
@@ -195,7 +196,7 @@ def test_heads_that_the_compiled_kernel_does_not_take_are_attended_to_all_the_sa
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(
         ValueError,
-        match=r"^attention\.backend must be one of auto, reference, .*matmul, compiled, flash, got 'fa'$",
+        match=r"^attention\.backend must be one of auto, reference, .*matmul, compiled, flash, triton, got 'fa'$",
     ):
         load_backend("fa", torch.device("cpu"))
 

@@ -2,34 +2,83 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from specextend.attention.backends import attend_cuda, attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.config import RunConfig
+from specextend.attention.tree_reference import attend_tree_reference
 from specextend.core import Request, SamplingParams
 from specextend.decoding.sampling import gumbel_noise
-from specextend.loading import load_engine
+from tests.attention.calls import tree_call
+from tests.covering import covering
+from tests.tiny_models import FAMILIES, random_prompt, tiny_engine, write_pair
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("kind", ["prefix", "causal", "tree"])
-@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["prefix", "causal", "own", "tree"])
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 2), (32, 8)])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_sdpa_equals_the_reference_on_cuda(dtype, error, group, kind):
-    """The flash and memory-efficient kernels have other traps than the CPU's: mask alignment, padded LSE."""
+def test_sdpa_equals_the_reference_on_cuda(dtype, error, heads, kind):
+    """The kernels have other traps than the CPU's: fewer key heads than query heads, mask alignment, padded LSE."""
     generator = torch.Generator("cuda").manual_seed(0)
-    k, v = (torch.randn(2, 1024, 64, generator=generator, device="cuda", dtype=dtype) for _ in range(2))
-    q = torch.randn(2, 17, 2 * group, 64, generator=generator, device="cuda", dtype=dtype)
+    k, v = (torch.randn(heads[1], 1024, 64, generator=generator, device="cuda", dtype=dtype) for _ in range(2))
+    q = torch.randn(2, 17, heads[0], 64, generator=generator, device="cuda", dtype=dtype)
     tree = torch.ones(17, 17, dtype=torch.bool, device="cuda").tril().expand(2, -1, -1)
-    lengths = [17, 17] if kind == "causal" else [300, 77]
-    span = KeySpan([0, 512], lengths, mask=tree if kind == "tree" else None, causal=kind == "causal")
+    lengths = [17, 17] if kind == "own" else [300, 77]
+    span = KeySpan([0, 512], lengths, mask=tree if kind == "tree" else None, causal=kind in ("causal", "own"))
     out, lse = attend_cuda(q, k, v, span, 0.125)
     expected_out, expected_lse = attend_reference(q, k, v, span, 0.125)
     torch.testing.assert_close(out, expected_out, atol=error, rtol=error)
     torch.testing.assert_close(lse, expected_lse, atol=error, rtol=error)
+
+
+TREE_CALLS = covering(
+    [64, 128],
+    [(2, 2), (9, 3), (8, 2), (32, 8), (14, 2)],
+    [1, 17, 51, 128],
+    [[0], [16000], [65, 0, 1000], [0, 1, 2, 63, 64, 65, 127, 300]],
+    ["tree", "level", "none"],
+    [torch.bfloat16, torch.float16, torch.float32],
+    [1, 3, 27, 64],
+)
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "num_queries", "prefixes", "kind", "dtype", "num_splits"), TREE_CALLS)
+def test_the_triton_kernel_equals_its_twin_on_cuda(head_dim, heads, num_queries, prefixes, kind, dtype, num_splits):
+    """On a CPU it was only interpreted, without bfloat16 and without tensor cores."""
+    kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
+    call = [
+        argument.cuda() if isinstance(argument, torch.Tensor) else argument
+        for argument in tree_call(head_dim, heads, num_queries, prefixes, kind, dtype)
+    ]
+    out, lse = kernel.attend_tree(*call, num_splits)
+    expected_out, expected_lse = attend_tree_reference(*call)
+    error = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(out, expected_out, atol=error, rtol=error)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-4)
+
+
+def test_a_captured_graph_of_the_triton_kernel_follows_the_lengths():
+    """It reads them from the device, so one capture serves a sequence while it grows."""
+    kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
+    call = [
+        argument.cuda() if isinstance(argument, torch.Tensor) else argument
+        for argument in tree_call(128, (32, 8), 17, [300, 900], "tree", torch.bfloat16)
+    ]
+    kernel.attend_tree(*call, 16)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = kernel.attend_tree(*call, 16)
+    for shorter in (0, 1, 250):
+        call[4] -= shorter
+        graph.replay()
+        expected_out, expected_lse = attend_tree_reference(*call)
+        torch.testing.assert_close(out, expected_out, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-4)
 
 
 def test_noise_is_the_same_on_every_device():
@@ -42,17 +91,19 @@ def test_noise_is_the_same_on_every_device():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_output_does_not_depend_on_the_mode_on_cuda(backend, temperature):
-    """Lossless on the GPU: the same tokens from every mode, batch 3."""
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "triton"])
+def test_output_does_not_depend_on_the_mode_on_cuda(backend, temperature, tmp_path):
+    """Lossless on the GPU: the same tokens from every mode, batch 3, with heads that every kernel takes."""
+    pair = write_pair(tmp_path, replace(FAMILIES["llama"], head_dim=64))
     outputs = []
     for mode in ("autoregressive", "tree", "specextend"):
-        overrides = [f"decoding.mode={mode}", f"attention.backend={backend}", "target.device=cuda"]
-        engine = load_engine(RunConfig.load("configs/tiny-random.yaml", overrides))
+        changes = {"decoding__mode": mode, "attention__backend": backend, "target__device": "cuda"}
+        changes["attention__tree"] = "auto" if backend == "triton" else "hybrid"
+        engine = tiny_engine(pair, decoding__max_batch_size=3, **changes)
         requests = [
             Request(
                 request_id=str(seed),
-                prompt_token_ids=[5 + (seed * 7 + i * i) % 400 for i in range(200 + 50 * seed)],
+                prompt_token_ids=random_prompt(200 + 50 * seed),
                 max_new_tokens=32,
                 sampling=SamplingParams(temperature=temperature, seed=seed),
             )

@@ -1,0 +1,260 @@
+"""Hybrid tree attention as one Triton kernel, for GPUs: prefix and tree of all sequences in one call.
+
+The queries of all heads that share a key head are *rows* of one matrix product, so a key is read once for all of them:
+row r is query r // G in head r % G of its group. A sequence's keys are divided into a fixed number of splits, which a
+second kernel merges by their log-sum-exp, as hybrid attention merges prefix and tree. Masks are looked at only in
+blocks of keys that reach past the prefix.
+
+Starts, lengths and masks are read from the device, and the grid depends on shapes alone, so a captured CUDA graph stays
+right while sequences grow. `tree_reference.py` is the specification.
+
+Import this module only where triton is installed.
+
+Shapes: `B` sequences, `T` queries, `M` masked rows, `S` splits, `R` cache rows, `H` query heads, `K` key heads, `G` =
+H / K heads of a group, `D` head size.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specextend.attention.plan import KeySpan
+from specextend.attention.tree_reference import MAX_MASKED, pack_mask
+
+HEAD_DIMS = (64, 128)
+MAX_QUERIES = 128
+MAX_SPLITS = 64
+MERGED_PARTS = 64
+"""Parts that a program merges, of one row or of several."""
+LOG2_E = 1 / math.log(2)
+LN_2 = tl.constexpr(math.log(2))
+
+
+class Tiles(NamedTuple):
+    """The work of one program, and the threads that do it."""
+
+    rows: int
+    keys: int
+    """Keys of a block, at most 64: the bits of a word."""
+    num_warps: int
+    num_stages: int
+    """Blocks of keys that are in shared memory at a time."""
+
+
+def choose_tiles(head_dim: int, num_rows: int, dtype: torch.dtype) -> Tiles:
+    """Choose tiles for `num_rows` = T * G rows: as large as registers allow."""
+    if dtype == torch.float32:  # tensor cores would round it
+        return Tiles(16, 32, 4, 1)
+    rows = min(128, max(16, triton.next_power_of_2(num_rows)))
+    if rows == 128:
+        return Tiles(rows, 64, 8, 2)
+    return Tiles(rows, 64 if rows * head_dim < 64 * 128 else 32, 4, 3)
+
+
+def choose_num_splits(num_programs: int, num_processors: int, num_warps: int) -> int:
+    """Choose the splits that fill a GPU of so many multiprocessors once, if `num_programs` is the number without any.
+
+    Lengths do not matter: a captured graph outlives them.
+    """
+    resident = 2 if num_warps <= 4 else 1  # programs that a multiprocessor has registers for
+    return max(1, min(MAX_SPLITS, resident * num_processors // num_programs))
+
+
+@triton.jit
+def _window(words, is_row, first):
+    """Load 64 bits of each row's two words [rows] from bit `first` > -64 on; those before bit 0 are 1."""
+    low = tl.load(words, mask=is_row, other=0).to(tl.uint64, bitcast=True)
+    high = tl.load(words + 1, mask=is_row, other=0).to(tl.uint64, bitcast=True)
+    before = tl.full(low.shape, 0xFFFFFFFFFFFFFFFF, tl.uint64)
+    here = tl.where(first < 0, before, tl.where(first < 64, low, high))
+    behind = tl.where(first < 0, low, tl.where(first < 64, high, tl.zeros_like(low)))
+    shift = (first & 63).to(tl.uint64)
+    return (here >> shift) | ((behind << 1) << (63 - shift))
+
+
+@triton.jit
+def _hide(scores, words, is_row, block, tail, length, KEYS: tl.constexpr):
+    """Set the scores of keys that a row does not see to -inf. The masked rows are those from `tail` to `length`."""
+    column = tl.arange(0, KEYS)
+    seen = (_window(words, is_row, block - tail)[:, None] >> column[None, :]) & 1
+    exists = block + column < length
+    return tl.where((seen != 0) & exists[None, :], scores, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["starts", "lengths", "num_queries", "num_key_heads", "num_masked", "num_splits"])
+def attend_splits(
+    q, k, v, starts, lengths, visible, part_out, part_lse,
+    q_sequence, q_token, q_head, k_head, k_row, v_head, v_row,
+    num_queries, num_key_heads, num_masked, num_splits, log2_scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Attend with a tile of rows to a split of their sequence's keys. The grid is [row tiles, S, B * K].
+
+    Writes part_out [B, T, H, S, D] and part_lse [B, T, H, S] in fp32, the latter to base 2. A split without keys writes
+    only -inf.
+    """
+    split = tl.program_id(1)
+    b = tl.program_id(2) // num_key_heads
+    key_head = tl.program_id(2) % num_key_heads
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_queries * GROUP
+    token = b * num_queries + rows // GROUP
+    head = key_head * GROUP + rows % GROUP
+    place = (token.to(tl.int64) * num_key_heads * GROUP + head) * num_splits + split
+
+    length = tl.load(lengths + b).to(tl.int32)
+    num_keys = tl.cdiv(tl.cdiv(length, KEYS), num_splits) * KEYS
+    first = tl.minimum(split * num_keys, length)
+    last = tl.minimum(first + num_keys, length)
+    if first == last:
+        tl.store(part_lse + place, tl.full([ROWS], float("-inf"), tl.float32), mask=is_row)
+        return
+
+    dims = tl.arange(0, HEAD_DIM)
+    offsets = b.to(tl.int64) * q_sequence + (rows // GROUP) * q_token + head * q_head
+    query = tl.load(q + offsets[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
+    start = tl.load(starts + b).to(tl.int64)
+    k += key_head.to(tl.int64) * k_head + start * k_row
+    v += key_head.to(tl.int64) * v_head + start * v_row
+
+    sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    tail = length - num_masked
+    for block in tl.range(first, last, KEYS):
+        keys = block + tl.arange(0, KEYS)
+        exists = keys < length
+        key = tl.load(k + keys[None, :] * k_row + dims[:, None], mask=exists[None, :], other=0.0)
+        scores = tl.dot(query, key, input_precision="ieee") * log2_scale
+        if block + KEYS > tail:
+            scores = _hide(scores, visible + 2 * token, is_row, block, tail, length, KEYS)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)  # a row may see nothing yet
+        weights = tl.exp2(scores - finite[:, None])
+        shrink = tl.exp2(top - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        value = tl.load(v + keys[:, None] * v_row + dims[None, :], mask=exists[:, None], other=0.0)
+        sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision="ieee")
+        top = higher
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(part_lse + place, top + tl.log2(total), mask=is_row)
+    tl.store(part_out + place[:, None] * HEAD_DIM + dims[None, :], sums / total[:, None], mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def merge_splits(
+    part_out, part_lse, out, lse, num_rows, num_splits,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a tile of rows, of B * T * H in all. PADDED is a power of two, no less than the splits."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    splits = tl.arange(0, PADDED)
+    dims = tl.arange(0, HEAD_DIM)
+    is_row = rows < num_rows
+    parts = rows[:, None] * num_splits + splits[None, :]
+    part = tl.load(part_lse + parts, mask=is_row[:, None] & (splits < num_splits)[None, :], other=float("-inf"))
+    top = tl.max(part, 1)
+    weights = tl.exp2(part - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    total = tl.sum(weights, 1)
+    total = tl.where(total == 0.0, 1.0, total)
+    written = (part > float("-inf"))[:, :, None]
+    each = tl.load(part_out + parts[:, :, None] * HEAD_DIM + dims[None, None, :], mask=written, other=0.0)
+    merged = tl.sum(each * weights[:, :, None], 1) / total[:, None]
+    where = rows[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + where, merged.to(out.dtype.element_ty), mask=is_row[:, None])
+    tl.store(lse + rows, (top + tl.log2(total)) * LN_2, mask=is_row)
+
+
+def attend_tree(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    visible: Tensor,
+    num_masked: int,
+    scale: float,
+    num_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend as `attend_tree_reference` does, each sequence's keys divided into `num_splits` parts.
+
+    `starts`, `lengths` and `visible` are contiguous on the device of q; the host does not read them.
+    """
+    batch, num_queries, num_heads, head_dim = q.shape
+    group = num_heads // len(k)
+    assert q.stride(3) == k.stride(2) == v.stride(2) == 1
+    assert visible.is_contiguous()
+    tiles = choose_tiles(head_dim, num_queries * group, q.dtype)
+    part_out = torch.empty(*q.shape[:3], num_splits, head_dim, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(*q.shape[:3], num_splits, dtype=torch.float32, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    attend_splits[triton.cdiv(num_queries * group, tiles.rows), num_splits, batch * len(k)](
+        q, k, v, starts, lengths, visible, part_out, part_lse,
+        *q.stride()[:3], *k.stride()[:2], *v.stride()[:2],
+        num_queries, len(k), num_masked, num_splits, scale * LOG2_E,
+        GROUP=group, HEAD_DIM=head_dim, ROWS=tiles.rows, KEYS=tiles.keys,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    padded = triton.next_power_of_2(num_splits)
+    rows = max(1, MERGED_PARTS // padded)
+    merge_splits[(triton.cdiv(lse.numel(), rows),)](
+        part_out, part_lse, out, lse, lse.numel(), num_splits, HEAD_DIM=head_dim, PADDED=padded, ROWS=rows
+    )
+    return out, lse
+
+
+def is_interpreted() -> bool:
+    """Return True if triton was imported with TRITON_INTERPRET=1, so that kernels run on a CPU, slowly."""
+    return not isinstance(attend_splits, triton.JITFunction)
+
+
+def serves(q: Tensor, span: KeySpan) -> bool:
+    """Return True if the kernel takes a call: up to 128 queries and as many masked rows, heads of 64 or 128 elements.
+
+    The interpreter multiplies the bits of bfloat16 as if they were integers, so there it does not.
+    """
+    num_masked = 0 if span.mask is None else span.mask.shape[2]
+    fits = q.shape[1] <= MAX_QUERIES and num_masked <= MAX_MASKED and q.shape[3] in HEAD_DIMS
+    return fits and not (is_interpreted() and q.dtype == torch.bfloat16)
+
+
+def attend_triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend by one call of the kernel. Places and mask are uploaded once per forward."""
+    if "visible" not in span.made:
+        span.made["starts"], span.made["lengths"] = torch.tensor([span.starts, span.lengths]).to(q.device)
+        span.made["visible"] = _visible(span, *q.shape[:2]).to(q.device)
+    starts, lengths, visible = (span.made[name] for name in ("starts", "lengths", "visible"))
+    num_masked = q.shape[1] if span.causal else 0 if span.mask is None else span.mask.shape[2]
+    num_splits = _num_splits(q.shape, len(k), q.dtype, q.device)
+    return attend_tree(q, k, v, starts, lengths, visible, num_masked, scale, num_splits)
+
+
+def _visible(span: KeySpan, batch: int, num_queries: int) -> Tensor:
+    """Return who sees the span's last rows as bits [B, T, 2]. A span without mask has no such rows."""
+    if span.mask is not None:
+        return pack_mask(span.mask)
+    own = torch.ones(num_queries, num_queries, dtype=torch.bool).tril()
+    return pack_mask(own.expand(batch, -1, -1))
+
+
+@cache
+def _num_splits(shape: torch.Size, num_key_heads: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the number of splits for queries of a shape [B, T, H, D]."""
+    batch, num_queries, num_heads, head_dim = shape
+    num_rows = num_queries * num_heads // num_key_heads
+    tiles = choose_tiles(head_dim, num_rows, dtype)
+    num_programs = batch * num_key_heads * triton.cdiv(num_rows, tiles.rows)
+    return choose_num_splits(num_programs, _num_processors(device), tiles.num_warps)
+
+
+def _num_processors(device: torch.device) -> int:
+    """Return the multiprocessors of a GPU; for the interpreter on a CPU, enough for some splits."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

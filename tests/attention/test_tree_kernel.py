@@ -1,0 +1,217 @@
+"""The Triton kernel without a GPU: interpreted it is its twin in plain torch, compiled it fits the chips it is for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specextend.attention.backends import attend_reference, load_backend
+from specextend.attention.plan import KeySpan
+from specextend.attention.tree_reference import attend_tree_reference, pack_mask, unpack_mask
+from specextend.decoding.decoding_options import AttentionOptions
+from tests.attention.calls import tree_call
+from tests.covering import covering
+
+pytest.importorskip("triton", reason="triton has wheels for Linux only")
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from specextend.attention.tree_kernel import (
+    MAX_SPLITS,
+    MERGED_PARTS,
+    attend_splits,
+    choose_num_splits,
+    choose_tiles,
+    merge_splits,
+)
+
+ROOT = Path(__file__).parents[2]
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+"""Shared memory that a block of threads may use, by compute capability: A100 and H100."""
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+SIZES = [(64, 1), (64, 24), (64, 64), (64, 204), (128, 1), (128, 24), (128, 64), (128, 204)]
+"""Head sizes and numbers of rows, T * G: one for each set of tiles."""
+
+
+SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize(
+    ("file", "marks"),
+    [
+        ("interpreted_kernel.py", "not slow"),
+        pytest.param("interpreted_kernel.py", "slow", marks=SLOW),
+        pytest.param("interpreted_engine.py", "slow", marks=SLOW),
+    ],
+)
+def test_interpreted_it_is_its_twin(file, marks):
+    """Triton decides when it is imported whether it interprets kernels, so their tests need a process of their own."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    options = ["-q", "-m", marks, "-p", "no:cacheprovider", "--override-ini", "timeout=900"]
+    command = [sys.executable, "-m", "pytest", *options, f"tests/attention/{file}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("kind", ["tree", "none"])
+def test_the_twin_is_attention_over_spans(kind):
+    """It is what the kernel is held to, so it is held to what every other kernel is."""
+    q, k, v, starts, lengths, visible, num_masked, scale = tree_call(64, (9, 3), 7, [30, 0, 2], kind, torch.float32)
+    mask = unpack_mask(visible, num_masked) if num_masked else None
+    found = attend_tree_reference(q, k, v, starts, lengths, visible, num_masked, scale)
+    expected = attend_reference(q, k, v, KeySpan(starts.tolist(), lengths.tolist(), mask), scale)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_in_the_twin_bits_of_rows_before_the_start_do_not_count():
+    """A batch has one width of mask, and a drafter's bits may be anything there."""
+    q, k, v, starts, lengths, _, num_masked, scale = tree_call(64, (2, 2), 2, [0], "level", torch.float32)
+    mask = torch.zeros(1, 2, num_masked, dtype=torch.bool)
+    mask[..., -2:] = True
+    wide = mask.clone()
+    wide[..., : num_masked - 2] = True
+    found, expected = (
+        attend_tree_reference(q, k, v, starts, lengths, pack_mask(each), num_masked, scale) for each in (wide, mask)
+    )
+    torch.testing.assert_close(found, expected)
+    assert lengths.tolist() == [2]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=128))
+def test_packing_puts_row_i_into_bit_i(row):
+    """Bit 63 is the sign, and a row beyond the mask is not visible."""
+    low, high = pack_mask(torch.tensor(row)[None, None]).flatten().tolist()
+    bits = low % (1 << 64) + (high % (1 << 64) << 64)
+    assert bits == sum(1 << i for i, seen in enumerate(row) if seen)
+
+
+@given(st.integers(1, 128), st.integers(1, 3), st.integers(0, 1000))
+def test_unpacking_undoes_packing(num_masked, num_queries, seed):
+    mask = torch.rand(2, num_queries, num_masked, generator=torch.Generator().manual_seed(seed)) < 0.5
+    assert torch.equal(unpack_mask(pack_mask(mask), num_masked), mask)
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "num_processors", "num_warps", "expected"),
+    [(8, 108, 4, 27), (8, 132, 4, 33), (16, 132, 8, 8), (2, 132, 4, MAX_SPLITS), (300, 132, 4, 1)],
+)
+def test_splits_fill_the_chip_once(num_programs, num_processors, num_warps, expected):
+    """More would only write more partial results; fewer leave multiprocessors idle."""
+    assert choose_num_splits(num_programs, num_processors, num_warps) == expected
+
+
+def test_a_tree_is_one_call_of_the_kernel_unless_configured_otherwise():
+    """It masks only the tree by itself, so a second call and a merge would be a waste."""
+    assert AttentionOptions(backend="triton").tree_kinds == ("dense",)
+    assert AttentionOptions(backend="triton", tree="hybrid").tree_kinds == ("hybrid",)
+    assert AttentionOptions().tree_kinds == ("dense", "hybrid")
+
+
+def test_without_triton_the_backend_is_refused_in_one_line(monkeypatch):
+    """Before a model is loaded, and with what to install."""
+    monkeypatch.setitem(sys.modules, "specextend.attention.tree_kernel", None)
+    with pytest.raises(ValueError, match=r"^attention\.backend triton needs the package triton: pip install triton$"):
+        load_backend("triton", torch.device("cuda"))
+
+
+def test_on_a_cpu_the_backend_is_refused():
+    """Interpreted it would take minutes a token."""
+    with pytest.raises(ValueError, match=r"^attention\.backend triton runs on a GPU only; choose auto$"):
+        load_backend("triton", torch.device("cpu"))
+
+
+class Compiled(NamedTuple):
+    """What matters of a compiled kernel."""
+
+    ptx: str
+    num_registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int):
+    """Compile for a chip that is not there. Pointers and strides are multiples of 16, as in a cache."""
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+    aligned = [name for name in signature if signature[name].startswith("*") or name.startswith(("q_", "k_", "v_"))]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compile_splits(dtype: torch.dtype, head_dim: int, num_rows: int, capability: int):
+    element, tiles = f"*{TYPES[dtype]}", choose_tiles(head_dim, num_rows, dtype)
+    types = dict.fromkeys(("q", "k", "v"), element) | dict.fromkeys(("part_out", "part_lse"), "*fp32")
+    types |= dict.fromkeys(("starts", "lengths", "visible"), "*i64") | {"log2_scale": "fp32"}
+    constants = {"GROUP": 4, "HEAD_DIM": head_dim, "ROWS": tiles.rows, "KEYS": tiles.keys}
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return compile_kernel(attend_splits, types, constants, capability, **options)
+
+
+def compile_merge(dtype: torch.dtype, head_dim: int, num_splits: int, capability: int):
+    types = {"part_out": "*fp32", "part_lse": "*fp32", "out": f"*{TYPES[dtype]}", "lse": "*fp32"}
+    padded = triton.next_power_of_2(num_splits)
+    constants = {"HEAD_DIM": head_dim, "PADDED": padded, "ROWS": max(1, MERGED_PARTS // padded)}
+    return compile_kernel(merge_splits, types, constants, capability)
+
+
+def inspect(compiled: Any, folder: Path) -> Compiled:
+    """Read registers and spills from the machine code, by the tool in triton's wheel."""
+    binary, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    binary.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return Compiled(compiled.asm["ptx"], registers, stack + local, compiled.metadata.shared)
+
+
+@pytest.fixture(autouse=True)
+def _own_kernel_cache(tmp_path, monkeypatch):
+    """What is tested is compiled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+def assert_fits(compiled: Compiled, capability: int) -> None:
+    assert compiled.spilled_bytes == 0
+    assert compiled.shared_bytes <= SHARED_BYTES[capability]
+    assert compiled.num_registers < 255, "at the limit the next change spills"
+
+
+FITS = covering(SIZES, [80, 90], [*TYPES])
+
+
+@pytest.mark.parametrize(
+    ("size", "capability", "dtype"),
+    [((128, 204), 90, torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.slow) for case in FITS)],
+)
+def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype, tmp_path):
+    """Products of scalars or registers in memory would cost more than the kernel saves."""
+    compiled = inspect(compile_splits(dtype, *size, capability), tmp_path)
+    assert_fits(compiled, capability)
+    warpgroup = capability == 90 and size[1] >= 64
+    instruction = r"wgmma\.mma_async\S*" if warpgroup else r"mma\.sync\S*"
+    products = re.findall(instruction, compiled.ptx)
+    assert len(products) >= 2, "scores, and sums of values"
+    assert all(TYPES[dtype].replace("fp", "f") in product and "f32" in product for product in products)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "num_splits", "capability"), covering([64, 128], [1, 3, 27, MAX_SPLITS], [80, 90])
+)
+def test_the_merge_fits(head_dim, num_splits, capability, tmp_path):
+    assert_fits(inspect(compile_merge(torch.bfloat16, head_dim, num_splits, capability), tmp_path), capability)
+
+
+def test_a_mask_of_128_rows_packs_into_two_words():
+    """The largest tree, and the largest causal chunk that the kernel takes."""
+    bits = pack_mask(torch.ones(1, 128, 128, dtype=torch.bool).tril())
+    assert bits[0, [0, 62, 63, 64, 127]].tolist() == [[1, 0], [2**63 - 1, 0], [-1, 0], [-1, 1], [-1, -1]]
