@@ -85,6 +85,9 @@ class NoOpEngine:
     def share_start(self, token_ids: Sequence[int]) -> None:
         """Do nothing: no prompt is read."""
 
+    def limits(self) -> None:
+        """Return nothing: it works on nothing."""
+
     def cancel(self, request_id: str) -> None:
         """Do nothing: no request runs long enough."""
 

@@ -132,6 +132,14 @@ def _facts(location: ModelFiles, model: str) -> ModelFacts:
     )
 
 
+def skeleton(target: TargetOptions) -> PreTrainedModel:
+    """Make a target's modules without their weights."""
+    location = find_files(target.model, target.revision, weights=False)
+    config = AutoConfig.from_pretrained(location.folder, trust_remote_code=False, **location.gguf_argument())
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def load_target(options: TargetOptions, attn_implementation: str) -> PreTrainedModel:
     """Load the target for inference. attn_implementation: a name that transformers knows."""
     return load_causal_lm(options.model, options.revision, options.dtype, options.device, attn_implementation)

@@ -45,6 +45,9 @@ class DecodingStats:
     """Times that speculation was given up for plain steps."""
     num_hybrid_steps: int = 0
     """Speculative steps whose tree attention was hybrid; that of the others was dense."""
+    num_forwards: float = 0.0
+    """Verifications by the target, each divided among the sequences of its batch; over requests they add up to those
+    that the engine ran."""
     num_memory_retries: int = 0
     """Number of times that the request was started again because memory ran out."""
     ttft_s: float = 0.0

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from specextend.bench.machine import MachineLimits, ModelWork, measure_limits, work_of
 from specextend.bench.measurement import Measurement, Side
 from specextend.bench.sides import (
     SideName,
@@ -31,8 +30,9 @@ from specextend.bench.workload import (
     use_configured_threads,
 )
 from specextend.config import RunConfig
+from specextend.decoding.limits import MachineLimits, ModelWork, count_work, measure_limits
 from specextend.decoding.stopping import is_loop
-from specextend.models import resolve_device
+from specextend.models import DTYPES, resolve_device, skeleton
 from specextend.report.statistics import Spread, bucket_name, spread
 from specextend.stats import PHASES, DecodingStats, ratio
 
@@ -64,7 +64,8 @@ def compare(
         "sides": described,
     }
     say("measuring the machine's limits")
-    machine = Machine(measure_limits(resolve_device(config.target.device), config.target.dtype), work_of(config.target))
+    device, dtype = resolve_device(config.target.device), DTYPES[config.target.dtype]
+    machine = Machine(measure_limits(device, dtype), count_work(skeleton(config.target), dtype))
     loaded: dict[str, Side] = {}
     for name in sides:
         say(f"loading {name}")

@@ -17,7 +17,6 @@ from specextend.bench.kernel_times import (
     fill,
     step_times,
 )
-from specextend.bench.machine import measure_limits
 from specextend.bench.measurement import Measurement
 from specextend.bench.sides import EngineSide, in_mode
 from specextend.bench.workload import BenchDocument, BenchOptions, Say, describe, use_configured_threads
@@ -27,9 +26,10 @@ from specextend.data.prompts import Prompts
 from specextend.data.source import open_source
 from specextend.decoding.decoding_options import Backend
 from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.limits import measure_limits
 from specextend.decoding.model import CachedModel
 from specextend.loading import load_cached_target, load_engine
-from specextend.models import load_tokenizer, read_facts, resolve_device
+from specextend.models import DTYPES, load_tokenizer, read_facts, resolve_device
 from specextend.report.statistics import bucket_of
 from specextend.stats import DecodingStats
 
@@ -84,7 +84,7 @@ def kernels(config: RunConfig, options: KernelOptions, say: Say) -> dict[str, An
     documents = cut_documents(config, options)
     header = describe(config, BenchOptions(max_new_tokens=options.max_new_tokens), documents)
     say("measuring the machine's limits")
-    limits = measure_limits(device, config.target.dtype)
+    limits = measure_limits(device, DTYPES[config.target.dtype])
     figures = measure_target(config, options, documents, limits.read_bytes_per_s, say)
     acceptance = None
     if config.draft is not None:

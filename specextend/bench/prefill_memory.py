@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from specextend.bench.machine import skeleton
 from specextend.bench.sides import load_side
 from specextend.bench.workload import BenchOptions, Say, bench_documents, describe, use_configured_threads
 from specextend.config import RunConfig
 from specextend.loading import rows_per_sequence
-from specextend.models import DTYPES, TargetOptions, read_facts, resolve_device
+from specextend.models import DTYPES, TargetOptions, read_facts, resolve_device, skeleton
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")

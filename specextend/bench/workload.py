@@ -17,7 +17,7 @@ from specextend.config import RunConfig
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source, open_source
-from specextend.decoding.tuning import device_name
+from specextend.decoding.kept import device_name
 from specextend.models import load_tokenizer, read_facts, resolve_device
 from specextend.report.statistics import bucket_of
 

@@ -73,7 +73,7 @@ def worker_device(job: JobOptions) -> str:
     """Return the name of what a worker on this machine computes on: its GPU, or the processor."""
     import torch
 
-    from specextend.decoding.tuning import device_name
+    from specextend.decoding.kept import device_name
 
     return device_name(torch.device("cuda" if job.gpus_per_worker else "cpu"))
 

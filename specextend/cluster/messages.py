@@ -55,6 +55,8 @@ class WorkerInfo:
     device: str
     accelerators: tuple[str, ...] = ()
     """Accelerators that Ray has assigned to it, such as `GPU 3`."""
+    limits: dict[str, float] | None = None
+    """What its device can do and what its target asks of it (`Engine.limits`); None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,9 @@ class EngineLike(Protocol):
     def share_start(self, token_ids: Sequence[int]) -> None:
         """Read tokens that most prompts begin with only once."""
 
+    def limits(self) -> dict[str, float] | None:
+        """Return what its device can do and what its target asks of it, if that is known."""
+
     def cancel(self, request_id: str) -> None:
         """Drop a sequence between two steps."""
 
@@ -140,6 +143,7 @@ class Worker:
 
     _engine: EngineLike
     _prompts: Prompts
+    _limits: dict[str, float] | None
 
     def __init__(self, config: RunConfig, source: Source, factory: EngineFactory) -> None:
         """Load nothing yet: the driver has to know when loading begins."""
@@ -166,7 +170,8 @@ class Worker:
         accelerators = tuple(
             f"{kind} {number}" for kind, numbers in sorted(given.items()) for number in sorted(numbers)
         )
-        return WorkerInfo(context.get_node_id(), os.uname().nodename, os.getpid(), device, accelerators)
+        limits = self._limits
+        return WorkerInfo(context.get_node_id(), os.uname().nodename, os.getpid(), device, accelerators, limits)
 
     def load(self) -> str:
         """Load the models and start the engine. Returns the name of their device."""
@@ -175,6 +180,7 @@ class Worker:
         self._engine = self._factory(self._config)
         self._prompts = Prompts(self._engine.tokenizer, self._config.prompt, self._engine.max_tokens)
         self._engine.share_start(self._prompts.start_token_ids)
+        self._limits = self._engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -131,6 +132,8 @@ class WorkerRecord:
     name: str | None
     """`host:pid`, which the column `worker` of its rows holds; None until it was ready."""
     device: str | None
+    limits: dict[str, float] | None = None
+    """What its device can do and what its target asks of it, as measured when it was loaded; None if it was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,16 @@ def _worker(entry: dict[str, Any]) -> WorkerRecord | None:
         reason=_typed(entry.get("reason"), str),
         name=None if host is None or pid is None else f"{host}:{pid}",
         device=_typed(entry.get("device"), str),
+        limits=_limits(entry.get("limits")),
     )
+
+
+def _limits(value: Any) -> dict[str, float] | None:
+    """Parse positive numbers by name; None if any of them is none."""
+    if not isinstance(value, dict):
+        return None
+    numbers = [each for each in value.values() if isinstance(each, int | float) and 0 < each < math.inf]
+    return value if len(numbers) == len(value) else None
 
 
 def _heartbeat(value: Any) -> tuple[str, float] | None:

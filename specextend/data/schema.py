@@ -56,6 +56,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("rouge1", pa.float64()),
         ("rouge2", pa.float64()),
         ("rougeL", pa.float64()),
+        ("num_forwards", pa.float64()),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""

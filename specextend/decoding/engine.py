@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from specextend.decoding.admission import (
 from specextend.decoding.cache import SharedStart
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
 from specextend.decoding.drafter import Drafter
+from specextend.decoding.limits import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.penalties import penalties_of
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
@@ -116,6 +117,13 @@ class Engine:
     def max_tokens(self) -> int:
         """Return the largest number of tokens of one request, prompt and output together."""
         return self._admission.max_tokens
+
+    def limits(self) -> dict[str, float]:
+        """Return what its device can do and what its target asks of it: a `MachineLimits` and a `ModelWork`, as one.
+
+        The limits may have to be measured, so no request may be running.
+        """
+        return asdict(load_limits(self.target.device, self.target.dtype)) | asdict(self.target.work)
 
     @property
     def num_active(self) -> int:
@@ -336,8 +344,8 @@ class Engine:
             new = [*(token_ids[node] for node in verdict.path[1:]), verdict.bonus_token_id]
             new_token_ids.append(new)
             sequence.length += len(verdict.path)
-            hybrid = step.plan.tree == "hybrid"
-            sequence.count_step(len(token_ids) - 1, len(verdict.path) - 1, self._num_levels, hybrid=hybrid)
+            sizes = len(token_ids) - 1, len(verdict.path) - 1, self._num_levels
+            sequence.count_step(*sizes, batch_size=len(running), hybrid=step.plan.tree == "hybrid")
         now = self._watch.charge("verify_s", running)
         if self._adaptive is not None:
             accepted = [len(verdict.path) - 1 for verdict in step.verdicts]

@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from specextend.file_hashes import cache_folder
 
@@ -28,7 +31,9 @@ _PATIENCE_S = 1.5
 Measured = TypeVar("Measured")
 
 
-def measure_undisturbed(measure: Callable[[], tuple[Measured, bool]]) -> tuple[Measured, bool]:
+def measure_undisturbed(
+    measure: Callable[[], tuple[Measured, bool]], patience_s: float = _PATIENCE_S
+) -> tuple[Measured, bool]:
     """Measure until the machine was quiet, for a second or two; return the last result, and True if it was quiet.
 
     `measure` returns a result, and True if its own times agreed with one another.
@@ -39,7 +44,7 @@ def measure_undisturbed(measure: Callable[[], tuple[Measured, bool]]) -> tuple[M
         result, agrees = measure()
         end, preemptions = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
         is_quiet = agrees and preemptions <= _MOST_PREEMPTIONS_PER_S * (end - begin) + 1
-        if is_quiet or end - started_at > _PATIENCE_S:
+        if is_quiet or end - started_at > patience_s:
             return result, is_quiet
 
 
@@ -77,3 +82,13 @@ def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
     folder = cache_folder()
     text = json.dumps(dict(key), sort_keys=True)
     return folder and folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the operating system's name of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

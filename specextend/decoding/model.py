@@ -13,6 +13,7 @@ from torch import Tensor
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
 from specextend.decoding.fused import fuse
+from specextend.decoding.limits import count_work, head_size
 from specextend.decoding.packing import pack_if_faster
 
 
@@ -24,10 +25,10 @@ class CachedModel:
         self.model, self.attend = model, attend
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.head_dim: int = getattr(self.config, "head_dim", None) or (
-            self.config.hidden_size // self.config.num_attention_heads
-        )
+        self.head_dim = head_size(self.config)
         self.scale: float = self.head_dim**-0.5
+        self.work = count_work(model, self.dtype)
+        """What decoding with it takes."""
         if self.device.type == "cpu":
             fuse(model)
         pack_if_faster(model)

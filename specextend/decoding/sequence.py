@@ -88,10 +88,13 @@ class Sequence:
         self.undrafted.clear()
         return token_ids, features
 
-    def count_step(self, num_draft_tokens: int, num_accepted: int, num_levels: int, *, hybrid: bool) -> None:
+    def count_step(
+        self, num_draft_tokens: int, num_accepted: int, num_levels: int, *, batch_size: int, hybrid: bool
+    ) -> None:
         """Count a verification: of a tree, or a plain step if `num_draft_tokens` is 0."""
         stats = self.stats
         self.policy.count_step()
+        stats.num_forwards += 1 / batch_size
         if num_draft_tokens == 0:
             stats.num_plain_steps += 1
             return

@@ -23,6 +23,8 @@ DOUBT = 0.1
 """Gain that must be expected beyond plain steps after more than that was lost: estimates that were too good before."""
 LARGEST_CREDIT = 4.0
 """Tokens of gain that count towards later tries: a draft that paid yesterday must not lose for hours today."""
+LARGEST_DEBT = 8.0
+"""Tokens of loss that have to be earned back before the next try: one held-up step must not end all tries."""
 KNOWN_STEPS = 8
 """Speculative steps of all sequences from which on new ones need no try of their own."""
 _MEMORY = 0.92
@@ -39,7 +41,7 @@ _HANDICAP = 0.2
 
 
 @dataclass(slots=True)
-class Evidence:
+class TrackRecord:
     """Sums over speculative steps, of which each counts a little less than the one after it."""
 
     memory: float
@@ -58,10 +60,10 @@ class Evidence:
         self.expected = self.memory * self.expected + expected
         self.accepted = self.memory * self.accepted + accepted
 
-    def mean(self) -> Evidence:
+    def mean(self) -> TrackRecord:
         """Return the same for one step alone, with the memory of a sequence."""
         sums = self.num_rows, self.expected, self.accepted
-        return Evidence(_MEMORY, 1.0, *(value / self.num_steps for value in sums))
+        return TrackRecord(_MEMORY, 1.0, *(value / self.num_steps for value in sums))
 
     def age(self) -> None:
         """Let what comes after a pause count for more."""
@@ -77,7 +79,7 @@ class Speculation:
     """True while the draft proposes; otherwise steps are plain."""
     prior: float = 1.0
     """The calibration before the first step."""
-    evidence: Evidence = field(default_factory=lambda: Evidence(_MEMORY))
+    evidence: TrackRecord = field(default_factory=lambda: TrackRecord(_MEMORY))
     _trust: float = _TRUST
     _run: int = 0  # speculative steps since the last pause
     _pause: int = FIRST_PAUSE // 2
@@ -137,7 +139,7 @@ class Experience:
 
     balance: float = 0.0
     """Tokens won by speculation minus its cost in plain steps, and `ALLOWED_LOSS` of all tokens."""
-    evidence: Evidence = field(default_factory=lambda: Evidence(_LONG_MEMORY))
+    evidence: TrackRecord = field(default_factory=lambda: TrackRecord(_LONG_MEMORY))
     num_steps: int = 0
     """Speculative steps so far."""
 
@@ -174,10 +176,11 @@ class Experience:
 
     def charge(self, cost: float) -> None:
         """Take from the account what else speculation cost, in plain steps."""
-        self.balance -= cost
+        self._book(0, -cost)
 
     def _book(self, num_tokens: int, gain: float) -> None:
-        self.balance = min(LARGEST_CREDIT, self.balance + ALLOWED_LOSS * num_tokens + gain)
+        balance = self.balance + ALLOWED_LOSS * num_tokens + gain
+        self.balance = max(-LARGEST_DEBT, min(balance, LARGEST_CREDIT))
 
 
 def who_speculates(

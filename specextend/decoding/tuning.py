@@ -6,12 +6,10 @@ Shapes: `T` rows of a forward.
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,7 +19,7 @@ from specextend.attention.backends import cpu_kernels
 from specextend.attention.measured import Cell, MeasuredAttention, make_cells, measure_attention
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
-from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
+from specextend.decoding.kept import device_name, keep_value, measure_undisturbed, read_kept
 from specextend.decoding.model import CachedModel
 from specextend.decoding.step_costs import CostTable, StepCosts, fit_line
 from specextend.decoding.tree import tree_mask
@@ -226,13 +224,3 @@ def _checked_line(values: Any) -> tuple[float, float]:
     if not (0 <= constant < math.inf and 0 <= slope < math.inf and constant + slope > 0):
         raise ValueError(f"no line: {values}")
     return constant, slope
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the operating system's name of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -16,6 +16,7 @@ from specextend.data.storage import Location, resolve, write_bytes
 from specextend.report.advice import give_advice
 from specextend.report.agreement import audit_figures, audit_seconds
 from specextend.report.figures import DONE_COLUMNS, ERROR_COLUMNS, DoneFigures, ErrorFigures
+from specextend.report.limit_shares import limits_section
 from specextend.report.page import to_html
 from specextend.report.rows import Rows
 from specextend.report.sections import to_markdown
@@ -85,6 +86,7 @@ def build_report(
         "rows": _row_counts(manifest, done.tally.num_documents, errors.num_rows),
         "wall_clock": wall_clock_section(starts, documents, _price([timed.start for timed in starts])),
         "starts": [start_section(timed) for timed in starts],
+        "limits": limits_section(done.timed, [timed.start for timed in starts]),
         "tail": tail_section(starts),
         **done.report(),
         "errors": errors.report(),

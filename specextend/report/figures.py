@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from specextend.data.schema import PART_SCHEMA
+from specextend.report.limit_shares import LIMITED
 from specextend.report.rows import RUN_ID
 from specextend.report.statistics import COLUMNS, Tally, bucket_name, bucket_of, spread
 from specextend.stats import PHASES, ratio
@@ -26,8 +27,8 @@ _STEP_COUNTS = (
     "num_fallbacks",
     "num_hybrid_steps",
 )
-TIMED = ("worker", "started_at", "total_s", "num_prompt_tokens", "num_output_tokens", *PHASES)
-"""Columns that the wall clock needs of each document, beside RUN_ID."""
+TIMED = tuple(dict.fromkeys(("started_at", "total_s", "num_output_tokens", *PHASES, *LIMITED)))
+"""Columns that the wall clock and the limits need of each document, beside RUN_ID."""
 _SLOWEST = ("doc_id", "worker", "attempts", "num_prompt_tokens", "num_output_tokens", "finish_reason", "queue_s")
 DONE_COLUMNS = [*dict.fromkeys([*COLUMNS, *_PER_DOCUMENT, *TIMED, *_SLOWEST, "quality_flags"])]
 """Columns of a finished document that the report needs."""

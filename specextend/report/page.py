@@ -36,6 +36,7 @@ ALIVE_S = 60.0
 """Age of a driver's last sign of life below which the page calls its run running; a driver beats every 10 s."""
 TABLES: tuple[Callable[[dict[str, Any]], Section], ...] = (
     sections.phases,
+    sections.limits,
     sections.buckets,
     sections.slowest,
     sections.texts,

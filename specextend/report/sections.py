@@ -63,6 +63,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
         paid_time(report),
         buckets(report),
         phases(report),
+        limits(report),
         starts(report),
         slowest(report),
         Section("Finish reasons", ("reason", "rows"), _counted(report["finish_reasons"])),
@@ -234,6 +235,22 @@ def audit(report: dict[str, Any]) -> Section:
         "worker time": duration(found["seconds"]),
     }
     return _named("Audit", named)
+
+
+def limits(report: dict[str, Any]) -> Section:
+    """Make the table of what was reached of what the devices can do."""
+    found = report["limits"]
+    if found is None:
+        return Section("Beside the limits of the device", ("", "value"), [])
+    named = {
+        "prefill, share of the matrix rate": percent(found["prefill_share"]),
+        "verification, share of the memory bandwidth": percent(found["verify_share"]),
+        "over documents": number(found["documents"]),
+    }
+    for device in found["devices"]:
+        rate, bandwidth = (number(device[name] / 1e9, 1) for name in ("flop_per_s", "read_bytes_per_s"))
+        named[f"{device['device']}, workers: {device['workers']}"] = f"{rate} GFLOP/s, {bandwidth} GB/s"
+    return _named("Beside the limits of the device", named)
 
 
 def errors(report: dict[str, Any]) -> Section:

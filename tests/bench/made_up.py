@@ -7,9 +7,9 @@ from itertools import product
 from typing import Any
 
 from specextend.bench.compare import Machine, Record, figures
-from specextend.bench.machine import MachineLimits, ModelWork
 from specextend.bench.measurement import Measurement
 from specextend.bench.workload import BenchDocument
+from specextend.decoding.limits import MachineLimits, ModelWork
 from specextend.report.statistics import spread
 from specextend.stats import DecodingStats
 

@@ -50,6 +50,9 @@ class FakeEngine:
     def share_start(self, token_ids: list[int]) -> None:
         self.shared_start = token_ids
 
+    def limits(self) -> None:
+        """It has no model, so it has no limits."""
+
     def cancel(self, request_id: str) -> None:
         with self._lock:
             self._cancelled.add(request_id)

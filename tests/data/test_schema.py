@@ -25,7 +25,7 @@ chunk_summaries, num_spec_steps, num_plain_steps, num_draft_tokens, num_accepted
 draft_acceptance_rate, acceptance_histogram, num_retrievals, retrieval_coverage, retrieval_churn, queue_s, ttft_s,
 decode_s, total_s, prefill_s, draft_prefill_s, draft_s, verify_s, retrieval_s, other_s, output_tokens_per_s,
 quality_flags, worker, attempts, num_fallbacks, num_hybrid_steps,
-num_memory_retries, started_at, copied_fraction, rouge1, rouge2, rougeL"""
+num_memory_retries, started_at, copied_fraction, rouge1, rouge2, rougeL, num_forwards"""
 
 STATS = DecodingStats(
     num_prompt_tokens=100,

@@ -10,6 +10,7 @@ from specextend.decoding.speculation import (
     FIRST_PAUSE,
     KNOWN_STEPS,
     LARGEST_CREDIT,
+    LARGEST_DEBT,
     LONGEST_PAUSE,
     PROBATION_STEPS,
     TRIAL_STEPS,
@@ -132,6 +133,13 @@ def test_credit_does_not_pile_up():
     account = Experience()
     run(Speculation(), [2] * 1000, account)
     assert account.balance == LARGEST_CREDIT
+
+
+def test_debt_does_not_pile_up_either():
+    """A step that a neighbour held up for a second is no reason to give up for a thousand tokens."""
+    account = Experience()
+    account.observe(NUM_ROWS, EXPECTED, 0, cost=100.0)
+    assert account.balance == -LARGEST_DEBT
 
 
 def test_it_comes_back_when_acceptance_does():

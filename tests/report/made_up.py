@@ -55,8 +55,20 @@ def config_of(output: str, **report: Any) -> RunConfig:
     )
 
 
+LIMITS = {
+    "read_bytes_per_s": 4e12,
+    "flop_per_s": 8e14,
+    "weight_bytes": 16_000_000_000,
+    "kv_bytes_per_token": 131_072,
+    "layer_parameters": 7_000_000_000,
+    "head_parameters": 500_000_000,
+    "attention_flop_per_pair": 524_288,
+}
+"""Of every worker but the second, which measured none."""
+
+
 def info(pid: int) -> WorkerInfo:
-    return WorkerInfo("node", "host", pid, "H200", (f"GPU {pid}",))
+    return WorkerInfo("node", "host", pid, "H200", (f"GPU {pid}",), None if pid == 2 else LIMITS)
 
 
 def first_night(output: Location, config: RunConfig) -> None:
@@ -115,6 +127,7 @@ def some_stats(draw: random.Random) -> DecodingStats:
         num_output_tokens=1 + steps + accepted + plain,
         num_spec_steps=steps,
         num_plain_steps=plain,
+        num_forwards=(steps + plain) / draw.choice([1, 2, 4]),
         num_draft_tokens=8 * steps,
         num_accepted_tokens=accepted,
         acceptance_histogram=histogram,

@@ -9,7 +9,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from tests.report.made_up import FIRST, NEXT_NIGHT_S, NIGHT_S, NUM_DOCUMENTS, PRICE, SECOND
+from tests.report.made_up import FIRST, LIMITS, NEXT_NIGHT_S, NIGHT_S, NUM_DOCUMENTS, PRICE, SECOND
 
 BUSY = "prefill_s + draft_prefill_s + draft_s + verify_s + retrieval_s + other_s"
 PHASES = ("prefill", "draft_prefill", "draft", "verify", "retrieval", "other")
@@ -90,6 +90,24 @@ def test_speculation(rows, report):
         "coverage": close(one(rows, "sum(retrieval_coverage * num_retrievals) / sum(num_retrievals) from done")),
         "churn": close(one(rows, f"sum(retrieval_churn * (num_retrievals - 1)) / sum(num_retrievals - 1) {churns}")),
     }
+
+
+def test_shares_of_the_limits(rows, report):
+    """Of every document but those of the worker that measured nothing."""
+    flop = "2 * (num_prompt_tokens * {layer_parameters} + {head_parameters}) + {attention_flop_per_pair} * pairs"
+    pairs = "num_prompt_tokens::double * (num_prompt_tokens + 1) / 2"
+    steps = "(num_spec_steps + num_plain_steps) * (num_prompt_tokens + num_output_tokens / 2)"
+    bytes_read = f"num_forwards * {{weight_bytes}} + {steps} * {{kv_bytes_per_token}}"
+    known = "from done where worker != 'host:2'"
+    limits = report["limits"]
+    assert limits["documents"] == one(rows, f"count(*) {known}")
+    for share, work, rate, seconds in (
+        ("prefill_share", flop.replace("pairs", pairs), "flop_per_s", "prefill_s"),
+        ("verify_share", bytes_read, "read_bytes_per_s", "verify_s"),
+    ):
+        wanted = f"sum(({work.format(**LIMITS)})::double) / {LIMITS[rate]} / sum({seconds}) {known}"
+        assert limits[share] == close(one(rows, wanted))
+    assert [device["workers"] for device in limits["devices"]] == [one(rows, f"count(distinct worker) {known}")]
 
 
 def test_speeds_and_phases(rows, report):

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from specextend.decoding.kept import device_name, keep_value, measure_undisturbed, read_kept
 from specextend.decoding.packing import pack_if_faster
-from specextend.model_files import find_files
-from specextend.models import DTYPES, Dtype, TargetOptions, read_facts
 
 _READ_BYTES = 512 << 20  # more than a cache holds
 _PRODUCT_SIZE = 2048  # rows, inputs and outputs
 _REPEATS = 5
+_KIND = "limits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,12 @@ class ModelWork:
         return products + self.attention_flop_per_pair * num_tokens * (num_tokens + 1) // 2
 
 
-def measure_limits(device: torch.device, dtype: Dtype) -> MachineLimits:
+def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     """Measure memory bandwidth and matrix rate, which takes a few seconds."""
     values = torch.ones(_READ_BYTES // 4, device=device)
     read_s = _best_s(values.sum, device)
     del values
-    product_s = _best_s(_product(device, DTYPES[dtype]), device)
+    product_s = _best_s(_product(device, dtype), device)
     return MachineLimits(_READ_BYTES / read_s, 2 * _PRODUCT_SIZE**3 / product_s)
 
 
@@ -88,26 +87,37 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
     return min(seconds[1:])
 
 
-def work_of(target: TargetOptions) -> ModelWork:
-    """Count what decoding with a target takes, without loading its weights."""
-    facts = read_facts(target.model, target.revision)
-    model = skeleton(target)
+def load_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
+    """Return the limits of a device, kept or measured now. What is measured on a busy machine is not kept."""
+    key = {"device": device_name(device), "threads": torch.get_num_threads(), "dtype": str(dtype)}
+    key["torch"] = str(torch.__version__)
+    kept = read_kept(_KIND, key)
+    names = [spec.name for spec in fields(MachineLimits)]
+    if isinstance(kept, dict) and all(isinstance(kept.get(name), float) and kept[name] > 0 for name in names):
+        return MachineLimits(**{name: kept[name] for name in names})
+    limits, is_quiet = measure_undisturbed(lambda: (measure_limits(device, dtype), True), patience_s=0)
+    if is_quiet:
+        keep_value(_KIND, key, asdict(limits))
+    return limits
+
+
+def count_work(model: Any, dtype: torch.dtype) -> ModelWork:
+    """Count what decoding with a transformers causal LM takes, whose weights may be on `meta`."""
+    config = model.config
     head = model.lm_head.weight.numel()
     linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    unread = 0 if model.config.tie_word_embeddings else head  # of an embedding of its own, a step reads one row
+    unread = 0 if config.tie_word_embeddings else head  # of an embedding of its own, a step reads one row
     num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread
+    head_dim = head_size(config)
     return ModelWork(
-        weight_bytes=num_weights * DTYPES[target.dtype].itemsize,
-        kv_bytes_per_token=facts.kv_bytes_per_token(target.dtype),
+        weight_bytes=num_weights * dtype.itemsize,
+        kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize,
         layer_parameters=linears - head,
         head_parameters=head,
-        attention_flop_per_pair=4 * facts.num_layers * facts.num_heads * facts.head_dim,
+        attention_flop_per_pair=4 * config.num_hidden_layers * config.num_attention_heads * head_dim,
     )
 
 
-def skeleton(target: TargetOptions) -> Any:
-    """Make a target's modules without their weights."""
-    location = find_files(target.model, target.revision, weights=False)
-    config = AutoConfig.from_pretrained(location.folder, trust_remote_code=False, **location.gguf_argument())
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+def head_size(config: Any) -> int:
+    """Return the elements of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
