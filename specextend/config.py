@@ -48,7 +48,7 @@ class JobOptions:
     workers: int = 1
     """Number of Ray actors, from 1 to 10,000. Each holds its own target, draft and batch."""
     gpus_per_worker: float = 0.0
-    """GPUs reserved for each worker; 0 runs the models on the CPU."""
+    """GPUs reserved for each worker, at most 1; workers can share one (0.5), and 0 runs the models on the CPU."""
     cpus_per_worker: int = 1
     """CPU cores reserved for each worker; on a CPU also the number of torch threads."""
     max_attempts: int = 3
@@ -91,6 +91,11 @@ class JobOptions:
             raise ValueError(f"job.workers must be at most {MAX_WORKERS}, got {self.workers}")
         for name in ("gpus_per_worker", "commit_every_s", "deadline_s_per_token", "deadline_s", "grace_s"):
             at_least(f"job.{name}", getattr(self, name), 0)
+        if self.gpus_per_worker > 1:
+            raise ValueError(
+                f"job.gpus_per_worker must be at most 1, got {self.gpus_per_worker:g}: a model runs on one GPU; set "
+                "job.workers to the number of GPUs"
+            )
         for name in ("deadline_base_s", "start_s", "stall_s", "store_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name} must be above 0, got {getattr(self, name)}")

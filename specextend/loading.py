@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from specextend.attention.backends import load_backend
@@ -16,7 +17,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.step_costs import CostTable, StepCosts
 from specextend.decoding.tuning import load_fastest, load_step_costs
-from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, num_parameters
+from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, num_parameters, resolve_device
 from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
 
 GIB = 1024**3
@@ -31,6 +32,7 @@ def load_engine(config: RunConfig) -> Engine:
     """
     facts = check_pair(config.target, config.active_draft)
     scored_layers(config.cache, facts.num_layers)
+    check_memory(config, facts, resolve_device(config.target.device))
     num_rows = target_rows(config, facts)
     target, lm_head = load_cached_target(config, num_rows)
     cache, drafter = config.cache, None
@@ -92,6 +94,25 @@ def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
         "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
         "draft_caches": 2 * aligned(draft_rows(config, config.cache, num_rows)) * size * draft.num_cached,
     }
+
+
+def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> None:
+    """Check that a GPU can hold a worker at all, before anything is loaded.
+
+    Raises:
+        ValueError: weights and caches take more than the worker's share of the GPU has.
+    """
+    if device.type != "cuda":
+        return
+    share = min(1.0, config.job.gpus_per_worker or 1.0)
+    there = share * torch.cuda.mem_get_info(device)[1]
+    sizes = memory_bytes(config, facts)
+    if (needed := sum(sizes.values())) > there:
+        weights, cache = (sum(size for name, size in sizes.items() if kind in name) for kind in ("weights", "cache"))
+        raise ValueError(
+            f"a worker needs {needed / GIB:.1f} GiB of GPU memory ({weights / GIB:.1f} for weights, {cache / GIB:.1f} "
+            f"for caches), and has {there / GIB:.1f}; lower decoding.cache_gib, or take a larger GPU"
+        )
 
 
 def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, Tensor]:

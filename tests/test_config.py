@@ -247,3 +247,7 @@ def test_job_options_refuse_what_cannot_be():
     """They are checked where they are made, also by a caller who uses no YAML."""
     with pytest.raises(ValueError, match=r"job\.gpus_per_worker must be at least 0"):
         JobOptions(gpus_per_worker=-1)
+    with pytest.raises(
+        ValueError, match=r"gpus_per_worker must be at most 1, got 2: a model runs on one GPU; set job.wor"
+    ):
+        JobOptions(gpus_per_worker=2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from specextend.decoding.cache import KVCache
-from specextend.loading import memory_bytes
+from specextend.loading import check_memory, memory_bytes
 from specextend.models import load_target
 from specextend.pairing import check_pair
 from tests.tiny_models import PUBLISHED, tiny_config, tiny_engine
@@ -51,3 +54,17 @@ def test_a_mode_without_a_draft_plans_for_none(pairs):
     config = tiny_config(pairs("llama"), "eagle", decoding__mode="autoregressive")
     planned = memory_bytes(config, check_pair(config.target, None))
     assert planned["draft_weights"] == planned["draft_caches"] == 0
+
+
+def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pairs, monkeypatch):
+    """With what it would take; half a GPU holds half as much."""
+    config = tiny_config(pairs("llama"), "eagle")
+    facts = check_pair(config.target, config.active_draft)
+    needed = sum(memory_bytes(config, facts).values())
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, int(1.5 * needed)))
+    check_memory(config, facts, gpu)
+    check_memory(config, facts, torch.device("cpu"))
+    shared = config.model_copy(update={"job": replace(config.job, gpus_per_worker=0.5)})
+    with pytest.raises(ValueError, match=r"a worker needs .* GiB of GPU memory .* lower decoding\.cache_gib"):
+        check_memory(shared, facts, gpu)

@@ -49,7 +49,7 @@ def test_the_head_drives_and_runs_no_worker(cluster: dict[str, Any]):
 def test_gpu_nodes_come_with_work_and_go_without(cluster: dict[str, Any], node_types: dict[str, Any]):
     """An idle A100 node costs as much as a busy one."""
     assert cluster["idle_timeout_minutes"] <= 15
-    assert {kind["node_config"]["InstanceType"] for kind in node_types.values()} == {"p4d.24xlarge", "p4de.24xlarge"}
+    assert {kind["node_config"]["InstanceType"] for kind in node_types.values()} == {"p4de.24xlarge"}
     for kind in node_types.values():
         assert kind["min_workers"] == 0
         assert kind["resources"] == {"CPU": 96, "GPU": 8}
@@ -73,3 +73,10 @@ def test_a_worker_of_every_a100_configuration_fits_a_node(path: Path, node_types
         fitting = kind["resources"]["GPU"] // config.job.gpus_per_worker
         assert fitting >= 1
         assert fitting * config.job.cpus_per_worker <= kind["resources"]["CPU"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*a100*.yaml")), ids=lambda path: path.name)
+def test_the_pair_of_every_a100_configuration_fits_80_gb(path: Path):
+    """The cache, 16 GiB of weights, as much as a target of 8 billion parameters has, and a tenth for activations."""
+    config = RunConfig.load(path, ["input.path=s3://bucket/in", "output.path=s3://bucket/out"])
+    assert config.decoding.cache_gib + 16 < 0.9 * 80e9 / 2**30
