@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from statistics import median
 from typing import Any
 
 from specextend.cluster.environment import is_local, say_room, worker_device
 from specextend.cluster.exits import RefusedError, StoreError
 from specextend.cluster.forecast import Forecast, Outlook, cost_of
+from specextend.cluster.memory_plan import plan_memory
 from specextend.cluster.planning import Plan, make_plan
 from specextend.cluster.prepare import Prepared, check_machine, check_same_run, read_progress, say_left_out
-from specextend.cluster.progress import TokenEstimate, describe_duration
+from specextend.cluster.progress import describe_duration
 from specextend.cluster.rates import Rates, find_rates, keep_rates, pair_key
 from specextend.cluster.records import describe_age
 from specextend.cluster.stores import reading
@@ -24,7 +24,6 @@ from specextend.core import DocumentKey
 from specextend.data.audit import describe_skipped
 from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.data.parts import Retry, pending
-from specextend.loading import GIB, memory_bytes, rows_per_sequence
 
 NOT_MEASURED = "not measured"
 WIDTH = 80
@@ -64,8 +63,7 @@ def dry_run(
         "output_tokens_at_most": sum(estimate.max_new_tokens for estimate in plan.estimates.values()),
         "tokens_per_byte": plan.tokens_per_byte,
         "prompt_lengths": plan.buckets(),
-        "cache": _cache(prepared, plan),
-        "memory_gib": {name: size / GIB for name, size in memory_bytes(config, prepared.facts).items()},
+        **plan_memory(config, prepared.facts, plan),
         "this_machine": why_not_here or (say_room(config.job) if is_local() else None),
         **_timing(prepared, plan, rates, by),
         "models": prepared.models,
@@ -196,30 +194,6 @@ def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     if skipped := prepared.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
-
-
-def _cache(prepared: Prepared, plan: Plan) -> dict[str, Any] | None:
-    """Compute the cache memory per sequence and how many fit; None if there is no document."""
-    decoding = prepared.config.decoding
-    sizes = [_gib(prepared, estimate) for estimate in plan.estimates.values() if estimate.num_prompt_tokens]
-    if not sizes:
-        return None
-    return {
-        "bytes_per_token": prepared.facts.kv_bytes_per_token(prepared.config.target.dtype),
-        "median_sequence_gib": median(sizes),
-        "median_sequences_that_fit": int(decoding.cache_gib / median(sizes)),
-        "longest_sequence_gib": max(sizes),
-        "longest_sequences_that_fit": int(decoding.cache_gib / max(sizes)),
-        "cache_gib": decoding.cache_gib,
-        "max_batch_size": decoding.max_batch_size,
-    }
-
-
-def _gib(prepared: Prepared, estimate: TokenEstimate) -> float:
-    """Compute the GiB that a document takes in the target's cache."""
-    config = prepared.config
-    rows = rows_per_sequence(config, estimate.total)
-    return rows * prepared.facts.kv_bytes_per_token(config.target.dtype) / GIB
 
 
 def _describe_memory(plan: dict[str, Any]) -> list[str]:

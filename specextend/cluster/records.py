@@ -123,6 +123,7 @@ class Attempt:
             "workers": [],
             "charges": {},
             "forecast": None,
+            "memory": None,
         }
 
     def ending(self, exit_code: int) -> Start:
@@ -167,6 +168,11 @@ class Attempt:
         """Write how long the documents should take that were open when the start began: a `Forecast` as JSON values."""
         self._record["forecast"] = dict(forecast)
         self.write()
+
+    def plan(self, memory: Mapping[str, Any]) -> None:
+        """Keep the memory that a worker was planned to take (`plan_memory`) until the record is written."""
+        self._record["memory"] = dict(memory)
+        self.is_changed = True
 
     def charged(self, charges: Mapping[DocumentKey, Tried]) -> None:
         """Write how often open documents have been tried, by earlier starts too; the next start counts on."""

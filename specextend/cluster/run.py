@@ -33,6 +33,7 @@ from specextend.cluster.exits import (
 from specextend.cluster.forecast import Forecast, Outlook
 from specextend.cluster.leases import Limits, Tried
 from specextend.cluster.lock import OutputLock
+from specextend.cluster.memory_plan import plan_memory
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.planning import Plan, make_plan
 from specextend.cluster.pool import Pool
@@ -230,6 +231,7 @@ class _LockedRun:
             num_errors = len(progress.errors.keys() - keys)
             with reading(output):
                 tried = tried_before(output, progress)
+            self._plan_memory(work[1])
             forecast = self._forecast(work[1])
             expected_s = None if forecast is None else forecast.seconds
             self._decode(*work, Ledger(work[1].estimates, len(progress.done), num_errors, expected_s), tried)
@@ -277,6 +279,18 @@ class _LockedRun:
                 driver.pool.close()
                 self.attempt.workers_released()
         self._keep_rates(driver.costs, connect_s)
+
+    def _plan_memory(self, plan: Plan) -> None:
+        """Record what a worker will hold, and say it."""
+        memory = plan_memory(self.prepared.config, self.prepared.facts, plan)
+        self.attempt.plan(memory)
+        if cache := memory["cache"]:
+            fit = min(cache["max_batch_size"], cache["longest_sequences_that_fit"])
+            sizes = memory["memory_gib"]
+            self.display.note(
+                f"a worker holds {sum(sizes.values()):.1f} GiB, {sizes['target_cache']:.1f} of them for the target's "
+                f"cache, which takes {fit} of the longest documents at once"
+            )
 
     def _forecast(self, plan: Plan) -> Forecast | None:
         """Record how long the open documents should take by rates that are kept; None if there are none."""

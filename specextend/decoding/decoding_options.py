@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from specextend.attention.plan import TreeAttention
 from specextend.core import RepetitionScope
+
+if TYPE_CHECKING:
+    from specextend.attention.plan import TreeAttention
 
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
