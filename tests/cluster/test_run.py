@@ -55,6 +55,8 @@ def test_every_row_ends_in_one_summary_in_input_order(job):
     [attempt] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
     assert (attempt["exit_code"], len(attempt["workers"])) == (0, 1)
     assert attempt["end"] >= attempt["begin"]
+    assert attempt["memory"]["cache"]["longest_sequences_that_fit"] >= 1
+    assert [note for note in run.screen.notes if "the longest documents at once" in note]
     assert attempt["versions"].keys() >= {"python", "torch", "transformers", "ray", "pyarrow", "specextend"}
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
@@ -191,12 +192,13 @@ def test_wrong_arguments_exit_with_2(call, arguments: list[str]):
     assert call(*arguments).code == 2
 
 
-@pytest.mark.parametrize("key", ["cpus_per_worker", "gpus_per_worker"])
-def test_more_than_the_machine_has_is_refused(call, corpus: Path, tmp_path: Path, key: str):
+@pytest.mark.parametrize(("key", "number"), [("cpus_per_worker", 4096), ("gpus_per_worker", 1)])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that is asked for")
+def test_more_than_the_machine_has_is_refused(call, corpus: Path, tmp_path: Path, key: str, number: int):
     """Ray would wait for it for ever."""
     arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
-    ended = call("--config", str(CONFIG), *arguments, "--set", f"job.{key}=4096")
-    assert_refused(ended, f"job.{key} is 4096 but this machine has", tmp_path / "out")
+    ended = call("--config", str(CONFIG), *arguments, "--set", f"job.{key}={number}")
+    assert_refused(ended, f"job.{key} is {number} but this machine has", tmp_path / "out")
 
 
 def test_a_cache_that_cannot_hold_one_full_prompt_is_refused(call, corpus: Path, tmp_path: Path):
