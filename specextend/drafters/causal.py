@@ -99,7 +99,9 @@ class CausalDrafter:
         self, network: DraftNetwork, tree: TreeOptions, tree_attention: TreeAttention, num_visible_rows: int | None
     ) -> None:
         """Take the network; `num_visible_rows` is the largest number that `select` is called with, None for all."""
-        self._network, self._cache = network, network.cache
+        self.network, self._cache = network, network.cache
+        self.fixed_shapes = self._cache.working.stored.device.type != "cpu"
+        """True if every level runs at full width, so that a GPU need not ask the host; a CPU expands what is needed."""
         self._options, self._tree_attention = tree, tree_attention
         self._num_visible_rows = num_visible_rows
         self._roots: dict[int, _Root] = {}
@@ -108,7 +110,7 @@ class CausalDrafter:
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """Return the target layers whose outputs the network takes; none: the last hidden state."""
-        return self._network.hidden_layers
+        return self.network.hidden_layers
 
     @property
     def num_levels(self) -> int:
@@ -121,12 +123,12 @@ class CausalDrafter:
         chosen = num_prompt_tokens if self._num_visible_rows is None else self._num_visible_rows
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)
         scratch = self._options.depth * self._options.most_nodes
-        return self._cache.admit(slot, num_tokens, max(visible + scratch, self._network.num_staging_rows()))
+        return self._cache.admit(slot, num_tokens, max(visible + scratch, self.network.num_staging_rows()))
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
-        self._network.prefill(slot, token_ids, hidden)
-        if self._network.reads_history:
+        self.network.prefill(slot, token_ids, hidden)
+        if self.network.reads_history:
             self._texts[slot] = last_tokens(self._texts.get(slot), token_ids)[-HISTORY:]
 
     def select(self, slot: int, positions: Tensor) -> None:
@@ -139,7 +141,7 @@ class CausalDrafter:
         device = hidden[0].device
         added = [torch.tensor(new, device=device) for new in token_ids]
         padded = pad_sequence(added, batch_first=True)
-        history = self._read_history(slots, added) if self._network.reads_history else None
+        history = self._read_history(slots, added) if self.network.reads_history else None
         output = self._forward(slots, padded, pad_sequence(list(hidden), batch_first=True), None, 0, history)
         self._cache.append(slots, counts)
         for slot, new, count, out in zip(slots, token_ids, counts, output, strict=True):
@@ -150,7 +152,7 @@ class CausalDrafter:
         roots = [self._roots[slot] for slot in slots]
         hidden = torch.stack([root.hidden for root in roots])
         lineage = None
-        if self._network.reads_history:
+        if self.network.reads_history:
             lineage = torch.stack([self._texts[slot] for slot in slots]).flip(1).unsqueeze(1)
         frontier = _Frontier(hidden.unsqueeze(1), lineage)
 
@@ -161,27 +163,27 @@ class CausalDrafter:
             if history is not None:
                 history = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
             frontier = _Frontier(output, history)
-            return self._network.logits(output)
+            return self.network.logits(output)
 
         root_token_ids = torch.tensor([root.token_id for root in roots]).to(hidden.device)
-        root_logits = self._network.logits(hidden)
+        root_logits = self.network.logits(hidden)
         return grow_trees(
             root_token_ids,
             root_logits,
             expand,
             self._options,
-            adaptive=hidden.device.type == "cpu",
-            vocabulary=self._network.vocabulary,
+            adaptive=not self.fixed_shapes,
+            vocabulary=self.network.vocabulary,
         )
 
     def first_level(self, slot: int) -> tuple[Tensor | None, Tensor]:
         """Return the root's children: token ids [V] (None: all of the target's, in order) and their logits [V]."""
-        return self._network.vocabulary, self._network.logits(self._roots[slot].hidden)
+        return self.network.vocabulary, self.network.logits(self._roots[slot].hidden)
 
     def release(self, slot: int) -> None:
         """Free the slot."""
         self._cache.release(slot)
-        self._network.release(slot)
+        self.network.release(slot)
         self._roots.pop(slot, None)
         self._texts.pop(slot, None)
 
@@ -213,4 +215,4 @@ class CausalDrafter:
             tree=self._tree_attention,
         )
         positions = (visible[:, None] + offsets).to(token_ids.device)
-        return self._network.forward(token_ids, hidden, positions, plan, history)
+        return self.network.forward(token_ids, hidden, positions, plan, history)
