@@ -1,7 +1,7 @@
 """The engine: SpecExtend, tree speculation or plain decoding of a stream of requests, a batch at a time.
 
 Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill chunk, `C` hidden size,
-`F` features of a position (`Drafter.hidden_layers`), `V` vocabulary.
+`F` features of a position (`Drafter.hidden_layers`), `V` vocabulary, `W` nodes of a path.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ class BatchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One verification: a verdict for each sequence, and the forward that it came from."""
+    """One verification: what it decided, and what later phases need of its forward."""
 
-    nodes: list[list[list[int]]]  # [B][token_ids, parents], without padding
-    verdicts: list[Verdict]
-    features: Tensor  # [B, N, F]
+    verdict: Verdict
+    new_token_ids: list[list[int]]
+    """The decided tokens of each sequence."""
+    features: Tensor
+    """[B, W, F], along the accepted paths"""
     plan: AttentionPlan
 
 
@@ -290,7 +292,7 @@ class Engine:
         sequence.audit(logits[0], positions[0], token_id)
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if sequence.drafts and not sequence.finish_reason:
-            self._retrieve(sequence, plan, 0, -1)
+            self._retrieve(sequence, [query[0, -1] for query in self._scoring(plan)])
             sequence.undrafted.append(([token_id], features[0, -1:]))
             if sequence.speculation.active:
                 self._absorb(sequences)
@@ -331,22 +333,19 @@ class Engine:
         trees = self._propose(running)
         lengths, begin = [sequence.length for sequence in running], self._watch.mark
         step = self._verify(running, trees)
-        new_token_ids = []
-        for sequence, (token_ids, _), verdict in zip(running, step.nodes, step.verdicts, strict=True):
-            new = [*(token_ids[node] for node in verdict.path[1:]), verdict.bonus_token_id]
-            new_token_ids.append(new)
-            sequence.length += len(verdict.path)
+        accepted = [len(new) - 1 for new in step.new_token_ids]
+        for sequence, tree, number in zip(running, trees, accepted, strict=True):
+            sequence.length += number + 1
             hybrid = step.plan.tree == "hybrid"
-            sequence.count_step(len(token_ids) - 1, len(verdict.path) - 1, self._num_levels, hybrid=hybrid)
+            sequence.count_step(len(tree.token_ids) - 1, number, self._num_levels, hybrid=hybrid)
         now = self._watch.charge("verify_s", running)
         if self._adaptive is not None:
-            accepted = [len(verdict.path) - 1 for verdict in step.verdicts]
             self._adaptive.observe(running, lengths, trees, accepted, now - begin)
-        for sequence, new in zip(running, new_token_ids, strict=True):
+        for sequence, new in zip(running, step.new_token_ids, strict=True):
             sequence.push(new, now)
         self.num_steps += 1
         if self.drafter is not None:
-            self._update_draft(running, step, new_token_ids)
+            self._update_draft(running, step)
 
     def _propose(self, sequences: list[Sequence]) -> list[DraftTree]:
         """Propose a tree for each sequence; for a plain step it is the root alone."""
@@ -379,13 +378,11 @@ class Engine:
         positions = lengths[:, None] + batch.depths
         hidden, features = self.target.forward_with_features(batch.token_ids, positions, plan, self._hidden_layers)
         chosen = self._choose(sequences, trees, self.target.logits(hidden), positions + 1)
-        rows = torch.stack([batch.token_ids, batch.parents, chosen], 1).tolist()
-        rows = [[part[: len(tree.token_ids)] for part in row] for row, tree in zip(rows, trees, strict=True)]
-        verdicts = [verify(*row) for row in rows]
-        self.target.cache.commit(
-            [sequence.first_new_row for sequence in sequences], [verdict.path for verdict in verdicts]
-        )
-        return _Step([row[:2] for row in rows], verdicts, features, plan)
+        verdict = verify(batch.token_ids, batch.parents, chosen, self._num_levels)
+        if num_nodes > 1:
+            self.target.cache.commit(plan.new_rows(chosen.device), verdict.paths)
+        along = verdict.paths.unsqueeze(2).expand(-1, -1, features.shape[2])
+        return _Step(verdict, verdict.decided(), features.gather(1, along), plan)
 
     def _choose(self, sequences: list[Sequence], trees: list[DraftTree], logits: Tensor, positions: Tensor) -> Tensor:
         """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
@@ -399,29 +396,33 @@ class Engine:
                 sequence.audit(scores[0], positions[b, 0], int(chosen[b][0]))
         return torch.stack(chosen)
 
-    def _update_draft(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:
+    def _update_draft(self, sequences: list[Sequence], step: _Step) -> None:
         """Retrieve if it is due, then run the draft over the committed tokens, unless the next step is plain."""
         going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
         if self._adaptive is not None and going:
             self._adaptive.decide([sequences[b] for b in going])
         drafting = []
         for b in going:
-            sequence, path = sequences[b], step.verdicts[b].path
-            sequence.undrafted.append((new_token_ids[b], step.features[b, path]))
+            sequence, new = sequences[b], step.new_token_ids[b]
+            sequence.undrafted.append((new, step.features[b, : len(new)]))
             if not sequence.speculation.active:
                 continue
             drafting.append(sequence)
             if sequence.policy.is_due(sequence.length):
-                self._retrieve(sequence, step.plan, b, path[-1])
+                last = step.verdict.paths[b, len(new) - 1 : len(new)]
+                self._retrieve(sequence, [query[b].index_select(0, last)[0] for query in self._scoring(step.plan)])
         self._absorb(drafting)
 
-    def _retrieve(self, sequence: Sequence, plan: AttentionPlan, b: int, node: int) -> None:
-        """Choose what the draft sees, by the query of the last committed `node` in sequence b of the forward."""
+    def _scoring(self, plan: AttentionPlan) -> list[Tensor]:
+        """Return the queries [B, T, H, D] of the layers that score."""
+        return [plan.queries[layer] for layer in self._scored_layers]
+
+    def _retrieve(self, sequence: Sequence, queries: list[Tensor]) -> None:
+        """Choose what the draft sees, by the queries [H, D] of the last committed token in the layers that score."""
         assert self.drafter is not None
         self._watch.charge("other_s", [sequence])
         mass = None
         if self._scored_layers:
-            queries = [plan.queries[layer][b, node] for layer in self._scored_layers]
             rows = slice(sequence.region.start, sequence.first_new_row)
             keys = [self.target.cache.keys[layer, :, rows] for layer in self._scored_layers]
             mass = mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)

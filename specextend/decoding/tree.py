@@ -1,7 +1,7 @@
 """Draft trees: the data structure, growing them (OPT-Tree, arXiv 2406.17276), pruning and verifying them.
 
 Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` pooled candidates, `M` expanded nodes,
-`V` vocabulary.
+`V` vocabulary, `W` nodes of a path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specextend.decoding.decoding_options import TreeOptions
@@ -51,7 +52,7 @@ def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
 def stack_trees(trees: list[DraftTree]) -> DraftTree:
     """Stack trees of 1 to N nodes into one of [B, N] tensors.
 
-    Padding has no parent (-1) and depth 0; cut it off before `verify`.
+    Padding has no parent (-1) and depth 0.
     """
     return DraftTree(
         pad_sequence([tree.token_ids for tree in trees], batch_first=True),
@@ -214,22 +215,33 @@ def prune(tree: DraftTree, num_nodes: int) -> DraftTree:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of verifying one tree: what the step commits."""
+    """The result of verifying trees: what a step commits. `W` is the length of the longest possible path."""
 
-    path: list[int]
-    """Accepted nodes, the root first."""
-    bonus_token_id: int
-    """The target's own next token after the path."""
+    paths: Tensor
+    """[B, W] int64: the accepted nodes, the root first; behind them place i holds node i"""
+    token_ids: Tensor
+    """[B, W] int64: the target's token after each accepted node, which are the tokens that the step decides: accepted
+    draft tokens, and one of the target's own; -1 behind them"""
+
+    def decided(self) -> list[list[int]]:
+        """Return each sequence's decided tokens: one small download, for which the host has to wait."""
+        return [[token_id for token_id in row if token_id >= 0] for row in self.token_ids.tolist()]
 
 
-def verify(token_ids: list[int], parents: list[int], target_token_ids: list[int]) -> Verdict:
-    """Follow the target's choices from the root for as long as the tree contains them.
+def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -> Verdict:
+    """Follow the target's choices from each root for as long as the tree contains them, `max_depth` levels at most.
 
-    All three lists have one entry per node; `target_token_ids[n]` is the target's token after node n.
+    token_ids and parents [B, N] are those of the trees; `chosen` [B, N] is the target's token after each node. The host
+    is not asked. Padding, which has no parent, is never accepted.
     """
-    edges = zip(parents, token_ids, strict=True)
-    child = {edge: node for node, edge in enumerate(edges)}
-    path = [0]
-    while (node := child.get((path[-1], target_token_ids[path[-1]]))) is not None:
-        path.append(node)
-    return Verdict(path, target_token_ids[path[-1]])
+    batch, num_nodes = parents.shape
+    numbers = torch.arange(num_nodes + 1, device=parents.device)
+    places = parents + 1  # node n has place n + 1; place 0 is no node, and nothing is chosen after it
+    choices = pad(chosen, (1, 0), value=-1)
+    is_chosen = choices.gather(1, places) == token_ids
+    child = places.new_zeros(batch, num_nodes + 1).scatter_(1, places * is_chosen, numbers[1:] * is_chosen)
+    path = [numbers[1:2].expand(batch, 1)]
+    for _ in range(min(max_depth, num_nodes - 1)):
+        path.append(child.gather(1, path[-1]))
+    steps = torch.cat(path, 1)
+    return Verdict((steps - 1).where(steps > 0, numbers[: len(path)]), choices.gather(1, steps))
