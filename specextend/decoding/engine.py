@@ -321,7 +321,7 @@ class Engine:
         """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T, C] and features [1, T, F]."""
         first = sequence.length
         sequence.length += len(chunk)
-        plan = self._plan([sequence], [sequence.length], len(chunk), None)
+        plan = self._plan([sequence], [sequence.length], len(chunk))
         positions = torch.arange(first, sequence.length, device=chunk.device)
         self.num_steps += 1
         token_ids, positions = chunk.unsqueeze(0), positions.unsqueeze(0)
@@ -373,14 +373,16 @@ class Engine:
         batch = stack_trees(trees)
         num_nodes = batch.token_ids.shape[1]
         mask = tree_mask(batch.parents, self._num_levels) if num_nodes > 1 else None
-        plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask)
-        lengths = torch.tensor([sequence.length for sequence in sequences], device=batch.depths.device)
-        positions = lengths[:, None] + batch.depths
+        places = [[sequence.first_new_row, sequence.length] for sequence in sequences]
+        first_rows, lengths = torch.tensor(places, device=batch.depths.device).T.unsqueeze(2)
+        rows = first_rows + torch.arange(num_nodes, device=batch.depths.device)
+        plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask, rows)
+        positions = lengths + batch.depths
         hidden, features = self.target.forward_with_features(batch.token_ids, positions, plan, self._hidden_layers)
         chosen = self._choose(sequences, trees, self.target.logits(hidden), positions + 1)
         verdict = verify(batch.token_ids, batch.parents, chosen, self._num_levels)
         if num_nodes > 1:
-            self.target.cache.commit(plan.new_rows(chosen.device), verdict.paths)
+            self.target.cache.commit(rows, verdict.paths)
         along = verdict.paths.unsqueeze(2).expand(-1, -1, features.shape[2])
         return _Step(verdict, verdict.decided(), features.gather(1, along), plan)
 
@@ -445,7 +447,14 @@ class Engine:
             if self._adaptive is not None and group is together:
                 self._adaptive.costs.observe_draft("absorb", len(group), now - begin)
 
-    def _plan(self, sequences: list[Sequence], lengths: list[int], num_new: int, mask: Tensor | None) -> AttentionPlan:
+    def _plan(
+        self,
+        sequences: list[Sequence],
+        lengths: list[int],
+        num_new: int,
+        mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> AttentionPlan:
         return AttentionPlan(
             starts=[sequence.region.start for sequence in sequences],
             lengths=lengths,
@@ -453,6 +462,7 @@ class Engine:
             mask=mask,
             tree="hybrid" if mask is None else self._kind(lengths, num_new),
             keep_layers=frozenset(self._scored_layers),
+            rows=rows,
         )
 
     def _kind(self, lengths: list[int], num_new: int) -> TreeAttention:
