@@ -37,7 +37,7 @@ from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
 from specextend.decoding.step_costs import CostTable
 from specextend.decoding.stopping import StopChecker
-from specextend.decoding.tree import DraftTree, Verdict, prune, root_only, stack_trees, tree_mask, verify
+from specextend.decoding.tree import DraftTrees, Verdict, among_roots, prune, roots_only, tree_mask, verify
 
 PREFILL_CHUNK = 1024
 """Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that hardly shows
@@ -334,10 +334,9 @@ class Engine:
         lengths, begin = [sequence.length for sequence in running], self._watch.mark
         step = self._verify(running, trees)
         accepted = [len(new) - 1 for new in step.new_token_ids]
-        for sequence, tree, number in zip(running, trees, accepted, strict=True):
+        for sequence, size, number in zip(running, trees.sizes, accepted, strict=True):
             sequence.length += number + 1
-            hybrid = step.plan.tree == "hybrid"
-            sequence.count_step(len(tree.token_ids) - 1, number, self._num_levels, hybrid=hybrid)
+            sequence.count_step(size - 1, number, self._num_levels, hybrid=step.plan.tree == "hybrid")
         now = self._watch.charge("verify_s", running)
         if self._adaptive is not None:
             self._adaptive.observe(running, lengths, trees, accepted, now - begin)
@@ -347,46 +346,39 @@ class Engine:
         if self.drafter is not None:
             self._update_draft(running, step)
 
-    def _propose(self, sequences: list[Sequence]) -> list[DraftTree]:
+    def _propose(self, sequences: list[Sequence]) -> DraftTrees:
         """Propose a tree for each sequence; for a plain step it is the root alone."""
-        drafting = [sequence for sequence in sequences if sequence.drafts and sequence.speculation.active]
-        proposed: dict[int, DraftTree] = {}
-        if self.drafter is not None and drafting:
-            begin = self._watch.mark
-            trees = self.drafter.propose([sequence.slot for sequence in drafting])
-            trees = [prune(tree, 1 + self._memory.num_nodes) for tree in trees]
-            if self._adaptive is not None:
-                trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
-            now = self._watch.charge("draft_s", drafting)
-            if self._adaptive is not None:
-                self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
-            proposed = {sequence.slot: tree for sequence, tree in zip(drafting, trees, strict=True)}
-        return [
-            proposed[sequence.slot]
-            if sequence.slot in proposed
-            else root_only(sequence.root_token_id, self.target.device)
-            for sequence in sequences
-        ]
+        roots = [sequence.root_token_id for sequence in sequences]
+        places = [b for b, sequence in enumerate(sequences) if sequence.drafts and sequence.speculation.active]
+        if self.drafter is None or not places:
+            return roots_only(roots, self.target.device)
+        drafting, begin = [sequences[b] for b in places], self._watch.mark
+        trees = prune(self.drafter.propose([sequence.slot for sequence in drafting]), 1 + self._memory.num_nodes)
+        if self._adaptive is not None:
+            trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
+        now = self._watch.charge("draft_s", drafting)
+        if self._adaptive is not None:
+            self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
+        return trees if len(drafting) == len(sequences) else among_roots(trees, places, roots)
 
-    def _verify(self, sequences: list[Sequence], trees: list[DraftTree]) -> _Step:
+    def _verify(self, sequences: list[Sequence], trees: DraftTrees) -> _Step:
         """Run the target over all trees in one forward, and commit the accepted paths to the cache."""
-        batch = stack_trees(trees)
-        num_nodes = batch.token_ids.shape[1]
-        mask = tree_mask(batch.parents, self._num_levels) if num_nodes > 1 else None
+        num_nodes, device = trees.num_nodes, trees.depths.device
+        mask = tree_mask(trees.parents, self._num_levels) if num_nodes > 1 else None
         places = [[sequence.first_new_row, sequence.length] for sequence in sequences]
-        first_rows, lengths = torch.tensor(places, device=batch.depths.device).T.unsqueeze(2)
-        rows = first_rows + torch.arange(num_nodes, device=batch.depths.device)
+        first_rows, lengths = torch.tensor(places, device=device).T.unsqueeze(2)
+        rows = first_rows + torch.arange(num_nodes, device=device)
         plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask, rows)
-        positions = lengths + batch.depths
-        hidden, features = self.target.forward_with_features(batch.token_ids, positions, plan, self._hidden_layers)
+        positions = lengths + trees.depths
+        hidden, features = self.target.forward_with_features(trees.token_ids, positions, plan, self._hidden_layers)
         chosen = self._choose(sequences, trees, self.target.logits(hidden), positions + 1)
-        verdict = verify(batch.token_ids, batch.parents, chosen, self._num_levels)
+        verdict = verify(trees.token_ids, trees.parents, chosen, self._num_levels)
         if num_nodes > 1:
             self.target.cache.commit(rows, verdict.paths)
         along = verdict.paths.unsqueeze(2).expand(-1, -1, features.shape[2])
         return _Step(verdict, verdict.decided(), features.gather(1, along), plan)
 
-    def _choose(self, sequences: list[Sequence], trees: list[DraftTree], logits: Tensor, positions: Tensor) -> Tensor:
+    def _choose(self, sequences: list[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor) -> Tensor:
         """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
         chosen = []
         for b, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):

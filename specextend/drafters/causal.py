@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import DraftTree, grow_trees
+from specextend.decoding.tree import DraftTrees, grow_trees
 from specextend.drafters.draft_cache import DraftCache
 
 HISTORY = 3
@@ -157,7 +157,7 @@ class CausalDrafter:
         for slot, new, count, out in zip(slots, padded, counts, output, strict=True):
             self._roots[slot] = _Root(new[count - 1], out[count - 1])
 
-    def propose(self, slots: Sequence[int]) -> list[DraftTree]:
+    def propose(self, slots: Sequence[int]) -> DraftTrees:
         """Grow a tree behind each slot's root."""
         roots = [self._roots[slot] for slot in slots]
         hidden = torch.stack([root.hidden for root in roots])
