@@ -203,9 +203,9 @@ def test_a_draft_that_catches_up_proposes_what_it_would_have(draft, pair):
 
         def proposing(rows):
             [num_output_tokens] = engine.progress().values()
-            [tree] = propose(rows)
-            trees[num_output_tokens] = [tree.token_ids.tolist(), tree.parents.tolist()]
-            return [tree]
+            proposed = propose(rows)
+            trees[num_output_tokens] = [proposed.token_ids.tolist(), proposed.parents.tolist()]
+            return proposed
 
         engine.drafter.propose = proposing
         run(engine, lengths=(300,))

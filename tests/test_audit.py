@@ -63,12 +63,12 @@ def test_ours_is_the_targets_own_token_for_token(draft, batch, temperature, poli
 right = engine_module.verify
 
 
-def accept_the_first_child(token_ids, parents, chosen):
+def accept_the_first_child(token_ids, parents, chosen, max_depth):
     """A verifier that takes the draft's word for one token a step."""
-    verdict = right(token_ids, parents, chosen)
-    if len(verdict.path) > 1 or len(token_ids) == 1:
+    verdict = right(token_ids, parents, chosen, max_depth)
+    if token_ids.shape[1] == 1 or len(verdict.decided()[0]) > 1:
         return verdict
-    return type(verdict)([0, 1], chosen[1])
+    return right(token_ids, parents, torch.cat([token_ids[:, 1:2], chosen[:, 1:]], 1), max_depth)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
 import torch
 
-from specextend.decoding.tree import DraftTree, root_only, stack_trees, tree_mask
+from specextend.decoding.tree import DraftTrees, among_roots, tree_mask
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties
 from tests.tiny_models import random_prompt, request, tiny_engine
@@ -21,9 +22,13 @@ def pair(pairs):
     return pairs("llama")
 
 
-def cut(tree: DraftTree, size: int) -> DraftTree:
-    """The first `size` nodes; parents come first, so it is a tree."""
-    return DraftTree(tree.token_ids[:size], tree.parents[:size], tree.depths[:size], tree.log_probs[:size])
+def cut(trees: DraftTrees, sizes: list[int]) -> DraftTrees:
+    """The first nodes of each tree, as many as `sizes` says; parents come first, so they are trees."""
+    sizes = [min(size, of) for size, of in zip(sizes, trees.sizes, strict=True)]
+    width = max(sizes)
+    is_padding = torch.arange(width) >= torch.tensor(sizes)[:, None]
+    values = (trees.token_ids, 0), (trees.parents, -1), (trees.depths, 0), (trees.log_probs, -inf)
+    return DraftTrees(*(each[:, :width].masked_fill(is_padding, padding) for each, padding in values), sizes)
 
 
 def engine_with_trees_cut(pair, draft: str, batch: int, sizes: list[int]):
@@ -32,8 +37,8 @@ def engine_with_trees_cut(pair, draft: str, batch: int, sizes: list[int]):
     propose, random, shown = engine.drafter.propose, Random(0), []
 
     def proposing(rows):
-        trees = [cut(tree, random.choice(sizes)) for tree in propose(rows)]
-        shown.extend(len(tree.token_ids) - 1 for tree in trees)
+        trees = cut(propose(rows), [random.choice(sizes) for _ in rows])
+        shown.extend(size - 1 for size in trees.sizes)
         return trees
 
     engine.drafter.propose = proposing
@@ -75,10 +80,9 @@ def test_a_batch_of_roots_is_a_plain_step(pair, references):
 
 def test_padding_attends_to_something_and_nobody_attends_to_it():
     """A row of a mask without a visible key gives NaN, and a visible padding row gives wrong logits."""
-    pair_of_nodes = DraftTree(
-        torch.tensor([7, 8, 9]), torch.tensor([-1, 0, 1]), torch.tensor([0, 1, 2]), torch.tensor([0.0, -0.1, -0.2])
-    )
-    batch = stack_trees([pair_of_nodes, root_only(5, torch.device("cpu"))])
+    token_ids, depths = torch.tensor([[7, 8, 9]]), torch.tensor([[0, 1, 2]])
+    chain = DraftTrees(token_ids, depths - 1, depths, -depths / 10, [3])
+    batch = among_roots(chain, [0], [7, 5])
     assert batch.token_ids.tolist() == [[7, 8, 9], [5, 0, 0]]
     assert batch.depths.tolist() == [[0, 1, 2], [0, 0, 0]]
     mask = tree_mask(batch.parents, 2)

@@ -110,15 +110,19 @@ class AttentionPlan:
     """Filled by the forward: layer -> [B, T, H, D]."""
     spans: tuple[KeySpan, ...] = ()
     """One or two disjoint sets of keys, whose results are merged."""
+    rows: Tensor | None = None
+    """[B, T] int64 on the device: the cache rows that this forward writes; None: `new_rows` makes them."""
 
     def __post_init__(self) -> None:
         assert all(length >= self.num_new for length in self.lengths)
         self.spans = self._windowed() if self.window is not None else self._split()
 
     def new_rows(self, device: torch.device) -> Tensor:
-        """Return the cache rows [B * T] int64 that this forward writes."""
-        ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)])
-        return (ends[:, None] + torch.arange(-self.num_new, 0)).flatten().to(device)
+        """Return the cache rows [B, T] int64 that this forward writes."""
+        if self.rows is None:
+            ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)])
+            self.rows = (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
+        return self.rows
 
     def _split(self) -> tuple[KeySpan, ...]:
         """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one span."""

@@ -12,7 +12,7 @@ import numpy as np
 from specextend.decoding.sequence import Sequence
 from specextend.decoding.speculation import FIRST_PAUSE, Experience, Speculation, best_size, who_speculates
 from specextend.decoding.step_costs import StepCosts
-from specextend.decoding.tree import DraftTree, prune
+from specextend.decoding.tree import DraftTrees, prune
 
 
 class Adaptive:
@@ -40,7 +40,7 @@ class Adaptive:
                 new.pause()
         return new
 
-    def prune(self, trees: list[DraftTree], drafting: list[Sequence], lengths: list[int]) -> list[DraftTree]:
+    def prune(self, trees: DraftTrees, drafting: list[Sequence], lengths: list[int]) -> DraftTrees:
         """Cut the trees of the `drafting` sequences to the size that brings the batch most tokens per second.
 
         `lengths` has one entry for every sequence of the step. While a sequence tries speculation again, the size is
@@ -48,30 +48,31 @@ class Adaptive:
         """
         draft_s = self.costs.draft_s(len(drafting))
         trying = any(sequence.speculation.on_trial for sequence in drafting)
+        promised = trees.log_probs[:, 1:].exp().tolist()
         size = best_size(
-            [_calibrated(tree, each.speculation.calibration) for tree, each in zip(trees, drafting, strict=True)],
+            [_calibrated(row, each.speculation.calibration) for row, each in zip(promised, drafting, strict=True)],
             self._sizes[1:] if trying else self._sizes,
             lambda rows: draft_s + self.costs.verify_s(rows, lengths),
         )
-        return [prune(tree, size) for tree in trees]
+        return prune(trees, size)
 
     def observe(
         self,
         sequences: list[Sequence],
         lengths: list[int],
-        trees: list[DraftTree],
+        trees: DraftTrees,
         accepted: list[int],
         verify_s: float,
     ) -> None:
         """Record a step: `lengths` before it, its trees, `accepted` draft tokens, seconds of its verification."""
-        num_rows = max(len(tree.token_ids) for tree in trees)
+        num_rows = trees.num_nodes
         self.costs.observe_verify(num_rows, lengths, verify_s)
         num_drafting = sum(sequence.speculation.active for sequence in sequences)
         plain_s = self.costs.verify_s(1, lengths)
         beyond_s = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting) - plain_s
-        for sequence, tree, number in zip(sequences, trees, accepted, strict=True):
+        promised = trees.log_probs[:, 1:].exp().sum(1).tolist()
+        for sequence, expected, number in zip(sequences, promised, accepted, strict=True):
             if sequence.speculation.active:
-                expected = float(tree.log_probs[1:].exp().sum())
                 sequence.speculation.observe(num_rows, expected, number)
                 share = beyond_s / plain_s * len(sequences) / num_drafting
                 self._experience.observe(num_rows, expected, number, share)
@@ -115,6 +116,6 @@ class Adaptive:
         )
 
 
-def _calibrated(tree: DraftTree, calibration: float) -> Items[float]:
+def _calibrated(promised: Items[float], calibration: float) -> Items[float]:
     """Return the calibrated path probabilities of the draft tokens, in falling order."""
-    return sorted((min(1.0, calibration * p) for p in tree.log_probs[1:].exp().tolist()), reverse=True)
+    return sorted((min(1.0, calibration * p) for p in promised), reverse=True)

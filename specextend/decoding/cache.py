@@ -3,7 +3,7 @@
 In offline work the largest length of a sequence is known in advance, so each gets one contiguous region and no paging
 is needed. A region is aligned to 256 rows, so that a paged kernel can read it through a page table in order.
 
-Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each.
+Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each, `W` rows of a path.
 """
 
 from __future__ import annotations
@@ -90,18 +90,13 @@ class KVCache:
         """Return the values [L, K, R, D] of all layers, which may be written."""
         return self.stored[:, 1]
 
-    def commit(self, first_rows: list[int], paths: list[list[int]]) -> None:
-        """Move the rows of each accepted path right behind its prefix.
+    def commit(self, rows: Tensor, paths: Tensor) -> None:
+        """Move the rows of each path to the front of the rows [B, T] that a forward wrote behind the committed ones.
 
-        `first_rows[b]` is the row after sequence b's committed ones; `paths[b]` are node numbers, ascending.
+        `paths` [B, W] are places among the T, ascending up to the path's end and the place's own number behind it.
         """
-        source = [first + node for first, path in zip(first_rows, paths, strict=True) for node in path]
-        target = [first + i for first, path in zip(first_rows, paths, strict=True) for i in range(len(path))]
-        moves = [(s, t) for s, t in zip(source, target, strict=True) if s != t]
-        if not moves:
-            return
-        source_rows, target_rows = torch.tensor(moves, device=self.stored.device).T
-        self.stored[:, :, :, target_rows] = self.stored[:, :, :, source_rows]
+        source, target = rows.gather(1, paths).flatten(), rows[:, : paths.shape[1]].flatten()
+        self.stored.index_copy_(3, target, self.stored.index_select(3, source))
 
 
 @dataclass(slots=True)
@@ -142,7 +137,7 @@ class CacheHook:
 
     def __init__(self, cache: KVCache, plan: AttentionPlan) -> None:
         self._cache = cache
-        self._rows = plan.new_rows(cache.stored.device)
+        self._rows = plan.new_rows(cache.stored.device).flatten()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
         """Write key, value [B, K, T, D]; return the layer's whole keys and values [K, R, D]."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specextend.decoding.tree import DraftTree
+from specextend.decoding.tree import DraftTrees
 
 
 class Drafter(Protocol):
@@ -40,7 +40,7 @@ class Drafter(Protocol):
     def absorb(self, slots: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
         """Read each slot's newly decided tokens, the new root last, and the target's features [n, F] before each."""
 
-    def propose(self, slots: Sequence[int]) -> list[DraftTree]:
+    def propose(self, slots: Sequence[int]) -> DraftTrees:
         """Propose a tree behind each slot's root."""
 
     def release(self, slot: int) -> None:

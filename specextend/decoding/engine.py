@@ -1,7 +1,7 @@
 """The engine: SpecExtend, tree speculation or plain decoding of a stream of requests, a batch at a time.
 
 Shapes: `B` sequences, `N` tree nodes (root included), `T` tokens of a prefill chunk, `C` hidden size,
-`F` features of a position (`Drafter.hidden_layers`), `V` vocabulary.
+`F` features of a position (`Drafter.hidden_layers`), `V` vocabulary, `W` nodes of a path.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
 from specextend.decoding.step_costs import CostTable
 from specextend.decoding.stopping import StopChecker
-from specextend.decoding.tree import DraftTree, Verdict, prune, root_only, stack_trees, tree_mask, verify
+from specextend.decoding.tree import DraftTrees, Verdict, among_roots, prune, roots_only, tree_mask, verify
 
 PREFILL_CHUNK = 1024
 """Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that hardly shows
@@ -58,11 +58,13 @@ class BatchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One verification: a verdict for each sequence, and the forward that it came from."""
+    """One verification: what it decided, and what later phases need of its forward."""
 
-    nodes: list[list[list[int]]]  # [B][token_ids, parents], without padding
-    verdicts: list[Verdict]
-    features: Tensor  # [B, N, F]
+    verdict: Verdict
+    new_token_ids: list[list[int]]
+    """The decided tokens of each sequence."""
+    features: Tensor
+    """[B, W, F], along the accepted paths"""
     plan: AttentionPlan
 
 
@@ -298,7 +300,7 @@ class Engine:
         sequence.audit(logits[0], positions[0], token_id)
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if sequence.drafts and not sequence.finish_reason:
-            self._retrieve(sequence, plan, 0, -1)
+            self._retrieve(sequence, [query[0, -1] for query in self._scoring(plan)])
             sequence.undrafted.append(([token_id], features[0, -1:]))
             if sequence.speculation.active:
                 self._absorb(sequences)
@@ -327,7 +329,7 @@ class Engine:
         """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T, C] and features [1, T, F]."""
         first = sequence.length
         sequence.length += len(chunk)
-        plan = self._plan([sequence], [sequence.length], len(chunk), None)
+        plan = self._plan([sequence], [sequence.length], len(chunk))
         positions = torch.arange(first, sequence.length, device=chunk.device)
         self.num_steps += 1
         token_ids, positions = chunk.unsqueeze(0), positions.unsqueeze(0)
@@ -339,63 +341,53 @@ class Engine:
         trees = self._propose(running)
         lengths, begin = [sequence.length for sequence in running], self._watch.mark
         step = self._verify(running, trees)
-        new_token_ids = []
-        for sequence, (token_ids, _), verdict in zip(running, step.nodes, step.verdicts, strict=True):
-            new = [*(token_ids[node] for node in verdict.path[1:]), verdict.bonus_token_id]
-            new_token_ids.append(new)
-            sequence.length += len(verdict.path)
-            sizes = len(token_ids) - 1, len(verdict.path) - 1, self._num_levels
+        accepted = [len(new) - 1 for new in step.new_token_ids]
+        for sequence, size, number in zip(running, trees.sizes, accepted, strict=True):
+            sequence.length += number + 1
+            sizes = size - 1, number, self._num_levels
             sequence.count_step(*sizes, batch_size=len(running), hybrid=step.plan.tree == "hybrid")
         now = self._watch.charge("verify_s", running)
         if self._adaptive is not None:
-            accepted = [len(verdict.path) - 1 for verdict in step.verdicts]
             self._adaptive.observe(running, lengths, trees, accepted, now - begin)
-        for sequence, new in zip(running, new_token_ids, strict=True):
+        for sequence, new in zip(running, step.new_token_ids, strict=True):
             sequence.push(new, now)
         self.num_steps += 1
         if self.drafter is not None:
-            self._update_draft(running, step, new_token_ids)
+            self._update_draft(running, step)
 
-    def _propose(self, sequences: list[Sequence]) -> list[DraftTree]:
+    def _propose(self, sequences: list[Sequence]) -> DraftTrees:
         """Propose a tree for each sequence; for a plain step it is the root alone."""
-        drafting = [sequence for sequence in sequences if sequence.drafts and sequence.speculation.active]
-        proposed: dict[int, DraftTree] = {}
-        if self.drafter is not None and drafting:
-            begin = self._watch.mark
-            trees = self.drafter.propose([sequence.slot for sequence in drafting])
-            trees = [prune(tree, 1 + self._memory.num_nodes) for tree in trees]
-            if self._adaptive is not None:
-                trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
-            now = self._watch.charge("draft_s", drafting)
-            if self._adaptive is not None:
-                self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
-            proposed = {sequence.slot: tree for sequence, tree in zip(drafting, trees, strict=True)}
-        return [
-            proposed[sequence.slot]
-            if sequence.slot in proposed
-            else root_only(sequence.root_token_id, self.target.device)
-            for sequence in sequences
-        ]
+        roots = [sequence.root_token_id for sequence in sequences]
+        places = [b for b, sequence in enumerate(sequences) if sequence.drafts and sequence.speculation.active]
+        if self.drafter is None or not places:
+            return roots_only(roots, self.target.device)
+        drafting, begin = [sequences[b] for b in places], self._watch.mark
+        trees = prune(self.drafter.propose([sequence.slot for sequence in drafting]), 1 + self._memory.num_nodes)
+        if self._adaptive is not None:
+            trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
+        now = self._watch.charge("draft_s", drafting)
+        if self._adaptive is not None:
+            self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
+        return trees if len(drafting) == len(sequences) else among_roots(trees, places, roots)
 
-    def _verify(self, sequences: list[Sequence], trees: list[DraftTree]) -> _Step:
+    def _verify(self, sequences: list[Sequence], trees: DraftTrees) -> _Step:
         """Run the target over all trees in one forward, and commit the accepted paths to the cache."""
-        batch = stack_trees(trees)
-        num_nodes = batch.token_ids.shape[1]
-        mask = tree_mask(batch.parents, self._num_levels) if num_nodes > 1 else None
-        plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask)
-        lengths = torch.tensor([sequence.length for sequence in sequences], device=batch.depths.device)
-        positions = lengths[:, None] + batch.depths
-        hidden, features = self.target.forward_with_features(batch.token_ids, positions, plan, self._hidden_layers)
+        num_nodes, device = trees.num_nodes, trees.depths.device
+        mask = tree_mask(trees.parents, self._num_levels) if num_nodes > 1 else None
+        places = [[sequence.first_new_row, sequence.length] for sequence in sequences]
+        first_rows, lengths = torch.tensor(places, device=device).T.unsqueeze(2)
+        rows = first_rows + torch.arange(num_nodes, device=device)
+        plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask, rows)
+        positions = lengths + trees.depths
+        hidden, features = self.target.forward_with_features(trees.token_ids, positions, plan, self._hidden_layers)
         chosen = self._choose(sequences, trees, self.target.logits(hidden), positions + 1)
-        rows = torch.stack([batch.token_ids, batch.parents, chosen], 1).tolist()
-        rows = [[part[: len(tree.token_ids)] for part in row] for row, tree in zip(rows, trees, strict=True)]
-        verdicts = [verify(*row) for row in rows]
-        self.target.cache.commit(
-            [sequence.first_new_row for sequence in sequences], [verdict.path for verdict in verdicts]
-        )
-        return _Step([row[:2] for row in rows], verdicts, features, plan)
+        verdict = verify(trees.token_ids, trees.parents, chosen, self._num_levels)
+        if num_nodes > 1:
+            self.target.cache.commit(rows, verdict.paths)
+        along = verdict.paths.unsqueeze(2).expand(-1, -1, features.shape[2])
+        return _Step(verdict, verdict.decided(), features.gather(1, along), plan)
 
-    def _choose(self, sequences: list[Sequence], trees: list[DraftTree], logits: Tensor, positions: Tensor) -> Tensor:
+    def _choose(self, sequences: list[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor) -> Tensor:
         """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
         chosen = []
         for b, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
@@ -407,29 +399,33 @@ class Engine:
                 sequence.audit(scores[0], positions[b, 0], int(chosen[b][0]))
         return torch.stack(chosen)
 
-    def _update_draft(self, sequences: list[Sequence], step: _Step, new_token_ids: list[list[int]]) -> None:
+    def _update_draft(self, sequences: list[Sequence], step: _Step) -> None:
         """Retrieve if it is due, then run the draft over the committed tokens, unless the next step is plain."""
         going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
         if self._adaptive is not None and going:
             self._adaptive.decide([sequences[b] for b in going])
         drafting = []
         for b in going:
-            sequence, path = sequences[b], step.verdicts[b].path
-            sequence.undrafted.append((new_token_ids[b], step.features[b, path]))
+            sequence, new = sequences[b], step.new_token_ids[b]
+            sequence.undrafted.append((new, step.features[b, : len(new)]))
             if not sequence.speculation.active:
                 continue
             drafting.append(sequence)
             if sequence.policy.is_due(sequence.length):
-                self._retrieve(sequence, step.plan, b, path[-1])
+                last = step.verdict.paths[b, len(new) - 1 : len(new)]
+                self._retrieve(sequence, [query[b].index_select(0, last)[0] for query in self._scoring(step.plan)])
         self._absorb(drafting)
 
-    def _retrieve(self, sequence: Sequence, plan: AttentionPlan, b: int, node: int) -> None:
-        """Choose what the draft sees, by the query of the last committed `node` in sequence b of the forward."""
+    def _scoring(self, plan: AttentionPlan) -> list[Tensor]:
+        """Return the queries [B, T, H, D] of the layers that score."""
+        return [plan.queries[layer] for layer in self._scored_layers]
+
+    def _retrieve(self, sequence: Sequence, queries: list[Tensor]) -> None:
+        """Choose what the draft sees, by the queries [H, D] of the last committed token in the layers that score."""
         assert self.drafter is not None
         self._watch.charge("other_s", [sequence])
         mass = None
         if self._scored_layers:
-            queries = [plan.queries[layer][b, node] for layer in self._scored_layers]
             rows = slice(sequence.region.start, sequence.first_new_row)
             keys = [self.target.cache.keys[layer, :, rows] for layer in self._scored_layers]
             mass = mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
@@ -452,7 +448,14 @@ class Engine:
             if self._adaptive is not None and group is together:
                 self._adaptive.costs.observe_draft("absorb", len(group), now - begin)
 
-    def _plan(self, sequences: list[Sequence], lengths: list[int], num_new: int, mask: Tensor | None) -> AttentionPlan:
+    def _plan(
+        self,
+        sequences: list[Sequence],
+        lengths: list[int],
+        num_new: int,
+        mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> AttentionPlan:
         return AttentionPlan(
             starts=[sequence.region.start for sequence in sequences],
             lengths=lengths,
@@ -460,6 +463,7 @@ class Engine:
             mask=mask,
             tree="hybrid" if mask is None else self._kind(lengths, num_new),
             keep_layers=frozenset(self._scored_layers),
+            rows=rows,
         )
 
     def _kind(self, lengths: list[int], num_new: int) -> TreeAttention:

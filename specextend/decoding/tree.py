@@ -1,18 +1,18 @@
 """Draft trees: the data structure, growing them (OPT-Tree, arXiv 2406.17276), pruning and verifying them.
 
 Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` pooled candidates, `M` expanded nodes,
-`V` vocabulary.
+`V` vocabulary, `W` nodes of a path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 
 from specextend.decoding.decoding_options import TreeOptions
 
@@ -31,10 +31,62 @@ class DraftTree:
     """[N] fp32: of the path from the root, by the draft"""
 
 
-def root_only(token_id: int, device: torch.device) -> DraftTree:
-    """Make the tree of a plain step, in which nothing is proposed."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return DraftTree(zero + token_id, zero - 1, zero, torch.zeros(1, device=device))
+@dataclass(frozen=True, slots=True)
+class DraftTrees:
+    """The proposals for B sequences, as a `DraftTree` each, padded to N nodes. Padding has no parent and is no root."""
+
+    token_ids: Tensor
+    """[B, N] int64; padding 0"""
+    parents: Tensor
+    """[B, N] int64; padding -1"""
+    depths: Tensor
+    """[B, N] int64; padding 0"""
+    log_probs: Tensor
+    """[B, N] fp32; padding -inf"""
+    sizes: list[int]
+    """[B] number of nodes, 1 to N"""
+
+    @property
+    def num_nodes(self) -> int:
+        """Return N."""
+        return self.token_ids.shape[1]
+
+    def __len__(self) -> int:
+        """Return B."""
+        return len(self.sizes)
+
+    def __getitem__(self, b: int) -> DraftTree:
+        """Return the tree of sequence b, without padding."""
+        n = self.sizes[b]
+        return DraftTree(self.token_ids[b, :n], self.parents[b, :n], self.depths[b, :n], self.log_probs[b, :n])
+
+    def __iter__(self) -> Iterator[DraftTree]:
+        """Yield each sequence's tree, without padding."""
+        return (self[b] for b in range(len(self)))
+
+
+def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
+    """Make the trees of a plain step, in which nothing is proposed behind the last tokens [B]."""
+    roots = torch.tensor(token_ids, device=device).unsqueeze(1)
+    zeros = torch.zeros_like(roots)
+    return DraftTrees(roots, zeros - 1, zeros, zeros.float(), [1] * len(token_ids))
+
+
+def among_roots(trees: DraftTrees, places: Sequence[int], token_ids: Sequence[int]) -> DraftTrees:
+    """Put the trees at `places` of a larger batch; nothing is proposed behind the other last tokens of `token_ids`."""
+    uploaded = torch.tensor([*places, *token_ids], device=trees.token_ids.device)
+    index, roots = uploaded.split([len(places), len(token_ids)])
+
+    def placed(values: Tensor, padding: float) -> Tensor:
+        return values.new_full((len(roots), trees.num_nodes), padding).index_copy_(0, index, values)
+
+    token_ids_placed, log_probs = placed(trees.token_ids, 0), placed(trees.log_probs, -inf)
+    token_ids_placed[:, 0] = roots
+    log_probs[:, 0] = 0
+    sizes = [1] * len(token_ids)
+    for place, size in zip(places, trees.sizes, strict=True):
+        sizes[place] = size
+    return DraftTrees(token_ids_placed, placed(trees.parents, -1), placed(trees.depths, 0), log_probs, sizes)
 
 
 def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
@@ -46,19 +98,6 @@ def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
         mask.scatter_(2, ancestors.unsqueeze(2), True)
         ancestors = parents.gather(1, ancestors).clamp(min=0)
     return mask
-
-
-def stack_trees(trees: list[DraftTree]) -> DraftTree:
-    """Stack trees of 1 to N nodes into one of [B, N] tensors.
-
-    Padding has no parent (-1) and depth 0; cut it off before `verify`.
-    """
-    return DraftTree(
-        pad_sequence([tree.token_ids for tree in trees], batch_first=True),
-        pad_sequence([tree.parents for tree in trees], batch_first=True, padding_value=-1),
-        pad_sequence([tree.depths for tree in trees], batch_first=True),
-        pad_sequence([tree.log_probs for tree in trees], batch_first=True, padding_value=-inf),
-    )
 
 
 Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -115,7 +154,7 @@ def grow_trees(
     *,
     adaptive: bool,
     vocabulary: Tensor | None = None,
-) -> list[DraftTree]:
+) -> DraftTrees:
     """Grow each sequence's tree of the `options.most_nodes` likeliest nodes in `options.depth` levels of drafting.
 
     root_token_ids [B], root_logits [B, V]. Path probabilities only shrink along a path, so the ancestors of a chosen
@@ -180,7 +219,7 @@ def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
     return torch.cat([seen.gather(1, indices.unsqueeze(2).expand(-1, -1, seen.shape[2])), own], 2)
 
 
-def _finish(root_token_ids: Tensor, pool: _Candidates, num_nodes: int) -> list[DraftTree]:
+def _finish(root_token_ids: Tensor, pool: _Candidates, num_nodes: int) -> DraftTrees:
     """Make the trees: the root, and the best nodes numbered from 1."""
     best = pool.best(num_nodes).sort(dim=1).values
     batch = best.shape[0]
@@ -192,44 +231,55 @@ def _finish(root_token_ids: Tensor, pool: _Candidates, num_nodes: int) -> list[D
     parents = torch.cat([zero - 1, parents], 1)
     depths = torch.cat([zero, pool.depths.expand(batch, -1).gather(1, best)], 1)
     log_probs = torch.cat([zero.float(), pool.log_probs.gather(1, best)], 1)
-    return [DraftTree(*parts) for parts in zip(token_ids, parents, depths, log_probs, strict=True)]
+    return DraftTrees(token_ids, parents, depths, log_probs, [1 + best.shape[1]] * batch)
 
 
-def prune(tree: DraftTree, num_nodes: int) -> DraftTree:
-    """Keep the `num_nodes` likeliest nodes, including the root; a smaller tree is returned unchanged.
+def prune(trees: DraftTrees, num_nodes: int) -> DraftTrees:
+    """Keep the `num_nodes` likeliest nodes of each tree, including its root; smaller trees are returned unchanged.
 
     Path probabilities never grow towards the leaves, parents come first, and of two equal nodes the earlier one is
     kept. So the ancestors of a kept node are kept too.
     """
-    size = len(tree.token_ids)
-    if size <= num_nodes:
-        return tree
-    kept = tree.log_probs.sort(descending=True, stable=True).indices[:num_nodes].sort().values
-    numbers = torch.full_like(tree.parents, -1)
-    numbers[kept] = torch.arange(num_nodes, device=kept.device)
-    parents = numbers[tree.parents[kept].clamp(min=0)]
-    parents[0] = -1
-    return DraftTree(tree.token_ids[kept], parents, tree.depths[kept], tree.log_probs[kept])
+    if trees.num_nodes <= num_nodes:
+        return trees
+    kept = trees.log_probs.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes].sort(dim=1).values
+    numbers = torch.zeros_like(trees.parents)
+    numbers.scatter_(1, kept, torch.arange(1, num_nodes + 1, device=kept.device).expand_as(kept))
+    numbers = pad(numbers, (1, 0))  # place 0 is that of parent -1
+    parents = numbers.gather(1, trees.parents.gather(1, kept) + 1) - 1
+    token_ids, depths, log_probs = (each.gather(1, kept) for each in (trees.token_ids, trees.depths, trees.log_probs))
+    return DraftTrees(token_ids, parents, depths, log_probs, [min(size, num_nodes) for size in trees.sizes])
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of verifying one tree: what the step commits."""
+    """The result of verifying trees: what a step commits. `W` is the length of the longest possible path."""
 
-    path: list[int]
-    """Accepted nodes, the root first."""
-    bonus_token_id: int
-    """The target's own next token after the path."""
+    paths: Tensor
+    """[B, W] int64: the accepted nodes, the root first; behind them place i holds node i"""
+    token_ids: Tensor
+    """[B, W] int64: the target's token after each accepted node, which are the tokens that the step decides: accepted
+    draft tokens, and one of the target's own; -1 behind them"""
+
+    def decided(self) -> list[list[int]]:
+        """Return each sequence's decided tokens: one small download, for which the host has to wait."""
+        return [[token_id for token_id in row if token_id >= 0] for row in self.token_ids.tolist()]
 
 
-def verify(token_ids: list[int], parents: list[int], target_token_ids: list[int]) -> Verdict:
-    """Follow the target's choices from the root for as long as the tree contains them.
+def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -> Verdict:
+    """Follow the target's choices from each root for as long as the tree contains them, `max_depth` levels at most.
 
-    All three lists have one entry per node; `target_token_ids[n]` is the target's token after node n.
+    token_ids and parents [B, N] are those of the trees; `chosen` [B, N] is the target's token after each node. The host
+    is not asked. Padding, which has no parent, is never accepted.
     """
-    edges = zip(parents, token_ids, strict=True)
-    child = {edge: node for node, edge in enumerate(edges)}
-    path = [0]
-    while (node := child.get((path[-1], target_token_ids[path[-1]]))) is not None:
-        path.append(node)
-    return Verdict(path, target_token_ids[path[-1]])
+    batch, num_nodes = parents.shape
+    numbers = torch.arange(num_nodes + 1, device=parents.device)
+    places = parents + 1  # node n has place n + 1; place 0 is no node, and nothing is chosen after it
+    choices = pad(chosen, (1, 0), value=-1)
+    is_chosen = choices.gather(1, places) == token_ids
+    child = places.new_zeros(batch, num_nodes + 1).scatter_(1, places * is_chosen, numbers[1:] * is_chosen)
+    path = [numbers[1:2].expand(batch, 1)]
+    for _ in range(min(max_depth, num_nodes - 1)):
+        path.append(child.gather(1, path[-1]))
+    steps = torch.cat(path, 1)
+    return Verdict((steps - 1).where(steps > 0, numbers[: len(path)]), choices.gather(1, steps))

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import DraftTree, grow_trees
+from specextend.decoding.tree import DraftTrees, grow_trees
 from specextend.drafters.draft_cache import DraftCache
 
 HISTORY = 3
@@ -70,8 +70,19 @@ class DraftNetwork(Protocol):
 class _Root:
     """The last decided token of a slot, from which the next tree starts."""
 
-    token_id: int
+    token_id: Tensor  # [] int64
     hidden: Tensor  # [C], the network's output at the root
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where slots stand in the working cache, uploaded once for all forwards of a call."""
+
+    slots: Sequence[int]
+    ends: Tensor
+    """[B, 1] int64: the row behind the visible ones"""
+    positions: Tensor
+    """[B, 1] int64: the position behind the visible ones"""
 
 
 @dataclass(slots=True)
@@ -99,7 +110,9 @@ class CausalDrafter:
         self, network: DraftNetwork, tree: TreeOptions, tree_attention: TreeAttention, num_visible_rows: int | None
     ) -> None:
         """Take the network; `num_visible_rows` is the largest number that `select` is called with, None for all."""
-        self._network, self._cache = network, network.cache
+        self.network, self._cache = network, network.cache
+        self.fixed_shapes = self._cache.working.stored.device.type != "cpu"
+        """True if every level runs at full width, so that a GPU need not ask the host; a CPU expands what is needed."""
         self._options, self._tree_attention = tree, tree_attention
         self._num_visible_rows = num_visible_rows
         self._roots: dict[int, _Root] = {}
@@ -108,7 +121,7 @@ class CausalDrafter:
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """Return the target layers whose outputs the network takes; none: the last hidden state."""
-        return self._network.hidden_layers
+        return self.network.hidden_layers
 
     @property
     def num_levels(self) -> int:
@@ -121,12 +134,12 @@ class CausalDrafter:
         chosen = num_prompt_tokens if self._num_visible_rows is None else self._num_visible_rows
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)
         scratch = self._options.depth * self._options.most_nodes
-        return self._cache.admit(slot, num_tokens, max(visible + scratch, self._network.num_staging_rows()))
+        return self._cache.admit(slot, num_tokens, max(visible + scratch, self.network.num_staging_rows()))
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
-        self._network.prefill(slot, token_ids, hidden)
-        if self._network.reads_history:
+        self.network.prefill(slot, token_ids, hidden)
+        if self.network.reads_history:
             self._texts[slot] = last_tokens(self._texts.get(slot), token_ids)[-HISTORY:]
 
     def select(self, slot: int, positions: Tensor) -> None:
@@ -136,52 +149,50 @@ class CausalDrafter:
     def absorb(self, slots: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees now."""
         counts = [len(new) for new in token_ids]
-        device = hidden[0].device
-        added = [torch.tensor(new, device=device) for new in token_ids]
-        padded = pad_sequence(added, batch_first=True)
-        history = self._read_history(slots, added) if self._network.reads_history else None
-        output = self._forward(slots, padded, pad_sequence(list(hidden), batch_first=True), None, 0, history)
+        places, padded = self._locate(slots, token_ids, hidden[0].device)
+        added = [new[:count] for new, count in zip(padded, counts, strict=True)]
+        history = self._read_history(slots, added) if self.network.reads_history else None
+        output = self._forward(places, padded, pad_sequence(list(hidden), batch_first=True), None, 0, history)
         self._cache.append(slots, counts)
-        for slot, new, count, out in zip(slots, token_ids, counts, output, strict=True):
-            self._roots[slot] = _Root(new[-1], out[count - 1])
+        for slot, new, count, out in zip(slots, padded, counts, output, strict=True):
+            self._roots[slot] = _Root(new[count - 1], out[count - 1])
 
-    def propose(self, slots: Sequence[int]) -> list[DraftTree]:
+    def propose(self, slots: Sequence[int]) -> DraftTrees:
         """Grow a tree behind each slot's root."""
         roots = [self._roots[slot] for slot in slots]
         hidden = torch.stack([root.hidden for root in roots])
         lineage = None
-        if self._network.reads_history:
+        if self.network.reads_history:
             lineage = torch.stack([self._texts[slot] for slot in slots]).flip(1).unsqueeze(1)
         frontier = _Frontier(hidden.unsqueeze(1), lineage)
+        places, _ = self._locate(slots, [()] * len(slots), hidden.device)
 
         def expand(token_ids: Tensor, indices: Tensor, mask: Tensor, depth: int) -> Tensor:
             nonlocal frontier
             parents, history = frontier.parents(indices)
-            output = self._forward(slots, token_ids, parents, mask, depth, history)
+            output = self._forward(places, token_ids, parents, mask, depth, history)
             if history is not None:
                 history = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
             frontier = _Frontier(output, history)
-            return self._network.logits(output)
+            return self.network.logits(output)
 
-        root_token_ids = torch.tensor([root.token_id for root in roots]).to(hidden.device)
-        root_logits = self._network.logits(hidden)
         return grow_trees(
-            root_token_ids,
-            root_logits,
+            torch.stack([root.token_id for root in roots]),
+            self.network.logits(hidden),
             expand,
             self._options,
-            adaptive=hidden.device.type == "cpu",
-            vocabulary=self._network.vocabulary,
+            adaptive=not self.fixed_shapes,
+            vocabulary=self.network.vocabulary,
         )
 
     def first_level(self, slot: int) -> tuple[Tensor | None, Tensor]:
         """Return the root's children: token ids [V] (None: all of the target's, in order) and their logits [V]."""
-        return self._network.vocabulary, self._network.logits(self._roots[slot].hidden)
+        return self.network.vocabulary, self.network.logits(self._roots[slot].hidden)
 
     def release(self, slot: int) -> None:
         """Free the slot."""
         self._cache.release(slot)
-        self._network.release(slot)
+        self.network.release(slot)
         self._roots.pop(slot, None)
         self._texts.pop(slot, None)
 
@@ -191,9 +202,21 @@ class CausalDrafter:
         self._texts |= {slot: text[-HISTORY:] for slot, text in zip(slots, texts, strict=True)}
         return pad_sequence([histories(text) for text in texts], batch_first=True)
 
+    def _locate(
+        self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], device: torch.device
+    ) -> tuple[_Places, Tensor]:
+        """Upload the slots' places and token ids together; return the latter padded, [B, n]."""
+        width = max(len(new) for new in token_ids)
+        rows = []
+        for slot, new in zip(slots, token_ids, strict=True):
+            visible = self._cache.visible(slot)
+            rows.append([self._cache.start(slot) + visible, visible, *new, *[0] * (width - len(new))])
+        uploaded = torch.tensor(rows, device=device)
+        return _Places(slots, uploaded[:, :1], uploaded[:, 1:2]), uploaded[:, 2:]
+
     def _forward(
         self,
-        slots: Sequence[int],
+        places: _Places,
         token_ids: Tensor,
         hidden: Tensor,
         mask: Tensor | None,
@@ -202,15 +225,15 @@ class CausalDrafter:
     ) -> Tensor:
         """Run [B, T] tokens: a tree level (`mask` [B, T, M], at `depth`), or a causal run behind the visible rows."""
         num_new = token_ids.shape[1]
-        visible = torch.tensor([self._cache.visible(slot) for slot in slots])
         behind = num_new if mask is None else mask.shape[2]
-        offsets = torch.arange(num_new) if mask is None else torch.full((num_new,), depth - 1)
+        numbers = torch.arange(num_new, device=token_ids.device)
         plan = AttentionPlan(
-            starts=[self._cache.start(slot) for slot in slots],
-            lengths=[self._cache.reach(slot, behind) for slot in slots],
+            starts=[self._cache.start(slot) for slot in places.slots],
+            lengths=[self._cache.reach(slot, behind) for slot in places.slots],
             num_new=num_new,
             mask=mask,
             tree=self._tree_attention,
+            rows=places.ends + (behind - num_new) + numbers,
         )
-        positions = (visible[:, None] + offsets).to(token_ids.device)
-        return self._network.forward(token_ids, hidden, positions, plan, history)
+        depths = numbers if mask is None else numbers.new_full((num_new,), depth - 1)
+        return self.network.forward(token_ids, hidden, places.positions + depths, plan, history)

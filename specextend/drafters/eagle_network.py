@@ -123,7 +123,7 @@ class EagleNetwork:
         query, keys = rotate(turning, positions, self._inv_freq).tensor_split([self._config.num_heads], -2)
         projected = {"q_proj": query, "k_proj": keys, "v_proj": values}
         query, keys, values = self._with_copies(projected, embedded)
-        rows = plan.new_rows(keys.device)
+        rows = plan.new_rows(keys.device).flatten()
         working = self.cache.working
         working.keys[0].index_copy_(1, rows, keys.flatten(0, 1).transpose(0, 1))
         working.values[0].index_copy_(1, rows, values.flatten(0, 1).transpose(0, 1))
@@ -248,7 +248,7 @@ class PublishedNetwork:
         """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden [B, T, C]."""
         residual, inputs = self._inputs(token_ids, hidden)
         query, keys = (rotate(self._heads(name, inputs), positions, self._inv_freq) for name in "qk")
-        rows = plan.new_rows(keys.device)
+        rows = plan.new_rows(keys.device).flatten()
         working = self.cache.working
         working.keys[0].index_copy_(1, rows, keys.flatten(0, 1).transpose(0, 1))
         working.values[0].index_copy_(1, rows, self._heads("v", inputs).flatten(0, 1).transpose(0, 1))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.drafter import Drafter
-from specextend.decoding.tree import DraftTree
-from specextend.drafters.ngram import NgramState, Node, as_draft_tree, children_of
+from specextend.decoding.tree import DraftTree, DraftTrees
+from specextend.drafters.ngram import NgramState, Node, as_draft_trees, children_of
 
 Clock = Callable[[], float]
 _PRIOR_GAIN = 1.0
@@ -54,7 +54,7 @@ class DraftTimer:
         if self._ended_at is not None:
             self._rest_s = _moved(self._rest_s, self._clock() - self._ended_at)
 
-    def propose(self, draft: Drafter, slots: Sequence[int]) -> list[DraftTree]:
+    def propose(self, draft: Drafter, slots: Sequence[int]) -> DraftTrees:
         """Let the draft propose, and count the time."""
         begin = self._clock()
         trees = draft.propose(slots)
@@ -123,7 +123,7 @@ class MergedDrafter:
             self._slots[slot].ngrams.absorb(new)
         self._draft.absorb(slots, token_ids, hidden)
 
-    def propose(self, slots: Sequence[int]) -> list[DraftTree]:
+    def propose(self, slots: Sequence[int]) -> DraftTrees:
         """Propose a tree behind each slot's root: the likeliest nodes of both."""
         if self._timer is not None:
             self._timer.begin()
@@ -134,7 +134,7 @@ class MergedDrafter:
             trees |= {slot: self._merge(self._slots[slot], tree) for slot, tree in zip(lacking, drafted, strict=True)}
         if self._timer is not None:
             self._timer.end()
-        return [as_draft_tree(trees[slot], self._device) for slot in slots]
+        return as_draft_trees([trees[slot] for slot in slots], self._device)
 
     def release(self, slot: int) -> None:
         """Free the slot."""

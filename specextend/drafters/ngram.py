@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from math import exp, log
+from math import exp, inf, log
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import DraftTree
+from specextend.decoding.tree import DraftTree, DraftTrees
 from specextend.drafters.suffix_index import LONGEST, Match, SuffixIndex
 
 Agreement = Literal["lone", "some", "most", "all"]
@@ -262,12 +262,16 @@ class TreeGrower:
             yield _Offer(child.token_id, source, child.probability, (), child.node)
 
 
-def as_draft_tree(nodes: Sequence[Node], device: torch.device) -> DraftTree:
-    """Turn nodes into the engine's tree, on the target's device."""
-    columns = [[node.token_id, node.parent, node.depth] for node in nodes]
-    token_ids, parents, depths = torch.tensor(columns).T.contiguous().to(device)
-    log_probs = torch.tensor([log(node.probability) for node in nodes], device=device)
-    return DraftTree(token_ids, parents, depths, log_probs)
+def as_draft_trees(batch: Sequence[Sequence[Node]], device: torch.device) -> DraftTrees:
+    """Turn the nodes of each tree into the engine's trees, on the target's device."""
+    sizes = [len(nodes) for nodes in batch]
+    columns, log_probs = [], []
+    for nodes in batch:
+        missing = max(sizes) - len(nodes)
+        columns.append([*([node.token_id, node.parent, node.depth] for node in nodes), *[[0, -1, 0]] * missing])
+        log_probs.append([*(log(node.probability) for node in nodes), *[-inf] * missing])
+    token_ids, parents, depths = torch.tensor(columns).permute(2, 0, 1).contiguous().to(device)
+    return DraftTrees(token_ids, parents, depths, torch.tensor(log_probs, device=device), sizes)
 
 
 class NgramState:
@@ -359,10 +363,10 @@ class NgramDrafter:
         for slot, new in zip(slots, token_ids, strict=True):
             self._slots[slot].absorb(new)
 
-    def propose(self, slots: Sequence[int]) -> list[DraftTree]:
+    def propose(self, slots: Sequence[int]) -> DraftTrees:
         """Propose a tree behind each slot's root, of the root alone if nothing matches."""
         num_nodes, depth = self._options.most_nodes, self._options.ngram_depth
-        return [as_draft_tree(self._slots[slot].propose(num_nodes, depth, {}), self._device) for slot in slots]
+        return as_draft_trees([self._slots[slot].propose(num_nodes, depth, {}) for slot in slots], self._device)
 
     def release(self, slot: int) -> None:
         """Free the slot."""

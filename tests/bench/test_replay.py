@@ -14,7 +14,7 @@ from specextend.bench.trace import Trace, TraceRecorder
 from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.engine import Engine
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import root_only
+from specextend.decoding.tree import roots_only
 from specextend.stats import DecodingStats
 from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, Pair, engine_with, random_prompt, request, tiny_config, write_pair
 
@@ -211,7 +211,7 @@ class Silent:
         self.root = token_ids[0][-1]
 
     def propose(self, rows):
-        return [root_only(self.root, torch.device("cpu"))]
+        return roots_only([self.root], torch.device("cpu"))
 
     def release(self, row):
         self.rows.remove(row)

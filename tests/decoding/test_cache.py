@@ -75,10 +75,17 @@ def test_rows_given_back_twice_are_noticed():
         rows.give_back(region)
 
 
+def commit(cache: KVCache, first_rows: list[int], paths: list[list[int]]) -> None:
+    """Commit paths of a proposal of 56 rows, all padded to the longest as verification pads them."""
+    width = max(len(path) for path in paths)
+    padded = [[*path, *range(len(path), width)] for path in paths]
+    cache.commit(torch.tensor(first_rows)[:, None] + torch.arange(56), torch.tensor(padded))
+
+
 def test_commit_packs_each_path_behind_its_prefix():
     """Accept and roll back in one verb: rows that are not on the path are free for the next proposal."""
     cache = cache_with_row_numbers(256)
-    cache.commit([10, 100, 200], [[0, 2, 5], [0], [0, 1, 2]])
+    commit(cache, [10, 100, 200], [[0, 2, 5], [0], [0, 1, 2]])
     rows = rows_of(cache)
     assert rows[10:13] == [10, 12, 15]
     assert rows[:10] == list(range(10)), "the prefix stays"
@@ -88,7 +95,7 @@ def test_commit_packs_each_path_behind_its_prefix():
 def test_commit_reads_all_rows_before_it_writes_one():
     """A path's source may be another node's target."""
     cache = cache_with_row_numbers(256)
-    cache.commit([0], [[0, 2, 3, 4, 9]])
+    commit(cache, [0], [[0, 2, 3, 4, 9]])
     assert rows_of(cache)[:5] == [0, 2, 3, 4, 9]
 
 
@@ -97,7 +104,7 @@ def test_commit_reads_all_rows_before_it_writes_one():
 def test_commit_is_a_gather(paths):
     cache = cache_with_row_numbers(256)
     first_rows = [3 + 60 * b for b in range(len(paths))]
-    cache.commit(first_rows, [[0, *sorted(path)] for path in paths])
+    commit(cache, first_rows, [[0, *sorted(path)] for path in paths])
     for first, path in zip(first_rows, paths, strict=True):
         assert rows_of(cache)[first : first + len(path) + 1] == [first + node for node in [0, *sorted(path)]]
 

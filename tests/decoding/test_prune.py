@@ -1,25 +1,38 @@
-"""Cutting trees: what is left is a tree, of the likeliest nodes."""
+"""Cutting trees: what is left of each is a tree, of its likeliest nodes."""
 
 from __future__ import annotations
+
+from math import inf
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.decoding.tree import DraftTree, prune
+from specextend.decoding.tree import DraftTree, DraftTrees, prune
+
+
+def padded(columns: list[list[list[float]]], padding: float, dtype: torch.dtype) -> torch.Tensor:
+    """A column of each tree, padded to the longest."""
+    width = max(len(column) for column in columns)
+    return torch.tensor([[*column, *[padding] * (width - len(column))] for column in columns], dtype=dtype)
 
 
 @st.composite
-def trees(draw) -> DraftTree:
-    """Parents first, log probabilities that never grow along a path, many of them equal."""
-    parents, depths, log_probs = [-1], [0], [0.0]
-    for node in range(1, draw(st.integers(1, 20))):
-        parent = draw(st.integers(0, node - 1))
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-        log_probs.append(log_probs[parent] - draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])))
-    token_ids = torch.arange(100, 100 + len(parents))
-    return DraftTree(token_ids, torch.tensor(parents), torch.tensor(depths), torch.tensor(log_probs))
+def batches(draw) -> DraftTrees:
+    """Parents first, log probabilities that never grow along a path, many of them equal or impossible."""
+    parents, depths, log_probs = [], [], []
+    for _ in range(draw(st.integers(1, 3))):
+        parents.append([-1])
+        depths.append([0])
+        log_probs.append([0.0])
+        for node in range(1, draw(st.integers(1, 20))):
+            parent = draw(st.integers(0, node - 1))
+            parents[-1].append(parent)
+            depths[-1].append(depths[-1][parent] + 1)
+            log_probs[-1].append(log_probs[-1][parent] - draw(st.sampled_from([0.0, 0.0, 0.5, 1.0, inf])))
+    token_ids = [list(range(100, 100 + len(each))) for each in parents]
+    whole = (padded(token_ids, 0, torch.int64), padded(parents, -1, torch.int64), padded(depths, 0, torch.int64))
+    return DraftTrees(*whole, padded(log_probs, -inf, torch.float32), [len(each) for each in parents])
 
 
 def path_of(tree: DraftTree, node: int) -> list[int]:
@@ -31,23 +44,35 @@ def path_of(tree: DraftTree, node: int) -> list[int]:
     return path[::-1]
 
 
-@given(trees(), st.integers(1, 22))
-def test_the_likeliest_nodes_stay_with_their_ancestors(tree, num_nodes):
+@given(batches(), st.integers(1, 22))
+def test_the_likeliest_nodes_stay_with_their_ancestors(trees, num_nodes):
     """A node whose parent was cut would be verified behind another prefix than its own."""
-    pruned = prune(tree, num_nodes)
-    assert len(pruned.token_ids) == min(num_nodes, len(tree.token_ids))
-    best = tree.log_probs.sort(descending=True).values[:num_nodes]
-    assert torch.equal(pruned.log_probs.sort(descending=True).values, best)
-    assert (pruned.token_ids[0], pruned.parents[0]) == (100, -1)
-    whole = {path[-1]: path for path in (path_of(tree, node) for node in range(len(tree.token_ids)))}
-    for node, parent in enumerate(pruned.parents.tolist()):
-        assert parent < node, "parents come first"
-        path = path_of(pruned, node)
-        assert path == whole[path[-1]]
-        assert pruned.depths[node] == len(path) - 1
+    pruned = prune(trees, num_nodes)
+    assert pruned.num_nodes == max(pruned.sizes)
+    for tree, left in zip(trees, pruned, strict=True):
+        assert len(left.token_ids) == min(num_nodes, len(tree.token_ids))
+        best = tree.log_probs.sort(descending=True).values[:num_nodes]
+        assert torch.equal(left.log_probs.sort(descending=True).values, best)
+        assert (left.token_ids[0], left.parents[0]) == (100, -1)
+        whole = {path[-1]: path for path in (path_of(tree, node) for node in range(len(tree.token_ids)))}
+        for node, parent in enumerate(left.parents.tolist()):
+            assert parent < node, "parents come first"
+            path = path_of(left, node)
+            assert path == whole[path[-1]]
+            assert left.depths[node] == len(path) - 1
 
 
-def test_a_tree_that_is_small_enough_is_left_alone():
-    tree = DraftTree(torch.tensor([5, 6]), torch.tensor([-1, 0]), torch.tensor([0, 1]), torch.tensor([0.0, -1.0]))
-    assert prune(tree, 2) is tree
-    assert prune(tree, 1).token_ids.tolist() == [5]
+@given(batches(), st.integers(1, 22))
+def test_padding_stays_padding(trees, num_nodes):
+    """It has no parent, so it is never accepted, and no probability, so it promises nothing."""
+    pruned = prune(trees, num_nodes)
+    for b, size in enumerate(pruned.sizes):
+        assert (pruned.parents[b, size:] == -1).all()
+        assert (pruned.log_probs[b, size:] == -inf).all()
+
+
+def test_trees_that_are_small_enough_are_left_alone():
+    depths = torch.tensor([[0, 1]])
+    trees = DraftTrees(torch.tensor([[5, 6]]), depths - 1, depths, -depths.float(), [2])
+    assert prune(trees, 2) is trees
+    assert prune(trees, 1).token_ids.tolist() == [[5]]

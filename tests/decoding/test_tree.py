@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import DraftTree, grow_trees, root_only, tree_mask
+from specextend.decoding.tree import DraftTree, DraftTrees, among_roots, grow_trees, roots_only, tree_mask
 from tests.covering import covering
 
 Table = Callable[[tuple[int, ...]], Tensor]
@@ -66,7 +66,7 @@ class TableDraft:
 
 def grow(
     tables: list[Table], options: TreeOptions, *, adaptive: bool = True, vocabulary: Tensor | None = None
-) -> tuple[list[DraftTree], TableDraft]:
+) -> tuple[DraftTrees, TableDraft]:
     draft = TableDraft(tables)
     roots = torch.arange(len(tables)) + 100
     trees = grow_trees(
@@ -231,6 +231,20 @@ def test_a_node_sees_itself_and_its_ancestors_alone(draws):
 
 
 def test_a_plain_step_is_a_tree_of_its_root():
-    tree = root_only(17, torch.device("cpu"))
+    [tree] = roots_only([17], torch.device("cpu"))
     assert (tree.token_ids.tolist(), tree.parents.tolist(), tree.depths.tolist()) == ([17], [-1], [0])
     assert math.exp(tree.log_probs.item()) == 1
+
+
+def test_sequences_without_a_proposal_stand_among_the_others():
+    """A batch in which some pause: their trees are roots, the others' stay what they were."""
+    proposed, _ = grow([chain_table(0.9), random_table(0)], TreeOptions(nodes=5, depth=3))
+    trees = among_roots(proposed, [0, 3], [100, 17, 18, 101])
+    assert trees.sizes == [proposed.sizes[0], 1, 1, proposed.sizes[1]]
+    for place, tree in ((0, proposed[0]), (3, proposed[1])):
+        assert weights_of(trees[place]) == weights_of(tree)
+        assert trees[place].token_ids[0] == tree.token_ids[0]
+    for place, root in enumerate(roots_only([17, 18], torch.device("cpu")), start=1):
+        assert trees[place].token_ids.equal(root.token_ids)
+        assert weights_of(trees[place]) == {}
+    assert (trees.parents[1, 1:] == -1).all(), "padding has no parent, so that it is never accepted"

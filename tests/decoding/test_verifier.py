@@ -1,11 +1,12 @@
-"""Verification on plain lists: the path follows the target's choice for as long as the draft holds it."""
+"""Verification follows the target's choices for as long as the draft contains them, for a batch of trees at once."""
 
 from __future__ import annotations
 
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.decoding.tree import Verdict, verify
+from specextend.decoding.tree import verify
 
 #        0
 #      /   \
@@ -16,51 +17,87 @@ TOKEN_IDS = [5, 7, 8, 9, 7, 9]
 PARENTS = [-1, 0, 0, 1, 1, 2]
 
 
+def follow(token_ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], int]:
+    """The path and the token after it, for one tree, with a dictionary of its edges."""
+    child = {edge: node for node, edge in enumerate(zip(parents, token_ids, strict=True))}
+    path = [0]
+    while (node := child.get((path[-1], chosen[path[-1]]))) is not None:
+        path.append(node)
+    return path, chosen[path[-1]]
+
+
+def verified(token_ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], int]:
+    """The same of a batch of this tree alone."""
+    verdict = verify(*(torch.tensor([row]) for row in (token_ids, parents, chosen)), len(parents))
+    [decided] = verdict.decided()
+    path = verdict.paths[0, : len(decided)].tolist()
+    assert decided[:-1] == [token_ids[node] for node in path[1:]], "accepted tokens are draft tokens"
+    return path, decided[-1]
+
+
 def test_nothing_accepted_gives_the_targets_own_token():
     """A useless draft still yields one token a step."""
-    assert verify(TOKEN_IDS, PARENTS, [3, 7, 7, 7, 7, 7]) == Verdict([0], 3)
+    assert verified(TOKEN_IDS, PARENTS, [3, 7, 7, 7, 7, 7]) == ([0], 3)
 
 
 def test_a_root_alone_is_a_plain_step():
-    assert verify([5], [-1], [9]) == Verdict([0], 9)
+    assert verified([5], [-1], [9]) == ([0], 9)
 
 
 def test_a_whole_path_is_accepted_with_a_bonus_token():
-    assert verify(TOKEN_IDS, PARENTS, [7, 7, 0, 0, 1, 0]) == Verdict([0, 1, 4], 1)
+    assert verified(TOKEN_IDS, PARENTS, [7, 7, 0, 0, 1, 0]) == ([0, 1, 4], 1)
 
 
 def test_the_path_may_take_the_less_likely_branch():
-    assert verify(TOKEN_IDS, PARENTS, [8, 0, 9, 0, 0, 2]) == Verdict([0, 2, 5], 2)
+    assert verified(TOKEN_IDS, PARENTS, [8, 0, 9, 0, 0, 2]) == ([0, 2, 5], 2)
 
 
 def test_a_token_that_stands_under_another_parent_is_not_accepted():
     """9 follows 7 and 8 in this tree; the target's 9 after the root is neither."""
-    assert verify(TOKEN_IDS, PARENTS, [9, 9, 9, 9, 9, 9]) == Verdict([0], 9)
+    assert verified(TOKEN_IDS, PARENTS, [9, 9, 9, 9, 9, 9]) == ([0], 9)
 
 
 def test_a_child_with_its_parents_token_is_told_apart():
     """7 after 7: edges are (parent, token), not tokens."""
-    assert verify(TOKEN_IDS, PARENTS, [7, 7, 0, 0, 7, 0]) == Verdict([0, 1, 4], 7)
+    assert verified(TOKEN_IDS, PARENTS, [7, 7, 0, 0, 7, 0]) == ([0, 1, 4], 7)
 
 
 def test_the_roots_own_token_is_no_edge():
     """The root has parent -1: no node may be taken for its parent."""
-    assert verify([5, 5], [-1, 0], [5, 5]) == Verdict([0, 1], 5)
+    assert verified([5, 5], [-1, 0], [5, 5]) == ([0, 1], 5)
 
 
-@given(st.data())
-def test_verification_is_decoding_with_the_target(data):
-    """Accepted tokens and bonus token are what the target alone would have said, as far as the tree reaches."""
-    num_nodes = data.draw(st.integers(1, 12))
-    nodes: list[tuple[int, int]] = [(-1, 0)]
-    for n in range(1, num_nodes):
-        edge = (data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 3)))
-        if edge not in nodes:
-            nodes.append(edge)
-    parents, token_ids = (list(column) for column in zip(*nodes, strict=True))
-    chosen = [data.draw(st.integers(0, 3)) for _ in nodes]
-    verdict = verify(token_ids, parents, chosen)
-    for parent, node in zip(verdict.path, verdict.path[1:], strict=False):
-        assert (parents[node], token_ids[node]) == (parent, chosen[parent])
-    assert verdict.bonus_token_id == chosen[verdict.path[-1]]
-    assert (verdict.path[-1], verdict.bonus_token_id) not in nodes[1:], "the path goes on as long as it can"
+@st.composite
+def batches(draw) -> tuple[list[list[tuple[int, int, int]]], int]:
+    """Trees of (parent, token id, chosen token id), no edge twice; and the number of nodes they are padded to."""
+    batch = []
+    for _ in range(draw(st.integers(1, 4))):
+        edges = [(-1, draw(st.integers(0, 3)))]
+        for _ in range(draw(st.integers(0, 11))):
+            edge = (draw(st.integers(0, len(edges) - 1)), draw(st.integers(0, 3)))
+            edges += [] if edge in edges else [edge]
+        batch.append([(*edge, draw(st.integers(0, 3))) for edge in edges])
+    return batch, max(len(tree) for tree in batch) + draw(st.integers(0, 2))
+
+
+@settings(deadline=None)
+@given(batches())
+def test_a_batch_is_verified_as_each_tree_alone(drawn):
+    """A path, the token after it and the columns behind both are what a walk over the edges finds, without the host."""
+    batch, num_nodes = drawn
+    padded = [[*tree, *[(-1, 0, 0)] * (num_nodes - len(tree))] for tree in batch]
+    parents, token_ids, chosen = torch.tensor(padded).unbind(2)
+    verdict = verify(token_ids, parents, chosen, num_nodes)
+    for tree, path, decided in zip(batch, verdict.paths.tolist(), verdict.decided(), strict=True):
+        columns = [list(column) for column in zip(*tree, strict=True)]
+        expected, bonus_token_id = follow(columns[1], columns[0], columns[2])
+        assert path == [*expected, *range(len(expected), num_nodes)]
+        assert decided == [*(columns[1][node] for node in expected[1:]), bonus_token_id]
+
+
+def test_no_path_is_longer_than_the_deepest_draft():
+    """A narrow verdict is a small download; a tree of the drafter has no deeper nodes."""
+    token_ids, parents, chosen = (torch.tensor([row]) for row in (TOKEN_IDS, PARENTS, [7, 7, 0, 0, 1, 0]))
+    verdict = verify(token_ids, parents, chosen, 2)
+    assert verdict.paths.tolist() == [[0, 1, 4]]
+    assert verdict.decided() == [[7, 7, 1]]

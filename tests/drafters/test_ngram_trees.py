@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.decoding.tree import DraftTree
-from specextend.drafters.ngram import Evidence, NgramState, Node, as_draft_tree, children_of, prior
+from specextend.drafters.ngram import Evidence, NgramState, Node, as_draft_trees, children_of, prior
 
 CPU = torch.device("cpu")
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
@@ -76,7 +76,7 @@ def test_matches_that_disagree_become_branches():
 def test_a_text_without_a_match_gets_the_root_alone():
     nodes = state_of(TEXT, [30]).propose(8, 16, {})
     assert [(node.token_id, node.parent, node.probability) for node in nodes] == [(30, -1, 1.0)]
-    tree = as_draft_tree(nodes, CPU)
+    [tree] = as_draft_trees([nodes], CPU)
     assert (tree.token_ids.tolist(), tree.parents.tolist(), tree.log_probs.tolist()) == ([30], [-1], [0.0])
 
 
@@ -120,7 +120,7 @@ def test_a_merged_tree_keeps_its_budget_and_is_a_tree(proposal, num_nodes, depth
         assert node.depth == parent.depth + 1 <= depth
         assert 0 < node.probability < parent.probability
     assert len(paths(nodes)) == len(nodes) - 1
-    tree = as_draft_tree(nodes, CPU)
+    [tree] = as_draft_trees([nodes], CPU)
     assert (tree.log_probs.diff() <= 0).all(), "best first"
 
 

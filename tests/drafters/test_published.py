@@ -20,7 +20,7 @@ from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import DraftTree
+from specextend.decoding.tree import DraftTrees
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_network import PublishedNetwork
 from specextend.drafters.formats import read_head
@@ -316,9 +316,9 @@ class Clairvoyant:
         assert self.drafter.propose(rows)
         done = sum(map(len, self.absorbed))
         root, *following = [*self.token_ids, 0, 0][done - 1 : done + 2]
-        chain = torch.tensor([root, *following, 0])
-        depths = torch.arange(4)
-        return [DraftTree(chain, depths - 1, depths, -depths.float())]
+        chain = torch.tensor([[root, *following, 0]])
+        depths = torch.arange(4).unsqueeze(0)
+        return DraftTrees(chain, depths - 1, depths, -depths.float(), [4])
 
 
 @pytest.mark.parametrize("draft", ["eagle1", "eagle3"])
