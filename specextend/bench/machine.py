@@ -17,10 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specextend.decoding.packing import pack_if_faster
 from specextend.model_files import find_files
-from specextend.models import DTYPES, Dtype, TargetOptions, read_facts
+from specextend.models import DTYPES, Dtype, TargetOptions
 
-_READ_BYTES = 512 << 20  # more than a cache holds
-_PRODUCT_SIZE = 2048  # rows, inputs and outputs
+_READ_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
+"""Size of the tensor that is read: more than a cache holds, and so much that starting a kernel takes no share."""
+_PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
+"""Rows, inputs and outputs of the product."""
 _REPEATS = 5
 
 
@@ -60,19 +62,27 @@ class ModelWork:
 
 def measure_limits(device: torch.device, dtype: Dtype) -> MachineLimits:
     """Measure memory bandwidth and matrix rate, which takes a few seconds."""
-    values = torch.ones(_READ_BYTES // 4, device=device)
+    num_bytes, size = _READ_BYTES[device.type], _PRODUCT_SIZE[device.type]
+    values = torch.ones(num_bytes // 4, device=device)
     read_s = _best_s(values.sum, device)
     del values
-    product_s = _best_s(_product(device, DTYPES[dtype]), device)
-    return MachineLimits(_READ_BYTES / read_s, 2 * _PRODUCT_SIZE**3 / product_s)
+    product_s = _best_s(_product(size, device, DTYPES[dtype]), device)
+    return MachineLimits(num_bytes / read_s, 2 * size**3 / product_s)
 
 
-def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+def measure_copy(device: torch.device) -> float:
+    """Measure the bytes per second of a copy inside the device's memory, those read and those written together."""
+    source = torch.ones(_READ_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best_s(lambda: target.copy_(source), device)
+
+
+def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     """Make a matrix product as the engine computes it."""
-    linear = nn.Linear(_PRODUCT_SIZE, _PRODUCT_SIZE, bias=False, device=device, dtype=dtype).requires_grad_(False)
+    linear = nn.Linear(size, size, bias=False, device=device, dtype=dtype).requires_grad_(False)
     layer = nn.Sequential(linear)
     pack_if_faster(layer)
-    rows = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, device=device, dtype=dtype)
+    rows = torch.ones(size, size, device=device, dtype=dtype)
     return lambda: layer(rows)
 
 
@@ -90,18 +100,22 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 def work_of(target: TargetOptions) -> ModelWork:
     """Count what decoding with a target takes, without loading its weights."""
-    facts = read_facts(target.model, target.revision)
-    model = skeleton(target)
-    head = model.lm_head.weight.numel()
+    return work_of_model(skeleton(target), DTYPES[target.dtype])
+
+
+def work_of_model(model: Any, dtype: torch.dtype) -> ModelWork:
+    """Count what decoding with a causal LM takes, its weights and cache in `dtype`. Its layers are the stock ones."""
+    config, head = model.config, model.lm_head.weight.numel()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    unread = 0 if model.config.tie_word_embeddings else head  # of an embedding of its own, a step reads one row
+    unread = 0 if config.tie_word_embeddings else head  # of an embedding of its own, a step reads one row
     num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread
     return ModelWork(
-        weight_bytes=num_weights * DTYPES[target.dtype].itemsize,
-        kv_bytes_per_token=facts.kv_bytes_per_token(target.dtype),
+        weight_bytes=num_weights * dtype.itemsize,
+        kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize,
         layer_parameters=linears - head,
         head_parameters=head,
-        attention_flop_per_pair=4 * facts.num_layers * facts.num_heads * facts.head_dim,
+        attention_flop_per_pair=4 * config.num_hidden_layers * config.num_attention_heads * head_dim,
     )
 
 

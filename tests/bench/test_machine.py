@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.bench.machine import measure_limits, work_of
+from specextend.bench.machine import measure_copy, measure_limits, work_of
 from specextend.models import TargetOptions, load_target, read_facts
 from tests.tiny_models import FAMILIES, tiny_model, write_model
 
@@ -41,3 +41,8 @@ def test_limits_are_those_of_some_real_machine(dtype):
     limits = measure_limits(torch.device("cpu"), dtype)
     assert 1e8 < limits.read_bytes_per_s < 1e13
     assert 1e8 < limits.flop_per_s < 1e15
+
+
+def test_a_copy_counts_what_it_reads_and_what_it_writes():
+    """Counting one of them would make every kernel look twice as near to the machine's limit."""
+    assert 1e8 < measure_copy(torch.device("cpu")) < 1e13
