@@ -14,11 +14,11 @@ import torch
 
 from specextend.attention.backends import attend_reference
 from specextend.bench.gpu_check.__main__ import STAGES
-from specextend.bench.gpu_check.kernel_parity import CALLS, KernelCall, compare_call
+from specextend.bench.gpu_check.kernel_parity import CALLS, AttentionCall, compare_call
 from specextend.bench.gpu_check.marked_tests import read_report
 from specextend.bench.gpu_check.replayed_speed import RECORDING, read_recording, replay_documents
 from specextend.bench.gpu_check.same_tokens import compare_tokens
-from specextend.bench.gpu_check.stage import read_rows, write_json
+from specextend.bench.gpu_check.stage import SkippedError, attempt, read_rows, write_json
 from specextend.bench.gpu_check.supervisor import Stage, run_stages
 from specextend.bench.gpu_check.synchronisations import count_by_line
 from specextend.core import Completion
@@ -70,6 +70,24 @@ def test_the_stages_behind_a_hanging_one_still_run(tmp_path, monkeypatch):
     assert read_rows(tmp_path, "right") == [{"shapes": "tiny"}, {"device": "cpu"}]
 
 
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 64.00 GiB"), {"skipped": "out of memory"}),
+        (SkippedError("no triton"), {"skipped": "no triton"}),
+        (RuntimeError("out of resource: shared memory"), {"wrong": "RuntimeError: out of resource: shared memory"}),
+    ],
+)
+def test_a_cell_that_fails_leaves_its_stage_going(error, outcome):
+    """A kernel that does not fit one shape must not hide how fast it is at the others."""
+
+    def measure():
+        yield {"ms": 1}
+        raise error
+
+    assert list(attempt({"batch": 8}, measure)) == [{"batch": 8, "ms": 1}, {"batch": 8, **outcome}]
+
+
 def test_all_limits_together_are_under_nine_minutes():
     """And with the summary there are at most eight files."""
     assert sum(stage.limit_s for stage in STAGES) < 9 * 60
@@ -104,7 +122,7 @@ def test_a_kernel_with_a_large_error_is_wrong(factor):
         out, lse = attend_reference(*call)
         return out * factor, lse
 
-    row = compare_call(kernel, KernelCall("tree", (4, 2), 64, 5, (70, 0)), torch.bfloat16, torch.device("cpu"), "ours")
+    row = compare_call(kernel, AttentionCall("tree", (4, 2), 64, 5, (70, 0)), torch.bfloat16, torch.device("cpu"))
     assert ("wrong" in row) == (factor != 1.0)
 
 

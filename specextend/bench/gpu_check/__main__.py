@@ -19,10 +19,10 @@ from specextend.bench.gpu_check.supervisor import Stage, run_stages
 _PACKAGE = "specextend.bench.gpu_check"
 STAGES = (
     Stage("machine", f"{_PACKAGE}.machine_facts:run", 45),
-    Stage("kernels", f"{_PACKAGE}.kernel_parity:run", 75),
-    Stage("tests", f"{_PACKAGE}.marked_tests:run", 110),
-    Stage("tokens", f"{_PACKAGE}.same_tokens:run", 70),
-    Stage("steps", f"{_PACKAGE}.step_times:run", 150),
+    Stage("kernels", f"{_PACKAGE}.kernel_parity:run", 65),
+    Stage("tests", f"{_PACKAGE}.marked_tests:run", 140),
+    Stage("tokens", f"{_PACKAGE}.same_tokens:run", 60),
+    Stage("steps", f"{_PACKAGE}.step_times:run", 140),
     Stage("prefill", f"{_PACKAGE}.prefill_rates:run", 45),
     Stage("synchronisations", f"{_PACKAGE}.synchronisations:run", 40),
 )

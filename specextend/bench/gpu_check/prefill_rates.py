@@ -9,8 +9,8 @@ import torch
 
 from specextend.attention.plan import AttentionPlan
 from specextend.bench.gpu_check.machine_facts import ceiling
-from specextend.bench.gpu_check.shapes import FULL, TINY, EngineParts, Pair
-from specextend.bench.gpu_check.stage import Row, Setting
+from specextend.bench.gpu_check.shapes import FULL, TINY, EngineParts, Pair, PairShape
+from specextend.bench.gpu_check.stage import Row, Setting, attempt
 from specextend.bench.gpu_check.step_times import release, spread_ms
 from specextend.decoding.engine import PREFILL_CHUNK
 
@@ -24,22 +24,24 @@ def run(setting: Setting) -> Iterator[Row]:
     """Yield one row for each pair and chunk size, and one for the prompt's pass through each draft."""
     device = torch.device(setting.device)
     for shape in FULL if setting.shapes == "full" else TINY:
-        yield from _measure(Pair(shape, device, torch.bfloat16), setting)
+        cell: Row = {"pair": shape.name, "tokens": PROMPT_TOKENS[setting.shapes]}
+        yield from attempt(cell, partial(_measure, shape, setting))
         release(device)
 
 
-def _measure(pair: Pair, setting: Setting) -> Iterator[Row]:
+def _measure(shape: PairShape, setting: Setting) -> Iterator[Row]:
+    device = torch.device(setting.device)
+    pair = Pair(shape, device, torch.bfloat16)
     num_tokens, flop_per_s = PROMPT_TOKENS[setting.shapes], ceiling(setting.out, "bf16_flop_per_s")
     parts, flop = EngineParts(pair, BACKEND, 1, num_tokens), pair.work().prefill_flop(num_tokens)
-    device, row = parts.target.device, {"pair": pair.shape.name, "tokens": num_tokens}
     for chunk_size in CHUNKS[setting.shapes]:
         ms = spread_ms(partial(read_prompt, parts, num_tokens, chunk_size), device)
         per_s = 1e3 / ms["median"]
         share = None if flop_per_s is None else flop * per_s / flop_per_s
         speed = {"tokens_per_s": num_tokens * per_s, "matrix_share": share}
-        yield row | {"model": "target", "chunk": chunk_size, "ms": ms, **speed}
+        yield {"model": "target", "chunk": chunk_size, "ms": ms, **speed}
     ms = spread_ms(partial(read_prompt_with_draft, parts, num_tokens), device)
-    yield row | {"model": "draft", "chunk": PREFILL_CHUNK, "ms": ms}
+    yield {"model": "draft", "chunk": PREFILL_CHUNK, "ms": ms}
 
 
 def read_prompt(parts: EngineParts, num_tokens: int, chunk_size: int) -> None:

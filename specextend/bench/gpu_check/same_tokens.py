@@ -7,12 +7,13 @@ end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product, zip_longest
 
 import torch
 
 from specextend.bench.gpu_check.shapes import TINY, EngineParts, Pair
-from specextend.bench.gpu_check.stage import Row, Setting
+from specextend.bench.gpu_check.stage import Row, Setting, attempt
 from specextend.core import Completion, Request
 from specextend.decoding.engine import PREFILL_CHUNK
 
@@ -32,12 +33,11 @@ def run(setting: Setting) -> Iterator[Row]:
         moved = pair.to(device)
         for backend, batch in product(BACKENDS, BATCHES):
             row: Row = {"pair": shape.name, "backend": backend, "batch": batch}
-            try:
-                parts = EngineParts(moved, backend, batch, MAX_TOKENS)
-            except ValueError as error:
-                yield row | {"skipped": str(error)}
-                continue
-            yield row | compare_tokens(decode(parts, speculates=True), expected)
+            yield from attempt(row, partial(_compare, moved, backend, batch, expected))
+
+
+def _compare(pair: Pair, backend: str, batch: int, expected: Mapping[str, Completion]) -> Iterator[Row]:
+    yield compare_tokens(decode(EngineParts(pair, backend, batch, MAX_TOKENS), speculates=True), expected)
 
 
 def requests() -> list[Request]:

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specextend.attention.backends import load_backend
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.attention.plan import TreeAttention
+from specextend.attention.plan import Attend, TreeAttention
+from specextend.bench.gpu_check.stage import SkippedError
 from specextend.bench.machine import ModelWork, work_of_model
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
@@ -140,15 +141,12 @@ class EngineParts:
     """The engine's target and drafter around a pair, for a batch of sequences of one length at most."""
 
     def __init__(self, pair: Pair, backend: str, batch: int, num_tokens: int) -> None:
-        """Attend with `backend`, with room for `num_tokens` tokens of each sequence, prompt and output together.
-
-        Raises ValueError if the backend does not run on the pair's device.
-        """
+        """Attend with `backend`, with room for `num_tokens` tokens of each sequence, prompt and output together."""
         shape, model = pair.shape, _own(pair.model)
         self.shape, self.batch, self.num_tokens = shape, batch, num_tokens
         self.lm_head: Tensor = model.lm_head.weight  # packing hides it
         rows = aligned(num_tokens + shape.tree.most_nodes + shape.tree.depth + 2)
-        self.target = CachedModel(model, load_backend(backend, model.device), batch * rows)
+        self.target = CachedModel(model, require_backend(backend, model.device), batch * rows)
         self.tree_attention: TreeAttention = "dense" if backend == "triton" else "hybrid"
         scratch = shape.tree.most_nodes * shape.tree.depth + shape.cache.draft_prefill_window + PREFILL_CHUNK
         self.network = self._network(pair, batch * (rows + aligned(scratch)))
@@ -189,6 +187,14 @@ class TokenNumbers:
     def decode(self, token_ids: list[int], **_: bool) -> str:
         """Return the numbers with spaces between."""
         return " ".join(map(str, token_ids))
+
+
+def require_backend(name: str, device: torch.device) -> Attend:
+    """Return an attention backend. Raises SkippedError if it does not run on the device."""
+    try:
+        return load_backend(name, device)
+    except ValueError as error:
+        raise SkippedError(str(error)) from None
 
 
 def random_llama(values: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:

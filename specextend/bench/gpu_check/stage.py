@@ -13,10 +13,14 @@ from typing import Any, Literal
 
 Shapes = Literal["full", "tiny"]
 Row = dict[str, Any]
+_SHOWN = 1000
+"""Characters of an error's message that are kept."""
+_OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
+"""Messages of torch, CUDA and its libraries."""
 
 
 class SkippedError(Exception):
-    """A stage that this machine cannot run; the message says why."""
+    """A stage, or a cell of one, that this machine cannot run; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +55,7 @@ def run_stage(name: str, load: Callable[[], Run], setting: Setting) -> None:
         for row in load()(setting):
             rows.append(row)
             keep(setting.out, name, status, reason, rows)
-        wrong = [row["wrong"] for row in rows if row.get("wrong")]
-        status, reason = ("failed", f"{len(wrong)} rows are wrong, first: {wrong[0]}") if wrong else ("ok", "")
+        status = "ok"
     except SkippedError as error:
         status, reason = "skipped", str(error)
     except ModuleNotFoundError as error:
@@ -60,7 +63,28 @@ def run_stage(name: str, load: Callable[[], Run], setting: Setting) -> None:
     except Exception as error:  # noqa: BLE001  whatever it is, the summary shall say it
         last = traceback.extract_tb(error.__traceback__)[-1]
         status, reason = "failed", f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+    wrong = [row["wrong"] for row in rows if "wrong" in row]
+    if wrong and status != "failed":
+        status, reason = "failed", f"{len(wrong)} rows are wrong, the first: {wrong[0]}"
     keep(setting.out, name, status, reason, rows)
+
+
+def attempt(cell: Row, measure: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """Yield the rows of one cell, each with what names it; if it fails, one more row says why, and the stage goes on.
+
+    That memory runs out is not wrong: cells are tried up to the largest that fits.
+    """
+    try:
+        for row in measure():
+            yield cell | row
+        return
+    except SkippedError as error:
+        last = {"skipped": str(error)}
+    except Exception as error:  # noqa: BLE001  one kernel that fails must not cost the cells behind it
+        last = {"wrong": f"{type(error).__name__}: {error}"[:_SHOWN]}
+        if any(text in str(error) for text in _OUT_OF_MEMORY):
+            last = {"skipped": "out of memory"}
+    yield cell | last  # here the exception is released, and with it the tensors of the cell
 
 
 def keep(out: Path, name: str, status: str, reason: str, rows: list[Row]) -> None:

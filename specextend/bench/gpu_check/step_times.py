@@ -8,9 +8,11 @@ Shapes: `B` sequences, `N` nodes of a tree, `F` features, `K` key heads, `D` hea
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any
@@ -23,7 +25,7 @@ from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.bench.gpu_check.machine_facts import ceiling
 from specextend.bench.gpu_check.shapes import FULL, TINY, EngineParts, Pair
-from specextend.bench.gpu_check.stage import Row, Setting
+from specextend.bench.gpu_check.stage import Row, Setting, attempt
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.tree import DraftTree, stack_trees, tree_mask
 from specextend.stats import DecodingStats, ratio
@@ -55,8 +57,8 @@ def run(setting: Setting) -> Iterator[Row]:
             if time.monotonic() + CELL_S > until:
                 yield cell | {"skipped": "no time is left"}
                 continue
-            for row in _measure_cell(pair, backend, batch, num_tokens):
-                yield cell | _with_floor(row, bandwidth)
+            for row in attempt(cell, partial(_measure, pair, backend, batch, num_tokens)):
+                yield _with_floor(row, bandwidth)
             release(device)
         del pair
         release(device)
@@ -70,17 +72,11 @@ def cells(setting: Setting) -> Iterator[tuple[int, int, str]]:
             yield batch, num_tokens, backend
 
 
-def _measure_cell(pair: Pair, backend: str, batch: int, num_tokens: int) -> Iterator[Row]:
-    """Measure what fits into memory and runs on the device; yield a row with `skipped` where it does not."""
-    try:
-        if backend == BASE:
-            yield base_step(pair, batch, num_tokens)
-        else:
-            yield from StepParts(pair, backend, batch, num_tokens).measure()
-    except torch.OutOfMemoryError:
-        yield {"skipped": "out of memory"}
-    except ValueError as error:
-        yield {"skipped": str(error)}
+def _measure(pair: Pair, backend: str, batch: int, num_tokens: int) -> Iterator[Row]:
+    if backend == BASE:
+        yield base_step(pair, batch, num_tokens)
+    else:
+        yield from StepParts(pair, backend, batch, num_tokens).measure()
 
 
 def _with_floor(row: Row, bandwidth: float | None) -> Row:
@@ -115,7 +111,7 @@ class StepParts:
         self._num_tokens, self._slots = num_tokens, [*range(batch)]
         self._device = self._target.device
         self._target.cache.stored.normal_()
-        rows = [self._target.cache.rows.take(num_tokens + room + 1) for _ in self._slots]
+        rows = [self._target.cache.rows.take(num_tokens + parts.shape.tree.most_nodes + 1) for _ in self._slots]
         self._starts = [region.start for region in rows if region is not None]
         self._layers = scored_layers(parts.shape.cache, self._target.config.num_hidden_layers)
         self._queries = self._random(len(self._layers), self._target.config.num_attention_heads, self._target.head_dim)
@@ -252,5 +248,6 @@ def spread_ms(work: Callable[[], object], device: torch.device) -> dict[str, Any
 
 def release(device: torch.device) -> None:
     """Give freed memory back, so that the next cell finds it in one piece."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

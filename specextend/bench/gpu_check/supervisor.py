@@ -56,7 +56,13 @@ def _run(stage: Stage, device: str, shapes: Shapes, out: Path) -> Row:
     if kept["status"] == "running":
         kept |= {"status": "failed", "reason": failure or "it ended before its rows were complete"}
         write_json(path, kept)
-    return {"status": kept["status"], "reason": kept["reason"], "rows": len(kept["rows"])}
+    num_skipped = sum("skipped" in row for row in kept["rows"])
+    return {
+        "status": kept["status"],
+        "reason": kept["reason"],
+        "rows": len(kept["rows"]),
+        "skipped_rows": num_skipped,
+    }
 
 
 def _wait(command: Sequence[str], limit_s: float) -> str:
@@ -67,7 +73,9 @@ def _wait(command: Sequence[str], limit_s: float) -> str:
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         return f"it exceeded its limit of {limit_s:g} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     return f"it ended with code {process.returncode}: {output.strip()[-_SHOWN:]}" if process.returncode else ""

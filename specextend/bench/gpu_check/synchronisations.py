@@ -6,12 +6,13 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import product
 
 import torch
 
 from specextend.bench.gpu_check.shapes import TINY, EngineParts, Pair
-from specextend.bench.gpu_check.stage import Row, Setting, SkippedError
+from specextend.bench.gpu_check.stage import Row, Setting, SkippedError, attempt
 from specextend.core import Request
 
 BACKENDS = ("sdpa", "triton")
@@ -25,14 +26,13 @@ def run(setting: Setting) -> Iterator[Row]:
     for shape, backend in product(TINY, BACKENDS):
         pair = Pair(shape, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
         row: Row = {"pair": shape.name, "backend": backend}
-        try:
-            parts = EngineParts(pair, backend, 2, PROMPT_TOKENS + NEW_TOKENS)
-        except ValueError as error:
-            yield row | {"skipped": str(error)}
-            continue
-        yield row | count_in_steps(parts)
+        yield from attempt(row, partial(_count, pair, backend))
     if device.type == "cpu":
         raise SkippedError("a CPU is never waited for, so nothing was counted")
+
+
+def _count(pair: Pair, backend: str) -> Iterator[Row]:
+    yield count_in_steps(EngineParts(pair, backend, 2, PROMPT_TOKENS + NEW_TOKENS))
 
 
 def count_in_steps(parts: EngineParts) -> Row:
@@ -65,5 +65,5 @@ def count_by_line(caught: Iterable[warnings.WarningMessage]) -> Counter[str]:
     return Counter(
         f"{os.path.relpath(warning.filename)}:{warning.lineno}"
         for warning in caught
-        if "synchronizing" in str(warning.message)
+        if "called a synchronizing" in str(warning.message)
     )
