@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs what only a GPU can prove, in under nine minutes: docs/benchmarks.md says what. Results go to $OUT, at most eight
 # small JSON files, of which summary.json says how each stage ended.
-# Needs torch with CUDA, transformers and triton, and for the stage of tests pytest; neither models nor a network. A
-# package that a stage lacks is named in the summary. Only the last of the tests needs pydantic, rich and gguf, too.
+# Needs torch with CUDA, transformers and triton, and for the stage of tests pytest, of which the last also needs pydantic;
+# neither models nor a network. A package that is missing is named in the summary.
 # `scripts/gpu_check.sh --device cpu --shapes tiny` tries all of it on a CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."

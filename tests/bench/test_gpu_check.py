@@ -160,16 +160,16 @@ def test_synchronisations_are_counted_by_line():
 
 
 def test_a_test_report_keeps_what_failed(tmp_path):
-    """The traceback's first line is often all that is needed to begin."""
+    """Of a file that cannot be imported, the message is only `collection failure`; the last line names the package."""
     report = tmp_path / "junit.xml"
     report.write_text(
         '<testsuites><testsuite><testcase name="good" time="1.5"/>'
-        '<testcase name="bad" time="2"><failure message="1 != 2">trace</failure></testcase>'
+        '<testcase name="bad" time="2"><failure message="1 != 2">first\nlast</failure></testcase>'
         '<testcase name="left out" time="0"><skipped message="no triton"/></testcase></testsuite></testsuites>'
     )
     good, bad, left_out = read_report(report)
     assert good == {"test": "good", "seconds": 1.5}
-    assert bad["wrong"] == "bad: 1 != 2"
+    assert bad["wrong"] == "bad: 1 != 2 (last)"
     assert left_out["skipped"] == "no triton"
 
 
@@ -208,7 +208,6 @@ def test_every_stage_runs_on_a_cpu_with_tiny_shapes(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["seconds"] < 120
     skipped = {name for name, stage in summary["stages"].items() if stage["status"] == "skipped"}
     assert skipped == {"tests", "synchronisations"}
     assert all(stage["reason"] for name, stage in summary["stages"].items() if name in skipped)

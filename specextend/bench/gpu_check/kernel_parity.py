@@ -23,7 +23,9 @@ from specextend.decoding.tree import tree_mask
 BACKENDS = ("sdpa", "triton")
 DTYPES = (torch.bfloat16, torch.float16)
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Largest error, absolute plus relative."""
+"""Largest error of an output, absolute plus relative."""
+LSE_TOLERANCE = 2e-3
+"""The same of the LSE, which kernels keep in fp32."""
 
 Kind = Literal["plain", "causal", "tree"]
 
@@ -88,7 +90,8 @@ def compare_call(attend: Attend, call: AttentionCall, dtype: torch.dtype, device
     expected = attend_tree_reference(q, k, v, first_rows, row_counts, pack_mask(mask), num_masked, scale)
     row: Row = {}
     for name, a, b in zip(("out", "lse"), found, expected, strict=True):
-        error, tolerance = float((a.float() - b.float()).abs().max()), TOLERANCES[dtype]
+        error = float((a.float() - b.float()).abs().max())
+        tolerance = TOLERANCES[dtype] if name == "out" else LSE_TOLERANCE
         row[f"{name}_error"] = error
         if not torch.allclose(a.float(), b.float(), atol=tolerance, rtol=tolerance):
             row["wrong"] = f"{name} has an error of {error:g} in {dtype}, {call}"

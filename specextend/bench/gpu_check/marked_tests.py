@@ -55,5 +55,6 @@ def read_report(report: Path) -> Iterator[Row]:
             if outcome.tag == "skipped":
                 row["skipped"] = outcome.get("message")
             if outcome.tag in ("failure", "error"):
-                row["wrong"] = f"{case.get('name')}: {(outcome.get('message') or '')[:_SHOWN]}"
+                last = (outcome.text or "").strip().rpartition("\n")[2]
+                row["wrong"] = f"{case.get('name')}: {outcome.get('message')} ({last})"[:_SHOWN]
         yield row
