@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from specextend.bench.gpu_check.kernel_parity import CALLS, AttentionCall, compa
 from specextend.bench.gpu_check.marked_tests import read_report
 from specextend.bench.gpu_check.replayed_speed import RECORDING, read_recording, replay_documents
 from specextend.bench.gpu_check.same_tokens import compare_tokens
-from specextend.bench.gpu_check.stage import SkippedError, attempt, read_rows, write_json
+from specextend.bench.gpu_check.stage import Setting, SkippedError, attempt, read_rows, write_json
 from specextend.bench.gpu_check.supervisor import Stage, run_stages
 from specextend.bench.gpu_check.synchronisations import count_by_line
 from specextend.core import Completion
@@ -70,6 +71,10 @@ def test_the_stages_behind_a_hanging_one_still_run(tmp_path, monkeypatch):
     assert read_rows(tmp_path, "right") == [{"shapes": "tiny"}, {"device": "cpu"}]
 
 
+def setting(seconds: float) -> Setting:
+    return Setting(device="cpu", shapes="tiny", out=Path("unused"), ends_at=time.monotonic() + seconds)
+
+
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
@@ -85,7 +90,12 @@ def test_a_cell_that_fails_leaves_its_stage_going(error, outcome):
         yield {"ms": 1}
         raise error
 
-    assert list(attempt({"batch": 8}, measure)) == [{"batch": 8, "ms": 1}, {"batch": 8, **outcome}]
+    assert list(attempt(setting(60), {"batch": 8}, measure)) == [{"batch": 8, "ms": 1}, {"batch": 8, **outcome}]
+
+
+def test_a_cell_without_time_is_skipped():
+    """What a stage could not reach is said, cell by cell, before its limit ends it."""
+    assert list(attempt(setting(0), {"batch": 8}, pytest.fail)) == [{"batch": 8, "skipped": "no time is left"}]
 
 
 def test_all_limits_together_are_under_nine_minutes():

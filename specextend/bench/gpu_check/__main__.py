@@ -19,8 +19,8 @@ from specextend.bench.gpu_check.supervisor import Stage, run_stages
 _PACKAGE = "specextend.bench.gpu_check"
 STAGES = (
     Stage("machine", f"{_PACKAGE}.machine_facts:run", 45),
-    Stage("kernels", f"{_PACKAGE}.kernel_parity:run", 65),
-    Stage("tests", f"{_PACKAGE}.marked_tests:run", 140),
+    Stage("kernels", f"{_PACKAGE}.kernel_parity:run", 80),
+    Stage("tests", f"{_PACKAGE}.marked_tests:run", 125),
     Stage("tokens", f"{_PACKAGE}.same_tokens:run", 60),
     Stage("steps", f"{_PACKAGE}.step_times:run", 140),
     Stage("prefill", f"{_PACKAGE}.prefill_rates:run", 45),

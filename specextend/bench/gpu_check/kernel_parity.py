@@ -72,7 +72,7 @@ def run(setting: Setting) -> Iterator[Row]:
         if setting.shapes == "tiny":
             call = replace(call, prefixes=tuple(min(prefix, _SHORT) for prefix in call.prefixes))
         cell: Row = {"backend": name, "dtype": str(dtype).removeprefix("torch."), **asdict(call)}
-        yield from attempt(cell, partial(_compare, name, call, dtype, device))
+        yield from attempt(setting, cell, partial(_compare, name, call, dtype, device))
 
 
 def _compare(backend: str, call: AttentionCall, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:

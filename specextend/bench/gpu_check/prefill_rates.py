@@ -25,7 +25,7 @@ def run(setting: Setting) -> Iterator[Row]:
     device = torch.device(setting.device)
     for shape in FULL if setting.shapes == "full" else TINY:
         cell: Row = {"pair": shape.name, "tokens": PROMPT_TOKENS[setting.shapes]}
-        yield from attempt(cell, partial(_measure, shape, setting))
+        yield from attempt(setting, cell, partial(_measure, shape, setting))
         release(device)
 
 

@@ -33,7 +33,7 @@ def run(setting: Setting) -> Iterator[Row]:
         moved = pair.to(device)
         for backend, batch in product(BACKENDS, BATCHES):
             row: Row = {"pair": shape.name, "backend": backend, "batch": batch}
-            yield from attempt(row, partial(_compare, moved, backend, batch, expected))
+            yield from attempt(setting, row, partial(_compare, moved, backend, batch, expected))
 
 
 def _compare(pair: Pair, backend: str, batch: int, expected: Mapping[str, Completion]) -> Iterator[Row]:

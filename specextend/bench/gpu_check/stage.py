@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 Shapes = Literal["full", "tiny"]
 Row = dict[str, Any]
+NO_TIME = "no time is left"
 _SHOWN = 1000
 """Characters of an error's message that are kept."""
 _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED")
@@ -69,11 +70,14 @@ def run_stage(name: str, load: Callable[[], Run], setting: Setting) -> None:
     keep(setting.out, name, status, reason, rows)
 
 
-def attempt(cell: Row, measure: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+def attempt(setting: Setting, cell: Row, measure: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     """Yield the rows of one cell, each with what names it; if it fails, one more row says why, and the stage goes on.
 
-    That memory runs out is not wrong: cells are tried up to the largest that fits.
+    That time or memory runs out is not wrong: cells are tried up to the last that fits.
     """
+    if setting.seconds_left <= 0:
+        yield cell | {"skipped": NO_TIME}
+        return
     try:
         for row in measure():
             yield cell | row

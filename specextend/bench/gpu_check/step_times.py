@@ -25,7 +25,7 @@ from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.bench.gpu_check.machine_facts import ceiling
 from specextend.bench.gpu_check.shapes import FULL, TINY, EngineParts, Pair
-from specextend.bench.gpu_check.stage import Row, Setting, attempt
+from specextend.bench.gpu_check.stage import NO_TIME, Row, Setting, attempt
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.tree import DraftTree, stack_trees, tree_mask
 from specextend.stats import DecodingStats, ratio
@@ -55,9 +55,9 @@ def run(setting: Setting) -> Iterator[Row]:
         for batch, num_tokens, backend in cells(setting):
             cell: Row = {"pair": shape.name, "backend": backend, "tokens": num_tokens, "batch": batch}
             if time.monotonic() + CELL_S > until:
-                yield cell | {"skipped": "no time is left"}
+                yield cell | {"skipped": NO_TIME}
                 continue
-            for row in attempt(cell, partial(_measure, pair, backend, batch, num_tokens)):
+            for row in attempt(setting, cell, partial(_measure, pair, backend, batch, num_tokens)):
                 yield _with_floor(row, bandwidth)
             release(device)
         del pair

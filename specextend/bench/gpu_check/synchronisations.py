@@ -26,7 +26,7 @@ def run(setting: Setting) -> Iterator[Row]:
     for shape, backend in product(TINY, BACKENDS):
         pair = Pair(shape, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
         row: Row = {"pair": shape.name, "backend": backend}
-        yield from attempt(row, partial(_count, pair, backend))
+        yield from attempt(setting, row, partial(_count, pair, backend))
     if device.type == "cpu":
         raise SkippedError("a CPU is never waited for, so nothing was counted")
 
