@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gguf import GGUFReader
-
 from specextend import hub
 from specextend.checkpoint import (
     ModelError,
@@ -186,6 +184,8 @@ def _check_gguf(file: Path) -> None:
     """Raise ModelError unless a GGUF file is whole; what was found whole once is not parsed again."""
     if find_kept(file, "headers") is not None:
         return
+    from gguf import GGUFReader  # safetensors are read without it
+
     try:
         GGUFReader(file)  # maps every tensor, reads none
     except Exception as error:  # noqa: BLE001  on a broken file it raises anything

@@ -24,7 +24,7 @@ from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.draft_options import DraftKind, DraftOptions
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.eagle_network import EagleNetwork, PublishedNetwork
-from specextend.drafters.formats import FLOATS, is_ours, read_head, read_vocabulary, weight_files
+from specextend.drafters.formats import FLOATS, is_ours, read_head, read_vocabulary, read_weights, weight_files
 from specextend.drafters.merged import MergedDrafter
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
@@ -257,7 +257,10 @@ def _load_published(folder: str, setting: DraftSetting) -> PublishedNetwork:
     head = read_head(folder)
     rope = rope_frequencies(head.rope, head.head_dim, folder)
     hidden_layers = head.hidden_layers(setting.target.config.num_hidden_layers)
-    return PublishedNetwork(head, setting.target, setting.lm_head, setting.num_rows, rope, hidden_layers)
+    weights, vocabulary = read_weights(head, str(setting.target.device)), read_vocabulary(head)
+    return PublishedNetwork(
+        head, weights, vocabulary, setting.target, setting.lm_head, setting.num_rows, rope, hidden_layers
+    )
 
 
 def _load_model(draft: DraftOptions, setting: DraftSetting) -> ModelNetwork:

@@ -17,8 +17,10 @@ from torch import nn
 from specextend.decoding.kept import device_name, keep_value, measure_undisturbed, read_kept
 from specextend.decoding.packing import pack_if_faster
 
-_READ_BYTES = 512 << 20  # more than a cache holds
-_PRODUCT_SIZE = 2048  # rows, inputs and outputs
+_READ_BYTES = {"cpu": 512 << 20, "cuda": 1 << 30}
+"""Size of the tensor that is read: more than a cache holds, and so much that starting a kernel takes no share."""
+_PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
+"""Rows, inputs and outputs of the product."""
 _REPEATS = 5
 _KIND = "limits"
 
@@ -59,19 +61,27 @@ class ModelWork:
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     """Measure memory bandwidth and matrix rate, which takes a few seconds."""
-    values = torch.ones(_READ_BYTES // 4, device=device)
+    num_bytes, size = _READ_BYTES[device.type], _PRODUCT_SIZE[device.type]
+    values = torch.ones(num_bytes // 4, device=device)
     read_s = _best_s(values.sum, device)
     del values
-    product_s = _best_s(_product(device, dtype), device)
-    return MachineLimits(_READ_BYTES / read_s, 2 * _PRODUCT_SIZE**3 / product_s)
+    product_s = _best_s(_product(size, device, dtype), device)
+    return MachineLimits(num_bytes / read_s, 2 * size**3 / product_s)
 
 
-def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+def measure_copy(device: torch.device) -> float:
+    """Measure the bytes per second of a copy inside the device's memory, those read and those written together."""
+    source = torch.ones(_READ_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best_s(lambda: target.copy_(source), device)
+
+
+def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     """Make a matrix product as the engine computes it."""
-    linear = nn.Linear(_PRODUCT_SIZE, _PRODUCT_SIZE, bias=False, device=device, dtype=dtype).requires_grad_(False)
+    linear = nn.Linear(size, size, bias=False, device=device, dtype=dtype).requires_grad_(False)
     layer = nn.Sequential(linear)
     pack_if_faster(layer)
-    rows = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, device=device, dtype=dtype)
+    rows = torch.ones(size, size, device=device, dtype=dtype)
     return lambda: layer(rows)
 
 

@@ -22,12 +22,10 @@ from specextend.decoding.packing import pack_if_faster
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.drafters.draft_cache import DraftCache, rotate
 from specextend.drafters.eagle_config import VOCABULARY, EagleConfig
-from specextend.drafters.formats import PublishedHead, read_tensors, read_vocabulary
+from specextend.drafters.formats import PublishedHead
 
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
 """Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first and end."""
-_MAPS = ("d2t", "t2d")
-"""Tensors of published heads that are not weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,20 +192,24 @@ class PublishedNetwork:
     def __init__(
         self,
         head: PublishedHead,
+        weights: Mapping[str, Tensor],
+        vocabulary: Tensor | None,
         target: CachedModel,
         lm_head: Tensor,
         num_full_rows: int,
         rope: tuple[Tensor, float],
         hidden_layers: tuple[int, ...],
     ) -> None:
-        """Take the head, the target's `lm_head` [V, C], `rope`: inv_freq [D / 2] and a factor on sine and cosine."""
+        """Take the head with its `weights` by our names, of any dtype, and the target.
+
+        vocabulary: token ids [V] of the head's own LM head, None for all of the target's. lm_head: weight [V, C] of the
+        target's. rope: inv_freq [D / 2] and a factor on sine and cosine.
+        """
         self._head, self._attend = head, target.attend
         self.hidden_layers, self.reads_history = hidden_layers, False
         device, dtype = target.device, target.dtype
-        vocabulary = read_vocabulary(head)
         self.vocabulary = None if vocabulary is None else vocabulary.to(device)
-        names = [name for name in head.sources if name not in _MAPS]
-        weights = {name: each.to(dtype) for name, each in read_tensors(head, names, str(device)).items()}
+        weights = {name: weight.to(device, dtype) for name, weight in weights.items()}
         self._embedding = _own_or(weights.pop("embed_tokens.weight", None), target.model.get_input_embeddings().weight)
         own_head = _own_or(weights.pop("lm_head.weight", None), lm_head)
         self._norms = {name: weight for name, weight in weights.items() if name.endswith("norm.weight")}

@@ -44,6 +44,8 @@ _LLAMA: dict[str, Any] = {  # what transformers leaves out of a config that it w
 }
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "partial_rotary_factor")
+_MAPS = ("d2t", "t2d")
+"""Tensors that are not weights."""
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -196,6 +198,11 @@ def read_tensors(head: PublishedHead, names: Iterable[str], device: str = "cpu")
         with safe_open(file, framework="pt", device=device) as opened:
             tensors[name] = opened.get_tensor(spelled)
     return tensors
+
+
+def read_weights(head: PublishedHead, device: str = "cpu") -> dict[str, Tensor]:
+    """Load all of a head's weights, by our names, as they are in the files."""
+    return read_tensors(head, [name for name in head.sources if name not in _MAPS], device)
 
 
 def read_vocabulary(head: PublishedHead) -> Tensor | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specextend.decoding import limits
-from specextend.decoding.limits import MachineLimits, count_work, load_limits, measure_limits
+from specextend.decoding.limits import MachineLimits, count_work, load_limits, measure_copy, measure_limits
 from specextend.file_hashes import cache_folder
 from specextend.models import DTYPES, TargetOptions, load_target, read_facts, skeleton
 from tests.tiny_models import FAMILIES, tiny_model, write_model
@@ -57,3 +57,8 @@ def test_limits_are_those_of_some_real_machine(dtype):
     found = measure_limits(torch.device("cpu"), DTYPES[dtype])
     assert 1e8 < found.read_bytes_per_s < 1e13
     assert 1e8 < found.flop_per_s < 1e15
+
+
+def test_a_copy_counts_what_it_reads_and_what_it_writes():
+    """Counting one of them would make every kernel look twice as near to the machine's limit."""
+    assert 1e8 < measure_copy(torch.device("cpu")) < 1e13

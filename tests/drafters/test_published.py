@@ -23,7 +23,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_network import PublishedNetwork
-from specextend.drafters.formats import read_head
+from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
 from tests.alive import alive
 from tests.covering import covering
@@ -136,7 +136,9 @@ class Case:
         head = read_head(pair.drafts[variant])
         layers = head.hidden_layers(3)
         rope = rope_frequencies(head.rope, head.head_dim, "tiny")
-        self.network = PublishedNetwork(head, self.target, model.lm_head.weight, 4096, rope, layers)
+        weights, vocabulary = read_weights(head), read_vocabulary(head)
+        lm_head = model.lm_head.weight
+        self.network = PublishedNetwork(head, weights, vocabulary, self.target, lm_head, 4096, rope, layers)
         self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None)
         self.twin = SlowHead(variant, pair.drafts[variant], model)
         self.token_ids = torch.tensor(random_prompt(80))

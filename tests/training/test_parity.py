@@ -14,7 +14,7 @@ from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import DraftNetwork
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.eagle_network import EagleNetwork, PublishedNetwork
-from specextend.drafters.formats import PublishedHead, read_head
+from specextend.drafters.formats import PublishedHead, read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
 from specextend.training.eagle3_head import FusedHead, fused_layers, new_fused_weights, save_fused
 from specextend.training.eagle_head import EagleHead
@@ -115,7 +115,8 @@ def test_an_eagle3_head_gives_what_the_reader_of_its_file_gives(tmp_path):
     slots = lay_out(made_up_recording(VOCABULARY, HIDDEN, 3 * HIDDEN))
     for group in (1, 2):
         rope = rope_frequencies(read.rope, read.head_dim, "head")
-        network = PublishedNetwork(read, target, lm_head, 64, rope, read.hidden_layers(3))
+        published = read_weights(read), read_vocabulary(read)
+        network = PublishedNetwork(read, *published, target, lm_head, 64, rope, read.hidden_layers(3))
         expected, found = drafted(network, slots, group), trained(head, slots, group)
         assert torch.allclose(found, expected, atol=1e-4)
         assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)

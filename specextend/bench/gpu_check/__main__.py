@@ -1,0 +1,50 @@
+"""The check of a GPU: `python3 -m specextend.bench.gpu_check --device cuda --out out/gpu`.
+
+Each stage leaves its rows in `<stage>.json` under the output folder; `summary.json` says how each ended. The exit code
+is 1 if a stage failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+
+from specextend.bench.gpu_check.replayed_speed import replay_documents
+from specextend.bench.gpu_check.stage import write_json
+from specextend.bench.gpu_check.supervisor import Stage, run_stages
+
+_PACKAGE = "specextend.bench.gpu_check"
+STAGES = (
+    Stage("machine", f"{_PACKAGE}.machine_facts:run", 45),
+    Stage("kernels", f"{_PACKAGE}.kernel_parity:run", 80),
+    Stage("tests", f"{_PACKAGE}.marked_tests:run", 125),
+    Stage("tokens", f"{_PACKAGE}.same_tokens:run", 60),
+    Stage("steps", f"{_PACKAGE}.step_times:run", 140),
+    Stage("prefill", f"{_PACKAGE}.prefill_rates:run", 45),
+    Stage("synchronisations", f"{_PACKAGE}.synchronisations:run", 40),
+)
+"""All stages; their limits add up to less than nine minutes."""
+
+
+def main() -> int:
+    """Run all stages, write the summary, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--shapes", choices=("full", "tiny"), default="full")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"))
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    given.out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    summary = {"kind": "gpu-check", "device": given.device, "shapes": given.shapes}
+    stages = run_stages(STAGES, given.device, given.shapes, given.out)
+    stages["replay"] = replay_documents(given.out)
+    write_json(given.out / "summary.json", {**summary, "seconds": time.monotonic() - begin, "stages": stages})
+    return int(any(stage["status"] == "failed" for stage in stages.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
