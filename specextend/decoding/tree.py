@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,10 +94,11 @@ def tree_mask(parents: Tensor, max_depth: int) -> Tensor:
     """Make the mask [B, N, N] bool of parents [B, N]: a node sees itself and its ancestors."""
     batch, num_nodes = parents.shape
     mask = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    ancestors = parents.clamp(min=0)
+    parents = parents.clamp(min=0)
+    ancestors = parents
     for _ in range(max_depth):
         mask.scatter_(2, ancestors.unsqueeze(2), True)
-        ancestors = parents.gather(1, ancestors).clamp(min=0)
+        ancestors = parents.gather(1, ancestors)
     return mask
 
 
@@ -106,44 +108,72 @@ Expand = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 `parent_indices` count the nodes of the previous call; the last F of the M expanded nodes are the call's own."""
 
 
-@dataclass(slots=True)
+class _Level(NamedTuple):
+    """Nodes of one depth, in any number n."""
+
+    token_ids: Tensor  # [B, n]
+    indices: Tensor  # [B, n] of each one's parent among the nodes expanded before
+    log_probs: Tensor  # [B, n] of paths
+
+    def at(self, order: Tensor) -> _Level:
+        """Return the nodes at places `order` [B, F]."""
+        return _Level(*(each.gather(1, order) for each in self))
+
+
 class _Candidates:
-    """All nodes found so far, level by level, so that a stable sort prefers the shallower of two equals."""
+    """All nodes found so far, the root first, level by level, so that a stable sort prefers the shallower of equals."""
 
-    token_ids: Tensor  # [B, P]
-    parents: Tensor  # [B, P] candidate numbers; -1: child of the root
-    log_probs: Tensor  # [B, P]
-    depths: Tensor  # [P]
-    level: int = 0  # number of the deepest level's first node
+    def __init__(self, root_token_ids: Tensor, root_log_probs: Tensor) -> None:
+        """Take the roots' token ids [B] and log probabilities [B, 1], which are 0."""
+        self._token_ids, self._log_probs = [root_token_ids.unsqueeze(1)], [root_log_probs]
+        self._parents = [torch.full_like(self._token_ids[0], -1)]
+        self._first, self._num_nodes = 0, 1
+        """Number of the deepest level's first node, and of all."""
 
-    def best(self, num_nodes: int) -> Tensor:
-        """Return the candidate numbers [B, n] of the likeliest nodes, likeliest first."""
-        return self.log_probs.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
+    def append(self, level: _Level, order: Tensor | None) -> None:
+        """Append the children of the deepest level's nodes at places `order` [B, F]; None: of all."""
+        parents = level.indices if order is None else order.gather(1, level.indices)
+        self._parents.append(parents + self._first)
+        self._token_ids.append(level.token_ids)
+        self._log_probs.append(level.log_probs)
+        self._first, self._num_nodes = self._num_nodes, self._num_nodes + level.token_ids.shape[1]
+
+    def live(self, num_nodes: int) -> Tensor:
+        """Return the places [B, F] in the deepest level of those among the best nodes so far, likeliest first."""
+        log_probs = torch.cat(self._log_probs, 1)
+        best = log_probs.sort(dim=1, descending=True, stable=True).indices[:, : 1 + num_nodes]
+        live = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(1, best, True)[:, self._first :]
+        order = live.int().sort(dim=1, descending=True, stable=True).indices
+        return order[:, : int(live.sum(1).max())]
 
     def expected_accepted(self, num_nodes: int) -> Tensor:
         """Return the accepted tokens [B] to expect of the best nodes: the sum of their path probabilities."""
-        best = self.log_probs.topk(min(num_nodes, self.log_probs.shape[1]), dim=1).values
-        return best.exp().sum(1)
+        log_probs = torch.cat(self._log_probs[1:], 1)
+        return log_probs.topk(min(num_nodes, log_probs.shape[1]), dim=1).values.exp().sum(1)
 
-    def append(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor, depth: int) -> None:
-        self.level = self.depths.shape[0]
-        self.token_ids = torch.cat([self.token_ids, token_ids], 1)
-        self.parents = torch.cat([self.parents, parents], 1)
-        self.log_probs = torch.cat([self.log_probs, log_probs], 1)
-        self.depths = torch.cat([self.depths, self.depths.new_full((token_ids.shape[1],), depth)])
+    def trees(self, num_nodes: int) -> DraftTrees:
+        """Make the trees of the root and the best nodes."""
+        batch, device = len(self._parents[0]), self._parents[0].device
+        levels = zip(torch.arange(len(self._parents), device=device).split(1), self._parents, strict=True)
+        depths = torch.cat([depth.expand(parents.shape[1]) for depth, parents in levels]).expand(batch, -1)
+        token_ids, parents, log_probs = (
+            torch.cat(each, 1) for each in (self._token_ids, self._parents, self._log_probs)
+        )
+        return prune(DraftTrees(token_ids, parents, depths, log_probs, [depths.shape[1]] * batch), 1 + num_nodes)
 
 
-def _children(logits: Tensor, log_probs: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the likeliest children of F nodes, [B, n] each: entry of the logits, parent among the F, path log_probs.
+def _children(logits: Tensor, log_probs: Tensor, num_nodes: int, vocabulary: Tensor | None) -> _Level:
+    """Return the likeliest children of F nodes, at most `num_nodes` for each sequence.
 
-    logits [B, F, V] of the children, log_probs [B, F] of the parents' paths.
+    logits [B, F, V] of the children, log_probs [B, F] of the parents' paths; `vocabulary` as in `grow_trees`.
     """
     width = min(num_nodes, logits.shape[-1])
     logits = logits.float()
     top = logits.topk(width, dim=-1)
     weights = top.values - logits.logsumexp(-1, keepdim=True) + log_probs.unsqueeze(-1)
     best = weights.flatten(1).topk(min(num_nodes, weights.flatten(1).shape[1]), dim=1)
-    return top.indices.flatten(1).gather(1, best.indices), best.indices // width, best.values
+    entries = top.indices.flatten(1).gather(1, best.indices)
+    return _Level(entries if vocabulary is None else vocabulary[entries], best.indices // width, best.values)
 
 
 def grow_trees(
@@ -163,51 +193,30 @@ def grow_trees(
     worth expanding, which costs one host sync per level; without it every level runs at full width (fixed shapes).
     `vocabulary` [V] holds the token ids of a reduced draft's logits.
     """
-    entries, _, log_probs = _children(root_logits.unsqueeze(1), root_logits.new_zeros(1, 1), options.most_nodes)
-    token_ids = entries if vocabulary is None else vocabulary[entries]
-    pool = _Candidates(token_ids, torch.full_like(token_ids, -1), log_probs, torch.ones_like(token_ids[0]))
-    frontier, mask = pool.parents[:, :0], torch.zeros(len(token_ids), 0, 0, dtype=torch.bool, device=token_ids.device)
-    stopped = torch.zeros_like(token_ids[:, :1], dtype=torch.bool)
-    expected = pool.expected_accepted(options.most_nodes)
+    num_nodes, root_log_probs = options.most_nodes, root_logits.new_zeros(len(root_logits), 1, dtype=torch.float32)
+    level = _children(root_logits.unsqueeze(1), root_log_probs, num_nodes, vocabulary)
+    pool, order = _Candidates(root_token_ids, root_log_probs), None
+    pool.append(level, order)
+    mask = torch.zeros(len(root_logits), 0, 0, dtype=torch.bool, device=root_logits.device)
+    if adaptive:
+        stopped, expected = torch.zeros_like(root_log_probs, dtype=torch.bool), pool.expected_accepted(num_nodes)
     for depth in range(1, options.depth):
-        previous, frontier = frontier, _next_frontier(pool, options.most_nodes, adaptive=adaptive)
-        if frontier.shape[1] == 0:
-            break
-        indices = _parent_indices(pool, previous, frontier)
-        mask = _frontier_mask(mask, indices)
-        logits = expand(pool.token_ids.gather(1, frontier), indices, mask, depth)
-        weights = pool.log_probs.gather(1, frontier).masked_fill(stopped, float("-inf"))
-        entries, parents, log_probs = _children(logits, weights, options.most_nodes)
-        token_ids = entries if vocabulary is None else vocabulary[entries]
-        pool.append(token_ids, frontier.gather(1, parents), log_probs, depth + 1)
         if adaptive:
-            before, expected = expected, pool.expected_accepted(options.most_nodes)
+            order = pool.live(num_nodes)
+            if order.shape[1] == 0:
+                break
+            level = level.at(order)
+        mask = _frontier_mask(mask, level.indices)
+        logits = expand(level.token_ids, level.indices, mask, depth)
+        weights = level.log_probs.masked_fill(stopped, -inf) if adaptive else level.log_probs
+        level = _children(logits, weights, num_nodes, vocabulary)
+        pool.append(level, order)
+        if adaptive:
+            before, expected = expected, pool.expected_accepted(num_nodes)
             stopped |= (expected - before).unsqueeze(1) < options.threshold
             if bool(stopped.all()):
                 break
-    return _finish(root_token_ids, pool, options.most_nodes)
-
-
-def _next_frontier(pool: _Candidates, num_nodes: int, *, adaptive: bool) -> Tensor:
-    """Return the candidate numbers [B, F] of the nodes to expand, which are those of the deepest level.
-
-    With `adaptive`, only those among the best so far, likeliest first.
-    """
-    batch, size = pool.parents.shape
-    level = torch.arange(pool.level, size, device=pool.parents.device).expand(batch, -1)
-    if not adaptive:
-        return level
-    live = torch.zeros_like(pool.parents, dtype=torch.bool).scatter_(1, pool.best(num_nodes), True)[:, pool.level :]
-    order = live.int().sort(dim=1, descending=True, stable=True).indices
-    return level.gather(1, order[:, : int(live.sum(1).max())])
-
-
-def _parent_indices(pool: _Candidates, previous: Tensor, frontier: Tensor) -> Tensor:
-    """Return the index [B, F] of each node's parent in the previous frontier; 0 for children of the root."""
-    parents = pool.parents.gather(1, frontier)
-    if previous.shape[1] == 0:
-        return torch.zeros_like(parents)
-    return (parents.unsqueeze(2) == previous.unsqueeze(1)).int().argmax(2)
+    return pool.trees(num_nodes)
 
 
 def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
@@ -217,21 +226,6 @@ def _frontier_mask(seen: Tensor, indices: Tensor) -> Tensor:
     if seen.shape[1] == 0:
         return own
     return torch.cat([seen.gather(1, indices.unsqueeze(2).expand(-1, -1, seen.shape[2])), own], 2)
-
-
-def _finish(root_token_ids: Tensor, pool: _Candidates, num_nodes: int) -> DraftTrees:
-    """Make the trees: the root, and the best nodes numbered from 1."""
-    best = pool.best(num_nodes).sort(dim=1).values
-    batch = best.shape[0]
-    numbers = torch.zeros(batch, pool.parents.shape[1] + 1, dtype=torch.int64, device=best.device)
-    numbers.scatter_(1, best + 1, torch.arange(1, best.shape[1] + 1, device=best.device).expand(batch, -1))
-    parents = numbers.gather(1, pool.parents.gather(1, best) + 1)  # candidate -1, the root, is entry 0
-    zero = parents.new_zeros(batch, 1)
-    token_ids = torch.cat([root_token_ids.unsqueeze(1), pool.token_ids.gather(1, best)], 1)
-    parents = torch.cat([zero - 1, parents], 1)
-    depths = torch.cat([zero, pool.depths.expand(batch, -1).gather(1, best)], 1)
-    log_probs = torch.cat([zero.float(), pool.log_probs.gather(1, best)], 1)
-    return DraftTrees(token_ids, parents, depths, log_probs, [1 + best.shape[1]] * batch)
 
 
 def prune(trees: DraftTrees, num_nodes: int) -> DraftTrees:

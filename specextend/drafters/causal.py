@@ -75,7 +75,7 @@ class _Root:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _SlotPlaces:
     """Where slots stand in the working cache, uploaded once for all forwards of a call."""
 
     slots: Sequence[int]
@@ -204,7 +204,7 @@ class CausalDrafter:
 
     def _locate(
         self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], device: torch.device
-    ) -> tuple[_Places, Tensor]:
+    ) -> tuple[_SlotPlaces, Tensor]:
         """Upload the slots' places and token ids together; return the latter padded, [B, n]."""
         width = max(len(new) for new in token_ids)
         rows = []
@@ -212,11 +212,11 @@ class CausalDrafter:
             visible = self._cache.visible(slot)
             rows.append([self._cache.start(slot) + visible, visible, *new, *[0] * (width - len(new))])
         uploaded = torch.tensor(rows, device=device)
-        return _Places(slots, uploaded[:, :1], uploaded[:, 1:2]), uploaded[:, 2:]
+        return _SlotPlaces(slots, uploaded[:, :1], uploaded[:, 1:2]), uploaded[:, 2:]
 
     def _forward(
         self,
-        places: _Places,
+        places: _SlotPlaces,
         token_ids: Tensor,
         hidden: Tensor,
         mask: Tensor | None,
@@ -226,14 +226,14 @@ class CausalDrafter:
         """Run [B, T] tokens: a tree level (`mask` [B, T, M], at `depth`), or a causal run behind the visible rows."""
         num_new = token_ids.shape[1]
         behind = num_new if mask is None else mask.shape[2]
-        numbers = torch.arange(num_new, device=token_ids.device)
+        offsets = torch.arange(behind - num_new, behind, device=token_ids.device)
         plan = AttentionPlan(
             starts=[self._cache.start(slot) for slot in places.slots],
             lengths=[self._cache.reach(slot, behind) for slot in places.slots],
             num_new=num_new,
             mask=mask,
             tree=self._tree_attention,
-            rows=places.ends + (behind - num_new) + numbers,
+            rows=places.ends + offsets,
         )
-        depths = numbers if mask is None else numbers.new_full((num_new,), depth - 1)
-        return self.network.forward(token_ids, hidden, places.positions + depths, plan, history)
+        positions = places.positions + (offsets if mask is None else depth - 1)
+        return self.network.forward(token_ids, hidden, positions.expand_as(token_ids), plan, history)

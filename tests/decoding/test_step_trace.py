@@ -18,7 +18,7 @@ def traced_steps(pair, batch: int) -> list[StepTrace]:
     return [step for step in tracer.steps if step.num_sequences == batch][:-1]
 
 
-@pytest.mark.parametrize(("batch", "operators", "downloads", "uploads"), [(1, 188, 1, 3), (3, 227, 1, 3)])
+@pytest.mark.parametrize(("batch", "operators", "downloads", "uploads"), [(1, 135, 1, 3), (3, 174, 1, 3)])
 def test_a_step_has_few_operators_and_waits(batch, operators, downloads, uploads, pairs):
     """Eight nodes, four levels. `docs/log.md` says what the figures were before."""
     steps = traced_steps(pairs("llama"), batch)
