@@ -336,21 +336,12 @@ class Engine:
         return plan, *self.target.forward_with_features(token_ids, positions, plan, self._hidden_layers)
 
     def _step(self, running: list[Sequence]) -> None:
-        """Draft, verify, commit, retrieve and absorb, for all running sequences at once."""
+        """Draft, verify, accept, then let the draft look again, for all running sequences at once."""
         self._watch.charge("other_s", running)
         trees = self._propose(running)
-        lengths, begin = [sequence.length for sequence in running], self._watch.mark
+        begin = self._watch.mark
         step = self._verify(running, trees)
-        accepted = [len(new) - 1 for new in step.new_token_ids]
-        for sequence, size, number in zip(running, trees.sizes, accepted, strict=True):
-            sequence.length += number + 1
-            sizes = size - 1, number, self._num_levels
-            sequence.count_step(*sizes, batch_size=len(running), hybrid=step.plan.tree == "hybrid")
-        now = self._watch.charge("verify_s", running)
-        if self._adaptive is not None:
-            self._adaptive.observe(running, lengths, trees, accepted, now - begin)
-        for sequence, new in zip(running, step.new_token_ids, strict=True):
-            sequence.push(new, now)
+        self._accept(running, trees, step, begin)
         self.num_steps += 1
         if self.drafter is not None:
             self._update_draft(running, step)
@@ -386,6 +377,20 @@ class Engine:
             self.target.cache.commit(rows, verdict.paths)
         along = verdict.paths.unsqueeze(2).expand(-1, -1, features.shape[2])
         return _Step(verdict, verdict.decided(), features.gather(1, along), plan)
+
+    def _accept(self, sequences: list[Sequence], trees: DraftTrees, step: _Step, begin: float) -> None:
+        """Append each sequence's decided tokens, and count the step, whose verification started at `begin`."""
+        lengths = [sequence.length for sequence in sequences]
+        accepted = [len(new) - 1 for new in step.new_token_ids]
+        for sequence, size, number in zip(sequences, trees.sizes, accepted, strict=True):
+            sequence.length += number + 1
+            sizes = size - 1, number, self._num_levels
+            sequence.count_step(*sizes, batch_size=len(sequences), hybrid=step.plan.tree == "hybrid")
+        now = self._watch.charge("verify_s", sequences)
+        if self._adaptive is not None:
+            self._adaptive.observe(sequences, lengths, trees, accepted, now - begin)
+        for sequence, new in zip(sequences, step.new_token_ids, strict=True):
+            sequence.push(new, now)
 
     def _choose(self, sequences: list[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor) -> Tensor:
         """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
