@@ -53,7 +53,7 @@ def row(stats: DecodingStats, quality: Quality = NOTHING_TO_SAY) -> dict[str, An
 def test_the_columns_are_those_promised_in_their_order() -> None:
     assert SUMMARY_SCHEMA.names == COLUMNS.replace("\n", " ").split(", ")
     assert ERROR_SCHEMA.names == ["key", "doc_id", "error_class", "message", "stage", "retryable", "attempts"]
-    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["rougeL", "topic"]
+    assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["num_forwards", "topic"]
 
 
 def test_no_column_is_typed_null() -> None:
