@@ -56,6 +56,21 @@ def test_a_mode_without_a_draft_plans_for_none(pairs):
     assert planned["draft_weights"] == planned["draft_caches"] == 0
 
 
+def test_a_device_without_room_to_measure_its_limits_works_on(pairs, monkeypatch):
+    """A figure of the report is no reason to lose a worker; any other failure is one."""
+    engine = tiny_engine(pairs("llama"), "ngram")
+    assert engine.limits()
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr("specextend.decoding.engine.load_limits", lambda *_: fail(torch.OutOfMemoryError("no room")))
+    assert engine.limits() is None
+    monkeypatch.setattr("specextend.decoding.engine.load_limits", lambda *_: fail(RuntimeError("a broken device")))
+    with pytest.raises(RuntimeError, match="a broken device"):
+        engine.limits()
+
+
 def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pairs, monkeypatch):
     """With what it would take; half a GPU holds half as much."""
     config = tiny_config(pairs("llama"), "eagle")

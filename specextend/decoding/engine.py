@@ -120,12 +120,19 @@ class Engine:
         """Return the largest number of tokens of one request, prompt and output together."""
         return self._admission.max_tokens
 
-    def limits(self) -> dict[str, float]:
+    def limits(self) -> dict[str, float] | None:
         """Return what its device can do and what its target asks of it: a `MachineLimits` and a `ModelWork`, as one.
 
-        The limits may have to be measured, so no request may be running.
+        None if the device has no memory left to measure its limits. No request may be running.
         """
-        return asdict(load_limits(self.target.device, self.target.dtype)) | asdict(self.target.work)
+        try:
+            limits = load_limits(self.target.device, self.target.dtype)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release_cached(self.target.device)
+            return None
+        return asdict(limits) | asdict(self.target.work)
 
     @property
     def num_active(self) -> int:

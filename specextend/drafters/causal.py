@@ -76,7 +76,7 @@ class _Root:
 
 @dataclass(frozen=True, slots=True)
 class _SlotPlaces:
-    """Where slots stand in the working cache, uploaded once for all forwards of a call."""
+    """Says where slots stand in the working cache, uploaded once for all forwards of a call."""
 
     slots: Sequence[int]
     ends: Tensor

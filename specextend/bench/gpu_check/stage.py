@@ -26,7 +26,7 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What every stage is given."""
+    """Holds what every stage is given."""
 
     device: str
     """`cpu` or `cuda`."""
