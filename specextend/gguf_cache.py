@@ -1,4 +1,4 @@
-"""Keeps what is made of a GGUF file in the user's cache folder: converting a large vocabulary takes many seconds.
+"""Keeps what is made of a GGUF file in the user's cache folder: converting it takes many seconds, a large one minutes.
 
 An entry is a folder, which is there whole or not at all. It is named for the file's content and for the libraries that
 converted it, and it counts only while its own files have the hashes that were written beside them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +18,8 @@ from typing import Any, Literal
 
 from specextend.file_hashes import cache_folder, file_sha256
 
-Part = Literal["headers", "config", "tokenizer"]
-"""`headers` is an empty entry: the file was found whole."""
+Part = Literal["headers", "config", "tokenizer", "bfloat16", "float16", "float32"]
+"""`headers` is an empty entry: the file was found whole. A number format stands for the weights, unpacked to it."""
 
 _LIBRARIES = ("transformers", "tokenizers", "gguf")
 _HASHES = "hashes.json"
@@ -30,16 +31,19 @@ def find_kept(file: Path, part: Part) -> Path | None:
     return place if place is not None and _is_whole(place) else None
 
 
-def keep(file: Path, part: Part, save: Callable[[Path], Any]) -> bool:
+def keep(file: Path, part: Part, save: Callable[[Path], Any], num_bytes: int = 0) -> bool:
     """Let `save` write what was made of a GGUF file into a folder, and keep that; return False if it cannot be kept.
 
-    A damaged entry is replaced. If another process has just written the entry, that one stays.
+    Nothing is kept unless the disk has room for twice `num_bytes`, so that it never fills up. A damaged entry is
+    replaced. If another process has just written the entry, that one stays.
     """
     place = _place(file, part)
     if place is None:
         return False
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(place.parent).free < 2 * num_bytes:
+            return False
         with TemporaryDirectory(dir=place.parent, prefix="gguf-", suffix=".tmp", ignore_cleanup_errors=True) as name:
             _write(place, Path(name), save)
     except Exception:  # noqa: BLE001  on a full disk tokenizers raises bare Exception

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import load_backend
+from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import TreeAttention
 from specextend.config import RunConfig
 from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
+from specextend.decoding.device import capture, device_bytes, traits_of
 from specextend.decoding.engine import Engine
+from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.step_costs import CostTable, StepCosts
@@ -21,6 +25,8 @@ from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, n
 from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
 
 GIB = 1024**3
+_WIDTH = 16
+"""Numbers that a layer of a prefill forward holds for each token, in hidden sizes, if its MLP is 3.5 times as wide."""
 
 
 def load_engine(config: RunConfig) -> Engine:
@@ -32,31 +38,35 @@ def load_engine(config: RunConfig) -> Engine:
     """
     facts = check_pair(config.target, config.active_draft)
     scored_layers(config.cache, facts.num_layers)
-    check_memory(config, facts, resolve_device(config.target.device))
+    device = resolve_device(config.target.device)
+    config = with_batch_size(config, facts, longest_request(config, facts), device, usable_bytes(config, device))
+    check_memory(config, facts, device)
     num_rows = target_rows(config, facts)
     target, lm_head = load_cached_target(config, num_rows)
+    graphs = Graphs(capture if config.decoding.cuda_graphs else None)
     cache, drafter = config.cache, None
     if config.decoding.mode == "tree" or (config.draft is not None and config.draft.kind == "ngram"):
         cache = CacheOptions(policy="full", draft_prefill_window=config.cache.draft_prefill_window)
     if config.active_draft is not None:
-        drafter = load_drafter(config, cache, target, lm_head, num_rows)
+        drafter = load_drafter(config, cache, target, lm_head, num_rows, graphs)
     costs = None
     if config.decoding.mode == "specextend":
-        costs = load_step_costs(target, config.tree, config.attention, config.decoding.max_batch_size)
+        costs = load_step_costs(target, config.tree, config.attention, config.decoding.batch_size, graphs)
     adaptive = None
     if costs is not None and config.tree.nodes == "auto":
-        adaptive = Adaptive(costs, config.tree.most_nodes)
+        adaptive = Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
     return Engine(
         load_tokenizer(config.target.model, config.target.revision),
         target,
         drafter,
         eos_token_ids=frozenset(facts.eos_token_ids),
         max_tokens=config.max_tokens(facts.context_length),
-        max_batch_size=config.decoding.max_batch_size,
+        max_batch_size=config.decoding.batch_size,
         tree=config.tree,
         tree_attention=_tree_attention(config, costs),
         cache=cache,
         adaptive=adaptive,
+        graphs=graphs,
     )
 
 
@@ -77,36 +87,75 @@ def rows_per_sequence(config: RunConfig, num_tokens: int) -> int:
 def target_rows(config: RunConfig, facts: ModelFacts) -> int:
     """Return the rows of the target's cache: what `decoding.cache_gib` holds, but at most what a full batch can use."""
     affordable = int(config.decoding.cache_gib * GIB) // facts.kv_bytes_per_token(config.target.dtype)
-    return min(affordable, config.decoding.max_batch_size * rows_per_sequence(config, facts.context_length))
+    return min(affordable, config.decoding.batch_size * rows_per_sequence(config, facts.context_length))
 
 
-def memory_bytes(config: RunConfig, facts: ModelFacts) -> dict[str, int]:
-    """Compute the bytes that a worker holds from its start to its end, from configs and headers alone.
+def longest_request(config: RunConfig, facts: ModelFacts) -> int:
+    """Return the tokens of the longest prompt that the options allow, with its output."""
+    longest = config.max_tokens(facts.context_length)
+    if config.prompt.max_prompt_tokens is None:
+        return longest
+    outputs = config.decoding.max_new_tokens, config.chunks.max_new_tokens or 0
+    return min(longest, config.prompt.max_prompt_tokens + max(outputs))
 
-    Returns `target_weights`, `draft_weights`, `target_cache` and `draft_caches`. The memory of a forward pass comes on
-    top; weights that are packed for a CPU may take more.
+
+def with_batch_size(
+    config: RunConfig, facts: ModelFacts, num_tokens: int, device: torch.device, budget: int | None
+) -> RunConfig:
+    """Replace `decoding.max_batch_size: auto` by the largest batch of requests of `num_tokens` tokens that fits.
+
+    It fits into `decoding.cache_gib` and, with everything else that a worker on `device` holds, into `budget` bytes;
+    None: any number. One sequence is the least, whether it fits or not. A number is left as it is.
+    """
+    if config.decoding.max_batch_size != "auto":
+        return config
+    per_sequence = rows_per_sequence(config, num_tokens) * facts.kv_bytes_per_token(config.target.dtype)
+    affordable = int(config.decoding.cache_gib * GIB) // per_sequence
+    largest = max(1, min(affordable, traits_of(device).largest_batch))
+    for size in range(largest, 0, -1):
+        sized = config.model_copy(update={"decoding": replace(config.decoding, max_batch_size=size)})
+        if budget is None or sum(memory_bytes(sized, facts, device).values()) <= budget:
+            break
+    return sized
+
+
+def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> dict[str, int]:
+    """Compute the bytes that a worker on `device` takes, from configs and headers alone.
+
+    Returns `target_weights`, `draft_weights`, `target_cache` and `draft_caches`, which it holds from its start to its
+    end, and roughly what comes on top: `activations` of a forward pass, with what a draft is given for a prompt, and
+    `workspace`. Weights that are packed for a CPU may take more.
     """
     size, num_rows = DTYPES[config.target.dtype].itemsize, target_rows(config, facts)
-    draft = draft_size(config.active_draft)
+    draft = draft_size(config.active_draft, facts)
+    prefill = _WIDTH * facts.hidden_size * traits_of(device).prefill_chunk * size
+    features = draft.num_layers_read * facts.hidden_size * longest_request(config, facts) * size
+    logits = config.decoding.batch_size * (config.tree.most_nodes + 1) * facts.vocab_size * (size + 4)  # and in fp32
     return {
         "target_weights": size * num_parameters(config.target.model, config.target.revision),
         "draft_weights": size * draft.num_parameters,
         "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
-        "draft_caches": 2 * aligned(draft_rows(config, config.cache, num_rows)) * size * draft.num_cached,
+        "draft_caches": aligned(draft_rows(config, config.cache, num_rows, device)) * size * draft.num_cached,
+        "activations": max(prefill, logits) + features,
+        "workspace": traits_of(device).workspace_bytes,
     }
+
+
+def usable_bytes(config: RunConfig, device: torch.device) -> int | None:
+    """Return a worker's share of a GPU's memory; None for a CPU."""
+    whole = device_bytes(device)
+    return None if whole is None else int(whole * min(1.0, config.job.gpus_per_worker or 1.0))
 
 
 def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> None:
     """Check that a GPU can hold a worker at all, before anything is loaded.
 
     Raises:
-        ValueError: weights and caches take more than the worker's share of the GPU has.
+        ValueError: weights, caches and a forward pass take more than the worker's share of the GPU has.
     """
-    if device.type != "cuda":
+    if (there := usable_bytes(config, device)) is None:
         return
-    share = min(1.0, config.job.gpus_per_worker or 1.0)
-    there = share * torch.cuda.mem_get_info(device)[1]
-    sizes = memory_bytes(config, facts)
+    sizes = memory_bytes(config, facts, device)
     if (needed := sum(sizes.values())) > there:
         weights, cache = (sum(size for name, size in sizes.items() if kind in name) for kind in ("weights", "cache"))
         raise ValueError(
@@ -119,7 +168,8 @@ def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, T
     """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing hides in it."""
     model = load_target(config.target, IMPLEMENTATION)
     lm_head = model.get_output_embeddings().weight
-    target = CachedModel(model, load_backend(config.attention.backend, model.device), num_rows)
-    if config.attention.backend == "auto" and target.device.type == "cpu":
+    backend, device = config.attention.backend, model.device
+    target = CachedModel(model, load_backend(backend, device), num_rows, load_layer_kernels(backend, device))
+    if backend == "auto" and target.device.type == "cpu":
         target.attend = load_fastest(target)
     return target, lm_head

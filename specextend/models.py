@@ -146,22 +146,34 @@ def load_target(options: TargetOptions, attn_implementation: str) -> PreTrainedM
 
 
 def load_causal_lm(
-    model: str, revision: str | None, dtype: Dtype, device: str, attn_implementation: str
+    model: str, revision: str | None, dtype: Dtype, device: str, attn_implementation: str, *, is_kept: bool = True
 ) -> PreTrainedModel:
-    """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read."""
+    """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read.
+
+    The unpacked weights of a GGUF file are kept for the next load, unless `is_kept` is False.
+    """
     location = find_files(model, revision, weights=True)
     config = _read_config(location, model)
     check_weights(location, model)
-    with _quiet():
+
+    def load(folder: Path, **gguf: str) -> PreTrainedModel:
         loaded = AutoModelForCausalLM.from_pretrained(
-            location.folder,
+            folder,
+            config=config,
             dtype=DTYPES[dtype],
             attn_implementation=attn_implementation,
             trust_remote_code=False,
-            **_weight_arguments(location, config),
+            **(_unpacking(gguf) if gguf else {"use_safetensors": True}),
         )
-    if location.gguf_file:
-        _forget_quantization(loaded)
+        if gguf:
+            _forget_quantization(loaded)
+        return loaded
+
+    with _quiet():
+        if is_kept:
+            loaded = _load_part(location, dtype, load, load, PreTrainedModel.get_memory_footprint)
+        else:
+            loaded = load(location.folder, **location.gguf_argument())
     module: torch.nn.Module = loaded  # transformers' own `to` has lost its signature
     module.to(resolve_device(device)).eval().requires_grad_(False)
     return loaded
@@ -249,15 +261,24 @@ def _read_config(location: ModelFiles, model: str) -> PreTrainedConfig:
     return config
 
 
-def _load_part(location: ModelFiles, part: Part, load: Callable[..., Any], load_kept: Callable[[Path], Any]) -> Any:
-    """Load a model's config or tokenizer; of a GGUF file it is converted once, kept, and loaded from there later."""
+def _load_part(
+    location: ModelFiles,
+    part: Part,
+    load: Callable[..., Any],
+    load_kept: Callable[[Path], Any],
+    num_bytes: Callable[[Any], int] = lambda converted: 0,
+) -> Any:
+    """Load a part of a model; that of a GGUF file is converted once, kept, and loaded from there later.
+
+    `num_bytes` of what was converted is the room on disk that it takes, where that matters.
+    """
     if not location.gguf_file:
         return load(location.folder)
     file = location.folder / location.gguf_file
     if (folder := find_kept(file, part)) is not None:
         return load_kept(folder)
     converted = load(location.folder, **location.gguf_argument())
-    keep(file, part, converted.save_pretrained)
+    keep(file, part, converted.save_pretrained, num_bytes(converted))
     return converted
 
 
@@ -321,12 +342,10 @@ def _eos_token_ids(location: ModelFiles, config: PreTrainedConfig) -> tuple[int,
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
 
-def _weight_arguments(location: ModelFiles, config: PreTrainedConfig) -> dict[str, Any]:
-    if not location.gguf_file:
-        return {"config": config, "use_safetensors": True}
+def _unpacking(gguf: dict[str, str]) -> dict[str, Any]:
+    """Return the keywords by which transformers unpacks the weights of a GGUF file."""
     unpack = getattr(transformers, "GgufConfig", None)  # older releases unpack always and have no such option
-    quantization = {"quantization_config": unpack(dequantize=True)} if unpack else {}
-    return {"config": config, **location.gguf_argument(), **quantization}
+    return {**gguf, "quantization_config": unpack(dequantize=True)} if unpack else {**gguf}
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:

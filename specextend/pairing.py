@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,8 +18,9 @@ from specextend.checkpoint import ModelError, hash_files, read_safetensors_heade
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
+from specextend.decoding.device import traits_of
 from specextend.decoding.drafter import Drafter
-from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.draft_options import DraftKind, DraftOptions
@@ -27,8 +29,9 @@ from specextend.drafters.eagle_network import EagleNetwork, PublishedNetwork
 from specextend.drafters.formats import FLOATS, is_ours, read_head, read_vocabulary, read_weights, weight_files
 from specextend.drafters.merged import MergedDrafter
 from specextend.drafters.ngram import NgramDrafter
+from specextend.drafters.self_draft import SelfDrafter
 from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
-from specextend.drafters.small_lm import ModelNetwork, ReducedVocabulary, read_reduced
+from specextend.drafters.small_lm import ModelNetwork, ReducedVocabulary, read_reduced, shared_vocabulary
 from specextend.model_files import find_beside, published_hashes, weight_hashes
 from specextend.models import (
     ModelFacts,
@@ -43,6 +46,8 @@ from specextend.models import (
 )
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id")
+_NUM_CACHES = 2
+"""A draft with a network has a full cache and a working cache."""
 
 HashesOf = Callable[[str, str | None], dict[str, str]]
 """Hashes of a model and revision: `weight_hashes` or `published_hashes`."""
@@ -54,7 +59,7 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
     """
     facts = check_model(target.model, target.revision)
-    if draft is not None and draft.kind != "ngram":
+    if draft is not None and draft.kind in KINDS:
         KINDS[draft.kind].check(draft, facts, target)
     return facts
 
@@ -82,45 +87,76 @@ def check_files(target: TargetOptions, draft: DraftOptions | None, expected: Map
 def _pair_hashes(target: TargetOptions, draft: DraftOptions | None, hashes_of: HashesOf) -> dict[str, str]:
     hashes = hashes_of(target.model, target.revision)
     named = {"target": hashes["weights"], "tokenizer": hashes["tokenizer"]}
-    if draft is not None and draft.kind != "ngram":
+    if draft is not None and draft.kind in KINDS:
         named["draft"] = KINDS[draft.kind].sha256(draft, hashes_of)
     return named
 
 
 def load_drafter(
-    config: RunConfig, cache: CacheOptions, target: CachedModel, lm_head: Tensor, num_rows: int
+    config: RunConfig,
+    cache: CacheOptions,
+    target: CachedModel,
+    lm_head: Tensor,
+    num_rows: int,
+    graphs: Graphs | None = None,
 ) -> Drafter:
     """Load the drafter that `draft.kind` and `draft.ngram` name, with caches for as many tokens as the target's.
 
-    lm_head: weight [V, C] of the target's LM head. num_rows: rows of the target's cache.
+    lm_head: weight [V, C] of the target's LM head. num_rows: rows of the target's cache. graphs: the engine's.
     """
     draft = config.draft
     assert draft is not None, "the configuration names a draft in every mode but autoregressive"
     if draft.kind == "ngram":
         return NgramDrafter(config.tree, target.device)
-    setting = DraftSetting(
-        config.target, target, lm_head, draft_rows(config, cache, num_rows), cache.draft_prefill_window
-    )
-    network = KINDS[draft.kind].load(draft, setting)
-    visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
-    tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
-    if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
-        tree_attention = "hybrid" if visible is None and "hybrid" in config.attention.tree_kinds else "dense"
-    drafter = CausalDrafter(network, config.tree, tree_attention, visible)
+    drafter: Drafter
+    rows = draft_rows(config, cache, num_rows, target.device)
+    if draft.kind == "self":
+        drafter = SelfDrafter(target, config.tree, rows, _most_visible(config, cache))
+    else:
+        setting = DraftSetting(config.target, target, lm_head, rows, cache.draft_prefill_window)
+        drafter = _causal_drafter(config, cache, KINDS[draft.kind].load(draft, setting), graphs)
     if not draft.ngram:
         return drafter
     return MergedDrafter(drafter, config.tree, target.device, perf_counter if config.tree.nodes == "auto" else None)
 
 
-def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int) -> int:
-    """Return the rows of each of a draft's two caches, from those of the target's."""
-    scratch = aligned(config.tree.most_nodes * config.num_tree_levels + cache.draft_prefill_window + PREFILL_CHUNK)
-    return num_rows + config.decoding.max_batch_size * scratch
+def _causal_drafter(
+    config: RunConfig, cache: CacheOptions, network: DraftNetwork, graphs: Graphs | None
+) -> CausalDrafter:
+    visible = None if cache.policy == "full" else cache.top_k_chunks * cache.chunk_size
+    tree_attention = "dense" if config.decoding.mode == "tree" else config.attention.tree
+    if tree_attention == "auto":  # a draft sees few tokens, except with policy `full`
+        tree_attention = "hybrid" if visible is None and "hybrid" in config.attention.tree_kinds else "dense"
+    return CausalDrafter(network, config.tree, tree_attention, visible, config.decoding.batch_size, graphs)
 
 
-def draft_size(draft: DraftOptions | None) -> DraftSize:
-    """Return the size of a draft by its config and the headers of its files; 0 for one without a model."""
-    return DraftSize(0, 0) if draft is None or draft.kind == "ngram" else KINDS[draft.kind].size(draft)
+def draft_rows(config: RunConfig, cache: CacheOptions, num_rows: int, device: torch.device) -> int:
+    """Return the rows of each of a draft's caches, from those of the target's."""
+    staged = cache.draft_prefill_window + traits_of(device).prefill_chunk
+    scratch = aligned(config.tree.most_nodes * config.num_tree_levels + staged)
+    rows = num_rows + config.decoding.batch_size * scratch
+    most_visible = _most_visible(config, cache)
+    if config.draft is None or config.draft.kind != "self" or most_visible is None:
+        return rows
+    return min(rows, config.decoding.batch_size * aligned(most_visible + config.tree.depth))
+
+
+def _most_visible(config: RunConfig, cache: CacheOptions) -> int | None:
+    """Return the rows of a sequence that a target which drafts for itself sees at most; None: all of its tokens."""
+    if cache.policy == "full":
+        return None
+    return cache.top_k_chunks * cache.chunk_size + config.decoding.max_new_tokens
+
+
+def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
+    """Return the size of a draft by its config and the headers of its files, for a target with these facts."""
+    if draft is None:
+        return DraftSize(0, 0, num_layers_read=0)
+    if draft.kind == "ngram":
+        return DraftSize(0, 0)
+    if draft.kind == "self":
+        return DraftSize(0, facts.kv_numbers_per_token)
+    return KINDS[draft.kind].size(draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +165,9 @@ class DraftSize:
 
     num_parameters: int
     num_cached: int
-    """Keys and values of one token in one of its two caches."""
+    """Keys and values of one token in all of its caches."""
+    num_layers_read: int = 1
+    """The target's layers whose outputs it is given for each token of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,24 +220,24 @@ def _check_published(folder: str, facts: ModelFacts) -> tuple[int, int]:
 
 
 def _check_model(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
-    own = check_model(draft.model, draft.revision)
+    num_rows = min(check_model(draft.model, draft.revision).vocab_size, facts.vocab_size)
     if (reduced := reduced_vocabulary(draft)) is not None:  # such a draft has no tokenizer of its own
         _check_equal("target_vocab_size", draft.model, reduced.target_vocab_size, facts.name, facts.vocab_size)
         _check_same_tokens(draft.model, reduced.tokens_sha256, target)
         return
-    _check_equal("vocab_size", draft.model, own.vocab_size, facts.name, facts.vocab_size)
     ours = load_tokenizer(target.model, target.revision)
     theirs = load_tokenizer(draft.model, draft.revision)
     for name in _SPECIAL_TOKENS:
         _check_equal(name, draft.model, getattr(theirs, name), facts.name, getattr(ours, name))
-    _check_vocabulary(draft.model, theirs.get_vocab(), facts, ours.get_vocab())
+    _check_shared_tokens(draft.model, theirs.get_vocab(), facts.name, ours.get_vocab(), num_rows)
 
 
-def _check_vocabulary(draft: str, theirs: dict[str, int], facts: ModelFacts, ours: dict[str, int]) -> None:
-    """Raise ModelError unless each id that a model can choose is the same token in both vocabularies."""
-    by_id = [{token_id: token for token, token_id in vocabulary.items()} for vocabulary in (theirs, ours)]
-    for token_id in range(facts.vocab_size):
-        _check_equal(f"token {token_id}", draft, by_id[0].get(token_id), facts.name, by_id[1].get(token_id))
+def _check_shared_tokens(draft: str, theirs: dict[str, int], target: str, ours: dict[str, int], num_rows: int) -> None:
+    """Raise ModelError unless each id below `num_rows` that both vocabularies use is the same token in both."""
+    their_tokens, our_tokens = ({token_id: token for token, token_id in each.items()} for each in (theirs, ours))
+    for token_id in sorted(their_tokens.keys() & our_tokens.keys()):
+        if token_id < num_rows:
+            _check_equal(f"token {token_id}", draft, their_tokens[token_id], target, our_tokens[token_id])
 
 
 def _check_same_tokens(draft: str, tokens: str | None, target: TargetOptions) -> None:
@@ -234,12 +272,13 @@ def _size_eagle(draft: DraftOptions) -> DraftSize:
     else:
         head = read_head(draft.model)
         num_heads, head_dim = head.num_kv_heads, head.head_dim
-    return DraftSize(count, 2 * num_heads * head_dim)
+    num_layers_read = 1 if is_ours(draft.model) else head.num_layers_read
+    return DraftSize(count, _NUM_CACHES * 2 * num_heads * head_dim, num_layers_read)
 
 
 def _size_model(draft: DraftOptions) -> DraftSize:
     facts = read_facts(draft.model, draft.revision)
-    return DraftSize(num_parameters(draft.model, draft.revision), facts.kv_numbers_per_token)
+    return DraftSize(num_parameters(draft.model, draft.revision), _NUM_CACHES * facts.kv_numbers_per_token)
 
 
 def _load_eagle(draft: DraftOptions, setting: DraftSetting) -> DraftNetwork:
@@ -266,8 +305,17 @@ def _load_published(folder: str, setting: DraftSetting) -> PublishedNetwork:
 def _load_model(draft: DraftOptions, setting: DraftSetting) -> ModelNetwork:
     device = str(setting.target.device)
     model = load_causal_lm(draft.model, draft.revision, setting.options.dtype, device, IMPLEMENTATION)
-    cached = CachedModel(model, setting.target.attend, setting.num_rows)
-    return ModelNetwork(cached, setting.num_rows, setting.prefill_window, PREFILL_CHUNK, reduced_vocabulary(draft))
+    cached = CachedModel(model, setting.target.attend, setting.num_rows, setting.target.kernels)
+    reduced = reduced_vocabulary(draft) or _shared_vocabulary(draft, setting)
+    chunk = traits_of(setting.target.device).prefill_chunk
+    return ModelNetwork(cached, setting.num_rows, setting.prefill_window, chunk, reduced)
+
+
+def _shared_vocabulary(draft: DraftOptions, setting: DraftSetting) -> ReducedVocabulary | None:
+    """Return what draft and target have in common; for tokens that the draft lacks it reads the end of a text."""
+    facts = read_facts(draft.model, draft.revision)
+    other_row = next((token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0)
+    return shared_vocabulary(facts.vocab_size, setting.target.config.vocab_size, other_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,4 +335,4 @@ KINDS: dict[DraftKind, Kind] = {
     "eagle": Kind(_check_eagle, _hash_eagle, _size_eagle, _load_eagle),
     "model": Kind(_check_model, _hash_model, _size_model, _load_model),
 }
-"""Every `draft.kind` that has a model; `ngram` has none."""
+"""Every `draft.kind` that has a model; `self` and `ngram` have none."""

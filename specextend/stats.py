@@ -25,6 +25,8 @@ class DecodingStats:
     """
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens at the prompt's start that the target had read for another prompt, and did not read again."""
     num_output_tokens: int = 0
     num_spec_steps: int = 0
     num_plain_steps: int = 0

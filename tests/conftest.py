@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.hub_server import Hub, serving
 
@@ -18,17 +20,34 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ADDRESS="local",  # never a left-over cluster
     RAY_DEDUP_LOGS="0",
+    RAY_worker_niceness="0",  # Ray's own 15 lets workers starve while other tests compute
     RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES=str(80 << 20),
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
 )
+settings.register_profile("any machine", deadline=None)  # a busy machine makes no example wrong
+settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fast_collection() -> Iterator[None]:
+    """Leave what is there before a module's tests out of the garbage collections that `tests.alive` makes."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_folder(tmp_path_factory):
-    """Step costs are measured in tests and kept by none; nobody's own are read."""
+    """Step costs are measured in tests and kept for this session; nobody's own are read.
+
+    A process that has the engine keeps the first ones: beside other tests no machine is quiet, and every engine would
+    spend seconds on measuring again.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        if tuning := sys.modules.get("specextend.decoding.tuning"):
+            patch.setattr(tuning, "measure_undisturbed", lambda measure: (measure()[0], True))
         yield
 
 
@@ -44,14 +63,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         yield hub
-
-
-@pytest.fixture(scope="module")
-def fast_collection() -> Iterator[None]:
-    """Leave the objects of imported libraries out of the collections that `tests.alive` makes."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

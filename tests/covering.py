@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 Pick = tuple[tuple[int, int], ...]
 """Values of some axes: (axis, number of the value), axes ascending."""
 
@@ -34,6 +36,13 @@ def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
             uses[item] += 1
         cases.append(tuple(axis[case[number]] for number, axis in enumerate(axes)))
     return cases
+
+
+def each_once_then_slow(*axes: Sequence[Any]) -> list[Any]:
+    """Choose cases for `parametrize`: in every test run those with each value once, in the long one all pairs."""
+    fast = covering(*axes, strength=1)
+    slow = [case for case in covering(*axes) if case not in fast]
+    return [*fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
 
 
 def _gain(case: dict[int, int], item: tuple[int, int], missing: dict[Pick, None], strength: int) -> int:

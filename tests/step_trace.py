@@ -64,9 +64,9 @@ class Tracer(TorchDispatchMode):
         """Wrap a method of a model, whose operators do not count."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            self.in_model = True
+            before, self.in_model = self.in_model, True
             result = function(*args, **kwargs)
-            self.in_model = False
+            self.in_model = before
             return result
 
         return called
@@ -96,9 +96,9 @@ def has_mask(args: Any) -> bool:
 
 
 @contextmanager
-def tracing(engine: Engine) -> Iterator[Tracer]:
+def tracing(engine: Engine, tracer: Tracer) -> Iterator[Tracer]:
     """Trace what an engine with a causal draft runs inside the block."""
-    drafter, tracer = engine.drafter, Tracer()
+    drafter = engine.drafter
     assert isinstance(drafter, CausalDrafter)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "tolist", tracer.downloading(torch.Tensor.tolist))

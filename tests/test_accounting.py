@@ -105,14 +105,14 @@ def test_the_callers_time_is_charged_to_nobody(pair):
     engine = tiny_engine(pair, decoding__max_batch_size=3)
     completions = engine.generate(request(str(n), random_prompt(n), n) for n in (10, 60, 61))
     next(completions)
-    pause = time.perf_counter() + 0.5
+    pause = time.perf_counter() + 1.0
     while time.perf_counter() < pause:
         pass
     later = list(completions)
     assert len(later) == 2
     for completion in later:
-        assert completion.stats.other_s < 0.25
-        assert completion.stats.decode_s > 0.5, "the wall clock went on"
+        assert completion.stats.other_s < 0.5, "half of the pause, if it were shared"
+        assert completion.stats.decode_s > 1.0, "the wall clock went on"
 
 
 def test_the_step_counter_grows_with_every_chunk_and_every_step(pair):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -19,20 +20,23 @@ LEAST = {
     "draft": {"kind": "model", "model": "owner/draft"},
 }
 KEYS = {
-    "input": "path text_column id_column passthrough max_new_tokens_column num_tokens_column reference_column",
-    "output": "path",
+    "input": "path text_column id_column passthrough max_new_tokens_column num_tokens_column reference_column "
+    "instruction_column "
+    "filter sample sample_seed except_done_in limit",
+    "output": "path partition_by",
     "prompt": "instruction system length_policy max_prompt_tokens",
+    "chunks": "tokens overlap_tokens instruction merge_instruction max_new_tokens on_error",
     "target": "model revision dtype device",
     "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
-    "no_repeat_ngram_size repetition_scope max_batch_size cache_gib audit_fraction",
+    "no_repeat_ngram_size repetition_scope max_batch_size cache_gib cuda_graphs audit_fraction",
     "attention": "backend tree",
     "tree": "nodes max_nodes depth ngram_depth threshold",
     "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers",
     "quality": "max_repeated_ngrams max_copied min_words max_words language",
     "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction stop_error_fraction "
     "commit_every_rows commit_every_s deadline_base_s deadline_s_per_token start_s stall_s silence_s deadline_s "
-    "grace_s store_s",
+    "grace_s store_s on_end_command on_end_url",
     "report": "price_per_worker_hour",
 }
 
@@ -66,7 +70,8 @@ def test_every_shipped_configuration_loads(file):
 def test_the_shipped_configurations_are_these():
     """The test above must not pass because there is nothing to load."""
     gpu = {"vicuna-7b-a100", "longchat-7b-a100", "llama3.1-8b-eagle3-a100", "qwen3-8b-h200"}
-    assert {file.stem for file in CONFIGS} >= {"smollm2", "tiny-random", *gpu}
+    small = {"qwen2.5-1.5b-cpu", "qwen2.5-7b-24gb", "llama3.2-3b-24gb"}
+    assert {file.stem for file in CONFIGS} >= {"smollm2", "tiny-random", *gpu, *small}
 
 
 def test_the_keys_are_the_documented_ones(config_file):
@@ -103,6 +108,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("decoding.max_new_tokens=1.5", "decoding.max_new_tokens must be an integer, got 1.5"),
         ("decoding.max_new_tokens=yes", "decoding.max_new_tokens must be an integer, got True"),
         ("decoding.max_new_tokens=0", "decoding.max_new_tokens must be at least 1, got 0"),
+        ("decoding.max_batch_size=0", "decoding.max_batch_size must be at least 1, got 0"),
         ("decoding.top_p=1.5", "decoding.top_p must be in (0, 1], got 1.5"),
         ("decoding.repetition_penalty=0", "decoding.repetition_penalty must be above 0, got 0.0"),
         ("decoding.no_repeat_ngram_size=-1", "decoding.no_repeat_ngram_size must be at least 0, got -1"),
@@ -116,12 +122,24 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("input.path=null", "input.path must be a string, got None"),
         ("tree=16", "tree must be a section (nodes, max_nodes, depth, ngram_depth, threshold), got 16"),
         ("target.dtype=int8", "target.dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"),
+        ("tree={nodes: auto, max_nodes: 0}", "tree.max_nodes must be at least 1, got 0"),
         ("tree.ngram_depth=0", "tree.ngram_depth must be at least 1, got 0"),
         ("draft={kind: model}", "draft.model must not be empty with draft.kind model"),
         ("draft.kind=ngram", "draft.model must not be set with draft.kind ngram, which has no model"),
+        (
+            "draft={kind: self, model: owner/draft}",
+            "draft.kind self, which has no model: leave out, or --set draft.model='\"\"'",
+        ),
         ("draft={kind: ngram, revision: main}", "draft.revision must not be set with draft.kind ngram"),
-        ("draft={kind: ngram, ngram: true}", "draft.ngram must not be set with draft.kind ngram"),
+        (
+            "draft={kind: ngram, ngram: true, model: m}",
+            "draft.model and draft.ngram must not be set with draft.kind ngram",
+        ),
         ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
+        (
+            "decoding.cuda_graphs=true",
+            "decoding.cuda_graphs needs a GPU, attention.backend triton, which alone reads lengths",
+        ),
         ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
         ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
         ("job.workers=0", "job.workers must be at least 1, got 0"),
@@ -205,6 +223,41 @@ def test_local_paths_become_absolute_and_others_stay(config_file, tmp_path):
     assert RunConfig.load(config_file).target.model == "owner/target", "no such folder: a Hub id"
 
 
+def test_paths_may_hold_the_environment_and_the_date_of_the_run(config_file, tmp_path, monkeypatch):
+    """One file serves every night, in every place; the run's date must not change when a start resumes it."""
+    monkeypatch.setenv("CORPUS", "s3://bucket/corpus")
+    paths = ["input.path=${CORPUS}/day={run_date}", "output.path=out/{run_date}", "input.except_done_in=['out/*']"]
+    config = RunConfig.load(config_file, paths, run_date=date(2026, 11, 21))
+    assert config.input.path == "s3://bucket/corpus/day=2026-11-21"
+    assert config.output.path == str(tmp_path / "out" / "2026-11-21")
+    assert config.input.except_done_in == (str(tmp_path / "out" / "*"),)
+    monkeypatch.setenv("CORPUS", "")
+    for path in ("${CORPUS}", "${NO_SUCH}", "${}", "{date}"):
+        assert refusal(config_file, f"input.path='{path}'").startswith(
+            f"input.path has {path}, which is not set; it takes"
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("output.path=/data/$HOME/out", "output.path has $HOME; write ${HOME} for a variable"),
+        ("input.except_done_in=['s3://b/_$1', '$OUT']", "input.except_done_in has $OUT; write ${OUT} for"),
+        ("input.path='${CORPUS/a.parquet'", "input.path has a ${ that is not closed; write ${NAME}"),
+    ],
+)
+def test_a_variable_that_is_written_wrongly_is_refused(config_file, path, says):
+    """A night's output would lie in a folder named `$HOME`, where nobody looks for it."""
+    assert refusal(config_file, path).startswith(says)
+
+
+def test_a_path_may_hold_signs_like_those_of_variables(config_file, monkeypatch):
+    """Stores have keys such as `cost_$5`, and the value of a variable may be any path."""
+    assert RunConfig.load(config_file, ["input.path=s3://b/cost_$5/a$"]).input.path == "s3://b/cost_$5/a$"
+    monkeypatch.setenv("LITERAL", "s3://b/$NAME")
+    assert RunConfig.load(config_file, ["input.path=${LITERAL}"]).input.path == "s3://b/$NAME"
+
+
 def test_an_eagle_head_is_always_a_local_folder(config_file, tmp_path):
     """`models/x` could be read as a Hub id."""
     config = RunConfig.load(config_file, ["draft.kind=eagle", "draft.model=models/x"])
@@ -251,3 +304,11 @@ def test_job_options_refuse_what_cannot_be():
         ValueError, match=r"gpus_per_worker must be at most 1, got 2: a model runs on one GPU; set job.wor"
     ):
         JobOptions(gpus_per_worker=2)
+
+
+def test_commits_grow_with_the_workers_and_are_never_tiny():
+    """Ten million documents in commits of 64 were 156,000 files, which no morning was long enough to read."""
+    assert [JobOptions(workers=workers).rows_per_commit for workers in (1, 8, 9, 1000)] == [64, 64, 72, 8000]
+    assert JobOptions(workers=1000, commit_every_rows=5).rows_per_commit == 5
+    with pytest.raises(ValueError, match=r"job\.commit_every_rows must be at least 1"):
+        JobOptions(commit_every_rows=0)

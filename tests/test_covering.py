@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.covering import covering
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 3))
 def test_any_values_of_so_many_axes_meet_in_a_case(sizes, strength):
     """A pair that no case has would be a combination that no test ever runs."""

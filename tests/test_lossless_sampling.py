@@ -140,7 +140,7 @@ def test_samples_follow_the_targets_joint_distribution(policy, draft, small):
     """Whatever the draft proposes: top-k children are no samples, and rejection by p/q would be biased here."""
     prompt = random_prompt(60, vocab_size=SMALL_VOCABULARY)
     joint = joint_distribution(load_reference(small), prompt, 2)
-    engine = tiny_engine(small, draft, cache__policy=policy, decoding__max_batch_size=8)
+    engine = tiny_engine(small, draft, cache__policy=policy, decoding__max_batch_size=16)
     sampling = {"temperature": TEMPERATURE, "top_p": TOP_P}
     requests = [request(str(seed), prompt, 2, seed=seed, **sampling) for seed in range(NUM_SEEDS)]
     counts = Counter(tuple(completion.token_ids) for completion in engine.generate(requests))

@@ -8,10 +8,20 @@ import pytest
 import torch
 
 from specextend.decoding.cache import KVCache
-from specextend.loading import check_memory, memory_bytes
+from specextend.loading import (
+    GIB,
+    check_memory,
+    longest_request,
+    memory_bytes,
+    rows_per_sequence,
+    target_rows,
+    with_batch_size,
+)
 from specextend.models import load_target
 from specextend.pairing import check_pair
 from tests.tiny_models import PUBLISHED, tiny_config, tiny_engine
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
@@ -28,23 +38,23 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
     return made
 
 
-@pytest.mark.parametrize("draft", ["good", "eagle", "reduced", "copy", "ngram", "merged-eagle", PUBLISHED[0]])
+@pytest.mark.parametrize("draft", ["good", "eagle", "reduced", "copy", "self", "ngram", "merged-eagle", PUBLISHED[0]])
 def test_planned_caches_are_those_of_the_engine(pairs, draft: str, caches: list[KVCache]):
     """Nobody learns in the night that the draft's caches did not fit beside the target's."""
     pair = pairs("llama")
     config = tiny_config(pair, draft)
-    planned = memory_bytes(config, check_pair(config.target, config.active_draft))
+    planned = memory_bytes(config, check_pair(config.target, config.active_draft), CPU)
     engine = tiny_engine(pair, draft)
     assert sum(cache.stored.nbytes for cache in caches) == planned["target_cache"] + planned["draft_caches"]
     assert engine.target.cache.stored.nbytes == planned["target_cache"]
-    assert (planned["draft_weights"] > 0) == (draft != "ngram")
+    assert (planned["draft_weights"] > 0) == (draft not in ("ngram", "self"))
 
 
 def test_planned_weights_are_those_that_are_loaded(pairs):
     """Counted without a file of weights; tied ones once."""
     for family in ("llama", "qwen2-tied"):
         config = tiny_config(pairs(family), "ngram")
-        planned = memory_bytes(config, check_pair(config.target, None))
+        planned = memory_bytes(config, check_pair(config.target, None), CPU)
         loaded = load_target(config.target, "eager")
         assert planned["target_weights"] == sum(weight.nbytes for weight in loaded.parameters())
 
@@ -52,7 +62,7 @@ def test_planned_weights_are_those_that_are_loaded(pairs):
 def test_a_mode_without_a_draft_plans_for_none(pairs):
     """The configuration may name one."""
     config = tiny_config(pairs("llama"), "eagle", decoding__mode="autoregressive")
-    planned = memory_bytes(config, check_pair(config.target, None))
+    planned = memory_bytes(config, check_pair(config.target, None), CPU)
     assert planned["draft_weights"] == planned["draft_caches"] == 0
 
 
@@ -75,11 +85,49 @@ def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pairs, monkeypatc
     """With what it would take; half a GPU holds half as much."""
     config = tiny_config(pairs("llama"), "eagle")
     facts = check_pair(config.target, config.active_draft)
-    needed = sum(memory_bytes(config, facts).values())
     gpu = torch.device("cuda", 0)
+    needed = sum(memory_bytes(config, facts, gpu).values())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, int(1.5 * needed)))
     check_memory(config, facts, gpu)
     check_memory(config, facts, torch.device("cpu"))
     shared = config.model_copy(update={"job": replace(config.job, gpus_per_worker=0.5)})
     with pytest.raises(ValueError, match=r"a worker needs .* GiB of GPU memory .* lower decoding\.cache_gib"):
         check_memory(shared, facts, gpu)
+
+
+@pytest.mark.parametrize(
+    ("device", "sequences_in_cache", "sequences_in_budget", "expected"),
+    [(CPU, 100, None, 4), (CPU, 2, None, 2), (GPU, 100, None, 16), (GPU, 100, 5, 5), (GPU, 3, 5, 3), (GPU, 0.5, 0, 1)],
+)
+def test_the_batch_is_what_cache_and_memory_hold(pairs, device, sequences_in_cache, sequences_in_budget, expected):
+    """Of the longest documents; a worker whose GPU holds none is refused later, with the reason."""
+    sized = [tiny_config(pairs("llama"), "eagle", decoding__max_batch_size=n) for n in range(1, 17)]
+    facts = check_pair(sized[0].target, sized[0].active_draft)
+    longest = longest_request(sized[0], facts)
+    one = rows_per_sequence(sized[0], longest) * facts.kv_bytes_per_token("float32")
+    cache_gib = sequences_in_cache * one / GIB
+    config = tiny_config(pairs("llama"), "eagle", decoding__max_batch_size="auto", decoding__cache_gib=cache_gib)
+    budget = None
+    if sequences_in_budget is not None:
+        budget = sum(memory_bytes(sized[max(0, sequences_in_budget - 1)], facts, device).values())
+    chosen = with_batch_size(config, facts, longest, device, budget)
+    assert chosen.decoding.batch_size == expected
+    assert with_batch_size(sized[6], facts, longest, device, budget) is sized[6], "a number is the user's"
+
+
+def test_short_documents_make_a_larger_batch(pairs):
+    """What counts is the longest document of the run, not the longest that the context allows."""
+    config = tiny_config(pairs("llama"), "eagle", decoding__max_batch_size="auto", decoding__cache_gib=0.002)
+    facts = check_pair(config.target, config.active_draft)
+    short, long = (
+        with_batch_size(config, facts, tokens, CPU, None) for tokens in (300, longest_request(config, facts))
+    )
+    assert short.decoding.batch_size > long.decoding.batch_size
+
+
+def test_an_engine_chooses_its_batch_by_itself(pairs):
+    """Without a run nobody has replaced `auto`."""
+    config = tiny_config(pairs("llama"), "ngram", decoding__max_batch_size=4)
+    engine = tiny_engine(pairs("llama"), "ngram", decoding__max_batch_size="auto")
+    rows = target_rows(config, check_pair(config.target, config.active_draft))
+    assert engine.target.cache.rows.num_free == rows

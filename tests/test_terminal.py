@@ -79,7 +79,7 @@ def test_no_job_lets_a_text_drive_the_terminal_in_any_encoding(name: str, encodi
     assert name in ("summarize", "train_draft") or r"\x1b]0;owned\x07\x1b[2J\u202ex\u2028y\rz" in unwrapped(shown)
 
 
-@pytest.mark.parametrize("name", ["report", "bench", "summarize"])
+@pytest.mark.parametrize("name", ["report", pytest.param("bench", marks=pytest.mark.slow), "summarize"])
 def test_a_reader_that_goes_away_ends_no_job(name: str, folder: Path):
     """`jobs/report.py out | head -1`: the rest is not read, and nobody wants a traceback instead."""
     reader, writer = os.pipe()
@@ -89,7 +89,7 @@ def test_a_reader_that_goes_away_ends_no_job(name: str, folder: Path):
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("name", ["report", "status"])
+@pytest.mark.parametrize("name", ["report", pytest.param("status", marks=pytest.mark.slow)])
 def test_closed_streams_end_no_job(name: str, folder: Path):
     """`>&- 2>&-`, as some daemons start their children: Python has no such streams then."""
     script, *arguments = COMMANDS[name]

@@ -28,6 +28,7 @@ from specextend.config import RunConfig
 from specextend.core import Request, SamplingParams
 from specextend.decoding.drafter import Drafter
 from specextend.decoding.engine import Engine
+from specextend.decoding.graphs import Graphs
 from specextend.drafters.eagle_config import VOCABULARY as VOCABULARY_TENSOR
 from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig
 from specextend.drafters.small_lm import FILE as DRAFT_VOCABULARY_FILE
@@ -37,6 +38,8 @@ from specextend.pairing import check_pair, load_drafter
 from tests.published_heads import WRITERS
 
 VOCABULARY = 120
+NUM_CUT = VOCABULARY // 6
+"""Tokens of the target that its draft `cut` lacks."""
 EOS_TOKEN_ID = 2
 CONTEXT_LENGTH = 2048
 PUBLISHED = ("eagle1", "eagle3", "speculators-eagle3")
@@ -124,7 +127,7 @@ def perturbed(model: Any, noise: float, seed: int) -> Any:
 
 
 def write_model(model: Any, folder: Path) -> str:
-    """Save a model with a tokenizer; returns the folder's name."""
+    """Save a model with a tokenizer for all its rows; returns the folder's name."""
     model.save_pretrained(folder)
     tiny_tokenizer(model.config.vocab_size).save_pretrained(folder)
     return str(folder)
@@ -188,24 +191,27 @@ class Pair:
 
     target: str
     drafts: dict[str, str]
-    """`good` (the target a little perturbed), `same` (the target), `bad` (unrelated), `eagle`, `reduced` (an EAGLE head
-    for a third of the vocabulary), `copy` (one with copy heads), `eagle1`, `eagle3` and `speculators-eagle3` (published
-    formats) -> folder"""
+    """`good` (the target a little perturbed), `same` (the target), `cut` (`good` without the last tokens), `bad`
+    (unrelated, with more tokens than the target), `eagle`, `reduced` (an EAGLE head for a third of the vocabulary),
+    `copy` (one with copy heads), `eagle1`, `eagle3` and `speculators-eagle3` (published formats) -> folder"""
 
 
 def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02, vocab_size: int = VOCABULARY) -> Pair:
     """A random target and drafts of every kind."""
     model = tiny_model(family, seed, vocab_size)
     target = write_model(model, folder / "target")
+    good = perturbed(model, noise, seed + 1)
     drafts = {
-        "good": write_model(perturbed(model, noise, seed + 1), folder / "good"),
-        "bad": write_model(tiny_model(family, seed + 2, vocab_size), folder / "bad"),
+        "good": write_model(good, folder / "good"),
+        "bad": write_model(tiny_model(family, seed + 2, vocab_size + 8), folder / "bad"),
         "eagle": write_eagle(folder / "eagle", model),
         "reduced": write_eagle(folder / "reduced", model, vocab_size // 3),
         "copy": write_eagle(folder / "copy", model, vocab_size // 2, copy_heads=2),
         "small": write_small(folder / "small", vocab_size),
         **{name: WRITERS[name](folder / name, model) for name in PUBLISHED},
     }
+    good.resize_token_embeddings(vocab_size - vocab_size // 6)
+    drafts["cut"] = write_model(good, folder / "cut")
     return Pair(target, drafts | {"same": target})
 
 
@@ -249,9 +255,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 
 def draft_section(pair: Pair, draft: str) -> dict[str, Any]:
-    """The `draft` section of one of the pair's drafts, of `ngram`, or of `merged-` and a draft's name."""
-    if draft == "ngram":
-        return {"kind": "ngram"}
+    """The `draft` section of one of the pair's drafts, of `ngram` or `self`, or of `merged-` and a draft's name."""
+    if draft in ("ngram", "self"):
+        return {"kind": draft}
     name = draft.removeprefix("merged-")
     kind = "eagle" if name in ("eagle", "reduced", "copy", *PUBLISHED) else "model"
     return {"kind": kind, "model": pair.drafts[name], "ngram": name != draft}
@@ -264,7 +270,7 @@ def tiny_config(pair: Pair, draft: str = "good", **changes: Any) -> RunConfig:
     sections["draft"] = draft_section(pair, draft)
     for name, value in changes.items():
         section, _, key = name.partition("__")
-        sections[section][key] = value
+        sections.setdefault(section, {})[key] = value
     return RunConfig.from_values(sections)
 
 
@@ -273,7 +279,9 @@ def tiny_engine(pair: Pair, draft: str = "good", **changes: Any) -> Engine:
     return load_engine(tiny_config(pair, draft, **changes))
 
 
-def engine_with(config: RunConfig, wrap: Callable[[Drafter], Any] | None = None, **parts: Any) -> Engine:
+def engine_with(
+    config: RunConfig, wrap: Callable[[Drafter], Any] | None = None, graphs: Graphs | None = None, **parts: Any
+) -> Engine:
     """An engine whose drafter is what `wrap` makes of the configured one; `parts` are other arguments of `Engine`."""
     facts = check_pair(config.target, config.active_draft)
     num_rows = target_rows(config, facts)
@@ -285,8 +293,9 @@ def engine_with(config: RunConfig, wrap: Callable[[Drafter], Any] | None = None,
         "tree": config.tree,
         "tree_attention": config.attention.tree,
         "cache": config.cache,
+        "graphs": graphs,
     }
-    drafter = load_drafter(config, config.cache, target, lm_head, num_rows)
+    drafter = load_drafter(config, config.cache, target, lm_head, num_rows, graphs)
     return Engine(load_tokenizer(config.target.model), target, wrap(drafter) if wrap else drafter, **(usual | parts))
 
 

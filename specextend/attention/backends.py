@@ -1,23 +1,25 @@
 """The attention backends: functions with one signature, `Attend`, and the choice between them.
 
 `attend_reference` is the specification: plain torch, slow, obviously right. Every other backend must equal it. Those
-for a CPU are in `cpu.py` and `compiled.py`, the one in Triton is in `tree_kernel.py`.
+for a CPU are in `cpu.py` and `compiled.py`, flash-attn is in `flash.py`, the one in Triton in `tree_kernel.py`.
 
 Shapes: `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_matmul, attend_padded, nothing
+from specextend.attention.flash import attend_with, find_flash_attn
 from specextend.attention.hybrid import attend_chunk, has_prefix, merge_states
+from specextend.attention.layer_reference import LayerKernels
 from specextend.attention.plan import Attend, KeySpan, additive
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
+KERNELS_VERSION = 1
+"""To be raised with any change to a kernel's speed: times that were measured with another version are not used."""
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
@@ -35,8 +37,7 @@ def load_backend(name: str, device: torch.device) -> Attend:
     if name == "reference":
         return attend_reference
     if name == "flash":
-        _load_flash_attn()
-        return attend_flash
+        return load_flash(device)
     if name == "triton":
         return load_triton(device)
     if device.type == "cpu":
@@ -88,8 +89,21 @@ def load_compiled() -> Attend:
     return compiled
 
 
+def load_flash(device: torch.device) -> Attend:
+    """Import flash-attn, with `sdpa` for calls that it does not take, such as trees.
+
+    Raises:
+        ValueError: flash-attn is not installed, or the device is a CPU.
+    """
+    if (kernel := find_flash_attn()) is None:
+        raise ValueError("attention.backend flash needs the flash extra: pip install 'specextend[flash]'")
+    if device.type == "cpu":
+        raise ValueError("attention.backend flash runs on a GPU only; choose auto")
+    return attend_with(kernel, attend_cuda)
+
+
 def load_triton(device: torch.device) -> Attend:
-    """Import the Triton kernel, with `sdpa` for calls that it does not take, such as chunks of a prompt.
+    """Import the Triton kernel. Calls that it does not take, such as chunks of a prompt, go to flash-attn or `sdpa`.
 
     Raises:
         ValueError: triton is not installed, or the device is a CPU, where it is only interpreted for tests.
@@ -100,13 +114,29 @@ def load_triton(device: torch.device) -> Attend:
         raise ValueError("attention.backend triton needs the package triton: pip install triton") from error
     if device.type == "cpu" and not is_interpreted():
         raise ValueError("attention.backend triton runs on a GPU only; choose auto")
-    otherwise = attend_by_head if device.type == "cpu" else attend_cuda
+    otherwise: Attend = attend_by_head if device.type == "cpu" else attend_cuda
+    if device.type != "cpu" and (flash := find_flash_attn()) is not None:
+        otherwise = attend_with(flash, attend_cuda)
 
     def triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
         kernel = attend_triton if serves(q, span) else otherwise
         return kernel(q, k, v, span, scale)
 
     return triton
+
+
+def load_layer_kernels(name: str, device: torch.device) -> LayerKernels | None:
+    """Import the kernels of a layer that go with the backend called `name`: Triton's with `triton`, none otherwise.
+
+    Raises:
+        ValueError: as `load_triton`.
+    """
+    if name != "triton":
+        return None
+    load_triton(device)
+    from specextend.attention.layer_kernels import TRITON
+
+    return TRITON
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
@@ -183,35 +213,3 @@ def _aligned(bias: Tensor) -> Tensor:
     """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel requires."""
     padding = -bias.shape[1] % 16
     return torch.nn.functional.pad(bias, (0, padding))[:, : bias.shape[1]][None, None]
-
-
-def attend_flash(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by the flash-attn package (the `flash` extra), for the whole batch at once.
-
-    It has no tree mask, so masked spans go to torch's kernels; prefixes and causal chunks hold nearly all keys.
-    """
-    if span.mask is not None or 0 in span.lengths:
-        return (attend_cuda if q.device.type == "cuda" else attend_by_head)(q, k, v, span, scale)
-    batch, num_queries, num_heads, head_dim = q.shape
-    parts = [slice(start, start + length) for start, length in zip(span.starts, span.lengths, strict=True)]
-    keys, values = (torch.cat([x[:, part].transpose(0, 1) for part in parts]) for x in (k, v))
-    ends_q = torch.arange(0, (batch + 1) * num_queries, num_queries, dtype=torch.int32, device=q.device)
-    ends_k = torch.tensor([0, *span.lengths], device=q.device).cumsum(0).int()
-    out, lse, _ = _load_flash_attn()(
-        q.reshape(-1, num_heads, head_dim), keys, values, ends_q, ends_k, num_queries, max(span.lengths),
-        softmax_scale=scale, causal=span.causal, return_attn_probs=True,
-    )  # fmt: skip
-    return out.view(q.shape), lse.T.reshape(batch, num_queries, num_heads)
-
-
-def _load_flash_attn() -> Any:
-    """Import the kernel of flash-attn, which is imported only if it is chosen.
-
-    Raises:
-        ValueError: flash-attn is not installed.
-    """
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError as error:
-        raise ValueError("attention.backend flash needs the flash extra: pip install 'specextend[flash]'") from error
-    return flash_attn_varlen_func

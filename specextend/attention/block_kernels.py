@@ -1,4 +1,4 @@
-"""What `compiled` does with a block of keys and a tile of rows, in LLVM IR.
+"""What `item_kernels` does with a block of keys and a tile of rows, in LLVM IR.
 
 All memory is given by address, and strides are in bytes. Blocks of keys lie in scratch memory in *units* of 32 bits,
 whose meaning is the `element`, an argument that is only a type:

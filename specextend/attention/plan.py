@@ -33,8 +33,21 @@ class KeySpan:
     `mask`."""
     needs_lse: bool = True
     """False if the result is not merged with that of another span, so that a kernel need not compute the LSE."""
+    on_device: tuple[Tensor, Tensor] | None = None
+    """The first row [B, 1] of each sequence and the new rows [B, T], which are the last ones, int64 on the device;
+    None: only the host knows them."""
     made: dict[Hashable, Tensor] = field(default_factory=dict)
     """What a kernel makes of the span once per forward, for all layers."""
+
+    def places(self, device: torch.device) -> Tensor:
+        """Return `starts` and `lengths` [2, B] int64 on the device, where a kernel reads them without the host."""
+        if "places" not in self.made:
+            if self.on_device is None:
+                self.made["places"] = torch.tensor([self.starts, self.lengths]).to(device)
+            else:
+                starts, rows = self.on_device
+                self.made["places"] = torch.cat([starts, rows[:, -1:] + 1 - starts], 1).T.contiguous()
+        return self.made["places"]
 
     def tail_bias(self, b: int, num_queries: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Return sequence b's mask as a bias [T, m] over its last m rows, or None if all rows are visible.
@@ -110,8 +123,8 @@ class AttentionPlan:
     """Filled by the forward: layer -> [B, T, H, D]."""
     spans: tuple[KeySpan, ...] = ()
     """One or two disjoint sets of keys, whose results are merged."""
-    rows: Tensor | None = None
-    """[B, T] int64 on the device: the cache rows that this forward writes; None: `new_rows` makes them."""
+    on_device: tuple[Tensor, Tensor] | None = None
+    """The first row [B, 1] of each sequence and the new rows [B, T], int64 on the device; None: made from the lists."""
 
     def __post_init__(self) -> None:
         assert all(length >= self.num_new for length in self.lengths)
@@ -119,19 +132,17 @@ class AttentionPlan:
 
     def new_rows(self, device: torch.device) -> Tensor:
         """Return the cache rows [B, T] int64 that this forward writes."""
-        if self.rows is None:
-            ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)])
-            self.rows = (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
-        return self.rows
+        if self.on_device is not None:
+            return self.on_device[1]
+        ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)])
+        return (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
 
     def _split(self) -> tuple[KeySpan, ...]:
         """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one span."""
-        if self.num_new == 1 and self.mask is None:  # a plain step: one query sees every row
-            return (KeySpan(self.starts, self.lengths, needs_lse=False),)
-        if self.mask is not None and self.tree == "dense":
-            return (KeySpan(self.starts, self.lengths, mask=self.mask, needs_lse=False),)
-        if self.mask is None:
-            return (KeySpan(self.starts, self.lengths, causal=True, needs_lse=False),)
+        if self.mask is None or self.tree == "dense":
+            causal = self.mask is None and self.num_new > 1  # the one query of a plain step sees every row
+            whole = KeySpan(self.starts, self.lengths, self.mask, causal, needs_lse=False, on_device=self.on_device)
+            return (whole,)
         num_masked = self.mask.shape[2]
         prefix = [length - num_masked for length in self.lengths]
         tails = [start + length for start, length in zip(self.starts, prefix, strict=True)]

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specextend.attention.plan import KeySpan
-from specextend.attention.tree_reference import MAX_MASKED, pack_mask
+from specextend.attention.tree_reference import MAX_MASKED, masked_rows
 
 HEAD_DIMS = (64, 128)
 MAX_QUERIES = 128
@@ -227,22 +227,11 @@ def serves(q: Tensor, span: KeySpan) -> bool:
 
 
 def attend_triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by one call of the kernel. Places and mask are uploaded once per forward."""
-    if "visible" not in span.made:
-        span.made["starts"], span.made["lengths"] = torch.tensor([span.starts, span.lengths]).to(q.device)
-        span.made["visible"] = _visible(span, *q.shape[:2]).to(q.device)
-    starts, lengths, visible = (span.made[name] for name in ("starts", "lengths", "visible"))
-    num_masked = q.shape[1] if span.causal else 0 if span.mask is None else span.mask.shape[2]
+    """Attend by one call of the kernel. Places and mask are made once per forward."""
+    starts, lengths = span.places(q.device)
+    visible, num_masked = masked_rows(span, q)
     num_splits = _num_splits(q.shape, len(k), q.dtype, q.device)
     return attend_tree(q, k, v, starts, lengths, visible, num_masked, scale, num_splits)
-
-
-def _visible(span: KeySpan, batch: int, num_queries: int) -> Tensor:
-    """Return who sees the span's last rows as bits [B, T, 2]. A span without mask has no such rows."""
-    if span.mask is not None:
-        return pack_mask(span.mask)
-    own = torch.ones(num_queries, num_queries, dtype=torch.bool).tril()
-    return pack_mask(own.expand(batch, -1, -1))
 
 
 @cache

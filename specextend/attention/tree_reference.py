@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specextend.attention.plan import KeySpan
+
 MAX_MASKED = 128
 """Rows that a mask can cover: two words of 64 bits."""
 
@@ -29,6 +31,23 @@ def unpack_mask(bits: Tensor, num_masked: int) -> Tensor:
     return (words & 1).bool().flatten(2)[..., :num_masked]
 
 
+def masked_rows(span: KeySpan, q: Tensor) -> tuple[Tensor, int]:
+    """Return who of the queries q [B, T, H, D] sees the span's last M rows, as bits [B, T, 2], and M.
+
+    Made once per forward. A span without mask has no such rows.
+    """
+    batch, num_queries = q.shape[:2]
+    if "visible" not in span.made:
+        mask = span.mask
+        if mask is None:
+            own = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()
+            mask = own.expand(batch, -1, -1)
+        span.made["visible"] = pack_mask(mask.to(q.device))
+    if span.causal:
+        return span.made["visible"], num_queries
+    return span.made["visible"], 0 if span.mask is None else span.mask.shape[2]
+
+
 def attend_tree_reference(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, visible: Tensor, num_masked: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -42,7 +61,8 @@ def attend_tree_reference(
     """
     mask = unpack_mask(visible, num_masked)
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=q.device)
-    for b, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+    for b in range(len(q)):
+        start, length = int(starts[b]), int(lengths[b])
         keys, values = (x[:, start : start + length].float() for x in (k, v))
         seen = torch.ones(q.shape[1], length, dtype=torch.bool, device=q.device)
         num_tail = min(num_masked, length)

@@ -10,7 +10,6 @@ Needs numba, which is optional: import this only where the extra `cpu` is instal
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ LANES = 16
 VECTOR_BYTES = 4 * LANES
 F32, I64, I32, I16, I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 FLOATS, UNITS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
-MINUS_INFINITY = ir.Constant(F32, -math.inf)
 
 EXP2 = (1.0, 0.69314718, 0.24022648, 0.055503324, 0.0096184369, 0.0013398879, 0.00015353375)
 """Coefficients of 2^x on [-0.5, 0.5], relative error 2e-9."""

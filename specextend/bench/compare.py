@@ -26,14 +26,14 @@ from specextend.bench.workload import (
     Say,
     bench_documents,
     describe,
-    missing_buckets,
+    say_what_is_missing,
     use_configured_threads,
 )
 from specextend.config import RunConfig
 from specextend.decoding.limits import MachineLimits, ModelWork, count_work, measure_limits
 from specextend.decoding.stopping import is_loop
 from specextend.models import DTYPES, resolve_device, skeleton
-from specextend.report.statistics import Spread, bucket_name, spread
+from specextend.report.statistics import Spread, bucket_name, spread, spread_json
 from specextend.stats import PHASES, DecodingStats, ratio
 
 WARM_UP_TOKENS = 16
@@ -57,8 +57,7 @@ def compare(
     use_configured_threads(config)
     own = [side_config(config, name) for name in sides]
     documents = bench_documents(config, options, [side for side in own if side is not None])
-    for bucket in missing_buckets(options, documents):
-        say(f"no whole document of the bucket {bucket_name(bucket)} fits")
+    say_what_is_missing(options, documents, say)
     header = describe(config, options, documents) | {
         "configured_draft": None if config.draft is None else draft_name(config.draft),
         "sides": described,
@@ -110,13 +109,14 @@ def run_rounds(
         side.run(shortest.prompt_token_ids, min(WARM_UP_TOKENS, max_new_tokens))
     for index, document in enumerate(documents):
         measurements = {
-            name: sides[name].run(document.prompt_token_ids, max_new_tokens) for name in _rotate([*sides], index)
+            name: sides[name].run(document.prompt_token_ids, max_new_tokens) for name in rotated([*sides], index)
         }
-        say(f"{index + 1}/{len(documents)} {document.doc_id}: {_speeds(measurements)}")
+        say(f"{index + 1}/{len(documents)} {document.doc_id}: {_speeds(measurements)} tokens/s")
         yield Record(document, {name: measurements[name] for name in sides})
 
 
-def _rotate(names: list[str], index: int) -> list[str]:
+def rotated(names: list[str], index: int) -> list[str]:
+    """Return the names in their order, beginning with another one for each index."""
     first = index % len(names)
     return names[first:] + names[:first]
 
@@ -299,8 +299,3 @@ def _compared(names: Sequence[str]) -> list[tuple[str, str]]:
     """Choose the pairs whose tokens are compared: each side with the first base that was run."""
     pairs = _pairs(names)
     return [pair for pair in pairs if pair[1] == pairs[0][1] or pair in ALSO]
-
-
-def spread_json(measured: Spread | None) -> dict[str, Any] | None:
-    """Convert a spread to JSON values."""
-    return None if measured is None else asdict(measured)

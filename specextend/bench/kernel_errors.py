@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specextend.attention.plan import Attend, AttentionPlan
-from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.device import CPU
 from specextend.decoding.model import CachedModel
 from specextend.models import TargetOptions, load_causal_lm, load_target
 
@@ -65,7 +65,7 @@ def read_document(forward: Forward, document: Sequence[int]) -> Logits:
         )
 
     return {
-        "prefill": run(0, body, PREFILL_CHUNK, EVERY, is_tree=False),
+        "prefill": run(0, body, CPU.prefill_chunk, EVERY, is_tree=False),
         "plain": run(body, len(document), 1, 1, is_tree=False),
         "tree": run(body, len(document), TREE_ROWS, 1, is_tree=True),
     }

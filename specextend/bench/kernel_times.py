@@ -15,12 +15,12 @@ from torch import Tensor
 
 from specextend.attention.hybrid import attend_plan
 from specextend.attention.plan import Attend, AttentionPlan
-from specextend.bench.compare import spread_json
-from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.device import CPU
+from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import tree_mask
 from specextend.decoding.tuning import time_step
-from specextend.report.statistics import spread
+from specextend.report.statistics import spread, spread_json
 
 NUM_QUERIES = (1, 4, 8, 16)
 """Rows of a decoding step: a plain one, and trees of several sizes."""
@@ -62,7 +62,7 @@ def chunk_rates(
 ) -> list[dict[str, Any]]:
     """Measure a chunk of a prompt, whose queries see `num_keys` keys at most, in GFLOP/s; hidden pairs do not count."""
     fast = {name: kernel for name, kernel in kernels.items() if name != REFERENCE}
-    layers, queries = min(CHUNK_LAYERS, len(target.cache.stored)), PREFILL_CHUNK
+    layers, queries = min(CHUNK_LAYERS, len(target.cache.stored)), CPU.prefill_chunk
     cells = []
     for length in num_keys:
         pairs = queries * length - queries * (queries - 1) // 2
@@ -80,7 +80,7 @@ def step_times(
 
     def step(kernel: Attend, queries: int, length: int) -> float:
         target.attend = kernel
-        return time_step(target, "dense", queries, length - queries)
+        return time_step(target, "dense", queries, length - queries, Graphs())
 
     cells = []
     for length in num_keys:

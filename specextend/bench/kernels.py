@@ -21,11 +21,12 @@ from specextend.bench.measurement import Measurement
 from specextend.bench.sides import EngineSide, in_mode
 from specextend.bench.workload import BenchDocument, BenchOptions, Say, describe, use_configured_threads
 from specextend.config import RunConfig
+from specextend.core import counted
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import open_source
 from specextend.decoding.decoding_options import Backend
-from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.device import CPU
 from specextend.decoding.limits import measure_limits
 from specextend.decoding.model import CachedModel
 from specextend.loading import load_cached_target, load_engine
@@ -62,7 +63,7 @@ class KernelOptions:
             raise ValueError(
                 f"tokens must be above {NUM_STEPS}, of which the last are read in steps; got {self.tokens}"
             )
-        for name, least in (("keys", max(NUM_QUERIES)), ("chunk_keys", PREFILL_CHUNK)):
+        for name, least in (("keys", max(NUM_QUERIES)), ("chunk_keys", CPU.prefill_chunk)):
             if min(getattr(self, name), default=0) < least:
                 raise ValueError(f"{name} must be one number or more, each at least {least}")
 
@@ -186,8 +187,9 @@ def cut_documents(config: RunConfig, options: KernelOptions) -> list[BenchDocume
         if len(found) == options.num_documents:
             return found
     raise ValueError(
-        f"{config.input.path} has {len(found)} documents for prompts of {options.tokens} tokens that fit the context "
-        f"with {options.max_new_tokens} new ones, not {options.num_documents}; ask for fewer or shorter ones"
+        f"{config.input.path} has {counted(len(found), 'document')} for prompts of {options.tokens} tokens "
+        f"that fit the context with {options.max_new_tokens} new ones, not {options.num_documents}; "
+        "ask for fewer or shorter ones"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from operator import itemgetter
 from typing import Any
@@ -16,6 +16,14 @@ from matplotlib.lines import Line2D
 
 from specextend.bench.result_tables import DECODE, side_label
 from specextend.bench.retrieval_tables import Cell, cache_label, distinct, length_name
+from specextend.bench.series_tables import (
+    Quartiles,
+    SeriesFigures,
+    decode_speed,
+    documents_per_hour,
+    ms_per_retrieval,
+    ms_per_step,
+)
 
 # Okabe and Ito's colours, told apart with any colour vision, without the yellow that is faint on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -104,6 +112,85 @@ def draw_retrieval(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def draw_variants(result: dict[str, Any]) -> Figure:
+    """Draw decoding speed over the base for each variant of a series, a marker for each column of its tables."""
+    series = SeriesFigures(result)
+    names = [name for name in result["variants"] if series.timings(name) and name != series.base]
+    figure = Figure(figsize=(max(6.0, 0.7 * len(names)), 4.0))
+    axes = figure.add_subplot()
+    for number, (column, header) in enumerate(zip(series.columns, series.headers, strict=True)):
+        found = [series.ratios(name, series.base, column, decode_speed) for name in names]
+        style = _line_style(number) | {"linestyle": "none"}
+        _quartiles(axes, _aside(number, len(series.columns), len(names)), found, style, header)
+    axes.axhline(1.0, color="#444444", linewidth=1.0, linestyle="--", label=series.base)
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor")
+    axes.set_ylabel(f"decoding speed over {series.base}")
+    _finish_series(axes, result)
+    return figure
+
+
+def draw_batch(result: dict[str, Any]) -> Figure:
+    """Draw documents an hour by batch size, a line for each mode."""
+    series, variants = SeriesFigures(result), result["variants"]
+    [column] = series.columns
+    sizes = distinct(about["batch_size"] for about in variants.values())
+    figure = Figure(figsize=(6.0, 4.0))
+    axes = figure.add_subplot()
+    for number, mode in enumerate(distinct(about["mode"] for about in variants.values())):
+        names = [name for name, about in variants.items() if about["mode"] == mode]
+        found = [series.values(name, column, documents_per_hour) for name in names]
+        style = _line_style(number) | {"linestyle": "-"}
+        places = [place + 0.03 * number for place in range(len(sizes))]
+        _quartiles(axes, places, found, style, f"{mode} (n={series.num_rounds})")
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    axes.set_xlabel("documents decoded together")
+    axes.set_ylabel("documents an hour")
+    axes.set_ylim(bottom=0)
+    _finish_series(axes, result)
+    return figure
+
+
+def draw_retrieval_time(result: dict[str, Any]) -> Figure:
+    """Draw the time of a step and of a retrieval by prompt length."""
+    series = SeriesFigures(result)
+    [name] = result["variants"]
+    shown = zip(series.columns, series.headers, strict=True)
+    headers = {column: header for column, header in shown if column != "all"}
+    figure = Figure(figsize=(6.0, 4.0))
+    axes = figure.add_subplot()
+    for number, (label, value) in enumerate((("a decoding step", ms_per_step), ("a retrieval", ms_per_retrieval))):
+        found = [series.values(name, column, value) for column in headers]
+        _quartiles(axes, [*range(len(headers))], found, _line_style(number) | {"linestyle": "-"}, label)
+    axes.set_xticks(range(len(headers)), [*headers.values()])
+    axes.set_xlabel("prompt, tokens up to")
+    axes.set_ylabel("milliseconds")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    _finish_series(axes, result)
+    return figure
+
+
+def _aside(number: int, count: int, num_places: int) -> list[float]:
+    """Place the markers of one of `count` series at each of `num_places` ticks, beside those of the others."""
+    return [place + 0.6 * ((number + 0.5) / count - 0.5) for place in range(num_places)]
+
+
+def _quartiles(
+    axes: Axes, places: Sequence[float], found: Sequence[Quartiles | None], style: LineStyle, label: str
+) -> None:
+    """Draw medians, with a bar from the lower quartile to the upper one."""
+    present = [(place, each) for place, each in zip(places, found, strict=True) if each is not None]
+    own = [place for place, _ in present]
+    axes.plot(own, [each.median for _, each in present], label=label, **style)
+    _bars(axes, own, [(each.low, each.high) for _, each in present], style)
+
+
+def _finish_series(axes: Axes, result: dict[str, Any]) -> None:
+    note = "Median and quartiles, or range if n is below 4"
+    axes.set_title(f"{note}\n{_machine(result)}", fontsize=9, loc="left")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
 def _cache_styles(cells: list[Cell]) -> dict[str, LineStyle]:
     """Give each policy a colour, and each number of visible tokens a marker and a dash; by the label of the cache."""
     policies = distinct(cell["policy"] for cell in cells)
@@ -155,4 +242,12 @@ def _machine(result: dict[str, Any]) -> str:
     return f"{target['model'].rpartition('/')[2]}, {target['dtype']}, {environment['device']}"
 
 
-_DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {"compare": draw_compare, "retrieval": draw_retrieval}
+_DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "compare": draw_compare,
+    "retrieval": draw_retrieval,
+    "ablation": draw_variants,
+    "reasoning": draw_variants,
+    "sweep": draw_variants,
+    "batch": draw_batch,
+    "retrieval-time": draw_retrieval_time,
+}

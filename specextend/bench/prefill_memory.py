@@ -22,7 +22,10 @@ def measure_memory(config: RunConfig, options: BenchOptions, num_tokens: int, sa
 
     On a CPU this is the resident memory of the process, libraries included; on a GPU, what torch has allocated.
     `over_bytes` is the peak minus the target's weights and the prompt's rows of its cache, so it includes the draft's.
+    Raises ValueError if the prompt would be empty, or the input or a model cannot be used.
     """
+    if num_tokens < 1:
+        raise ValueError(f"the prompt must have at least 1 token, got {num_tokens}; raise --tokens")
     use_configured_threads(config)
     documents = bench_documents(config, options)
     token_ids = [token_id for document in documents for token_id in document.prompt_token_ids]

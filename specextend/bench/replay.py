@@ -15,8 +15,8 @@ from torch import Tensor
 
 from specextend.bench.trace import Trace
 from specextend.decoding.decoding_options import CacheOptions
-from specextend.decoding.drafter import Drafter
-from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.device import traits_of
+from specextend.decoding.drafter import Decided, Drafter
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.tree import DraftTree
 from specextend.stats import DecodingStats
@@ -100,8 +100,9 @@ class Replayer:
         trace = self._trace
         num_prompt_tokens = trace.num_prompt_tokens
         prompt = torch.tensor(trace.prompt_token_ids, device=self._features.device)
-        features = self._features[:num_prompt_tokens].split(PREFILL_CHUNK)
-        for chunk, chunk_features in zip(prompt.split(PREFILL_CHUNK), features, strict=True):
+        chunk_size = traits_of(self._features.device).prefill_chunk
+        features = self._features[:num_prompt_tokens].split(chunk_size)
+        for chunk, chunk_features in zip(prompt.split(chunk_size), features, strict=True):
             self._drafter.prefill(_ROW, chunk, chunk_features)
         self._select(0, scale)
         self._absorb(0, 1)
@@ -142,13 +143,13 @@ class Replayer:
             mass = mean_mass(queries, keys, self._chunk_size, scale)
         positions = self._policy.select(num_tokens, mass, self._replay.stats)
         self._replay.selections.append((decided, positions))
-        self._drafter.select(_ROW, positions.to(self._features.device))
+        self._drafter.select(_ROW, positions)
 
     def _absorb(self, start: int, stop: int) -> None:
         """Give the draft the known tokens `start` to `stop`; the last becomes the new root."""
         first = self._trace.num_prompt_tokens - 1
         new = self._trace.known_token_ids[start:stop]
-        self._drafter.absorb([_ROW], [new], [self._features[first + start : first + stop]])
+        self._drafter.absorb([_ROW], Decided.pad([new], [self._features[first + start : first + stop]]))
 
     def _diverge(self, first: int) -> Divergence | None:
         if not isinstance(self._drafter, FirstLevel):

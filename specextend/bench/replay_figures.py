@@ -7,7 +7,7 @@ often a fresh selection by one layer alone shows the source of the needle token 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from specextend.bench.replay import Replay, ReplayedStep
@@ -16,7 +16,7 @@ from specextend.bench.study_drafts import CacheChoice
 from specextend.bench.trace import Trace
 from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.retrieval import chunk_mass, select_by_score
-from specextend.report.statistics import spread
+from specextend.report.statistics import spread, spread_json
 from specextend.stats import ratio
 
 NEEDLE, REST = "needle", "rest"
@@ -93,7 +93,7 @@ def _cell(group: Sequence[Replayed]) -> dict[str, Any]:
         "kind": first.document.kind,
         "length": first.document.document.bucket,
         "documents": len(group),
-        **{name: _spread(getattr(each, name) for each in group) for name in names},
+        **{name: spread_json(spread(getattr(each, name) for each in group)) for name in names},
         "categories": {
             name: _category([each.categories[name] for each in group if name in each.categories])
             for name in first.categories
@@ -105,7 +105,7 @@ def _category(group: Sequence[Category]) -> dict[str, Any]:
     names = ("accepted", "acceptance_length", "agreement", "visible")
     return {
         "tokens": sum(each.tokens for each in group),
-        **{name: _spread(getattr(each, name) for each in group) for name in names},
+        **{name: spread_json(spread(getattr(each, name) for each in group)) for name in names},
     }
 
 
@@ -148,11 +148,6 @@ def _seen(sources: Sequence[int | None], replay: Replay) -> set[int]:
 def _length(steps: Sequence[ReplayedStep]) -> float | None:
     mean = ratio(sum(step.num_accepted for step in steps), len(steps))
     return None if mean is None else 1 + mean
-
-
-def _spread(values: Iterable[float | None]) -> dict[str, Any] | None:
-    measured = spread(values)
-    return None if measured is None else asdict(measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +202,6 @@ def layer_cells(views: Iterable[LayerView]) -> list[dict[str, Any]]:
         groups.setdefault((view.kind, view.layer), []).append(view.shown)
     return [
         # older results hold the maximum over heads, too
-        {"kind": kind, "heads": "mean", "layer": layer, "shown": _spread(shown)}
+        {"kind": kind, "heads": "mean", "layer": layer, "shown": spread_json(spread(shown))}
         for (kind, layer), shown in groups.items()
     ]

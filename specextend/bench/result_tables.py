@@ -10,10 +10,14 @@ from typing import Any
 from specextend.bench.compare import BASES
 from specextend.bench.kernel_tables import kernel_tables
 from specextend.bench.retrieval_tables import retrieval_tables
+from specextend.bench.series_tables import batch_tables, retrieval_time_tables, step_tables, sweep_tables
+from specextend.core import counted
 from specextend.report.tables import Section, markdown_table, number, percent, to_text
 from specextend.stats import ratio
 
 DECODE, WHOLE = "decode_tokens_per_s", "end_to_end_tokens_per_s"
+_COMMIT_DIGITS, _WHOLE_COMMIT = 12, 40
+"""Digits of a commit that are shown, and all that it has, behind which may stand `-dirty`."""
 WIDTH = 150
 """Width of a terminal line in characters, for tables with a column for each length."""
 
@@ -56,12 +60,16 @@ def _tables(result: dict[str, Any]) -> tuple[list[Section], list[str]]:
 
 
 def where(result: dict[str, Any]) -> str:
-    """Describe device, versions and workload in one sentence."""
+    """Describe device, versions and workload in one sentence. Files of the first versions name no commit."""
     environment, config = result["environment"], result["config"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    versions = [f"{name} {version}" for name, version in environment["versions"].items()]
+    if commit := environment.get("commit"):
+        versions.append(f"commit {commit[:_COMMIT_DIGITS]}{commit[_WHOLE_COMMIT:]}")
+    threads = counted(environment["threads"], "thread")
     return (
-        f"{environment['device']}, {environment['threads']} threads, {config['target']['dtype']}; {versions}; "
-        f"at most {result['max_new_tokens']} new tokens, greedy, one document at a time."
+        f"{environment['device']}, {threads}, {config['target']['dtype']}; "
+        f"{', '.join(versions)}; at most {result['max_new_tokens']:,} new tokens, "
+        f"{result.get('how', 'greedy, one document at a time')}."
     )
 
 
@@ -194,7 +202,7 @@ def _agreement(result: dict[str, Any]) -> Section:
     return Section("Greedy tokens that agree", header, rows, header[3:])
 
 
-def _sweep(result: dict[str, Any]) -> tuple[list[Section], list[str]]:
+def _trees(result: dict[str, Any]) -> tuple[list[Section], list[str]]:
     """Show the trees, the fastest first."""
     header = ("nodes", "depth", "threshold", "acceptance length", "tokens/s", "speed-up", "step ms", "draft", "verify")
     rows = [
@@ -251,8 +259,13 @@ def _mib(num_bytes: int) -> str:
 
 _BUILDERS: dict[str, Callable[[dict[str, Any]], tuple[list[Section], list[str]]]] = {
     "compare": _compare,
-    "sweep": _sweep,
+    "trees": _trees,
     "memory": _memory,
     "retrieval": _retrieval,
     "kernels": _kernels,
+    "ablation": step_tables,
+    "reasoning": step_tables,
+    "sweep": sweep_tables,
+    "retrieval-time": retrieval_time_tables,
+    "batch": batch_tables,
 }

@@ -27,6 +27,7 @@ from specextend.bench.study_drafts import (
 from specextend.bench.trace import Trace, TraceRecorder
 from specextend.bench.workload import BenchOptions, Say, describe, use_configured_threads
 from specextend.config import RunConfig
+from specextend.core import counted
 from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.retrieval import scored_layers
 from specextend.drafters.draft_options import DraftOptions
@@ -144,7 +145,8 @@ def _documents(config: RunConfig, options: RetrievalOptions, plan: StudyPlan, sa
     for length, kind in product(sorted(options.lengths), options.kinds):
         chosen = source.choose(kind, length, options.per_length, options.max_new_tokens)
         if len(chosen) < options.per_length:
-            say(f"{kind}: only {len(chosen)} of {options.per_length} documents have about {length} tokens")
+            wanted = counted(options.per_length, "document")
+            say(f"{kind}: found only {len(chosen)} of {wanted} with about {length} tokens")
         documents += chosen
     if not documents:
         raise ValueError(f"no document of {', '.join(options.kinds)} has one of the lengths; choose others")

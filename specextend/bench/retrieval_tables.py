@@ -22,7 +22,7 @@ def retrieval_tables(result: dict[str, Any]) -> list[Section]:
     kinds = distinct(cell["kind"] for cell in cells)
     sections = [_acceptance(result, kind, [cell for cell in cells if cell["kind"] == kind]) for kind in kinds]
     if probes := [cell for cell in cells if cell["categories"]]:
-        sections.append(_needles(result, probes))
+        sections += [_needles(result, probes), _needles_in_view(result, probes)]
     sections.append(_divergence(cells, kinds))
     if result["layers"]:
         sections.append(_layers(result["layers"]))
@@ -107,6 +107,20 @@ def _needles(result: dict[str, Any], cells: list[Cell]) -> Section:
     lengths = [length_name(length) for length in result["lengths"]]
     header = ["kind", "draft", "cache", *lengths, "all", "first guess right", "in view", "rest"]
     return Section("Share of needle and quote tokens accepted from a tree", header, rows, header[1:3])
+
+
+def _needles_in_view(result: dict[str, Any], cells: list[Cell]) -> Section:
+    """Show by length how often a draft that does not see everything sees what it needs."""
+    keys = ("kind", "draft", "cache")
+    chosen = [cell for cell in cells if cell["cache_tokens"] is not None]
+    found = {(*(cell[key] for key in keys), cell["length"]): cell["categories"]["needle"]["visible"] for cell in chosen}
+    rows = [
+        [*group, *(mean_sd(found.get((*group, length))) for length in result["lengths"])]
+        for group in distinct(key[:-1] for key in found)
+    ]
+    header = ["kind", "draft", "cache", *map(length_name, result["lengths"])]
+    title = "Needle accuracy: share of needle and quote tokens whose source is in view when they are decided"
+    return Section(title, header, rows, header[1:3])
 
 
 def _divergence(cells: list[Cell], kinds: list[str]) -> Section:

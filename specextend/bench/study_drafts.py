@@ -50,14 +50,14 @@ def parse_draft(text: str) -> DraftOptions:
 
 
 def draft_label(draft: DraftOptions) -> str:
-    """Label a draft: `ngram`, or the last part of the model's name, with `+ngram` if it is merged."""
-    return f"{Path(draft.model).name}{_MERGED if draft.ngram else ''}" if draft.model else "ngram"
+    """Label a draft: its kind, or the last part of the model's name, with `+ngram` if it is merged."""
+    return f"{Path(draft.model).name or draft.kind}{_MERGED if draft.ngram else ''}"
 
 
 def default_drafts(config: RunConfig) -> tuple[DraftOptions, ...]:
-    """List the configuration's draft alone, n-grams alone, and both merged."""
+    """List the configuration's draft alone, n-grams alone, and both merged; n-grams alone if it has no model."""
     ngrams = DraftOptions(kind="ngram")
-    if config.draft is None or config.draft.kind == "ngram":
+    if config.draft is None or not config.draft.model:
         return (ngrams,)
     return (replace(config.draft, ngram=False), ngrams, replace(config.draft, ngram=True))
 

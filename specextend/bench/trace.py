@@ -15,7 +15,7 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan
 from specextend.core import SamplingParams
 from specextend.decoding.cache import Region
-from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import choose_tokens
 
@@ -126,8 +126,9 @@ class TraceRecorder:
     def _forward(self, run: _Run, token_ids: list[int]) -> Tensor:
         """Run the next tokens [T], and return hidden [T, C]. Chunks of the prompt keep only their last queries."""
         first, keep = len(run.hidden), 1 if run.length == 0 else len(token_ids)
-        for chunk in torch.tensor(token_ids, device=self._target.device).split(PREFILL_CHUNK):
-            positions = torch.arange(run.length, run.length + len(chunk), device=chunk.device)
+        device = self._target.device
+        for chunk in torch.tensor(token_ids, device=device).split(traits_of(device).prefill_chunk):
+            positions = torch.arange(run.length, run.length + len(chunk), device=device)
             run.length += len(chunk)
             plan = AttentionPlan(
                 starts=[run.region.start],

@@ -8,18 +8,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from specextend.config import RunConfig
+from specextend.core import counted
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source, open_source
-from specextend.decoding.kept import device_name
+from specextend.decoding.device import device_name
 from specextend.models import load_tokenizer, read_facts, resolve_device
-from specextend.report.statistics import bucket_of
+from specextend.pairing import pair_hashes
+from specextend.report.statistics import bucket_name, bucket_of
+from specextend.versions import code_commit, code_sha256, package_version
 
 Say = Callable[[str], None]
 """Takes one line of progress."""
@@ -56,21 +59,29 @@ class BenchDocument:
 
 def bench_documents(config: RunConfig, options: BenchOptions, sides: Sequence[RunConfig] = ()) -> list[BenchDocument]:
     """Choose and render the documents to run on; each fits the contexts of the configuration and of `sides` whole."""
-    tokenizer = load_tokenizer(config.target.model, config.target.revision)
-    facts = read_facts(config.target.model, config.target.revision)
     return choose_documents(
         open_source(config.input),
-        Prompts(tokenizer, config.prompt, min(each.max_tokens(facts.context_length) for each in (config, *sides))),
+        make_prompts(config, sides),
         buckets=options.buckets,
         per_bucket=options.per_bucket,
         max_new_tokens=options.max_new_tokens,
     )
 
 
-def missing_buckets(options: BenchOptions, documents: Sequence[BenchDocument]) -> list[int]:
-    """List the buckets without a document."""
-    found = {document.bucket for document in documents}
-    return [bucket for bucket in options.buckets if bucket not in found]
+def make_prompts(config: RunConfig, sides: Sequence[RunConfig] = ()) -> Prompts:
+    """Load the tokenizer, and limit prompts to the contexts of the configuration and of `sides`."""
+    tokenizer = load_tokenizer(config.target.model, config.target.revision)
+    facts = read_facts(config.target.model, config.target.revision)
+    return Prompts(tokenizer, config.prompt, min(each.max_tokens(facts.context_length) for each in (config, *sides)))
+
+
+def say_what_is_missing(options: BenchOptions, documents: Sequence[BenchDocument], say: Say) -> None:
+    """Say which buckets have fewer documents than were asked for."""
+    found = Counter(document.bucket for document in documents)
+    for bucket in options.buckets:
+        if found[bucket] < options.per_bucket:
+            wanted = counted(options.per_bucket, "document")
+            say(f"{bucket_name(bucket)}: only {found[bucket]} of {wanted} found that fit whole, with their output")
 
 
 def _publishable(config: RunConfig) -> dict[str, Any]:
@@ -88,6 +99,7 @@ def describe(config: RunConfig, options: BenchOptions, documents: Sequence[Bench
     return {
         "environment": describe_machine(config),
         "config": _publishable(config),
+        "model_sha256": pair_hashes(config.target, config.draft),
         "max_new_tokens": options.max_new_tokens,
         "doc_ids": [document.doc_id for document in documents],
     }
@@ -134,6 +146,7 @@ def _rendered(source: Source, prompts: Prompts, max_new_tokens: int) -> Iterable
 
 
 _PACKAGES = ("specextend", "torch", "transformers")
+_CPU_MODEL = ("cpu family", "model", "stepping")
 
 
 def use_configured_threads(config: RunConfig) -> None:
@@ -153,13 +166,18 @@ def describe_machine(config: RunConfig) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average_1min": round(os.getloadavg()[0], 2),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu": _cpu_model(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: package_version(name) for name in _PACKAGES}},
+        "commit": code_commit(),
+        "code_sha256": code_sha256(),
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _cpu_model() -> str | None:
+    """Return family, model and stepping of an x86 processor, which tell generations of one name apart."""
+    info = Path("/proc/cpuinfo")
+    first, *_ = info.read_text().split("\n\n") if info.exists() else [""]
+    values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    named = [f"{name} {values[name]}" for name in _CPU_MODEL if name in values]
+    return ", ".join(named) if named else None

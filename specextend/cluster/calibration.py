@@ -6,49 +6,53 @@ output folder.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from specextend.cluster.cluster import connected
+from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.leases import Lease
 from specextend.cluster.messages import Done
 from specextend.cluster.planning import Plan
 from specextend.cluster.pool import CallLost, Died, Event, Polled, Pool, Ready, Returned, StartFailed
 from specextend.cluster.prepare import Prepared, check_machine
-from specextend.cluster.progress import StallGuard, TokenEstimate
+from specextend.cluster.progress import StallGuard
 from specextend.cluster.rates import MIN_DOCUMENTS, DocumentCost, Rates, fit_rates
 from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.config import RunConfig
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, counted
 from specextend.loading import load_engine
 
 TICK_S = 0.2
 """Seconds to wait for an event before clock and signals are checked again."""
 _WORKER = "worker-1"
+_NEEDS = f"--calibrate needs {counted(MIN_DOCUMENTS, 'document')} that can be decoded"
 
 
-def draw_sample(estimates: Mapping[DocumentKey, TokenEstimate], size: int, seed: int) -> list[DocumentKey]:
+def draw_sample(estimates: Estimates, size: int, seed: int) -> list[DocumentKey]:
     """Draw documents for a calibration, longest first; all, if there are no more than `size`.
 
     Their tokens, side by side, are cut into `size` equal parts, and a token is drawn from each: its document is taken.
     So long documents, of which there are few, are represented by the share of the time that they take. Where one
     document is drawn twice, any other one is taken.
     """
-    documents = [(estimate.total, key) for key, estimate in estimates.items() if estimate.num_prompt_tokens]
-    documents.sort(key=lambda document: (-document[0], document[1]))
-    keys = [key for _, key in documents]
-    if len(keys) <= size:
-        return keys
-    ends = list(itertools.accumulate(total for total, _ in documents))
-    draw, step = random.Random(seed), ends[-1] / size
-    chosen = {keys[bisect.bisect_left(ends, step * (part + draw.random()))] for part in range(size)}
-    chosen.update(draw.sample([key for key in keys if key not in chosen], size - len(chosen)))
-    return [key for key in keys if key in chosen]
+    positions = np.flatnonzero(estimates.num_prompt_tokens)
+    totals = estimates.totals_at(positions)
+    order = np.argsort(-totals, kind="stable")
+    positions, ends = positions[order], np.cumsum(totals[order])
+    if len(positions) > size:
+        draw, step = random.Random(seed), float(ends[-1]) / size
+        chosen = {int(ends.searchsorted(step * (part + draw.random()))) for part in range(size)}
+        others = np.delete(np.arange(len(positions)), sorted(chosen))
+        chosen.update(int(others[place]) for place in draw.sample(range(len(others)), size - len(chosen)))
+        positions = positions[sorted(chosen)]
+    return [estimates.key(int(position)) for position in positions]
 
 
 def calibrate(
@@ -69,17 +73,18 @@ def calibrate(
     check_machine(config)
     sample = {key: plan.estimates[key] for key in draw_sample(plan.estimates, num_documents, config.decoding.seed)}
     if len(sample) < MIN_DOCUMENTS:
-        raise RefusedError(f"--calibrate needs {MIN_DOCUMENTS} documents that can be decoded; there are {len(sample)}")
+        raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
     begin = time.monotonic()
     with connected(interrupt):
-        batch_size = config.decoding.max_batch_size
+        batch_size = config.decoding.batch_size
         pool = Pool(
             config, prepared.source, CheckedFactory(factory, prepared.manifest["identity"]["hashes"]), batch_size
         )
         session = _Session(pool, sample, batch_size, StallGuard(config.job.silence_s, pool.clock()), interrupt)
         try:
             start_s = session.start() - begin
-            say(f"calibrating with {len(sample)} documents on {session.device}, models loaded after {start_s:.1f} s")
+            documents = counted(len(sample), "document")
+            say(f"calibrating with {documents} on {session.device}, models loaded after {start_s:.1f} s")
             session.decode()
         finally:
             pool.close()
@@ -87,7 +92,7 @@ def calibrate(
     rates = fit_rates(costs, start_s=start_s, device=device, origin=origin, measured_at=time.time())
     if rates is None:
         why = "; ".join(session.failures) or "their outputs are empty"
-        raise RefusedError(f"--calibrate needs {MIN_DOCUMENTS} documents that can be decoded: {why}")
+        raise RefusedError(f"{_NEEDS}: {why}")
     return rates
 
 
@@ -142,7 +147,7 @@ class _Session:
     def _hand_out(self, key: DocumentKey) -> str:
         lease = Lease(f"calibration-{next(self._numbers)}", key, self.sample[key].total, 1)
         self._running.add(lease.lease_id)
-        self.pool.run(_WORKER, lease)
+        self.pool.run(_WORKER, lease, {})
         return lease.lease_id
 
     def _turn(self) -> None:
@@ -165,7 +170,7 @@ class _Session:
                     return
                 if isinstance(outcome, Done):
                     limit = self.sample[lease.key].max_new_tokens
-                    self.costs.append(DocumentCost.of(outcome.stats, limit))
+                    self.costs.append(DocumentCost.of(outcome, limit))
                 else:
                     self.failures.append(f"{outcome.error_class}: {outcome.message}")
             case StartFailed(_, reason) | CallLost(_, _, reason) | Died(_, reason, _):

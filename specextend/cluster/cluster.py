@@ -148,6 +148,6 @@ def say_no_node(job: JobOptions) -> str | None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if any(all(node.get(name, 0.0) >= number for name, number in needed.items()) for node in nodes):
         return None
-    wanted = f"{job.cpus_per_worker} cores (job.cpus_per_worker) and {job.gpus_per_worker:g} GPUs (job.gpus_per_worker)"
+    wanted = f"job.cpus_per_worker {job.cpus_per_worker} and job.gpus_per_worker {job.gpus_per_worker:g}"
     end = f"unless it grows, the run ends after {job.silence_s:g} s (job.silence_s)"
-    return f"no node of the cluster has the {wanted} of a worker; {end}"
+    return f"no node of the cluster has room for a worker of {wanted}; {end}"

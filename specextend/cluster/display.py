@@ -14,8 +14,10 @@ from typing import Any, Literal, Protocol, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from specextend.cluster.leases import Lease
+from specextend.cluster.messages import Done
 from specextend.cluster.progress import Snapshot, describe_duration
-from specextend.core import printable
+from specextend.core import DocumentKey, counted, printable
 from specextend.terminal import raw_stream, wrap_streams
 
 LINE_EVERY_S = 30.0
@@ -48,7 +50,7 @@ def describe(snapshot: Snapshot) -> str:
     parts = [
         f"{snapshot.num_done}/{snapshot.num_rows} done",
         f"{snapshot.num_errors} failed" if snapshot.num_errors else "",
-        f"{snapshot.num_running} running on {snapshot.num_workers} worker{'s' if snapshot.num_workers != 1 else ''}",
+        f"{snapshot.num_running} running on {counted(snapshot.num_workers, 'worker')}",
         f"{rate:,.1f} output tokens/s" if rate is not None else "",
         f"acceptance length {length:.2f}" if length is not None else "",
         f"{100 * snapshot.fraction:.0f}% of the work, {describe_eta(snapshot.eta_s)}",
@@ -209,3 +211,19 @@ def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Displ
         forgiving.flush()
 
     return JsonDisplay(write) if log == "json" else LineDisplay(write)
+
+
+def place_facts(key: DocumentKey) -> dict[str, Fact]:
+    """Return the facts about a document for a log that machines read."""
+    return {"file": key.file, "row": key.row}
+
+
+def lease_facts(worker: str, lease: Lease) -> dict[str, Fact]:
+    """Return the facts about a lease for a log that machines read."""
+    return place_facts(lease.key) | {"worker": worker, "attempt": lease.attempt}
+
+
+def result_facts(done: Done) -> dict[str, Fact]:
+    """Return the facts about a result for a log that machines read; no text of the document is among them."""
+    counts = ("num_prompt_tokens", "num_output_tokens", "mean_acceptance_length", "total_s")
+    return {"document": done.row["doc_id"]} | {name: getattr(done.stats, name) for name in counts}

@@ -3,102 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from specextend.cluster.auditing import AuditEnd
-from specextend.cluster.display import Display, Fact
+from specextend.cluster.committing import Committer
+from specextend.cluster.display import Display, Fact, Pace, lease_facts, place_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
-from specextend.cluster.leases import GivenUp, Lease, Tried
-from specextend.cluster.lock import OutputLock
-from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo
+from specextend.cluster.leases import GivenUp, Lease
+from specextend.cluster.messages import ChunkDone, Done, Failed, Outcome, Suspected, WorkerInfo
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.places import Place, Spot
-from specextend.cluster.pool import Begun, CallLost, Died, Dying, Event, Polled, Pool, Ready, Returned, StartFailed
-from specextend.cluster.progress import AwakeClock, ErrorGuard, Ledger, StallGuard
+from specextend.cluster.pool import (
+    Begun,
+    CallLost,
+    Died,
+    Draining,
+    Dying,
+    Event,
+    Polled,
+    Pool,
+    Ready,
+    Returned,
+    StartFailed,
+)
+from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, StallGuard
 from specextend.cluster.rates import CostSample, DocumentCost
 from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.stores import Arbiter, Ruling, writing
+from specextend.cluster.stores import Arbiter, Ruling
 from specextend.config import JobOptions
-from specextend.core import DocumentKey
-from specextend.data.audit_rows import AuditWriter
-from specextend.data.parts import PartWriter
-from specextend.data.schema import error_row
+from specextend.core import Completion, DocumentKey, counted
+from specextend.data.chunk_rows import chunk_row
+from specextend.data.equal_texts import EqualRows
+from specextend.data.run_folder import RELEASED
+from specextend.data.schema import copied_row, error_row
 from specextend.data.source import Source
-from specextend.data.storage import Location
 
+REBALANCE_EVERY_S = 1.0
 TICK_S = 0.2
 """Seconds to wait for an event before clocks and signals are checked again."""
-RECORD_EVERY_S = 10.0
-"""Seconds between two writes of the record of a start because workers have come or gone: as often as the heartbeat."""
-
-
-class Committer:
-    """Finished rows, which it writes as a part once there are enough of them or the oldest has waited long enough."""
-
-    def __init__(
-        self,
-        output: Location,
-        writer: PartWriter,
-        audit_writer: AuditWriter,
-        lock: OutputLock,
-        every_rows: int,
-        every_s: float,
-    ) -> None:
-        self._output, self._writer, self._audit_writer, self._lock = output, writer, audit_writer, lock
-        self._every_rows, self._every_s = every_rows, every_s
-        self._rows: list[dict[str, Any]] = []
-        self._audits: list[dict[str, Any]] = []
-        self._oldest = 0.0
-        self._recorded_at = -RECORD_EVERY_S
-
-    def add(self, row: dict[str, Any], now: float) -> None:
-        """Add a row."""
-        self._begin(now)
-        self._rows.append(row)
-
-    def audited(self, rows: Iterable[dict[str, Any]], now: float) -> None:
-        """Add rows of the audit."""
-        self._begin(now)
-        self._audits += rows
-
-    def _begin(self, now: float) -> None:
-        if not (self._rows or self._audits):
-            self._oldest = now
-
-    def commit_if_due(self, now: float) -> None:
-        """Write a part if one is due. Raises LockLostError and LockGoneError even if there is nothing to write."""
-        self._lock.check_heard()
-        has_rows = bool(self._rows or self._audits)
-        if len(self._rows) >= self._every_rows or (has_rows and now - self._oldest >= self._every_s):
-            self.commit()
-
-    def commit(self) -> None:
-        """Write the rows there are. Raises LockLostError, LockGoneError and OutputError."""
-        with writing(self._output):
-            self._writer.commit(self._rows)
-            self._audit_writer.commit(self._audits)
-        self._rows, self._audits = [], []
-
-    def remember(self, attempt: Attempt, charges: Mapping[DocumentKey, Tried]) -> None:
-        """Record which open documents have been charged. Raises as `commit` does."""
-        self._lock.check()
-        with writing(self._output):
-            attempt.charged(charges)
-
-    def record_if_due(self, attempt: Attempt, now: float) -> None:
-        """Write which workers have come and gone, if that has changed and was not written just now.
-
-        Raises as `commit` does.
-        """
-        if attempt.is_changed and now - self._recorded_at >= RECORD_EVERY_S:
-            self._lock.check()
-            with writing(self._output):
-                attempt.write()
-            self._recorded_at = now
 
 
 @dataclass(slots=True)
@@ -116,9 +62,13 @@ class Driver:
     attempt: Attempt
     source: Source
     job: JobOptions
+    equal: EqualRows = field(default_factory=EqualRows.none)
+    """Rows that end like one of the scheduler's documents, without a lease of their own."""
     is_auditing: bool = False
     """True if workers decode some documents again (`decoding.audit_fraction`)."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
+    chunks: dict[DocumentKey, dict[str, Completion]] = field(default_factory=dict)
+    """What was decoded for open documents that are summarised in parts, by the digest of the request."""
     costs: CostSample = field(default_factory=CostSample)
     """Costs of the documents that this start has done."""
     _guard: StallGuard = field(init=False)
@@ -126,6 +76,7 @@ class Driver:
     _arbiter: Arbiter = field(init=False)
     _hosts: dict[str, str] = field(default_factory=dict)
     """Hosts of the workers that were ready once."""
+    _rebalance_pace: Pace = field(default_factory=lambda: Pace(REBALANCE_EVERY_S))
     _is_stopping: bool = False
     _audit_end: AuditEnd | None = None
 
@@ -165,22 +116,21 @@ class Driver:
         except Exception:
             self.committer.commit()
             raise
+        finally:
+            self.metrics.flush()
         self.committer.commit()
 
     def _turn(self) -> None:
         self.interrupt.check()
         self._arbiter.begin_turn()
         now = self.clock()
-        for worker in self.roster.due(now, self.scheduler.num_wanted):
-            self.pool.start(worker)
-            self.attempt.worker_asked(worker, self.roster.seat(worker))
-        self.scheduler.expect(self.roster.coming(now))
-        if (taken := self.scheduler.rebalance(now)) is not None:
-            self.display.event("lease_taken_back", **_facts(*taken))
-            self.pool.cancel(taken[1].lease_id)
+        self._staff(now)
+        if self._rebalance_pace.is_due(now):
+            for worker, lease in self.scheduler.rebalance(now):
+                self._take_back(worker, lease)
         for worker, lease in self.scheduler.assign(now):
-            self.display.event("document_leased", **_facts(worker, lease))
-            self.pool.run(worker, lease)
+            self.display.event("document_leased", **lease_facts(worker, lease))
+            self.pool.run(worker, lease, self.chunks.get(lease.key, {}))
         self._collect(TICK_S)
         self._enforce(self.clock())
         self._check_silence()
@@ -189,6 +139,31 @@ class Driver:
         if not self.scheduler.is_done:
             self._errors.check()
         self._show()
+
+    def _staff(self, now: float) -> None:
+        """Start the workers that are wanted, and let go of those that are of no use any more."""
+        wanted = self.scheduler.num_wanted
+        for worker in self.roster.due(now, wanted):
+            self.pool.start(worker)
+            self.attempt.worker_asked(worker, self.roster.seat(worker))
+        for worker in self.roster.not_needed(wanted):
+            self._let_go(worker)
+        if not self.is_auditing:  # its workers decode on when they hold no lease
+            for worker in self.scheduler.spare(now):
+                self.scheduler.release(worker)
+                self._let_go(worker)
+        self.scheduler.expect(self.roster.coming(now))
+
+    def _let_go(self, worker: str) -> None:
+        self.display.event("worker_released", worker=worker)
+        self.pool.kill(worker)
+        self.attempt.worker_gone(worker, RELEASED)
+        self.roster.let_go(worker)
+        self.ledger.running(worker, [])
+
+    def _take_back(self, worker: str, lease: Lease) -> None:
+        self.display.event("lease_taken_back", **lease_facts(worker, lease))
+        self.pool.cancel(lease.lease_id)
 
     def _show(self) -> None:
         now = self.clock()
@@ -222,8 +197,10 @@ class Driver:
 
     def _check_silence(self) -> None:
         if self._guard.is_stalled(self.clock()):
-            leased, waiting = self.scheduler.leased(), self.scheduler.waiting()
-            raise self._guard.error(self.roster.num_ready, leased, waiting, self.source.place)
+            leased = [lease.key for lease in self.scheduler.leased()]
+            waiting = self.scheduler.first_waiting(MOST_NAMES)
+            num_waiting = self.scheduler.num_waiting
+            raise self._guard.error(self.roster.num_ready, leased, waiting, num_waiting, self.source.place)
 
     def _enforce(self, now: float) -> None:
         """Cancel overdue documents and kill workers that hang.
@@ -231,10 +208,10 @@ class Driver:
         Comes after `_collect`: a driver that was held up itself has not seen yet what its workers did.
         """
         for lease in self.scheduler.overdue(now):
-            seconds = self.job.deadline_base_s + self.job.deadline_s_per_token * lease.num_tokens
+            seconds = self.scheduler.limits.seconds_for(lease.num_tokens)
             message = f"not done {seconds:.0f} s after the start of its prefill"
             worker, doc_id = self.scheduler.holder(lease.lease_id), self._arbiter.doc_id(lease.key)
-            facts = _facts(worker, lease) | {"document": doc_id}
+            facts = lease_facts(worker, lease) | {"document": doc_id}
             self.display.note(f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts)
             self._give_up(self.scheduler.expire(lease.lease_id, message), worker, now)
             self.pool.cancel(lease.lease_id)
@@ -272,8 +249,11 @@ class Driver:
                 self.ledger.running(worker, [(key, report.outputs[name]) for name, key in held.items()])
                 self.metrics.running(worker, {name: report.outputs[name] for name in held})
                 self.committer.audited(report.audits, now)
+                self._chunks_done(report.chunks, now)
                 if self._audit_end is not None:
                     self._audit_end.reported(worker, report, now)
+            case Draining(worker):
+                self._drain(worker)
             case Dying(worker, reason):
                 self.attempt.worker_gone(worker, reason)
                 if self._audit_end is not None:
@@ -282,6 +262,17 @@ class Driver:
                 self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
             case Died():
                 self._died(event, now)
+
+    def _chunks_done(self, chunks: Iterable[ChunkDone], now: float) -> None:
+        """Keep what was done for documents that are open still: their next attempt does it no more."""
+        rows = []
+        for chunk in chunks:
+            if (lease := self.scheduler.lease(chunk.lease_id)) is not None:
+                known = self.chunks.setdefault(lease.key, {})
+                if chunk.digest not in known:
+                    known[chunk.digest] = chunk.completion
+                    rows.append(chunk_row(lease.key, chunk.digest, chunk.completion))
+        self.committer.chunks_done(rows, now)
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
         """Let a worker take documents, unless others have died at its place one after the other."""
@@ -293,9 +284,9 @@ class Driver:
         place = Place(info.node_id, Spot(info.host, device))
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
         self.display.event("worker_ready", **facts, pid=info.pid, device=info.device)
-        if (rest := self.scheduler.join(worker, place, now)) is None:
+        if (rest := self.scheduler.join(worker, place, now, info.device)) is None:
             return
-        why = f"{rest.num_deaths} workers died there in a row and no document was done: {rest.last_words}"
+        why = f"{counted(rest.num_deaths, 'worker')} died there in a row and no document was done: {rest.last_words}"
         where = f"{info.host} ({device}, {info.device})"
         if math.isinf(rest.seconds):
             self.roster.leave_out(worker)
@@ -315,20 +306,22 @@ class Driver:
             return
         self.roster.document_done()
         if isinstance(outcome, Suspected):
+            self._chunks_done(outcome.chunks, now)
             message = f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}"
-            self.display.note(message, "batch_failed", **_facts(worker, lease), error_class=outcome.error_class)
+            self.display.note(message, "batch_failed", **lease_facts(worker, lease), error_class=outcome.error_class)
             self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker, now)
             return
         self.scheduler.finish(lease.lease_id)
         self._guard.ended(now)
         if isinstance(outcome, Done):
+            self.chunks.pop(lease.key, None)
             self.scheduler.produced(worker)
             self._errors.done()
-            self.display.event("document_done", **_facts(worker, lease), **_result(outcome))
-            self.metrics.done(worker, lease.lease_id, outcome.stats)
-            estimate = self.ledger.finish(lease.key, outcome.stats)
-            self.costs.offer(DocumentCost.of(outcome.stats, estimate.max_new_tokens))
-            self.committer.add(outcome.row, now)
+            self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
+            num_copies = self._commit(lease.key, outcome.row, now)
+            self.metrics.done(worker, lease.lease_id, outcome, num_copies)
+            estimate = self.ledger.finish(lease.key, outcome.stats, worker, num_copies)
+            self.costs.offer(DocumentCost.of(outcome, estimate.max_new_tokens))
         else:
             self._fail(lease.key, lease.attempt, outcome, worker, now)
 
@@ -337,7 +330,7 @@ class Driver:
 
         If the driver can read it, the worker gets no more documents of that file for a while.
         """
-        self.display.event("document_unread", **_facts(worker, lease), message=failed.message)
+        self.display.event("document_unread", **lease_facts(worker, lease), message=failed.message)
         if not self.scheduler.sees(worker, lease.key.file, now):
             self.scheduler.unread(lease.lease_id, now)
             return
@@ -364,9 +357,18 @@ class Driver:
         else:
             self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker, now)
 
+    def _drain(self, worker: str) -> None:
+        """Empty a worker whose node is about to go; another takes its seat once it has done what runs."""
+        host = self._hosts[worker]
+        message = f"{worker} gets no more documents: its node ({host}) is about to go"
+        self.display.note(message, "worker_drains", worker=worker, host=host)
+        for lease in self.scheduler.drain(worker):
+            self._take_back(worker, lease)
+
     def _died(self, event: Died, now: float) -> None:
-        self.metrics.worker_lost(event.worker, "node" if event.with_node else "died")
-        if event.with_node:
+        with_node = event.with_node or self.scheduler.is_draining(event.worker)
+        self.metrics.worker_lost(event.worker, "node" if with_node else "died")
+        if with_node:
             given_up = self.scheduler.lose(event.worker, f"the node was lost: {event.reason}")
         else:
             message = f"the worker died: {event.reason}"
@@ -380,6 +382,7 @@ class Driver:
             self._fail(item.key, item.attempts, failed, worker, now)
 
     def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str, now: float) -> None:
+        self.chunks.pop(key, None)
         doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self._arbiter.doc_id(key))
         row = error_row(
             key,
@@ -390,26 +393,21 @@ class Driver:
             retryable=failed.retryable,
             attempts=attempts,
         )
-        facts = _where(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
-        message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
+        num_copies = self._commit(key, row, now)
+        facts = place_facts(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
+        others = f" (rows with an equal text that fail like it: {num_copies:,})" if num_copies else ""
+        message = f"document {doc_id} failed: {failed.error_class}: {failed.message}{others}"
         self.display.note(message, "document_failed", **facts, error_class=failed.error_class)
         self._errors.failed(doc_id, failed)
-        self.metrics.failed(failed.error_class)
-        self.ledger.finish(key, None)
+        self.metrics.failed(failed.error_class, 1 + num_copies)
+        self.ledger.finish(key, None, worker, num_copies)
+
+    def _commit(self, key: DocumentKey, row: dict[str, Any], now: float) -> int:
+        """Add the row of a document and those of its copies to the next commit; return the number of copies."""
         self.committer.add(row, now)
-
-
-def _where(key: DocumentKey) -> dict[str, Fact]:
-    """Return the facts about a document for a log that machines read."""
-    return {"file": key.file, "row": key.row}
-
-
-def _facts(worker: str, lease: Lease) -> dict[str, Fact]:
-    """Return the facts about a lease for a log that machines read."""
-    return _where(lease.key) | {"worker": worker, "attempt": lease.attempt}
-
-
-def _result(done: Done) -> dict[str, Fact]:
-    """Return the facts about a result for a log that machines read; no text of the document is among them."""
-    counts = ("num_prompt_tokens", "num_output_tokens", "mean_acceptance_length", "total_s")
-    return {"document": done.row["doc_id"]} | {name: getattr(done.stats, name) for name in counts}
+        if equal := self.equal.of(key):
+            for copy, doc_id in equal:
+                self.committer.add(copied_row(row, copy, doc_id), now)
+            self.display.event("rows_copied", **place_facts(key), rows=len(equal))
+            self.committer.commit_if_due(now)
+        return len(equal)

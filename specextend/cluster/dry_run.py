@@ -6,33 +6,49 @@ import re
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from typing import Any
 
+import numpy as np
+
 from specextend.cluster.environment import is_local, say_room, worker_device
+from specextend.cluster.estimates import RowSet
 from specextend.cluster.exits import RefusedError, StoreError
 from specextend.cluster.forecast import Forecast, Outlook, cost_of
-from specextend.cluster.memory_plan import plan_memory
+from specextend.cluster.memory_plan import plan_memory, settle_batch_size
 from specextend.cluster.planning import Plan, make_plan
-from specextend.cluster.prepare import Prepared, check_machine, check_same_run, read_progress, say_left_out
+from specextend.cluster.prepare import (
+    Prepared,
+    check_machine,
+    check_same_run,
+    describe_selection,
+    read_progress,
+    say_left_out,
+)
 from specextend.cluster.progress import describe_duration
 from specextend.cluster.rates import Rates, find_rates, keep_rates, pair_key
 from specextend.cluster.records import describe_age
 from specextend.cluster.stores import reading
-from specextend.core import DocumentKey
+from specextend.core import counted
 from specextend.data.audit import describe_skipped
+from specextend.data.equal_texts import EqualTexts
 from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.parts import Retry, pending
+from specextend.data.results import Progress, Retry, pending
+from specextend.data.source import Source
 
 NOT_MEASURED = "not measured"
 WIDTH = 80
 """Columns of a terminal, within which tables stay."""
+_OVER_LENGTH = {"error": "error rows", "chunk": "summarised in parts"}
+"""What becomes of documents over the prompt limit; under all other policies they are cut."""
 _MEMORY = {
     "target_weights": "weights of the target",
     "draft_weights": "weights of the draft",
     "target_cache": "cache of the target",
     "draft_caches": "caches of the draft",
+    "activations": "a forward pass, about",
+    "workspace": "CUDA and its libraries, about",
 }
 
 Calibrate = Callable[[Prepared, Plan], Rates]
@@ -47,20 +63,23 @@ def dry_run(
     rates, which are kept; without it those that are kept are used, and nothing is loaded. Raises OtherRunError if the
     folder holds another run, OutputError, RefusedError and StoreError, and what `calibrate` raises.
     """
-    config = prepared.config
     plan, num_final = _plan(prepared, retry_errors)
+    config = settle_batch_size(prepared.config, prepared.facts, plan)
+    prepared = replace(prepared, config=config)
     why_not_here = _why_not_here(prepared)
     rates = _rates(prepared, plan, calibrate, is_here=why_not_here is None)
     return {
         "rows": prepared.source.num_rows,
-        "rows_to_do": len(plan.estimates),
+        "selection": _selection(prepared),
+        "rows_to_do": plan.num_rows,
+        "rows_copied": plan.equal.num_rows,
         "error_rows_left_out": num_final,
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
         "audit": _audit(prepared, plan),
         "length_policy": config.prompt.length_policy,
         "prompt_tokens": plan.num_prompt_tokens(),
-        "output_tokens_at_most": sum(estimate.max_new_tokens for estimate in plan.estimates.values()),
+        "output_tokens_at_most": int(plan.estimates.max_new_tokens.sum(dtype=np.int64)),
         "tokens_per_byte": plan.tokens_per_byte,
         "prompt_lengths": plan.buckets(),
         **plan_memory(config, prepared.facts, plan),
@@ -96,11 +115,16 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
     """Describe the plan for people."""
     audit = [(each["check"], _say_rows(each["rows"]), each["outcome"]) for each in plan["audit"]]
     lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
+    rejected = sum(plan["rows_rejected"].values())
+    prompt_tokens = counted(plan["prompt_tokens"], "prompt token")
+    output_tokens = counted(plan["output_tokens_at_most"], "output token")
     lines = [
-        f"{plan['rows_to_do']} of {plan['rows']} rows to do, {sum(plan['rows_rejected'].values())} of them rejected",
+        *(line for note in plan["selection"]["notes"] for line in _wrap(note)),
+        f"{plan['rows_to_do']:,} of {counted(plan['rows'], 'row')} to do, {rejected:,} of them rejected",
+        *_describe_copied(plan),
         *([say_left_out(plan["error_rows_left_out"])] if plan["error_rows_left_out"] else []),
         *_table(("input", "rows", "they are"), audit),
-        f"about {plan['prompt_tokens']:,} prompt tokens, {plan['output_tokens_at_most']:,} output tokens at most",
+        f"about {prompt_tokens}, {output_tokens} at most",
         *_table(("prompt tokens", "rows"), lengths),
         *_describe_memory(plan),
         *(_wrap(plan["this_machine"]) if plan["this_machine"] else []),
@@ -114,10 +138,10 @@ def _plan(prepared: Prepared, retry_errors: Retry) -> tuple[Plan, int]:
     source, decoding = prepared.source, prepared.config.decoding
     with reading(prepared.output):
         progress = read_progress(prepared) if check_same_run(prepared) else None
-    rows = [file.num_rows for file in source.files]
-    keys = set(pending(rows, progress, retry_errors=retry_errors)) if progress else _all_keys(rows)
+    keys = _open_rows(source, progress or Progress(frozenset(), {}), retry_errors)
     try:
-        plan = make_plan(source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None)
+        equal = EqualTexts(source) if decoding.copies_equal_texts else None
+        plan = make_plan(source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None, equal)
     except InputUnreachableError as error:
         raise StoreError(str(error)) from error
     except InputError as error:
@@ -125,16 +149,24 @@ def _plan(prepared: Prepared, retry_errors: Retry) -> tuple[Plan, int]:
     return plan, len(progress.final) if progress and retry_errors == "retryable" else 0
 
 
-def _all_keys(rows: list[int]) -> set[DocumentKey]:
-    return {DocumentKey(file, row) for file, num_rows in enumerate(rows) for row in range(num_rows)}
+def _open_rows(source: Source, progress: Progress, retry_errors: Retry) -> RowSet:
+    rows = [file.num_rows for file in source.files]
+    return RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
+
+
+def _selection(prepared: Prepared) -> dict[str, Any]:
+    """Return what became of the rows of the input, by outcome (none if all are wanted), and it in words."""
+    selection = prepared.source.selection
+    counts = {} if selection is None else dict(selection.counts)
+    return {"counts": counts, "notes": list(describe_selection(prepared.source))}
 
 
 def _why_not_here(prepared: Prepared) -> str | None:
-    """Return why no worker can run on this machine, which may only plan; None if one can, or the job joins a Ray."""
+    """Return why no run can start on this machine, which may only plan; None if one can, or the job joins a Ray."""
     try:
         check_machine(prepared.config)
     except RefusedError as error:
-        return f"here no worker can run: {error}"
+        return f"here no run can start: {error}"
     return None
 
 
@@ -154,7 +186,7 @@ def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | 
     if rates is None:
         nothing = dict.fromkeys(("rates", "forecast", "documents_per_hour", "by", "cost"))
         return {"time": NOT_MEASURED, **nothing}
-    outlook = Outlook(plan.estimates.values(), rates, config.decoding.max_batch_size)
+    outlook = Outlook(plan.estimates, rates, config.decoding.batch_size)
     forecast = outlook.lasts(config.job.workers)
     price = config.report.price_per_worker_hour
     span = f"{describe_duration(forecast.seconds_low)} to {describe_duration(forecast.seconds_high)}"
@@ -187,13 +219,18 @@ def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     found += [
         ("max_new_tokens below 1", counts["BadMaxNewTokens"], "error rows"),
         ("no room for a document", counts["PromptTooLong"], "error rows"),
-        ("over the prompt limit", plan.num_over_length, "error rows" if policy == "error" else f"cut ({policy})"),
+        ("over the prompt limit", plan.num_over_length, _OVER_LENGTH.get(policy, f"cut ({policy})")),
     ]
     refused = ("columns of a wrong type", "null ids", "repeated ids")  # `prepare` has found none
     found += [(check, 0, "refused") for check in refused]
     if skipped := prepared.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
+
+
+def _describe_copied(plan: dict[str, Any]) -> list[str]:
+    copied = plan["rows_copied"]
+    return [f"{copied:,} of them copied from rows with an equal text, which take no time"] if copied else []
 
 
 def _describe_memory(plan: dict[str, Any]) -> list[str]:
@@ -225,7 +262,7 @@ def _describe_time(plan: dict[str, Any]) -> list[str]:
         rows.append(("worker hours", f"{cost['worker_hours']:,.2f}", "", ""))
         rows.append(("cost", *(f"{cost[name]:,.2f}" for name in ("cost", "cost_low", "cost_high"))))
     age = describe_age(time.time() - rates["measured_at"])
-    head = (f"with {forecast.workers} worker{'s' if forecast.workers > 1 else ''}", "likely", "low", "high")
+    head = (f"with {counted(forecast.workers, 'worker')}", "likely", "low", "high")
     return [*_table(head, rows, num_right=3), *_describe_by(plan["by"]), *_wrap(f"time: by {forecast.basis}, {age}")]
 
 
@@ -236,7 +273,7 @@ def _describe_by(by: dict[str, Any] | None) -> list[str]:
     if by["workers"] is None:
         return _wrap(f"{when}: with no number of workers; what is left is too long for one document or its loading")
     surely = "no number is sure to" if by["workers_surely"] is None else f"{by['workers_surely']} to be sure"
-    return [f"{when}: {by['workers']} workers likely, {surely}"]
+    return [f"{when}: {counted(by['workers'], 'worker')} likely, {surely}"]
 
 
 def _span(forecast: Forecast) -> tuple[float, float, float]:

@@ -11,6 +11,7 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
 from specextend.cluster.exits import RefusedError
+from specextend.core import counted
 
 if TYPE_CHECKING:  # they import torch
     from specextend.config import JobOptions
@@ -73,7 +74,7 @@ def worker_device(job: JobOptions) -> str:
     """Return the name of what a worker on this machine computes on: its GPU, or the processor."""
     import torch
 
-    from specextend.decoding.kept import device_name
+    from specextend.decoding.device import device_name
 
     return device_name(torch.device("cuda" if job.gpus_per_worker else "cpu"))
 
@@ -91,4 +92,6 @@ def workers_that_fit(job: JobOptions) -> int:
 def say_room(job: JobOptions) -> str | None:
     """Say that a private Ray has room for fewer workers than `job.workers`; None if it has room for all."""
     fit = workers_that_fit(job)
-    return f"this machine has room for {fit} of {job.workers} workers (job.workers)" if fit < job.workers else None
+    if fit == job.workers:
+        return None
+    return f"this machine has room for {fit} of {counted(job.workers, 'worker')} (job.workers)"

@@ -144,6 +144,11 @@ class Interrupt:
         if self._reason is not None:
             raise InterruptedRunError(self._reason)
 
+    @property
+    def is_told(self) -> bool:
+        """Return True once the run was told to stop."""
+        return self._reason is not None
+
     def tell(self, reason: str) -> None:
         """Tell the run to stop."""
         self._reason = self._reason or reason

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from specextend.cluster.progress import TokenEstimate
+from specextend.cluster.estimates import Estimates
 from specextend.cluster.rates import Numbers, Rates
 from specextend.config import MAX_WORKERS
+from specextend.core import counted
 
 DRIFT = 0.1
 """Relative error of any rate, however many documents it comes from: the same machine differs by that from hour to hour
@@ -50,17 +51,19 @@ class Forecast:
 class Outlook:
     """The open documents of a run with the time that each takes, by rates."""
 
-    def __init__(self, estimates: Iterable[TokenEstimate], rates: Rates, max_batch_size: int) -> None:
+    def __init__(self, estimates: Estimates, rates: Rates, max_batch_size: int) -> None:
         """Take all open documents. max_batch_size: documents that a worker decodes at once."""
         self._rates, self._batch = rates, max_batch_size
-        pairs = [(estimate.num_prompt_tokens, estimate.max_new_tokens) for estimate in estimates]
-        self.num_documents = len(pairs)
+        self.num_documents = len(estimates)
         """Number of documents, with those that will be refused and take no time."""
-        tokens = np.array([pair for pair in pairs if pair[0]], dtype=np.float64).reshape(-1, 2)
-        prefill_s = rates.prefill_s(tokens[:, 0])
-        decode_s = rates.decode_s(tokens[:, 0], tokens[:, 1])
+        is_done = estimates.num_prompt_tokens > 0
+        columns = (estimates.num_prompt_tokens, estimates.max_new_tokens, estimates.num_requests)
+        prompts, limits, requests = (column[is_done].astype(np.float64) for column in columns)
+        prefill_s = rates.prefill_s(prompts, requests)
+        decode_s = rates.decode_s(prompts, limits, requests)
         order = np.argsort(-(prefill_s + decode_s), kind="stable")
         self._prefill_s, self._decode_s = prefill_s[order], decode_s[order]
+        self._requests = estimates.num_requests[is_done][order]
         self.busy_s = float(prefill_s.sum() + decode_s.sum())
         """Seconds that one worker would be at work, without loading."""
         self._factor = _uncertainty(rates, self._prefill_s + self._decode_s)
@@ -69,8 +72,7 @@ class Outlook:
         """Forecast the time that so many workers take, loading included; more than documents are of no use."""
         workers = max(1, min(workers, self.num_documents))
         low = makespan(self._prefill_s + self._decode_s, workers)
-        alone = makespan(self._batch * self._decode_s, workers * self._batch)
-        high = max(low, makespan(self._prefill_s, workers) + alone)
+        high = max(low, makespan(self._prefill_s, workers) + self._decoding_s(workers))
         start_s = self._rates.start_s if self.busy_s else 0.0
         return Forecast(
             seconds=start_s + math.sqrt(low * high),
@@ -78,8 +80,17 @@ class Outlook:
             seconds_high=start_s * START_FACTOR + high * self._factor,
             documents=self.num_documents,
             workers=workers,
-            basis=f"{self._rates.origin} of {self._rates.num_documents} documents on {self._rates.device}",
+            basis=f"{self._rates.origin} of {counted(self._rates.num_documents, 'document')} on {self._rates.device}",
         )
+
+    def _decoding_s(self, workers: int) -> float:
+        """Return the seconds of decoding if each request takes as long as in a full batch, even the last ones.
+
+        The parts of a document are decoded at the same time, but its merge follows them.
+        """
+        seconds = self._batch * self._decode_s / self._requests
+        merge_s = float(seconds[self._requests > 1].max(initial=0.0))
+        return makespan(np.repeat(seconds, self._requests), workers * self._batch) + merge_s
 
     def documents_per_hour(self, workers: int) -> dict[str, float] | None:
         """Return the documents that so many workers do in an hour while none is idle; None if there are none to do."""

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from specextend.cluster.display import Pace
+from specextend.cluster.messages import Done
 from specextend.cluster.progress import Snapshot
-from specextend.stats import PHASES, DecodingStats
+from specextend.stats import PHASES
 
 EVERY_S = 1.0
 """Seconds between two values of a gauge."""
 COUNTERS = {
-    "documents": ("Documents that ended, by outcome: done or failed.", ("outcome",)),
+    "documents": ("Rows that ended, by outcome: done, copied from a row with an equal text, or failed.", ("outcome",)),
     "errors": ("Documents that became error rows, by class.", ("error_class",)),
     "worker_deaths": ("Workers that were lost, by cause: died, node or stalled.", ("cause",)),
     "prompt_tokens": ("Prompt tokens of documents done.", ()),
@@ -76,6 +77,8 @@ class Metrics:
         for metric in (*self._counters.values(), *self._gauges.values(), *self._histograms.values()):
             metric.set_default_tags({"run_id": run_id})
         self._pace = Pace(EVERY_S)
+        self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        """What counters have to be raised by, by name and tags: raising one takes as long as ten additions."""
         self._outputs: dict[str, dict[str, int]] = {}
         """Output tokens counted already, by worker and lease."""
 
@@ -86,11 +89,14 @@ class Metrics:
         self._count("output_tokens", new, worker=worker)
         self._outputs[worker] = dict(outputs)
 
-    def done(self, worker: str, lease_id: str, stats: DecodingStats) -> None:
-        """Record a document that is done."""
+    def done(self, worker: str, lease_id: str, done: Done, num_copies: int = 0) -> None:
+        """Record a document that is done. num_copies: rows that have got a copy of its result."""
+        stats = done.stats
         self._count("documents", 1, outcome="done")
+        if num_copies:
+            self._count("documents", num_copies, outcome="copied")
         counted = self._outputs.get(worker, {}).pop(lease_id, 0)
-        self._count("output_tokens", stats.num_output_tokens - counted, worker=worker)
+        self._count("output_tokens", stats.num_output_tokens - done.num_known_tokens - counted, worker=worker)
         for name in COUNTED:
             self._count(name, getattr(stats, f"num_{name}"))
         for phase in PHASES:
@@ -101,10 +107,10 @@ class Metrics:
         if stats.mean_acceptance_length is not None:
             self._histograms["acceptance_length"].observe(stats.mean_acceptance_length)
 
-    def failed(self, error_class: str) -> None:
-        """Record a document that has become an error row."""
-        self._count("documents", 1, outcome="failed")
-        self._count("errors", 1, error_class=error_class)
+    def failed(self, error_class: str, num_rows: int = 1) -> None:
+        """Record a document that has become an error row. num_rows: how many, with rows that have an equal text."""
+        self._count("documents", num_rows, outcome="failed")
+        self._count("errors", num_rows, error_class=error_class)
 
     def worker_lost(self, worker: str, cause: str) -> None:
         """Record a worker that was lost. cause: `died`, `node` or `stalled`."""
@@ -115,6 +121,7 @@ class Metrics:
         """Set the gauges, if enough time has passed since the last time."""
         if not self._pace.is_due(now):
             return
+        self.flush()
         self._gauges["rows_left"].set(snapshot.num_rows - snapshot.num_done - snapshot.num_errors)
         self._gauges["documents_running"].set(snapshot.num_running)
         self._gauges["workers"].set(snapshot.num_workers)
@@ -122,7 +129,14 @@ class Metrics:
         if snapshot.eta_s is not None:
             self._gauges["eta_seconds"].set(snapshot.eta_s)
 
+    def flush(self) -> None:
+        """Raise the counters by what was counted since the last time."""
+        counted, self._counted = self._counted, {}
+        for (name, tags), amount in counted.items():
+            self._counters[name].inc(amount, dict(tags))
+
     def _count(self, name: str, amount: float, **tags: str) -> None:
         """Add to a counter, unless the amount is 0, which Ray refuses."""
         if amount > 0:
-            self._counters[name].inc(amount, tags)
+            key = name, tuple(tags.items())
+            self._counted[key] = self._counted.get(key, 0) + amount

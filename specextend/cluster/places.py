@@ -104,6 +104,11 @@ class Places:
         """Trust a place again: a document was done there."""
         del self._deaths[place], self._unexplained[place]
 
+    @property
+    def has_deaths(self) -> bool:
+        """Return True if workers have died at any place since a document was last done there."""
+        return bool(self._deaths)
+
     def num_deaths(self, place: Place) -> int:
         """Return the number of deaths there since a document was last done."""
         return self._deaths[place]

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from specextend.cluster.progress import TokenEstimate
+import numpy as np
+from numpy.typing import NDArray
+
+from specextend.cluster.estimates import Estimates
 from specextend.core import DocumentKey
+from specextend.data.chunk_prompts import ChunkPrompts
+from specextend.data.equal_texts import EqualRows, EqualTexts
 from specextend.data.inputs import DocumentError
+from specextend.data.plan_record import PlanRecord
 from specextend.data.prompts import Prompts
+from specextend.data.scanning import ScannedRow
 from specextend.data.source import Source
 
 SAMPLE_SIZE = 200
@@ -18,6 +26,10 @@ SAMPLE_SIZE = 200
 SAMPLE_BYTES = 64 << 10
 """Most bytes of each that are tokenized: that takes a hundred times the memory of the text."""
 DEFAULT_TOKENS_PER_BYTE = 0.25
+MOST_TOKENS = 1 << 40
+"""More than any document has: a column may claim what overflows our sums."""
+REFUSED = -1
+"""Stands for the output tokens of a row that is sure to become an error row."""
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Upper bounds of the length buckets, in prompt tokens."""
 
@@ -26,70 +38,114 @@ BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 class Plan:
     """The documents of a start with their estimated tokens."""
 
-    estimates: dict[DocumentKey, TokenEstimate]
+    estimates: Estimates
     tokens_per_byte: float | None
     """None if `num_tokens_column` gives the tokens of every document."""
     rejected: Counter[str]
     """Number of rows that are sure to become error rows, by error class."""
     num_over_length: int
-    """Number of documents whose estimate exceeds the prompt limit, so that the length policy applies to them."""
+    """Number of rows whose estimate exceeds the prompt limit, so that the length policy applies to them."""
+    equal: EqualRows = field(default_factory=EqualRows.none)
+    """Rows that are not decoded, but get a copy of another one's result. They are not among `estimates`."""
 
-    def work(self) -> list[tuple[DocumentKey, int]]:
-        """List the keys with their tokens, prompt and output."""
-        return [(key, estimate.total) for key, estimate in self.estimates.items()]
+    @property
+    def num_rows(self) -> int:
+        """Count the rows to do: documents and copies."""
+        return len(self.estimates) + self.equal.num_rows
 
     def num_prompt_tokens(self) -> int:
         """Sum the estimated prompt tokens of all documents."""
-        return sum(estimate.num_prompt_tokens for estimate in self.estimates.values())
+        return int(self.estimates.num_prompt_tokens.sum(dtype=np.int64))
 
     def buckets(self) -> dict[str, int]:
         """Count the documents by estimated prompt length."""
-        counts = Counter(_bucket(estimate.num_prompt_tokens) for estimate in self.estimates.values())
-        return {name: counts[name] for name in map(_bucket_name, range(len(BUCKETS) + 1)) if counts[name]}
+        places = np.searchsorted(BUCKETS, self.estimates.num_prompt_tokens)
+        counts = np.bincount(places, minlength=len(BUCKETS) + 1).tolist()
+        return {_bucket_name(place): count for place, count in enumerate(counts) if count}
 
 
-@dataclass(frozen=True, slots=True)
-class _Length:
-    """The facts about a row that the scan of the input gives."""
+@dataclass(slots=True)
+class _Lengths:
+    """Keeps what the scan of the input gives of each row, in columns: ten million rows must fit."""
 
-    num_bytes: int
-    num_tokens: int | None
-    max_new_tokens: int
-    is_rejected: bool
+    files: array[int] = field(default_factory=lambda: array("i"))
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    num_bytes: array[int] = field(default_factory=lambda: array("q"))
+    num_tokens: array[int] = field(default_factory=lambda: array("q"))
+    """-1 where it is not known."""
+    max_new_tokens: array[int] = field(default_factory=lambda: array("q"))
+    """`REFUSED` for a row that will be refused."""
+
+    def add(self, row: ScannedRow, max_new_tokens: int) -> None:
+        """Add a row."""
+        self.files.append(row.key.file)
+        self.rows.append(row.key.row)
+        self.num_bytes.append(row.num_bytes or 0)
+        self.num_tokens.append(-1 if row.num_tokens is None else min(row.num_tokens, MOST_TOKENS))
+        self.max_new_tokens.append(max_new_tokens)
+
+    def estimates(self, prompts: Prompts, per_byte: float | None, equal: EqualRows) -> tuple[Estimates, int]:
+        """Estimate template and document, cut or in parts as the policy says; nothing for a row that will be refused.
+
+        equal: copies, which are left out. Returns the estimates, and how many rows have to be cut.
+        """
+        columns = (self.num_tokens, self.num_bytes, self.max_new_tokens, self.rows)
+        counts, num_bytes, limits, rows = (np.array(column, np.int64) for column in columns)
+        measured = np.round(num_bytes * (per_byte or 0.0)).astype(np.int64)
+        uncut = prompts.num_template_tokens + np.where(counts < 0, measured, counts)
+        is_kept = limits != REFUSED
+        most = _most_prompt_tokens(prompts, limits)
+        is_long = is_kept & (uncut > most)
+        kept = np.where(is_kept, np.clip(uncut, 0, np.maximum(most, 0)), 0)
+        outputs = np.maximum(limits, 0)
+        decoded = [np.array(self.files, np.int64), rows, kept, outputs]
+        if prompts.options.length_policy == "chunk":
+            lengths, requests = uncut[is_long] - prompts.num_template_tokens, np.ones_like(kept)
+            work = ChunkPrompts(prompts).work(lengths, limits[is_long])
+            kept[is_long], outputs[is_long], requests[is_long] = work
+            decoded.append(requests)
+        if equal:
+            mask = ~equal.are_copies(*decoded[:2])
+            decoded = [column[mask] for column in decoded]
+        return Estimates(*decoded), int(np.sum(is_long))
 
 
 def make_plan(
-    source: Source,
+    source: Source | PlanRecord,
     prompts: Prompts,
     keys: Collection[DocumentKey],
     max_new_tokens: int,
     seed: int,
     checkpoint: Callable[[], None],
+    equal_texts: EqualTexts | None = None,
 ) -> Plan:
-    """Estimate the documents of `keys` in one streaming pass over the input.
+    """Estimate the documents of `keys` in one streaming pass over the input, or over the record of an earlier pass.
 
     max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called for every row; may
-    raise.
+    raise. equal_texts: finds the rows that are copies; without it every row is decoded.
     """
-    lengths: dict[DocumentKey, _Length] = {}
+    lengths = _Lengths()
     rejected: Counter[str] = Counter()
     sample = _TokenSample(random.Random(seed))
     for row in source.scan():
         checkpoint()
+        if equal_texts is not None:
+            equal_texts.add(row)
         if row.key not in keys:
             continue
         own = max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
         error_class = row.error_class or _without_room(prompts, own)
-        lengths[row.key] = _Length(row.num_bytes or 0, row.num_tokens, own, error_class is not None)
+        lengths.add(row, own if error_class is None else REFUSED)
         if error_class is not None:
             rejected[error_class] += 1
         elif row.text is not None:
             sample.offer(row.text)
     per_byte = sample.tokens_per_byte(prompts, checkpoint) if sample.texts else None
-    estimates = {key: _estimate(length, prompts, per_byte) for key, length in lengths.items()}
-    kept = [length for length in lengths.values() if not length.is_rejected]
-    num_over_length = sum(_uncut(length, prompts, per_byte) > _limit(length, prompts) for length in kept)
-    return Plan(estimates, per_byte, rejected, num_over_length)
+    if isinstance(source, PlanRecord) and source.tokens_per_byte is not None:
+        per_byte = source.tokens_per_byte
+    equal = EqualRows.none() if equal_texts is None else equal_texts.among(keys, checkpoint)
+    estimates, num_over_length = lengths.estimates(prompts, per_byte, equal)
+    return Plan(estimates, per_byte, rejected, num_over_length, equal)
 
 
 @dataclass(slots=True)
@@ -132,29 +188,11 @@ def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
     return None
 
 
-def _estimate(length: _Length, prompts: Prompts, per_byte: float | None) -> TokenEstimate:
-    """Estimate template and document, cut as the length policy would; nothing for a row that will be refused."""
-    if length.is_rejected:
-        return TokenEstimate(0, 0)
-    num_tokens = min(_limit(length, prompts), _uncut(length, prompts, per_byte))
-    return TokenEstimate(max(0, num_tokens), length.max_new_tokens)
-
-
-def _uncut(length: _Length, prompts: Prompts, per_byte: float | None) -> int:
-    """Estimate the tokens of template and whole document."""
-    document = round(length.num_bytes * (per_byte or 0.0)) if length.num_tokens is None else length.num_tokens
-    return prompts.num_template_tokens + document
-
-
-def _limit(length: _Length, prompts: Prompts) -> int:
-    """Return the most tokens that the prompt may have."""
-    limit = prompts.limit - length.max_new_tokens
+def _most_prompt_tokens(prompts: Prompts, max_new_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the most tokens that prompts may have. [N]."""
+    limits = prompts.limit - max_new_tokens
     longest = prompts.options.max_prompt_tokens
-    return limit if longest is None else min(limit, longest)
-
-
-def _bucket(num_tokens: int) -> str:
-    return _bucket_name(sum(num_tokens > bound for bound in BUCKETS))
+    return limits if longest is None else np.minimum(limits, longest)
 
 
 def _bucket_name(index: int) -> str:

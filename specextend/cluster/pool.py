@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import ray
+from ray._private.state import state
 from ray.exceptions import (
     ActorUnavailableError,
     ObjectStoreFullError,
@@ -20,16 +23,20 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from specextend.cluster.display import Pace
 from specextend.cluster.leases import Lease
 from specextend.cluster.messages import EngineBrokenError, Failed, Outcome, WorkerInfo, WorkerReport
+from specextend.cluster.polling import PollRound
 from specextend.cluster.progress import AwakeClock
 from specextend.cluster.worker import EngineFactory, worker_actor
 from specextend.config import RunConfig
-from specextend.core import first_line
+from specextend.core import Completion, first_line
 from specextend.data.source import Source
 
 POLL_S = 2.0
 """Seconds between two polls of a worker."""
+DRAIN_EVERY_S = 5.0
+"""Seconds between two questions to Ray which nodes are about to go."""
 GATHER_S = 0.02
 """Seconds to wait for more answers after the first: a turn of the driver costs the same for one as for many."""
 VERDICT_S = 5.0
@@ -86,6 +93,13 @@ class Polled:
 
 
 @dataclass(frozen=True, slots=True)
+class Draining:
+    """A worker's node is about to go: a spot instance that is reclaimed, or one that is taken out of the cluster."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Dying:
     """A worker is gone. The `Died` that follows says what that means for its leases."""
 
@@ -103,28 +117,7 @@ class Died:
     """True if its node is down or out of reach, so that no document is to blame."""
 
 
-Event = Begun | Ready | StartFailed | Returned | CallLost | Polled | Dying | Died
-
-
-@dataclass(slots=True)
-class _Actor:
-    """An actor, its last poll and, if it is dying, since when and of what."""
-
-    handle: Any
-    info: WorkerInfo | None = None
-    host: str = ""
-    """Known once there is a process."""
-    loads_since: float | None = None
-    polled_at: float = 0.0
-    is_polling: bool = False
-    num_audits: int = 0
-    """Rows of its audit that have arrived."""
-    dying_since: float | None = None
-    reason: str = ""
-    has_spoken: bool = False
-    """True if it said itself that its engine is broken."""
-    is_out_of_reach: bool = False
-    """True if all that is known is that it does not answer."""
+Event = Begun | Ready | StartFailed | Returned | CallLost | Polled | Draining | Dying | Died
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +130,30 @@ class _Call:
 
 
 @dataclass(slots=True)
+class _Actor:
+    """An actor, its last poll and, if it is dying, since when and of what."""
+
+    handle: Any
+    info: WorkerInfo | None = None
+    host: str = ""
+    """Known once there is a process."""
+    loads_since: float | None = None
+    calls: dict[Any, _Call] = field(default_factory=dict)
+    """Its calls that have not been answered, by reference."""
+    is_draining: bool = False
+    num_audits: int = 0
+    """Rows of its audit that have arrived."""
+    num_chunks: int = 0
+    """Requests for documents in parts that have arrived."""
+    dying_since: float | None = None
+    reason: str = ""
+    has_spoken: bool = False
+    """True if it said itself that its engine is broken."""
+    is_out_of_reach: bool = False
+    """True if all that is known is that it does not answer."""
+
+
+@dataclass(slots=True)
 class Pool:
     """Starts, polls and kills workers. A worker's last event is `Died` or `StartFailed`; none follows `kill`."""
 
@@ -144,14 +161,17 @@ class Pool:
     source: Source
     factory: EngineFactory
     num_leases: int
-    poll_s: float = POLL_S
-    verdict_s: float = VERDICT_S
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     is_ending: bool = False
     """True once no worker gets a further document, which polls say."""
     _actors: dict[str, _Actor] = field(default_factory=dict)
-    _calls: dict[Any, _Call] = field(default_factory=dict)
     _runs: dict[str, Any] = field(default_factory=dict)
+    _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
+    """Calls that have been answered, with their references. Ray puts them in from a thread of its own."""
+    _loading: set[str] = field(default_factory=set)
+    _dying: set[str] = field(default_factory=set)
+    _polls: PollRound = field(default_factory=lambda: PollRound(POLL_S))
+    _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
     _source_ref: Any = None
 
     def start(self, worker: str) -> None:
@@ -160,14 +180,22 @@ class Pool:
             self._source_ref = ray.put(self.source)
         handle = worker_actor(self.config, self.num_leases).remote(self.config, self._source_ref, self.factory)
         self._actors[worker] = _Actor(handle)
-        self._calls[handle.begun.remote()] = _Call(worker, "begun")
-        self._calls[handle.ready.remote()] = _Call(worker, "ready")
+        self._loading.add(worker)
+        self._expect(handle.begun.remote(), _Call(worker, "begun"))
+        self._expect(handle.ready.remote(), _Call(worker, "ready"))
 
-    def run(self, worker: str, lease: Lease) -> None:
-        """Hand a lease to a worker."""
-        reference = self._actors[worker].handle.run.remote(lease.lease_id, lease.key, lease.attempt)
-        self._calls[reference] = _Call(worker, "run", lease)
+    def run(self, worker: str, lease: Lease, known: Mapping[str, Completion]) -> None:
+        """Hand a lease to a worker. known: what was decoded for its document before, by the digest of the request."""
+        reference = self._actors[worker].handle.run.remote(
+            lease.lease_id, lease.key, lease.attempt, lease.is_alone, known
+        )
         self._runs[lease.lease_id] = reference
+        self._expect(reference, _Call(worker, "run", lease))
+
+    def _expect(self, reference: Any, call: _Call) -> None:
+        """Wait for the answer of a call. `ray.wait` over all calls would cost each turn as much as there are."""
+        self._actors[call.worker].calls[reference] = call
+        reference.future().add_done_callback(lambda future: self._answers.put((call, reference, future)))
 
     def cancel(self, lease_id: str) -> None:
         """Cancel a lease's call; `CallLost` follows, or its outcome if that was faster."""
@@ -181,17 +209,20 @@ class Pool:
     def wait(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call; wait for one up to `timeout_s`."""
         self._poll()
-        references = list(self._calls)
-        if references:
-            ready, _ = ray.wait(references, num_returns=1, timeout=timeout_s)
-            if ready:
-                time.sleep(GATHER_S)
-                ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
-        else:
-            ready = []
-            time.sleep(timeout_s)
-        events = [event for reference in ready for event in self._answer(reference)]
-        return events + self._verdicts() + self._overdue_starts()
+        answers = self._take_answers(timeout_s)
+        events = [event for answer in answers for event in self._answer(*answer)]
+        return events + self._drains() + self._verdicts() + self._overdue_starts()
+
+    def _take_answers(self, timeout_s: float) -> list[tuple[_Call, Any, Future[Any]]]:
+        """Take what was answered; wait for a first answer if there is none."""
+        answers = []
+        try:
+            answers.append(self._answers.get(timeout=timeout_s) if timeout_s else self._answers.get_nowait())
+            time.sleep(GATHER_S)
+            while True:
+                answers.append(self._answers.get_nowait())
+        except Empty:
+            return answers
 
     def close(self) -> None:
         """End every worker."""
@@ -199,23 +230,22 @@ class Pool:
             self._forget(worker)
 
     def _poll(self) -> None:
-        now = self.clock()
-        for worker, actor in self._actors.items():
-            idle = actor.info is None or actor.is_polling or actor.dying_since is not None
-            if not idle and now - actor.polled_at >= self.poll_s:
-                actor.is_polling, actor.polled_at = True, now
-                poll = actor.handle.progress.remote(actor.num_audits, self.is_ending)
-                self._calls[poll] = _Call(worker, "poll")
+        for worker in self._polls.due(self.clock()):
+            self._ask(worker)
 
-    def _answer(self, reference: Any) -> list[Event]:
-        call = self._calls.pop(reference, None)
-        if call is None:  # forgotten with its worker, because of another answer of this turn
+    def _ask(self, worker: str) -> None:
+        actor = self._actors[worker]
+        poll = actor.handle.progress.remote(actor.num_audits, actor.num_chunks, self.is_ending)
+        self._expect(poll, _Call(worker, "poll"))
+
+    def _answer(self, call: _Call, reference: Any, future: Future[Any]) -> list[Event]:
+        actor = self._actors.get(call.worker)
+        if actor is None or actor.calls.pop(reference, None) is None:  # forgotten with its worker
             return []
-        actor = self._actors[call.worker]
         if call.lease is not None:
             self._runs.pop(call.lease.lease_id, None)
         try:
-            value = ray.get(reference)
+            value = future.result()
         except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
             return self._actor_failed(call, actor, error)
         except RayError as error:
@@ -225,10 +255,13 @@ class Pool:
             return [Begun(call.worker)]
         if call.kind == "ready":
             actor.info = value
+            self._loading.discard(call.worker)
+            self._polls.add(call.worker, self.clock())
             return [Ready(call.worker, value)]
         if call.kind == "poll":
-            actor.is_polling = False
+            self._polls.add(call.worker, self.clock())
             actor.num_audits += len(value.audits)
+            actor.num_chunks += len(value.chunks)
             return [Polled(call.worker, value)]
         assert call.lease is not None
         return [Returned(call.worker, call.lease, value)]
@@ -241,8 +274,7 @@ class Pool:
             return self._dies(call.worker, actor, "its process ended")
         if actor.dying_since is None:
             actor.is_out_of_reach = True
-            poll = actor.handle.progress.remote(actor.num_audits, self.is_ending)  # shows if it is dead or far
-            self._calls[poll] = _Call(call.worker, "poll")
+            self._ask(call.worker)  # shows if it is dead or far
         return self._dies(call.worker, actor, "it is out of reach")
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
@@ -252,7 +284,7 @@ class Pool:
             actor.has_spoken = True
             return self._dies(call.worker, actor, first_line(error.cause))
         if call.kind == "poll":
-            actor.is_polling = False
+            self._polls.add(call.worker, self.clock())
             return []
         assert call.lease is not None
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
@@ -266,10 +298,11 @@ class Pool:
     def _overdue_starts(self) -> list[Event]:
         """Give up workers that hang while they load. One that waits for its resources does not load yet."""
         now, limit_s = self.clock(), self.config.job.start_s
+        loading = {name: self._actors[name] for name in self._loading}
         late = {
             name: actor
-            for name, actor in self._actors.items()
-            if actor.info is None and actor.loads_since is not None and now - actor.loads_since > limit_s
+            for name, actor in loading.items()
+            if actor.loads_since is not None and now - actor.loads_since > limit_s
         }
         reason = f"its models were not loaded within {limit_s:.0f} s (job.start_s)"
         return [event for name, actor in late.items() for event in self._start_failed(name, actor, reason)]
@@ -278,11 +311,27 @@ class Pool:
         if actor.dying_since is not None:
             return []
         actor.dying_since, actor.reason = self.clock(), reason
+        self._dying.add(worker)
+        self._polls.remove(worker)
         return [Dying(worker, reason)]
+
+    def _drains(self) -> list[Event]:
+        """Report, once each, the workers on nodes that are about to go."""
+        if not self._drain_pace.is_due(self.clock()):
+            return []
+        nodes = state.get_draining_nodes()  # `ray.nodes()` does not say it
+        found = [
+            (name, actor)
+            for name, actor in self._actors.items()
+            if actor.info is not None and actor.info.node_id in nodes and not actor.is_draining
+        ]
+        for _, actor in found:
+            actor.is_draining = True
+        return [Draining(name) for name, actor in found if actor.dying_since is None]
 
     def _verdicts(self) -> list[Event]:
         """Forget the dying workers whose cause of death is known by now, and report it."""
-        dying = {name: actor for name, actor in self._actors.items() if actor.dying_since is not None}
+        dying = {name: self._actors[name] for name in self._dying}
         if not dying:
             return []
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -305,13 +354,17 @@ class Pool:
         is_here = actor.info.node_id == ray.get_runtime_context().get_node_id()
         if actor.has_spoken or (is_here and not actor.is_out_of_reach):
             return True
-        return self.clock() - actor.dying_since >= self.verdict_s
+        return self.clock() - actor.dying_since >= VERDICT_S
 
     def _forget(self, worker: str) -> None:
         actor = self._actors.pop(worker)
         ray.kill(actor.handle, no_restart=True)
-        self._calls = {ref: call for ref, call in self._calls.items() if call.worker != worker}
-        self._runs = {call.lease.lease_id: ref for ref, call in self._calls.items() if call.lease is not None}
+        self._loading.discard(worker)
+        self._dying.discard(worker)
+        self._polls.remove(worker)
+        for call in actor.calls.values():
+            if call.lease is not None:
+                self._runs.pop(call.lease.lease_id, None)
 
 
 def unexpected(error: RayTaskError) -> Failed:

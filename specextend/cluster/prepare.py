@@ -8,21 +8,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specextend.attention.backends import load_backend
+from specextend.cluster.end_hook import check_hook
 from specextend.cluster.environment import check_device, check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.cluster.stores import knock, within
 from specextend.config import RunConfig
-from specextend.core import first_line
-from specextend.data.fingerprint import build_manifest, differences, read_manifest
+from specextend.core import counted, first_line
+from specextend.data.earlier import find_earlier
+from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputUnreachableError
-from specextend.data.parts import Progress, StrangePartError, read_parts
+from specextend.data.parts import StrangePartError
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
+from specextend.data.results import Progress, read_parts
+from specextend.data.selection import recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
 from specextend.hub import HubUnreachableError
-from specextend.loading import GIB, rows_per_sequence
+from specextend.loading import GIB, longest_request, rows_per_sequence
+from specextend.long_documents import check_chunks
 from specextend.model_files import current_commit, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes
@@ -61,18 +66,26 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         knock(key, path, config.job.store_s, checkpoint)
     with _refusals():
         output = resolve(config.output.path)
-        source = open_source(config.input, config.output)
     recorded = _recorded_in_time(output, config.job.store_s, checkpoint)
     with _refusals():
+        begun = _begun_selection(config, recorded)
+        source = open_source(config.input, config.output, only=None if begun is None else begun["identity"]["files"])
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
         facts = check_pair(config.target, draft)
         scored_layers(config.cache, facts.num_layers)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
-        prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length))
+        prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length), config.chunks)
         _check_run(config, prompts)
         _check_cache(config, facts)
-        manifest = build_manifest(source, config.model_dump(mode="json"), pair_hashes(config.target, draft), models)
+        values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
+        if begun is not None:
+            source = recall_selection(source, output, begun["selection"], begun["identity"]["selection"]["sha256"])
+        elif config.input.selects:
+            whole = build_manifest(source, values, hashes, models)
+            earlier, notes_on_earlier = find_earlier(config.input.except_done_in, output, whole, checkpoint)
+            source = select_rows(source, earlier, notes_on_earlier, checkpoint)
+        manifest = build_manifest(source, values, hashes, models)
     if recorded is not None and not differences(recorded, manifest):
         manifest = recorded
     return Prepared(config, output, source, facts, prompts, manifest, models, notes)
@@ -81,10 +94,17 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
 def check_machine(config: RunConfig) -> None:
     """Raise RefusedError if the job would start a private Ray and no worker could ever run on this machine."""
     check_device(config.target, config.job)
+    check_hook(config.job)
     if is_local():
         check_resources(config.job)
         with _refusals():
             load_backend(config.attention.backend, resolve_device(config.target.device))
+
+
+def _begun_selection(config: RunConfig, recorded: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the manifest of a run that has chosen its rows once and for all, because earlier outputs may grow."""
+    has_chosen = recorded is not None and "selection" in recorded["identity"] and "selection" in recorded
+    return recorded if has_chosen and config.input.except_done_in else None
 
 
 @contextmanager
@@ -106,6 +126,8 @@ def read_recorded(output: Location) -> dict[str, Any] | None:
         return read_manifest(output)
     except ValueError as error:
         raise OtherRunError(str(error)) from error
+    except NotADirectoryError:
+        return None  # the output is a file, as the check of the input will say
     except OSError as error:
         raise StoreError(f"{output.path} cannot be read: {first_line(error)}") from error
 
@@ -157,13 +179,12 @@ def _check_run(config: RunConfig, prompts: Prompts) -> None:
             prompts.room(config.decoding.max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"decoding.max_new_tokens or prompt.max_prompt_tokens: {error.message}") from error
+        check_chunks(config, prompts)
 
 
 def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
     """Raise ValueError if the cache cannot hold one full prompt and its output."""
-    longest = config.max_tokens(facts.context_length)
-    if config.prompt.max_prompt_tokens is not None:
-        longest = min(longest, config.prompt.max_prompt_tokens + config.decoding.max_new_tokens)
+    longest = longest_request(config, facts)
     needed = rows_per_sequence(config, longest) * facts.kv_bytes_per_token(config.target.dtype) / GIB
     if config.decoding.cache_gib < needed:
         raise ValueError(
@@ -178,8 +199,20 @@ def check_same_run(prepared: Prepared) -> bool:
     if recorded is None:
         return False
     if lines := differences(recorded, prepared.manifest):
-        raise OtherRunError(f"{prepared.output.path} belongs to another run:\n  " + "\n  ".join(lines))
+        is_input = all(line.startswith(ABOUT_INPUT) for line in lines)
+        said = _say_other_input(prepared) if is_input else "give another output.path, or restore what differs:"
+        raise OtherRunError("\n  ".join([f"{prepared.output.path} belongs to another run; {said}", *lines]))
     return True
+
+
+def _say_other_input(prepared: Prepared) -> str:
+    """Say what to do if nothing but the input has changed, as it does where files grow."""
+    config = prepared.config
+    leaving_out = "" if config.input.except_done_in else f" and input.except_done_in=['{config.output.path}']"
+    return (
+        f"its input has changed: to do only what is new, give another output.path{leaving_out}; "
+        "to resume it, restore what differs:"
+    )
 
 
 def read_progress(prepared: Prepared) -> Progress:
@@ -195,6 +228,26 @@ def read_progress(prepared: Prepared) -> Progress:
 def say_left_out(num_final: int) -> str:
     """Describe the error rows that `--retry-errors` leaves out."""
     return (
-        f"{num_final} error rows are left as they are: by their `retryable` another try does not mend them; "
-        "--retry-errors=all does them, too"
+        f"not tried again: {counted(num_final, 'error row')} whose `retryable` is false; --retry-errors=all tries "
+        "every error row"
     )
+
+
+_OUTCOMES = {
+    "not_matching": "not matching input.filter",
+    "not_in_sample": "not in input.sample",
+    "unchanged": "done before and unchanged",
+    "over_limit": "over input.limit",
+    "changed": "changed",
+    "new": "new",
+}
+
+
+def describe_selection(source: Source) -> tuple[str, ...]:
+    """Describe which rows of the input a run is about, and which are not, in lines; none if it is all of them."""
+    selection = source.selection
+    if selection is None:
+        return ()
+    counts = selection.counts
+    said = ", ".join(f"{counts[name]:,} {words}" for name, words in _OUTCOMES.items() if name in counts)
+    return (f"this run is about {counts['selected']:,} of {counted(counts['input'], 'row')}: {said}", *selection.notes)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import StalledRunError, TooManyErrorsError
 from specextend.cluster.messages import Failed
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, counted
 from specextend.stats import DecodingStats, ratio
 
 MAX_GAP_S = 10.0
@@ -51,19 +54,6 @@ class AwakeClock:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenEstimate:
-    """Estimated tokens of a document that has not run yet."""
-
-    num_prompt_tokens: int
-    max_new_tokens: int
-
-    @property
-    def total(self) -> int:
-        """Return the most tokens that the document may take, prompt and output."""
-        return self.num_prompt_tokens + self.max_new_tokens
-
-
-@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Figures of a run at one moment."""
 
@@ -81,54 +71,88 @@ class Snapshot:
     """By the rate or, until there is one, by the forecast; None if there is neither."""
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    """Sums over the documents in the engines that have begun to decode."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    max_new_tokens: int = 0
+
+    def add(self, estimate: TokenEstimate, outputs: int, sign: int = 1) -> None:
+        """Add a document with its output tokens so far; sign -1 takes it out again."""
+        self.num_prompt_tokens += sign * estimate.num_prompt_tokens
+        self.num_output_tokens += sign * outputs
+        self.max_new_tokens += sign * estimate.max_new_tokens
+
+
 class Ledger:
     """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts replace estimates."""
 
     def __init__(
         self,
-        estimates: Mapping[DocumentKey, TokenEstimate],
+        estimates: Estimates,
         num_done: int,
         num_errors: int,
         expected_s: float | None = None,
+        num_copies: int = 0,
     ) -> None:
         """Begin a start.
 
         estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts. expected_s: forecast
-        of its time, if there is one.
+        of its time, if there is one. num_copies: rows to do that are copies, and no work.
         """
-        self._open = dict(estimates)
+        self._estimates = estimates
         self._expected_s = expected_s
         self._began_at: float | None = None
-        self._num_rows = len(estimates) + num_done + num_errors
+        self._num_rows = len(estimates) + num_copies + num_done + num_errors
         self._num_done, self._num_errors = num_done, num_errors
-        self._prompt_left = sum(item.num_prompt_tokens for item in estimates.values())
-        self._output_left = sum(item.max_new_tokens for item in estimates.values())
+        self._prompt_left = int(estimates.num_prompt_tokens.sum(dtype=np.int64))
+        self._output_left = int(estimates.max_new_tokens.sum(dtype=np.int64))
         self._output_allowed = 0
         self._stats = DecodingStats()
         self._running: dict[str, dict[DocumentKey, int]] = {}
+        self._under_way = _UnderWay()
+        self._num_running = 0
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def finish(self, key: DocumentKey, stats: DecodingStats | None) -> TokenEstimate:
+    def finish(
+        self, key: DocumentKey, stats: DecodingStats | None, worker: str = "", num_copies: int = 0
+    ) -> TokenEstimate:
         """Note that a document is done, with its true counts, or has become an error row (None).
 
-        Returns what was estimated of it.
+        worker: in whose engine it was, if it was in one. num_copies: rows that end like it. Returns what was estimated
+        of it.
         """
-        estimate = self._open.pop(key)
-        for outputs in self._running.values():
-            outputs.pop(key, None)
+        estimate = self._estimates[key]
+        self._leave(key, self._running.get(worker, {}))
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
         if stats is None:
-            self._num_errors += 1
+            self._num_errors += 1 + num_copies
             return estimate
-        self._num_done += 1
+        self._num_done += 1 + num_copies
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
         return estimate
 
     def running(self, worker: str, outputs: Iterable[tuple[DocumentKey, int]]) -> None:
-        """Note the documents that are in a worker's engine now, with their output tokens so far."""
-        self._running[worker] = {key: tokens for key, tokens in outputs if key in self._open}
+        """Note the open documents that are in a worker's engine now, with their output tokens so far."""
+        before = self._running.pop(worker, {})
+        for key in list(before):
+            self._leave(key, before)
+        if now := dict(outputs):
+            self._running[worker] = now
+            self._num_running += len(now)
+            for key, tokens in now.items():
+                if tokens:
+                    self._under_way.add(self._estimates[key], tokens)
+
+    def _leave(self, key: DocumentKey, outputs: dict[DocumentKey, int]) -> None:
+        if (tokens := outputs.pop(key, None)) is not None:
+            self._num_running -= 1
+            if tokens:
+                self._under_way.add(self._estimates[key], tokens, sign=-1)
 
     @property
     def output_cost(self) -> float:
@@ -153,7 +177,7 @@ class Ledger:
             num_rows=self._num_rows,
             num_done=self._num_done,
             num_errors=self._num_errors,
-            num_running=sum(map(len, self._running.values())),
+            num_running=self._num_running,
             num_workers=num_workers,
             fraction=done / (done + left) if done + left else 1.0,
             output_tokens_per_s=ratio(output - output_then, elapsed),
@@ -170,25 +194,17 @@ class Ledger:
 
     def _done_tokens(self) -> tuple[int, int]:
         """Count the prompt and output tokens that this start has done, running documents included."""
-        prompt, output = self._stats.num_prompt_tokens, self._stats.num_output_tokens
-        for estimate, tokens in self._begun():
-            prompt += estimate.num_prompt_tokens
-            output += tokens
-        return prompt, output
+        prompt = self._stats.num_prompt_tokens + self._under_way.num_prompt_tokens
+        return prompt, self._stats.num_output_tokens + self._under_way.num_output_tokens
 
     def _work_left(self, cost: float) -> float:
         """Estimate the work left, on the assumption that outputs end as early, on average, as those so far."""
         share = self._stats.num_output_tokens / self._output_allowed if self._output_allowed else 1.0
-        prompt, output = float(self._prompt_left), share * self._output_left
-        for estimate, tokens in self._begun():
-            prompt -= estimate.num_prompt_tokens
-            output -= min(tokens, share * estimate.max_new_tokens)
+        prompt = self._prompt_left - self._under_way.num_prompt_tokens
+        output = share * self._output_left - min(
+            self._under_way.num_output_tokens, share * self._under_way.max_new_tokens
+        )
         return max(0.0, prompt + cost * output)
-
-    def _begun(self) -> list[tuple[TokenEstimate, int]]:
-        """List the running documents that have begun to decode, with their output tokens so far."""
-        running = [item for outputs in self._running.values() for item in outputs.items()]
-        return [(self._open[key], tokens) for key, tokens in running if tokens]
 
 
 class ErrorGuard:
@@ -224,9 +240,9 @@ class ErrorGuard:
             return
         [(name, _)] = self._failed.most_common(1)
         raise TooManyErrorsError(
-            f"stopped early: {num_failed} of {num_ended} documents failed, more than job.stop_error_fraction "
-            f"{self._limit:g} allows, most often with {name}, such as {self._examples[name]}; what is done is kept: "
-            "fix the cause and run again with --retry-errors, or allow more"
+            f"stopped early: {num_failed:,} of {counted(num_ended, 'document')} failed, more than "
+            f"job.stop_error_fraction {self._limit:g} allows, most often with {name}, such as {self._examples[name]}; "
+            "what is done is kept: fix the cause and run again with --retry-errors, or allow more"
         )
 
 
@@ -262,16 +278,17 @@ class StallGuard:
         num_workers: int,
         leased: Sequence[DocumentKey],
         waiting: Sequence[DocumentKey],
+        num_waiting: int,
         place: Callable[[DocumentKey], str],
     ) -> StalledRunError:
-        """Make the error that names the documents which workers hold and those that wait.
+        """Make the error that names the documents which workers hold and the first ones of those that wait.
 
         place: describes where a document is without reading it, because its store may be what does not answer.
         """
         workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}" if num_workers else "no worker is"
         parts = [f"no token for {self._limit_s:.0f} s: {workers} ready"]
-        for begin, keys in (("at work on", leased), ("waiting:", waiting)):
-            more = f" and {len(keys) - MOST_NAMES} more" if len(keys) > MOST_NAMES else ""
+        for begin, keys, num in (("at work on", leased, len(leased)), ("waiting:", waiting, num_waiting)):
+            more = f" and {num - MOST_NAMES} more" if num > MOST_NAMES else ""
             parts += [f"{begin} {', '.join(map(place, keys[:MOST_NAMES]))}{more}"] if keys else []
         return StalledRunError("; ".join([*parts, "what is done is kept, run again"]))
 

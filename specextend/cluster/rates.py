@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specextend.cluster.records import library_versions
+from specextend.cluster.messages import Done
 from specextend.config import RunConfig
+from specextend.core import counted
 from specextend.decoding.kept import keep_value, read_kept
 from specextend.decoding.step_costs import Line, fit_line
-from specextend.stats import DecodingStats
+from specextend.stats import ratio
+from specextend.versions import library_versions
 
 MIN_DOCUMENTS = 2
 """Fewest documents that rates can be fitted to: one says nothing about how documents differ."""
@@ -42,12 +44,16 @@ class DocumentCost:
     max_new_tokens: int
     prefill_s: float
     decode_s: float
+    num_requests: int = 1
+    """Requests among which the tokens are divided: parts and merges of a document in parts."""
 
     @classmethod
-    def of(cls, stats: DecodingStats, max_new_tokens: int) -> DocumentCost:
-        """Take the cost from a document's stats."""
-        prefill_s = stats.prefill_s + stats.draft_prefill_s
-        return cls(stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, stats.step_s)
+    def of(cls, done: Done, max_new_tokens: int) -> DocumentCost:
+        """Take the cost from a document's result, as if nothing of its prompt had been read for another one."""
+        stats, num_requests = done.stats, done.row["num_requests"]
+        tokens = (stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens)
+        share_read = 1 - (ratio(stats.num_cached_tokens, stats.num_prompt_tokens) or 0.0)
+        return cls(*tokens, stats.prefill_s / share_read + stats.draft_prefill_s, stats.step_s, num_requests)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,18 +86,18 @@ class Rates:
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.mean_s <= 0:
             raise ValueError(f"rates must be finite numbers of 0 or more, got {numbers}")
         if self.num_documents < MIN_DOCUMENTS:
-            raise ValueError(f"rates need {MIN_DOCUMENTS} documents, got {self.num_documents}")
+            raise ValueError(f"rates need {counted(MIN_DOCUMENTS, 'document')}, got {self.num_documents}")
 
-    def prefill_s(self, prompts: Numbers) -> Numbers:
-        """Return the seconds that prompts of so many tokens take."""
+    def prefill_s(self, prompts: Numbers, requests: Numbers) -> Numbers:
+        """Return the seconds that the prompts of documents take, which so many requests share in equal parts."""
         first, slope = self.prefill
-        return prompts * (first + slope * prompts)
+        return prompts * (first + slope * prompts / requests)
 
-    def decode_s(self, prompts: Numbers, limits: Numbers) -> Numbers:
-        """Return the seconds that the outputs of these prompts take; `limits` are their `max_new_tokens`."""
+    def decode_s(self, prompts: Numbers, limits: Numbers, requests: Numbers) -> Numbers:
+        """Return the seconds that the outputs for these prompts take; `limits` are their `max_new_tokens`."""
         first, slope = self.decode
         outputs = self.output_share * limits
-        return outputs * (first + slope * (prompts + outputs / 2))
+        return outputs * (first + slope * (prompts + outputs / 2) / requests)
 
 
 def fit_rates(
@@ -102,17 +108,17 @@ def fit_rates(
     Seconds per token are fitted as lines over the length, and both lines are then scaled to add up to all seconds.
     """
     told = [cost for cost in costs if cost.num_prompt_tokens > 0 and cost.num_output_tokens > 0]
-    prompts, outputs, limits = (
+    prompts, outputs, limits, requests = (
         np.array([getattr(cost, name) for cost in told], dtype=np.float64)
-        for name in ("num_prompt_tokens", "num_output_tokens", "max_new_tokens")
+        for name in ("num_prompt_tokens", "num_output_tokens", "max_new_tokens", "num_requests")
     )
     prefill_s, decode_s = (np.array([getattr(cost, name) for cost in told]) for name in ("prefill_s", "decode_s"))
     total_s = float(prefill_s.sum() + decode_s.sum())
     if len(told) < MIN_DOCUMENTS or total_s <= 0:
         return None
     fitted = Rates(
-        prefill=fit_line(prompts.tolist(), (prefill_s / prompts).tolist()),
-        decode=fit_line((prompts + outputs / 2).tolist(), (decode_s / outputs).tolist()),
+        prefill=fit_line((prompts / requests).tolist(), (prefill_s / prompts).tolist()),
+        decode=fit_line(((prompts + outputs / 2) / requests).tolist(), (decode_s / outputs).tolist()),
         output_share=float(outputs.sum() / limits.sum()),
         mean_s=total_s / len(told),
         spread_s=0.0,
@@ -122,7 +128,7 @@ def fit_rates(
         origin=origin,
         measured_at=measured_at,
     )
-    expected_s = fitted.prefill_s(prompts) + fitted.decode_s(prompts, limits)
+    expected_s = fitted.prefill_s(prompts, requests) + fitted.decode_s(prompts, limits, requests)
     scale = total_s / float(expected_s.sum())
     rest_s = prefill_s + decode_s - scale * expected_s
     return replace(
@@ -180,7 +186,8 @@ def pair_key(config: RunConfig, hashes: Mapping[str, str]) -> dict[str, Any]:
     the length of outputs depends on it.
     """
     values, versions = config.model_dump(mode="json"), library_versions()
-    options = {name: dict(values[name]) for name in _SECTIONS}
+    sections = (*_SECTIONS, "chunks") if config.prompt.length_policy == "chunk" else _SECTIONS
+    options = {name: dict(values[name]) for name in sections}
     for name in ("seed", "audit_fraction"):
         del options["decoding"][name]
     draft = config.active_draft

@@ -8,16 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
@@ -25,9 +20,9 @@ from specextend.cluster.leases import Tried
 from specextend.cluster.lock import LockHolder, read_lock
 from specextend.cluster.messages import WorkerInfo
 from specextend.cluster.places import Spot
-from specextend.core import DocumentKey, printable
+from specextend.core import DocumentKey, counted, printable
 from specextend.data.fingerprint import num_input_rows, read_manifest
-from specextend.data.parts import read_parts
+from specextend.data.results import Progress, read_parts
 from specextend.data.run_folder import (
     RELEASED,
     Start,
@@ -40,45 +35,12 @@ from specextend.data.run_folder import (
     time_text,
 )
 from specextend.data.storage import Location, exists, write_bytes
+from specextend.versions import code_commit, library_versions
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
 
-_PACKAGES = ("specextend", "torch", "transformers", "ray", "pyarrow", "numpy")
 _UNITS = ((1, "s"), (60, "min"), (3600, "h"), (86400, "days"))
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries on which a result may depend."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed as a package"
-    return versions
-
-
-@cache
-def code_commit() -> str | None:
-    """Return the git commit of this code, ending in `-dirty` if it was edited since; None if that is unknown.
-
-    It is known of a package that pip installed from a repository, and of a working copy.
-    """
-    try:
-        installed = json.loads(metadata.distribution("specextend").read_text("direct_url.json") or "{}")
-    except (metadata.PackageNotFoundError, ValueError):
-        installed = {}
-    if "vcs_info" in installed:
-        return str(installed["vcs_info"]["commit_id"])
-    folder = Path(__file__).parents[2]
-    if not (folder / ".git").exists():
-        return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 class Attempt:
@@ -218,6 +180,16 @@ def read_charges(output: Location) -> dict[DocumentKey, Tried]:
     return charges
 
 
+def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:
+    """Find how often earlier starts have tried each document; attempts that ended in an error row are forgiven."""
+    charges = read_charges(output)
+    tried: dict[DocumentKey, Tried] = {}
+    for key in (charges.keys() | progress.attempts.keys()) - progress.done:
+        charged, forgiven = charges.get(key, Tried(0)), progress.attempts.get(key, 0)
+        tried[key] = Tried(max(charged.attempts, forgiven), charged.struck, forgiven)
+    return tried
+
+
 def _parse_charge(name: str, charge: Any) -> tuple[DocumentKey, Tried] | None:
     """Return a document and how often it was tried, from an entry of a record; None for one that is damaged."""
     file, _, row = name.partition(":")
@@ -273,8 +245,8 @@ def read_status(output: Location) -> dict[str, Any]:
 def describe_status(status: dict[str, Any]) -> str:
     """Describe the status for people. No text from a record can add a line of its own."""
     lines = [
-        f"{status['state']}: {status['done']} of {status['rows']} rows done, {status['errors']} failed, "
-        f"{status['left']} left",
+        f"{status['state']}: {status['done']:,} of {counted(status['rows'], 'row')} done, {status['errors']:,} failed, "
+        f"{status['left']:,} left",
     ]
     lines += [f"errors: {count} {name}" for name, count in status["errors_by_class"].items()]
     if status["driver"]:

@@ -78,7 +78,10 @@ def knock(key: str, path: str, limit_s: float, checkpoint: Callable[[], object] 
         return
     except OSError as error:
         if is_uri(path) or isinstance(error, TimeoutError):
-            raise StoreError(f"{key} {path} cannot be reached: {first_line(error)}; run again") from error
+            said = first_line(error)  # of `resolve`, which names the path, or of a library, which does not
+            if not said.startswith(f"{path} cannot be reached"):
+                said = f"{path} cannot be reached: {said}; run again"
+            raise StoreError(f"{key} {said}") from error
 
 
 class Fence(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
+import math
 import os
 import sys
 import threading
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from hashlib import blake2b
+from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -20,24 +20,35 @@ import torch
 
 from specextend.cluster.auditing import Auditor
 from specextend.cluster.environment import worker_device
-from specextend.cluster.messages import Done, EngineBrokenError, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
+from specextend.cluster.messages import (
+    ChunkDone,
+    Done,
+    EngineBrokenError,
+    Failed,
+    Outcome,
+    Suspected,
+    WorkerInfo,
+    WorkerReport,
+)
+from specextend.cluster.outbox import Outbox
 from specextend.config import RunConfig
-from specextend.core import Completion, DocumentKey, Request, SamplingParams, first_line
+from specextend.core import Completion, DocumentKey, Request, first_line
 from specextend.data.inputs import DocumentError, InputError, Row
 from specextend.data.parquet import DAMAGED
-from specextend.data.prompts import Prompt, Prompts
+from specextend.data.prompts import Prompts
 from specextend.data.quality import assess
 from specextend.data.schema import result_row
 from specextend.data.source import Source
-from specextend.decoding.admission import is_device_error, is_out_of_memory
+from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
+from specextend.document_requests import as_document_error
+from specextend.inbox import Inbox
+from specextend.long_documents import Round, Summary, advance, request_digest, shared_start, summarize
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
 
 DEVICE_EXIT_CODE = 70
 """Exit code of a worker whose GPU context is beyond use."""
-OUT_OF_MEMORY = "OutOfMemoryError"
-"""Error class of a document that does not fit into memory, whichever allocator says so."""
 
 
 class EngineLike(Protocol):
@@ -94,50 +105,6 @@ class CheckedFactory:
         return self.factory(config)
 
 
-def document_seed(run_seed: int, doc_id: str) -> int:
-    """Derive a document's own seed: the same on every worker, in every order, after every restart."""
-    return int.from_bytes(blake2b(f"{run_seed}:{doc_id}".encode(), digest_size=8).digest()) >> 1
-
-
-class Inbox:
-    """Requests that wait for the engine, longest first. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, str, Request]] = []
-        self._changed = threading.Condition()
-        self._is_woken = False
-
-    def put(self, request: Request) -> None:
-        """Add a request."""
-        with self._changed:
-            size = len(request.prompt_token_ids) + request.max_new_tokens
-            heapq.heappush(self._heap, (-size, request.request_id, request))
-            self._changed.notify()
-
-    def take(self, block: bool) -> Request | None:
-        """Remove and return the longest request; None if there is none and `block` is False, or after `wake`."""
-        with self._changed:
-            while block and not self._heap and not self._is_woken:
-                self._changed.wait()
-            self._is_woken = False
-            return heapq.heappop(self._heap)[2] if self._heap else None
-
-    def wake(self) -> None:
-        """Let a `take` that waits return, or else the next one."""
-        with self._changed:
-            self._is_woken = True
-            self._changed.notify()
-
-    def remove(self, request_id: str) -> bool:
-        """Remove a request. Returns False if it does not wait here any more."""
-        with self._changed:
-            kept = [entry for entry in self._heap if entry[1] != request_id]
-            found = len(kept) < len(self._heap)
-            self._heap = kept
-            heapq.heapify(self._heap)
-            return found
-
-
 class Worker:
     """Holds an engine and answers `run` with a document's outcome. `worker_actor` makes it an actor."""
 
@@ -150,10 +117,13 @@ class Worker:
         wrap_streams()  # Ray shows on the driver's terminal what a worker writes, such as an error that quotes a text
         self._config, self._source, self._factory = config, source, factory
         self._inbox = Inbox()
-        self._auditor = Auditor(config.decoding.audit_fraction, config.decoding.max_batch_size)
+        self._auditor = Auditor(config.decoding.audit_fraction, config.decoding.batch_size)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[str, asyncio.Future[Completion | Failed | Suspected]] = {}
+        self._chunks = Outbox[ChunkDone]()
+        self._finished: dict[str, list[ChunkDone]] = {}
+        """A lease's requests that were done here, while it needs further ones."""
         self._handed_out: dict[str, Request] = {}  # to the engine, and neither settled nor cancelled
         self._broken: EngineBrokenError | None = None
         self._name = f"{os.uname().nodename}:{os.getpid()}"
@@ -178,46 +148,72 @@ class Worker:
         if not self._config.job.gpus_per_worker:
             torch.set_num_threads(self._config.job.cpus_per_worker)
         self._engine = self._factory(self._config)
-        self._prompts = Prompts(self._engine.tokenizer, self._config.prompt, self._engine.max_tokens)
-        self._engine.share_start(self._prompts.start_token_ids)
+        config = self._config
+        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
+        self._engine.share_start(shared_start(config, self._prompts))
         self._limits = self._engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)
 
-    async def run(self, lease_id: str, key: DocumentKey, attempt: int) -> Outcome:
-        """Read, render and decode the document of a lease. A cancelled call drops its sequence between two steps.
+    async def run(
+        self,
+        lease_id: str,
+        key: DocumentKey,
+        attempt: int,
+        alone: bool = False,
+        known: Mapping[str, Completion] | None = None,
+    ) -> Outcome:
+        """Read, render and decode the document of a lease. A cancelled call drops its sequences between two steps.
 
-        Raises EngineBrokenError if the whole engine has failed.
+        alone: decode one request after the other, so that a failure can be told from a neighbour's. known: what was
+        decoded for the document before, by the digest of the request. Raises EngineBrokenError if the whole engine has
+        failed.
         """
         received = time.monotonic()
         self._loop = loop = asyncio.get_running_loop()
         doc_id = ""
         try:
-            row, prompt = await loop.run_in_executor(self._reader, self._prepare, key)
+            row = await loop.run_in_executor(self._reader, self._read, key)
             doc_id = row.document.doc_id
-            request = self._request(lease_id, row, prompt)
-            outcome = await self._decode(request)
+            outcome = await self._summarize(row, lease_id, known or {}, alone)
         except DocumentError as error:
-            return Failed(error.doc_id, error.error_class, error.message, error.stage, error.retryable)
-        if isinstance(outcome, Failed):
-            return replace(outcome, doc_id=doc_id)
+            return Failed(error.doc_id or doc_id, error.error_class, error.message, error.stage, error.retryable)
+        finally:
+            finished = self._finished.pop(lease_id, [])
         if isinstance(outcome, Suspected):
-            return outcome
-        self._auditor.offer(key, doc_id, request, outcome)
+            return replace(outcome, chunks=tuple(finished))
+        self._auditor.offer(key, doc_id, outcome.request, outcome.last)
         self._inbox.wake()
-        text, reference, options = row.document.text, row.reference, self._config.quality
-        times = {
-            "queue_s": max(0.0, time.monotonic() - received - outcome.stats.total_s),
-            "started_at": time.time() - outcome.stats.total_s,
-        }
-        quality = await loop.run_in_executor(None, assess, outcome, text, reference, options)  # may take 0.1 s
-        result = result_row(key, doc_id, outcome, prompt, quality, **times, worker=self._name, attempts=attempt)
-        return Done(result, outcome.stats)
+        completion, text, options = outcome.completion, row.document.text, self._config.quality
+        stats = completion.stats
+        queue_s = max(0.0, time.monotonic() - received - stats.total_s)
+        started_at = time.time() - stats.total_s
+        facts = (completion, text, row.reference, options, outcome.is_incomplete)
+        quality = await loop.run_in_executor(None, assess, *facts)  # may take 0.1 s
+        result = result_row(
+            key,
+            doc_id,
+            completion,
+            outcome.prompt,
+            quality,
+            chunk_summaries=outcome.chunk_rows,
+            num_requests=outcome.num_requests,
+            content_sha256=row.content_sha256,
+            queue_s=queue_s,
+            started_at=started_at,
+            worker=self._name,
+            attempts=attempt,
+        )
+        num_here = _num_outputs(finished) + outcome.last.stats.num_output_tokens
+        return Done(result, stats, stats.num_output_tokens - num_here)
 
-    async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
-        """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.
+    async def progress(
+        self, num_audits_seen: int = 0, num_chunks_seen: int = 0, is_ending: bool = False
+    ) -> WorkerReport:
+        """Report the step counter, the output tokens of each lease that has started, and new rows for the driver.
 
-        num_audits_seen: rows that the driver has. is_ending: no further document will come. Raises EngineBrokenError.
+        num_audits_seen, num_chunks_seen: rows that the driver has. is_ending: no further document will come. Raises
+        EngineBrokenError.
         """
         if self._broken is not None:
             raise self._broken
@@ -225,43 +221,65 @@ class Worker:
         if is_ending and not auditor.is_ending:
             auditor.is_ending = True
             self._inbox.wake()
-        num_open, outputs = auditor.num_open, self._engine.progress()  # before the rows: an audit may end meanwhile
-        return WorkerReport(self._engine.num_steps, outputs, auditor.rows(num_audits_seen), num_open, is_ending)
+        num_open, outputs = auditor.num_open, self._outputs()  # before the rows: an audit may end meanwhile
+        audits, chunks = auditor.rows(num_audits_seen), self._chunks.after(num_chunks_seen)
+        return WorkerReport(self._engine.num_steps, outputs, audits, num_open, chunks, is_ending)
 
-    def _prepare(self, key: DocumentKey) -> tuple[Row, Prompt]:
+    def _outputs(self) -> dict[str, int]:
+        """Return the output tokens of each lease that has started, those of its finished requests included."""
+        outputs = {lease_id: _num_outputs(finished) for lease_id, finished in self._finished.items()}
+        for request_id, num_tokens in self._engine.progress().items():
+            lease_id = request_id.partition(":")[0]
+            outputs[lease_id] = outputs.get(lease_id, 0) + num_tokens
+        return outputs
+
+    def _read(self, key: DocumentKey) -> Row:
         try:
-            row = self._source.read(key)
+            return self._source.read(key)
         except (InputError, *DAMAGED) as error:
             raise DocumentError(type(error).__name__, str(error), stage="read", retryable=True) from error
-        try:
-            return row, self._prompts.render(row.document.text, self._max_new_tokens(row))
-        except DocumentError as error:
-            error.doc_id = row.document.doc_id
-            raise
 
-    def _max_new_tokens(self, row: Row) -> int:
-        own = row.max_new_tokens
-        return self._config.decoding.max_new_tokens if own is None else own
+    async def _summarize(
+        self, row: Row, lease_id: str, known: Mapping[str, Completion], alone: bool
+    ) -> Summary | Suspected:
+        """Decode the requests of a document, round by round."""
+        loop = asyncio.get_running_loop()
+        rounds = summarize(self._config, self._prompts, row, lease_id)
+        began = math.inf
+        outcomes: list[Completion | DocumentError] | None = None
+        while True:
+            step = await loop.run_in_executor(self._reader, advance, rounds, outcomes)
+            if isinstance(step, Summary):
+                return step.timed(time.monotonic() - began)
+            decode = partial(self._request, step=step, lease_id=lease_id, known=known)
+            if alone:
+                found = [await decode(request) for request in step.requests]
+            else:
+                found = await asyncio.gather(*map(decode, step.requests))
+            outcomes = []
+            for outcome, began_at in found:
+                if isinstance(outcome, Suspected):
+                    return outcome
+                outcomes.append(outcome)
+                began = min(began, began_at)
 
-    def _request(self, lease_id: str, row: Row, prompt: Prompt) -> Request:
-        decoding = self._config.decoding
-        sampling = SamplingParams(
-            temperature=decoding.temperature,
-            top_k=decoding.top_k,
-            top_p=decoding.top_p,
-            seed=document_seed(decoding.seed, row.document.doc_id),
-            stop=decoding.stop,
-            stop_repetition=decoding.stop_repetition,
-            repetition_penalty=decoding.repetition_penalty,
-            no_repeat_ngram_size=decoding.no_repeat_ngram_size,
-            repetition_scope=decoding.repetition_scope,
-        )
-        return Request(
-            request_id=lease_id,
-            prompt_token_ids=prompt.token_ids,
-            max_new_tokens=self._max_new_tokens(row),
-            sampling=sampling,
-        )
+    async def _request(
+        self, request: Request, step: Round, lease_id: str, known: Mapping[str, Completion]
+    ) -> tuple[Completion | DocumentError | Suspected, float]:
+        """Decode a request, unless that was done before; return its outcome, and when it began if it was done now."""
+        digest = "" if step.is_last else request_digest(request)
+        if digest in known:
+            return known[digest], math.inf
+        outcome = await self._decode(request)
+        if isinstance(outcome, Failed):
+            return DocumentError(outcome.error_class, outcome.message, outcome.stage, outcome.retryable), math.inf
+        if isinstance(outcome, Suspected):
+            return outcome, math.inf
+        if not step.is_last:
+            done = ChunkDone(lease_id, digest, outcome)
+            self._chunks.add([done])
+            self._finished.setdefault(lease_id, []).append(done)
+        return outcome, time.monotonic() - outcome.stats.total_s
 
     async def _decode(self, request: Request) -> Completion | Failed | Suspected:
         """Queue a request and wait for its outcome."""
@@ -323,14 +341,8 @@ class Worker:
     def _on_error(self, request_id: str, error: Exception) -> None:
         """Settle a request that failed alone: it becomes an error row, and the engine goes on."""
         _exit_on_device_error(error)
-        if isinstance(error, DocumentError):
-            failed = Failed("", error.error_class, error.message, error.stage, error.retryable)
-        elif is_out_of_memory(error):
-            message = f"even alone and without a draft: {first_line(error)}"
-            failed = Failed("", OUT_OF_MEMORY, message, "decode", retryable=True)
-        else:
-            failed = Failed("", type(error).__name__, first_line(error), "decode", retryable=False)
-        self._settle(request_id, failed)
+        found = as_document_error(error)
+        self._settle(request_id, Failed("", found.error_class, found.message, found.stage, found.retryable))
 
     def _settle(self, request_id: str, outcome: Completion | Failed | Suspected) -> None:
         """Hand an outcome to the audit, or to the call that waits for it, on the loop's thread."""
@@ -356,6 +368,10 @@ class Worker:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(broken)
+
+
+def _num_outputs(done: Iterable[ChunkDone]) -> int:
+    return sum(each.completion.stats.num_output_tokens for each in done)
 
 
 def worker_actor(config: RunConfig, num_leases: int) -> Any:

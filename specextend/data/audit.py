@@ -6,17 +6,20 @@ import fnmatch
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from specextend.core import one_line
+from specextend.core import counted, one_line
+from specextend.data.in_order import in_order
 from specextend.data.inputs import InputError, InputFile, InputOptions, InputUnreachableError, unreadable
 from specextend.data.parquet import DAMAGED, is_text, largest_group_bytes, open_parquet, plain_text
+from specextend.data.partitions import partition_types, partition_values
 from specextend.data.run_folder import SUMMARIES, result_name
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import Location, is_uri, resolve
@@ -42,6 +45,11 @@ class Listing:
     """Bytes of each file."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Number of files in a folder that are not read, by extension; hidden files (`_`, `.`) are not counted."""
+
+    def only(self, wanted: Collection[str]) -> Listing:
+        """Return the listing without the files that are not wanted."""
+        kept = [(name, size) for name, size in zip(self.relative_paths, self.sizes, strict=True) if name in wanted]
+        return replace(self, relative_paths=tuple(name for name, _ in kept), sizes=tuple(size for _, size in kept))
 
 
 def list_input(path: str) -> Listing:
@@ -183,26 +191,39 @@ def ask(location: Location, name: str) -> fs.FileInfo:
 def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
     """Audit the files; return them with their row counts, and the fields of the passthrough columns.
 
+    Several files are read at once, of which each takes the memory of a row and of its ids. The first file whose store
+    does not answer ends the audit: it will not answer for the next one either.
+
     Raises InputError in one line, which tells of all unusable files, or else of repeated ids.
     """
     _check_passthrough_names(options)
     files, fields, ids, problems = [], [], [], []
-    for number in range(len(listing.relative_paths)):
-        try:
-            file, its_fields, its_ids = _audit_file(listing, number, options)
-        except InputUnreachableError:
-            raise  # the store will not answer for the next file either
-        except InputError as error:
-            problems.append(str(error))
-        else:
-            files.append(file)
-            fields.append(its_fields)
-            ids.append(its_ids)
+    look = partial(_audit_or_problem, listing, options)
+    for found in in_order(look, range(len(listing.relative_paths))):
+        if isinstance(found, str):
+            problems.append(found)
+            continue
+        files.append(found[0])
+        fields.append(found[1])
+        ids.append(found[2])
     if problems:
         more = len(problems) - MOST_PROBLEMS
-        raise InputError("; ".join(problems[:MOST_PROBLEMS]) + (f"; and {more} more such files" if more > 0 else ""))
+        said = [*problems[:MOST_PROBLEMS], *([f"and {counted(more, 'more such file')}"] if more > 0 else [])]
+        raise InputError("; ".join(said))
     _check_unique(ids, listing)
     return tuple(files), _unify(fields, options, listing)
+
+
+def _audit_or_problem(
+    listing: Listing, options: InputOptions, number: int
+) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray] | str:
+    """Return what `_audit_file` does, or what is wrong with the file. Raises InputUnreachableError."""
+    try:
+        return _audit_file(listing, number, options)
+    except InputUnreachableError:
+        raise
+    except InputError as error:
+        return str(error)
 
 
 def _audit_file(
@@ -213,8 +234,8 @@ def _audit_file(
     location = listing.root.child(name)
     try:
         with open_parquet(location) as parquet:
-            _check_columns(name, parquet.schema_arrow, options)
-            fields = [parquet.schema_arrow.field(column) for column in options.passthrough]
+            check_columns(name, parquet.schema_arrow, options)
+            fields = [_passthrough_field(parquet.schema_arrow, column) for column in options.passthrough]
             ids = _read_ids(name, parquet, options.id_column)
             rows = _group_rows(parquet.metadata)
             largest = largest_group_bytes(parquet, options.document_columns)
@@ -226,11 +247,16 @@ def _audit_file(
         raise unreadable(name, error) from error
 
 
+def _passthrough_field(schema: pa.Schema, column: str) -> pa.Field:
+    """Return the field of a passthrough column; without a type if the file has it in its path alone."""
+    return schema.field(column) if column in schema.names else pa.field(column, pa.null())
+
+
 def _group_rows(metadata: pq.FileMetaData) -> tuple[int, ...]:
     """Return the rows of each row group. Raises ArrowInvalid if they are impossible or do not add up."""
     rows = tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     if sum(rows) != metadata.num_rows or min(rows, default=0) < 0:
-        raise pa.ArrowInvalid(f"its row groups hold {sum(rows)} rows, its footer says {metadata.num_rows}")
+        raise pa.ArrowInvalid(f"its row groups hold {counted(sum(rows), 'row')}, its footer says {metadata.num_rows:,}")
     return rows
 
 
@@ -256,19 +282,25 @@ def _check_passthrough_names(options: InputOptions) -> None:
         raise InputError(f"input.passthrough names {', '.join(ours)}, which summaries have already; rename it")
 
 
-def _check_columns(file: str, schema: pa.Schema, options: InputOptions) -> None:
+def check_columns(file: str, schema: pa.Schema, options: InputOptions) -> None:
+    """Raise InputError for a configured column that a file, or a batch, does not have, or that has a wrong type."""
     wanted = [
         ("text_column", options.text_column, is_text, "a string column"),
         ("id_column", options.id_column, _is_id, "a string or integer column"),
         ("max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
         ("num_tokens_column", options.num_tokens_column, _is_count, "an integer column"),
         ("reference_column", options.reference_column, is_text, "a string column"),
+        ("instruction_column", options.instruction_column, is_text, "a string column"),
     ]
-    wanted += [("passthrough", name, lambda kind: True, "any column") for name in options.passthrough]
+    also_in_path = [("passthrough", name) for name in options.passthrough]
+    also_in_path += [("filter", name) for name in options.filter_columns]
+    wanted += [(option, name, lambda kind: True, "any column") for option, name in also_in_path]
     for option, column, is_right, what in wanted:
         if column is None:
             continue
         found = schema.get_all_field_indices(column)
+        if not found and (option, column) in also_in_path and column in partition_values(file):
+            continue
         if not found:
             names = ", ".join(schema.names[:12]) + (", ..." if len(schema.names) > 12 else "")
             raise InputError(f"{file} has no column {column!r} (input.{option}); it has {names or 'none'}")
@@ -325,13 +357,15 @@ def _rows_with(column: pa.ChunkedArray, value: str) -> Iterator[int]:
 
 def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:
     """Find one type for each passthrough column; a column without values in one file takes its type from the others."""
-    unified = []
+    unified, in_paths = [], partition_types(listing.relative_paths)
     for position, column in enumerate(options.passthrough):
         kinds = [
             (file_fields[position].type, name) for file_fields, name in zip(fields, listing.relative_paths, strict=True)
         ]
         typed = [(kind, name) for kind, name in kinds if not pa.types.is_null(kind)]
-        kind, first = (typed or [(pa.string(), "")])[0]  # no values anywhere: a type that every reader knows
+        kind, first = (typed or [(in_paths.get(column, pa.string()), "")])[
+            0
+        ]  # no values anywhere: a type that every reader knows
         for other, name in typed:
             if other != kind:
                 raise InputError(

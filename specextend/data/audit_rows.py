@@ -5,17 +5,14 @@ They are commits of the driver in `_run/audits/`, beside those of the results, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from specextend.core import Completion, DocumentKey, one_line
-from specextend.data.parquet import DAMAGED, is_damaged
-from specextend.data.parts import DamagedPartError
+from specextend.core import Completion, DocumentKey
 from specextend.data.run_folder import audits_folder
-from specextend.data.storage import Location, list_files, write_bytes
+from specextend.data.side_rows import SideWriter, read_side_rows
+from specextend.data.storage import Location
 
 AUDIT_SCHEMA = pa.schema(
     [
@@ -62,6 +59,8 @@ def audit_row(
     }
     if plain is not None:
         assert plain.agreement is not None, "a plain decoding compares"
+        if completion.stats.num_cached_tokens > plain.stats.num_cached_tokens:
+            row["prefill_s"] = plain.stats.prefill_s  # a prompt read whole is set beside one read whole
         row |= {
             "num_equal_tokens": plain.agreement.num_equal_tokens,
             "gap": plain.agreement.gap,
@@ -76,35 +75,13 @@ def _decode_s(completion: Completion) -> float:
     return completion.stats.draft_prefill_s + completion.stats.step_s
 
 
-class AuditWriter:
-    """Commits rows to `_run/audits/audit-<run id>-<seq>.parquet`; one writer per start of a run."""
+class AuditWriter(SideWriter):
+    """Commits rows of `audit_row` to `_run/audits/`."""
 
     def __init__(self, output: Location, run_id: str) -> None:
-        self._folder, self._run_id, self._next_seq = audits_folder(output), run_id, 0
-
-    def commit(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write rows of `audit_row`, whole or not at all."""
-        if not rows:
-            return
-        sink = pa.BufferOutputStream()
-        table = pa.Table.from_pylist([{**row, "run_id": self._run_id} for row in rows], schema=AUDIT_SCHEMA)
-        pq.write_table(table, sink, compression="zstd")
-        write_bytes(self._folder.child(f"audit-{self._run_id}-{self._next_seq:06d}.parquet"), sink.getvalue())
-        self._next_seq += 1
+        super().__init__(audits_folder(output), "audit", AUDIT_SCHEMA, run_id)
 
 
 def read_audits(output: Location) -> pa.Table:
     """Read the rows of all starts; none if nothing was audited. Raises DamagedPartError."""
-    folder = audits_folder(output)
-    tables = [AUDIT_SCHEMA.empty_table()]
-    for name in sorted(name for name in list_files(folder) if name.endswith(".parquet")):
-        file = folder.child(name)
-        try:
-            tables.append(pq.read_table(file.path, filesystem=file.filesystem).select(AUDIT_SCHEMA.names))
-        except (*DAMAGED, KeyError) as error:
-            if not is_damaged(file, error):
-                raise
-            raise DamagedPartError(
-                f"{file.path} is damaged ({one_line(error)}); delete it to do without its rows"
-            ) from error
-    return pa.concat_tables(tables)
+    return pa.concat_tables([AUDIT_SCHEMA.empty_table(), *read_side_rows(audits_folder(output), AUDIT_SCHEMA)])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,20 +12,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from specextend.core import counted
 from specextend.data.fingerprint import read_manifest
-from specextend.data.parquet import DAMAGED, is_damaged
-from specextend.data.parts import WINDOW_ROWS, Results, Window, find_results
+from specextend.data.in_order import in_order
+from specextend.data.parquet import DAMAGED, is_damaged, rows_where
+from specextend.data.parts import ORIGIN, part_sizes
 from specextend.data.provenance import PROVENANCE, provenance
+from specextend.data.results import ResultKeys, Results, find_results, read_results
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
-from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
+from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA, SUMMARY_SCHEMA, summary_schema
+from specextend.data.sorted_rows import BUFFER_BYTES, SortedRows, Tables, Window, cut
 from specextend.data.source import Source
-from specextend.data.storage import Location, atomic_output, delete, exists, remove_temporary_files
+from specextend.data.storage import Location, atomic_output, delete, file_sizes, remove_temporary_files
 
+WINDOW_ROWS = 16_384
+"""Neighbouring results that are taken at once, at most."""
+_WINDOW_BYTES = 16 << 20
+"""Bytes of them as parts store them; in memory they take a few times as much."""
+_MOST_WINDOWS = 1024
+"""Every temporary file has a batch for each window."""
+MOST_BYTES = 256 << 20
+"""Memory of the results that are being written, by several threads, or wait to be."""
+_PASSTHROUGH_BYTES = 32 << 20
+"""Most memory that the passthrough columns of an input file take while its summaries are written."""
 _DIGEST = b"specextend.results"
 _CHUNK_ROWS = 4096
 _GROUP_BYTES = 16 << 20
-Origin = Callable[[Iterable[str]], bytes]
-"""Encodes the provenance of rows that starts with these run ids have committed."""
 
 
 class ReconciliationError(RuntimeError):
@@ -35,44 +48,84 @@ def finalize(
     source: Source,
     output: Location,
     checkpoint: Callable[[], object] = lambda: None,
+    observe: Callable[[pa.Table], object] = lambda rows: None,
+    *,
     window_rows: int = WINDOW_ROWS,
+    buffer_bytes: int = BUFFER_BYTES,
 ) -> Counts:
     """Write `summaries/` and `errors/` from the parts, one row per document in input order.
 
-    Memory is bounded: `window_rows` results are held at a time. Each file is there whole or not at all; one that would
-    not change is not rewritten; an errors file whose rows are done by now is deleted. Passthrough columns are read from
-    the input itself. checkpoint: called between tables; may raise. Raises ReconciliationError, DamagedPartError,
-    StrangePartError, and InputError for an input that changed or cannot be read.
+    Each part is read once. Memory is bounded: `buffer_bytes` of rows are sorted at a time (the rest goes to a temporary
+    file), and up to `window_rows` rows are taken at a time, with some others that wait for a thread. Each file is there
+    whole or not at all; one that would not change is not rewritten; an errors file whose rows are done by now is
+    deleted. Passthrough columns are read from the input itself. checkpoint: called between tables, by several threads;
+    may raise. observe: called with the results that count, as `read_results` yields them with the columns of
+    PART_SCHEMA and ORIGIN. Raises ReconciliationError, DamagedPartError, StrangePartError, and InputError for an input
+    that changed or cannot be read.
     """
-    for file in source.files:
+    for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
-        source.check_unchanged(file.number)
-    results = find_results(output)
-    origin = partial(provenance, read_manifest(output), read_starts(output))
-    counts = _reconcile(source, results)
-    window = Window(results, window_rows)
-    for folder in (summaries_folder(output), errors_folder(output)):
-        remove_temporary_files(folder)
-    for file in source.files:
-        name = result_name(file.number)
-        checkpoint()
-        summaries = _summaries(source, file.number, results, window, checkpoint)
-        _write_summaries(source, file.number, results, summaries, origin, summaries_folder(output).child(name))
-        _write_errors(file.number, results, origin, errors_folder(output).child(name))
+    stored_bytes = sum(part_sizes(output).values())
+    wanted = (source.rows(file.number) for file in source.files)
+    windows = cut(wanted, _rows_at_once(source.num_rows, stored_bytes, window_rows))
+    keys = ResultKeys()
+    with SortedRows(PART_SCHEMA, windows, buffer_bytes) as rows:
+        for table in read_results(output, (*PART_SCHEMA.names, *ORIGIN)):
+            checkpoint()
+            keys.add(table)
+            rows.add(table)
+            observe(table)
+        results = keys.results()
+        counts = _reconcile(source, results)
+        for folder in (summaries_folder(output), errors_folder(output)):
+            remove_temporary_files(folder, recursive=True)
+        ending = _Ending(source, output, results, checkpoint)
+        stretches = _stretches(source, windows, rows)
+        for _ in in_order(ending.write, stretches, cost=lambda stretch: stretch.num_bytes, most=MOST_BYTES):
+            checkpoint()
     return counts
+
+
+def _rows_at_once(num_rows: int, stored_bytes: int, window_rows: int) -> int:
+    """Return how many rows to take at once: up to `window_rows`, fewer of long rows, more if there are very many."""
+    by_size = _WINDOW_BYTES * num_rows // max(1, stored_bytes)
+    return max(1, num_rows // _MOST_WINDOWS, min(window_rows, by_size))
 
 
 def is_finalized(source: Source, output: Location) -> bool:
     """Return True if `summaries/` and `errors/` are what `finalize` would write: a file may have been taken away."""
-    results = find_results(output)
-    for file in source.files:
-        name = result_name(file.number)
-        if not _is_written(summaries_folder(output).child(name), _summaries_schema(source, file.number, results)):
-            return False
-        failed, errors = _failed(file.number, results), errors_folder(output).child(name)
-        if not (_is_written(errors, _errors_schema(results, failed)) if len(failed) else not exists(errors)):
-            return False
-    return True
+    ending = _Ending(source, output, find_results(output))
+    return all(in_order(ending.is_written, [file.number for file in source.files]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """The results of an input file."""
+
+    number: int
+    tables: Callable[[], Iterator[pa.Table]]
+    """Yields them in row order, as often as it is called."""
+    num_bytes: int
+    """Memory that writing them takes."""
+
+
+def _stretches(source: Source, windows: Sequence[Window], rows: SortedRows) -> Iterator[_Stretch]:
+    """Yield the results of each input file, and keep those of one window in memory."""
+    number = 0
+    while number < len(windows):
+        files = windows[number].files
+        if len(files) == 1:
+            mine = [other for other in range(number, len(windows)) if windows[other].files == files]
+            yield _Stretch(files.start, partial(map, rows.take, mine), MOST_BYTES // 4)
+            number += len(mine)
+            continue
+        table, begin = rows.take(number), 0
+        for file in files:
+            piece = table.slice(begin, len(source.rows(file)))
+            extra = min(source.files[file].size, _PASSTHROUGH_BYTES) if source.passthrough_fields else 0
+            yield _Stretch(file, partial(iter, [piece]), piece.nbytes + extra)
+            begin += len(piece)
+        number += 1
 
 
 def _reconcile(source: Source, results: Results) -> Counts:
@@ -80,55 +133,114 @@ def _reconcile(source: Source, results: Results) -> Counts:
     for file in source.files:
         span = results.span(file.number)
         have = results.rows[span.start : span.stop]
-        missing = np.setdiff1d(np.arange(file.num_rows), have)
+        wanted = source.rows(file.number)
+        missing = np.setdiff1d(np.asarray(wanted), have)
         if len(missing):
             raise ReconciliationError(
-                f"{len(missing)} of the {file.num_rows} rows of {file.relative_path} have no result, "
-                f"the first is row {missing[0]}; run the job again to do them"
+                f"{file.relative_path} lacks the results of {len(missing):,} of {counted(len(wanted), 'row')}, "
+                f"the first is row {missing[0]}; run the job again"
             )
     if len(results.rows) != source.num_rows:
         raise ReconciliationError(
-            f"the parts hold {len(results.rows)} rows, the input has {source.num_rows}; move foreign parts away"
+            f"the parts hold {counted(len(results.rows), 'row')}, the input has {source.num_rows:,}; "
+            "move foreign parts away"
         )
     done = int(results.done.sum())
     return Counts(source.num_rows, done, source.num_rows - done)
 
 
-def _write_summaries(
-    source: Source,
-    number: int,
-    results: Results,
-    tables: Iterator[tuple[pa.Table, int]],
-    origin: Origin,
-    location: Location,
-) -> None:
-    schema = _summaries_schema(source, number, results)
-    if _is_written(location, schema):
-        return
-    schema = _with_origin(schema, origin(results.run_ids(_done(number, results))))
-    with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        has_dictionary = any("dictionary<" in str(field.type) for field in schema)  # each table has its own dictionary
-        for table in (each for each, _ in tables) if has_dictionary else gathered(tables):
-            writer.write_table(table)
+class _Ending:
+    """Writes the results of one input file after the other; its methods are thread-safe."""
+
+    def __init__(
+        self, source: Source, output: Location, results: Results, checkpoint: Callable[[], object] = lambda: None
+    ) -> None:
+        self._source, self._results, self._checkpoint = source, results, checkpoint
+        self._summaries, self._errors = summaries_folder(output), errors_folder(output)
+        self._there = {folder.path: file_sizes(folder, recursive=True) for folder in (self._summaries, self._errors)}
+        self._origin = partial(provenance, read_manifest(output), read_starts(output))
+
+    def is_written(self, number: int) -> bool:
+        """Return True if the files of an input file are what `write` would write."""
+        (done, failed), errors = self._positions(number), result_name(number)
+        has_errors = errors in self._there[self._errors.path]
+        return self._holds(self._summaries, self._source.summaries_name(number), self._summaries_schema(done)) and (
+            self._holds(self._errors, errors, self._errors_schema(failed)) if len(failed) else not has_errors
+        )
+
+    def write(self, stretch: _Stretch) -> None:
+        """Write both files of an input file, unless they are there."""
+        self._checkpoint()
+        done, failed = self._positions(stretch.number)
+        name, schema = self._source.summaries_name(stretch.number), self._summaries_schema(done)
+        if not self._holds(self._summaries, name, schema):
+            tables = self._summaries_of(stretch, schema)
+            has_dictionary = any("dictionary<" in str(field.type) for field in schema)  # each table has its own
+            joined = (table for table, _ in tables if len(table)) if has_dictionary else gathered(tables)
+            self._write(self._summaries.child(name), schema, done, joined)
+        name, schema = result_name(stretch.number), self._errors_schema(failed)
+        if not len(failed):
+            if name in self._there[self._errors.path]:
+                delete(self._errors.child(name))
+        elif not self._holds(self._errors, name, schema):
+            self._write(self._errors.child(name), schema, failed, _errors_of(stretch, schema))
+
+    def _write(
+        self, location: Location, schema: pa.Schema, positions: NDArray[np.int64], tables: Iterator[pa.Table]
+    ) -> None:
+        """Write the file of an input file in one of the two folders, with the provenance of its rows."""
+        origin = self._origin(self._results.run_ids(positions))  # does not say whether a file must be written again
+        schema = schema.with_metadata({**schema.metadata, PROVENANCE: origin})
+        with (
+            atomic_output(location) as path,
+            pq.ParquetWriter(path, schema, compression="zstd") as writer,
+        ):
+            for table in tables:
+                writer.write_table(table)
+
+    def _summaries_of(self, stretch: _Stretch, schema: pa.Schema) -> Iterator[tuple[pa.Table, int]]:
+        """Yield summaries in row order, some rows at a time, each with the bytes that they keep in memory."""
+        results = Tables(stretch.tables())
+        for columns, num_rows in _passthrough(self._source, stretch.number):
+            self._checkpoint()
+            rows = results.take(num_rows)
+            table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
+            yield rows_where(table, rows["error_class"].is_null().to_numpy()), table.nbytes
+
+    def _positions(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the positions of a file's rows that are done, and of its error rows."""
+        span = self._results.span(number)
+        done = self._results.done[span.start : span.stop]
+        return span.start + np.flatnonzero(done), span.start + np.flatnonzero(~done)
+
+    def _summaries_schema(self, done: NDArray[np.int64]) -> pa.Schema:
+        return _with_digest(summary_schema(self._source.passthrough_fields), self._results.digest(done))
+
+    def _errors_schema(self, failed: NDArray[np.int64]) -> pa.Schema:
+        return _with_digest(ERROR_SCHEMA, self._results.digest(failed))
+
+    def _holds(self, folder: Location, name: str, schema: pa.Schema) -> bool:
+        """Return True if a file of the folder holds the columns and results that the digest names."""
+        if name not in self._there[folder.path]:
+            return False
+        location = folder.child(name)
+        location.touch()
+        try:
+            found = pq.read_schema(location.path, filesystem=location.filesystem).metadata or {}
+        except DAMAGED as error:
+            if not is_damaged(location, error):
+                raise
+            return False
+        return found.get(_DIGEST) == schema.metadata[_DIGEST]
 
 
-def _summaries_schema(source: Source, number: int, results: Results) -> pa.Schema:
-    return _with_digest(summary_schema(source.passthrough_fields), results.digest(_done(number, results)))
-
-
-def _summaries(
-    source: Source, number: int, results: Results, window: Window, checkpoint: Callable[[], object]
-) -> Iterator[tuple[pa.Table, int]]:
-    """Yield the summaries of a file in row order, some rows at a time, each with the bytes that they keep in memory."""
-    span, schema = results.span(number), _summaries_schema(source, number, results)
-    begin = span.start
-    for columns, num_rows in _passthrough(source, number):
-        checkpoint()
-        rows = window.rows(begin, begin + num_rows)
-        table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
-        yield _rows_where(table, results.done[begin : begin + num_rows]), table.nbytes
-        begin += num_rows
-    assert begin == span.stop, "the input has as many rows as its footer says"
+def _errors_of(stretch: _Stretch, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Yield error rows in row order."""
+    for table in stretch.tables():
+        rows = table.filter(table["error_class"].is_valid()).combine_chunks()
+        pair = [rows[name].combine_chunks() for name in ("file", "row")]
+        keys = pa.StructArray.from_arrays(pair, fields=list(ERROR_SCHEMA.field("key").type))
+        yield pa.Table.from_arrays([keys, *(rows[name] for name in ERROR_SCHEMA.names[1:])], schema=schema)
 
 
 def gathered(tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
@@ -150,20 +262,14 @@ def gathered(tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
         yield pa.concat_tables(waiting)
 
 
-def _rows_where(table: pa.Table, mask: NDArray[np.bool_]) -> pa.Table:
-    """Select rows of a table as slices of it: Arrow's own filter does not know every type, such as string views."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
-    return pa.concat_tables([table.slice(0, 0), *(table.slice(begin, end - begin) for begin, end in edges.tolist())])
-
-
 def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:
     """Yield the passthrough columns of a file and their number of rows, some rows at a time, in row order."""
     fields = source.passthrough_fields
     if not fields:
-        num_rows = source.files[number].num_rows
+        num_rows = len(source.rows(number))
         yield from (([], min(_CHUNK_ROWS, num_rows - begin)) for begin in range(0, num_rows, _CHUNK_ROWS))
         return
-    for batch in source.batches(number, [field.name for field in fields], original=True):
+    for batch in source.chosen_batches(number, [field.name for field in fields], original=True):
         yield [_typed(batch[field.name], field.type) for field in fields], len(batch)
 
 
@@ -176,60 +282,6 @@ def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     return values
 
 
-def _write_errors(number: int, results: Results, origin: Origin, location: Location) -> None:
-    failed = _failed(number, results)
-    if not len(failed):
-        delete(location)
-        return
-    schema = _errors_schema(results, failed)
-    if _is_written(location, schema):
-        return
-    schema = _with_origin(schema, origin(results.run_ids(failed)))
-    with atomic_output(location) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for begin in range(0, len(failed), _CHUNK_ROWS):
-            rows = results.load(failed[begin : begin + _CHUNK_ROWS]).combine_chunks()
-            keys = pa.StructArray.from_arrays(
-                [rows[name].combine_chunks() for name in ("file", "row")], fields=list(ERROR_SCHEMA.field("key").type)
-            )
-            writer.write_table(
-                pa.Table.from_arrays([keys, *(rows[name] for name in ERROR_SCHEMA.names[1:])], schema=schema)
-            )
-
-
-def _done(number: int, results: Results) -> NDArray[np.int64]:
-    """Return the positions of a file's rows that are done."""
-    span = results.span(number)
-    return np.arange(span.start, span.stop)[results.done[span.start : span.stop]]
-
-
-def _failed(number: int, results: Results) -> NDArray[np.int64]:
-    """Return the positions of a file's error rows."""
-    span = results.span(number)
-    return np.arange(span.start, span.stop)[~results.done[span.start : span.stop]]
-
-
-def _errors_schema(results: Results, failed: NDArray[np.int64]) -> pa.Schema:
-    return _with_digest(ERROR_SCHEMA, results.digest(failed))
-
-
 def _with_digest(schema: pa.Schema, digest: str) -> pa.Schema:
     columns = hashlib.sha256(schema.to_string().encode()).hexdigest()
     return schema.with_metadata({_DIGEST: f"{columns}:{digest}".encode()})
-
-
-def _with_origin(schema: pa.Schema, origin: bytes) -> pa.Schema:
-    """Add the provenance, which does not say whether a file must be written again."""
-    return schema.with_metadata({**schema.metadata, PROVENANCE: origin})
-
-
-def _is_written(location: Location, schema: pa.Schema) -> bool:
-    """Return True if the file exists and holds the very columns and results that `schema`'s digest names."""
-    if not exists(location):
-        return False
-    try:
-        found = pq.read_schema(location.path, filesystem=location.filesystem).metadata or {}
-    except DAMAGED as error:
-        if not is_damaged(location, error):
-            raise
-        return False
-    return found.get(_DIGEST) == schema.metadata[_DIGEST]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specextend.core import printable
+from specextend.core import counted, printable
 from specextend.data.run_folder import manifest_file
 from specextend.data.source import Source
 from specextend.data.storage import Location, create_bytes, read_bytes
@@ -17,11 +17,13 @@ VERSION = 1
 _FREE = (
     "input.path",
     "input.num_tokens_column",
+    "input.except_done_in",
     "output.path",
     "job",
     "report",
     "decoding.max_batch_size",
     "decoding.cache_gib",
+    "decoding.cuda_graphs",
     "decoding.audit_fraction",
     "attention.backend",
     "target.device",
@@ -38,6 +40,20 @@ ADDED: dict[str, Any] = {
     "decoding.no_repeat_ngram_size": 0,
     "decoding.repetition_scope": "all",
     "input.reference_column": None,
+    "input.instruction_column": None,
+    "input.filter": None,
+    "input.sample": None,
+    "input.sample_seed": 0,
+    "input.limit": None,
+    "output.partition_by": [],
+    "chunks.tokens": None,
+    "chunks.overlap_tokens": 0,
+    "chunks.instruction": "{document}\n\nSummarize this part of a longer document.",
+    "chunks.merge_instruction": (
+        "{document}\n\nThese are summaries of the consecutive parts of one document. Write one summary of the whole."
+    ),
+    "chunks.max_new_tokens": None,
+    "chunks.on_error": "fail",
     "quality.max_repeated_ngrams": 0.2,
     "quality.max_copied": 0.8,
     "quality.min_words": 0,
@@ -46,6 +62,16 @@ ADDED: dict[str, Any] = {
 }
 """Options that older versions did not have, each with the JSON value that describes how those acted. Rows that older
 versions wrote have none of the flags of `quality.*`, and no `copied_fraction`."""
+
+_SELECTING = (
+    "input.filter",
+    "input.sample",
+    "input.sample_seed",
+    "input.limit",
+    "input.passthrough",
+    "output.partition_by",
+)
+"""Options on which no row that a run makes depends, only which rows it makes and what is copied beside them."""
 
 
 def build_manifest(
@@ -59,18 +85,25 @@ def build_manifest(
     config: the whole configuration as nested JSON values (`RunConfig.model_dump(mode="json")`); what may change
     without making it another run is left out of `identity`. hashes: of target and draft weights and tokenizer, by
     name (`target`, `draft`, `tokenizer`). models: how target and draft were named, and the commits that they are.
+    `modified_ns` is added for the files' times; if the run is about some rows only, `identity` has a `selection` that
+    says which, and `selection` says what became of the others.
     """
     files = {
         file.relative_path: {"size": file.size, "rows": file.num_rows, "footer_sha256": file.footer_sha256}
         for file in source.files
     }
-    identity = {"files": files, "hashes": dict(hashes), "config": _binding(dict(flattened(config)))}
+    identity: dict[str, Any] = {"files": files, "hashes": dict(hashes), "config": _binding(dict(flattened(config)))}
+    selection = source.selection
+    if selection is not None:
+        identity["selection"] = {"rows": source.num_rows, "sha256": selection.sha256}
     return {
         "version": VERSION,
         "fingerprint": fingerprint(identity),
         "identity": identity,
         "config": dict(config),
         "models": {name: dict(model) for name, model in (models or {}).items()},
+        "modified_ns": {file.relative_path: file.modified_ns for file in source.files},
+        **({} if selection is None else {"selection": dict(selection.counts)}),
     }
 
 
@@ -100,8 +133,15 @@ def read_manifest(output: Location) -> dict[str, Any] | None:
 
 
 def num_input_rows(manifest: Mapping[str, Any]) -> int:
-    """Return how many rows all input files have."""
-    return sum(file["rows"] for file in manifest["identity"]["files"].values())
+    """Return how many rows of the input the run is about."""
+    identity = manifest["identity"]
+    if "selection" in identity:
+        return int(identity["selection"]["rows"])
+    return sum(file["rows"] for file in identity["files"].values())
+
+
+ABOUT_INPUT = ("input file ", "selected rows: ")
+"""What the lines of `differences` about the input begin with."""
 
 
 def write_manifest(output: Location, manifest: Mapping[str, Any]) -> None:
@@ -126,10 +166,22 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     ]
 
 
+def other_configuration(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return one line for each model and option that lets two runs make different rows of the same document."""
+    before, after = (dict(_flat_configuration(manifest)) for manifest in (recorded, current))
+    return [
+        printable(f"{name}: {_say(before, name)} there, {_say(after, name)} here")
+        for name in dict.fromkeys((*before, *after))
+        if name not in _SELECTING and _say(before, name) != _say(after, name)
+    ]
+
+
 def _is_whole(manifest: Mapping[str, Any]) -> bool:
     """Return True if everything that readers rely on is present and has the right type."""
     identity, config = manifest["identity"], manifest["config"]
     sections = (config, *(identity[name] for name in ("files", "hashes", "config")))
+    if "selection" in identity and not isinstance(identity["selection"]["rows"], int):
+        return False
     if not all(isinstance(section, dict) for section in sections):
         return False
     is_text = all(isinstance(value, str) for value in identity["hashes"].values())
@@ -163,13 +215,24 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-def _flat_identity(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat_configuration(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     identity = manifest["identity"]
     yield from _binding(identity["config"]).items()
     for name, value in identity["hashes"].items():
         yield f"weights of {name}", value[:12]
+
+
+def _flat_identity(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    identity = manifest["identity"]
+    yield from _flat_configuration(manifest)
+    if "selection" in identity:
+        selection = identity["selection"]
+        yield "selected rows", f"{counted(selection['rows'], 'row')}, {str(selection['sha256'])[:12]}"
     for path, file in identity["files"].items():
-        yield f"input file {path}", f"{file['rows']} rows, {file['size']} bytes, footer {file['footer_sha256'][:12]}"
+        yield (
+            f"input file {path}",
+            f"{counted(file['rows'], 'row')}, {counted(file['size'], 'byte')}, footer {file['footer_sha256'][:12]}",
+        )
 
 
 def _say(values: Mapping[str, Any], name: str) -> str:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
-from specextend.core import Document, DocumentKey, one_line, printable
+from specextend.core import Document, one_line, printable
+from specextend.data.row_filter import RowFilter
 from specextend.data.storage import holds_secret
+
+MOST_AHEAD_BYTES = 256 << 20
+"""Memory of the input files that are read at once, or wait to be taken."""
+_SMALL_BYTES = 16 << 20
+PLACEHOLDER = "{document}"
+"""Stands for the document in an instruction."""
 
 
 class InputError(ValueError):
@@ -31,8 +39,9 @@ def unreadable(file: str, error: Exception) -> InputError:
 class DocumentError(Exception):
     """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
-    error_class: `NullText`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens` (stage `read`) or `PromptTooLong` (stage
-    `prompt`). doc_id: set by `Source.read`, empty when raised by `Prompts.render`, which has no id.
+    error_class: `NullText`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadInstruction` (stage `read`) or
+    `PromptTooLong` (stage `prompt`). doc_id: set by `Source.read`, empty when raised by `Prompts.render`, which has no
+    id.
     """
 
     def __init__(
@@ -63,7 +72,7 @@ class InputOptions:
     id_column: str | None = None
     """A string or integer column with unique ids; without it the id is `<path relative to the input>:<row in file>`."""
     passthrough: tuple[str, ...] = ()
-    """Columns of any type that are copied to the summaries."""
+    """Columns of any type that are copied to the summaries; folders such as `year=2026` make a column, too."""
     max_new_tokens_column: str | None = None
     """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
     num_tokens_column: str | None = None
@@ -71,6 +80,18 @@ class InputOptions:
     value that is null or below 1, its text is read after all, and the lengths of those documents are estimated."""
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
+    instruction_column: str | None = None
+    """A string column that takes the place of `prompt.instruction` where it is neither null nor blank."""
+    filter: str | None = None
+    """Only the rows that match, such as `lang == 'en' and pages > 2`; `docs/input.md` has the grammar."""
+    sample: float | int | None = None
+    """Only a random part of the rows: a fraction between 0 and 1 (`0.01`), or a number of rows (`500`)."""
+    sample_seed: int = 0
+    """Which rows the sample has: each row's id decides with it, so the same documents are drawn from a larger input."""
+    except_done_in: tuple[str, ...] = ()
+    """Output folders of earlier runs, or globs of them: rows that are done there and have not changed are left out."""
+    limit: int | None = None
+    """At most so many rows, the first ones in input order; applied last."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -80,19 +101,49 @@ class InputOptions:
             "max_new_tokens_column",
             "num_tokens_column",
             "reference_column",
+            "instruction_column",
         ):
             if getattr(self, name) == "":
                 raise ValueError(f"input.{name} must not be empty")
-        if holds_secret(self.path):
-            raise ValueError("input.path must not hold credentials; give them in the environment")
+        for name, path in [("path", self.path), *(("except_done_in", path) for path in self.except_done_in)]:
+            if holds_secret(path):
+                raise ValueError(f"input.{name} must not hold credentials; give them in the environment")
+        if not all(self.except_done_in):
+            raise ValueError("input.except_done_in must not hold an empty path")
+        self._check_selection()
         repeated = {name for name in self.passthrough if self.passthrough.count(name) > 1}
         if repeated:
             raise ValueError(f"input.passthrough names {', '.join(sorted(repeated))} more than once")
 
+    def _check_selection(self) -> None:
+        if self.filter is not None:
+            RowFilter(self.filter)
+        if isinstance(self.sample, float) and not 0 < self.sample < 1:
+            raise ValueError(f"input.sample must be a fraction between 0 and 1 or a number of rows, got {self.sample}")
+        for name, count in (("sample", self.sample), ("limit", self.limit)):
+            if isinstance(count, int) and count < 1:
+                raise ValueError(f"input.{name} must be at least 1, got {count}")
+
+    @property
+    def selects(self) -> bool:
+        """Return True if only some rows of the input may be wanted."""
+        return bool(self.except_done_in) or any(each is not None for each in (self.filter, self.sample, self.limit))
+
+    @property
+    def filter_columns(self) -> tuple[str, ...]:
+        """Return the columns that the filter reads."""
+        return () if self.filter is None else RowFilter(self.filter).columns
+
+    @property
+    def content_columns(self) -> list[str]:
+        """Return the columns that `content_sha256` is made of."""
+        wanted = (self.text_column, self.max_new_tokens_column, self.instruction_column)
+        return list(dict.fromkeys(column for column in wanted if column is not None))
+
     @property
     def document_columns(self) -> list[str]:
         """Return the columns that a row is read from."""
-        wanted = (self.text_column, self.id_column, self.max_new_tokens_column, self.reference_column)
+        wanted = (*self.content_columns, self.id_column, self.reference_column)
         return list(dict.fromkeys(column for column in wanted if column is not None))
 
 
@@ -102,12 +153,16 @@ class OutputOptions:
 
     path: str
     """The folder of the run, a local path or a URI; created if it does not exist."""
+    partition_by: tuple[str, ...] = ()
+    """Columns in the folders of the input's paths that are folders of `summaries/`, too: `[year]` for `year=2026`."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("output.path must not be empty")
         if holds_secret(self.path):
             raise ValueError("output.path must not hold credentials; give them in the environment")
+        if len(set(self.partition_by)) < len(self.partition_by):
+            raise ValueError("output.partition_by names a column more than once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +187,15 @@ class InputFile:
         """Return the number of rows in all row groups."""
         return sum(self.group_rows)
 
+    @property
+    def is_small(self) -> bool:
+        """Return True if all documents may be in memory at once while other files are."""
+        return self.largest_group_bytes * len(self.group_rows) <= _SMALL_BYTES
+
+    def bytes_ahead(self) -> int:
+        """Return the most bytes that are in memory while the file is read beside others."""
+        return min(self.largest_group_bytes * len(self.group_rows), _SMALL_BYTES)
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -142,22 +206,30 @@ class Row:
     """Limit of the row itself; None: the run's limit applies."""
     reference: str | None
     """A summary to compare with, if there is one."""
+    content_sha256: str
+    instruction: str | None = None
+    """The row's own instruction; None: the run's applies."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedRow:
-    """The facts about a row that planning needs."""
+_BEFORE_INSTRUCTION, _BEFORE_LIMIT, _BEFORE_LENGTHS = b"\0instruction=", b"\0max_new_tokens=", b"\0bytes="
+"""What stands between the parts of a row's content."""
 
-    key: DocumentKey
-    text: bytes | None
-    """None if it is null, or if `num_tokens_column` makes reading it unnecessary."""
-    num_bytes: int | None
-    """Bytes of the text, 0 if it is null; None if `num_tokens_column` makes reading it unnecessary."""
-    num_tokens: int | None
-    """Value of `num_tokens_column`; None without that column, and if it is null or below 1."""
-    max_new_tokens: int | None
-    error_class: str | None
-    """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
+
+def content_sha256(text: bytes, max_new_tokens: int | None, instruction: bytes | None) -> str:
+    """Hash what a row says about its summary: its text, and its own limit and instruction if it has them.
+
+    A text or an instruction that holds one of the separators has its lengths hashed, too, so that it can pass for no
+    other row. Returns 64 hexadecimal digits.
+    """
+    own = instruction if instruction is not None and instruction.decode(errors="replace").strip() else b""
+    digest = hashlib.sha256(text)
+    if own:
+        digest.update(_BEFORE_INSTRUCTION + own)
+    if max_new_tokens is not None:
+        digest.update(_BEFORE_LIMIT + str(max_new_tokens).encode())
+    if any(mark in part for mark in (_BEFORE_INSTRUCTION, _BEFORE_LIMIT, _BEFORE_LENGTHS) for part in (text, own)):
+        digest.update(_BEFORE_LENGTHS + f"{len(text)},{len(own)}".encode())
+    return digest.hexdigest()
 
 
 def decode_text(data: bytes | None) -> str:
@@ -173,6 +245,17 @@ def decode_text(data: bytes | None) -> str:
     if not text or text.isspace():
         raise DocumentError("EmptyText", "the text is empty or white space")
     return text
+
+
+def decode_instruction(data: bytes | None) -> str | None:
+    """Decode a row's own instruction; None if it is null or blank. Raises DocumentError if it is no instruction."""
+    try:
+        text = (data or b"").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError("BadInstruction", f"the instruction is not UTF-8: {error.reason}") from error
+    if text.count(PLACEHOLDER) > 1:
+        raise DocumentError("BadInstruction", f"the instruction contains {PLACEHOLDER} more than once")
+    return text if text.strip() else None
 
 
 def check_max_new_tokens(value: int | None) -> int | None:

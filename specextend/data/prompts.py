@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from specextend.data.inputs import DocumentError
-
-LengthPolicy = Literal["error", "head", "tail", "middle"]
-
-PLACEHOLDER = "{document}"
-"""Stands for the document in an instruction."""
+from specextend.data.inputs import PLACEHOLDER, DocumentError
+from specextend.data.prompt_options import ChunkOptions, LengthPolicy, PromptOptions
 
 PIECE_CHARACTERS = 1 << 18
 """Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes per character."""
@@ -31,31 +30,6 @@ _ANCHOR = "\n"
 """Text that a piece is tokenized behind, because tokenizers may treat the start of a text specially."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptOptions:
-    """`prompt.*`: The prompt, and how a document that is too long is shortened."""
-
-    instruction: str = "Summarize the following document."
-    """The user message. `{document}` is replaced by the document; without it the document is appended after a blank
-    line."""
-    system: str = ""
-    """The system message; empty sends none."""
-    length_policy: LengthPolicy = "middle"
-    """What to do with a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
-    both ends and drops the middle, `error` makes it an error row."""
-    max_prompt_tokens: int | None = None
-    """Maximum number of tokens in the rendered prompt; if unset, what the model's context leaves room for."""
-
-    def __post_init__(self) -> None:
-        if self.length_policy not in get_args(LengthPolicy):
-            allowed = ", ".join(get_args(LengthPolicy))
-            raise ValueError(f"prompt.length_policy must be one of {allowed}, got {self.length_policy!r}")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"prompt.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
-        if self.instruction.count(PLACEHOLDER) > 1:
-            raise ValueError(f"prompt.instruction must contain {PLACEHOLDER} at most once")
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A rendered prompt."""
@@ -64,66 +38,101 @@ class Prompt:
     num_dropped_tokens: int
     """Tokens of the document that were left out."""
     length_policy: LengthPolicy
+    coverage: float = field(default=1.0, compare=False)
+    """Share of the document's tokens that it holds."""
+
+
+class PromptTooLongError(DocumentError):
+    """A document that does not fit and must not be cut: an error row, or the reason to split it into parts."""
 
 
 class Prompts:
     """Renders documents for one tokenizer.
 
     tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take together
-    (`Engine.max_tokens`). piece_characters: length of the pieces of a long document, above 2,048. Raises ValueError for
-    a template that cannot take the options.
+    (`Engine.max_tokens`). chunks: for the length policy `chunk`. piece_characters: length of the pieces of a long
+    document, above 2,048. Raises ValueError for a template that cannot take the options.
     """
 
     def __init__(
-        self, tokenizer: Any, options: PromptOptions, limit: int, piece_characters: int = PIECE_CHARACTERS
+        self,
+        tokenizer: Any,
+        options: PromptOptions,
+        limit: int,
+        chunks: ChunkOptions | None = None,
+        *,
+        piece_characters: int = PIECE_CHARACTERS,
     ) -> None:
         assert piece_characters > _WINDOW, "a cut is looked for in the last window of a piece"
         self.options = options
         self.limit = limit
+        self.chunks = chunks or ChunkOptions()
         self._piece_characters = piece_characters
         self._tokenizer = tokenizer
         self._documents = _document_tokenizer(tokenizer)
         self._control_ids = control_token_ids(tokenizer)
-        prefix, suffix = _template(tokenizer, options)
-        self._prefix_ids = _bos(tokenizer) + self._encode(prefix)
-        self._suffix_ids = self._encode_continuation(suffix)
+        self._around = self._encode_template(options)
+        self._frame = self._encode_template(replace(options, instruction=PLACEHOLDER))
 
     @property
     def start_token_ids(self) -> list[int]:
-        """Return the tokens that every prompt begins with."""
-        return [*self._prefix_ids]
+        """Return the tokens that every prompt with the run's instruction begins with."""
+        return [*self._around[0]]
+
+    @property
+    def frame_token_ids(self) -> list[int]:
+        """Return the tokens that every prompt begins with, whatever its instruction."""
+        return [*self._frame[0]]
 
     @property
     def num_template_tokens(self) -> int:
         """Return the number of tokens of a prompt that are not the document's."""
-        return len(self._prefix_ids) + len(self._suffix_ids)
+        return sum(map(len, self._around))
 
-    def render(self, text: str, max_new_tokens: int) -> Prompt:
+    def render(self, text: str, max_new_tokens: int, instruction: str | None = None) -> Prompt:
         """Render template and document as token ids, with the length policy applied.
 
-        Raises DocumentError (`PromptTooLong`, stage `prompt`) under policy `error`, and if the template alone does not
-        fit. Control tokens written in the document remain text.
+        instruction: of the document, in the place of the run's; `{document}` as there. Raises DocumentError
+        (`PromptTooLong`, stage `prompt`) if the template alone does not fit, and PromptTooLongError, which is one,
+        under the policies `error` and `chunk`. Control tokens written in the document or in its own instruction remain
+        text.
         """
-        policy, room = self.options.length_policy, self.room(max_new_tokens)
+        before, after = self._around if instruction is None else self._encode_instruction(instruction)
+        num_template = len(before) + len(after)
+        policy, room = self.options.length_policy, self._room(max_new_tokens, num_template)
         kept, num_tokens = keep(self.encode_pieces(text), room, policy)
-        if policy == "error" and len(kept) < num_tokens:
-            size = self.num_template_tokens + num_tokens
-            limit = self._limit(max_new_tokens)
-            raise DocumentError("PromptTooLong", f"the prompt has {size} tokens, the limit is {limit}", stage="prompt")
-        token_ids = self._prefix_ids + kept + self._suffix_ids
-        return Prompt(token_ids, num_tokens - len(kept), policy)
+        if policy in ("error", "chunk") and len(kept) < num_tokens:
+            size, limit = num_template + num_tokens, self._limit(max_new_tokens)
+            message = f"the prompt has {size} tokens, the limit is {limit}"
+            raise PromptTooLongError("PromptTooLong", message, stage="prompt")
+        coverage = len(kept) / num_tokens if num_tokens else 1.0
+        return Prompt(before + kept + after, num_tokens - len(kept), policy, coverage)
 
-    def room(self, max_new_tokens: int) -> int:
-        """Return the number of a document's tokens that fit. Raises DocumentError (`PromptTooLong`) if none do."""
+    def with_instruction(self, instruction: str) -> Prompts:
+        """Return prompts with another instruction, for the same tokenizer and limit."""
+        other = copy.copy(self)
+        other.options = replace(self.options, instruction=instruction)
+        other._around = other._encode_template(other.options)
+        return other
+
+    def room(self, max_new_tokens: int, instruction: str | None = None) -> int:
+        """Return the number of a document's tokens that fit. Raises DocumentError (`PromptTooLong`) if none do.
+
+        instruction: of the document, as for `render`.
+        """
+        around = self._around if instruction is None else self._encode_instruction(instruction)
+        return self._room(max_new_tokens, sum(map(len, around)))
+
+    def _room(self, max_new_tokens: int, num_template: int) -> int:
         limit = self._limit(max_new_tokens)
-        if limit <= self.num_template_tokens:
+        if limit <= num_template:
             raise DocumentError(
                 "PromptTooLong",
-                f"the template takes {self.num_template_tokens} tokens of the {max(0, limit)} that max_new_tokens "
+                f"the template takes {num_template} tokens of the {max(0, limit)} that max_new_tokens "
                 f"{max_new_tokens} leaves for the prompt, so there is no room for a document",
                 stage="prompt",
             )
-        return limit - self.num_template_tokens
+        return limit - num_template
 
     def encode_document(self, text: str) -> list[int]:
         """Tokenize a document; none of its tokens is a control token, whatever the text says."""
@@ -135,6 +144,18 @@ class Prompts:
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             spelled += self._spell(text[start:end]) if token_id in self._control_ids else [token_id]
         return spelled
+
+    def token_starts(self, text: str) -> NDArray[np.int64]:
+        """Return the character at which each token of a document starts [N]; forged control tokens count as one."""
+        starts: list[int] = []
+        begin = 0
+        while begin < len(text):
+            is_last = len(text) - begin <= self._piece_characters
+            end = len(text) if is_last else self._cut(text, begin + self._piece_characters)
+            offsets = self._documents.encode(text[begin:end], add_special_tokens=False).offsets
+            starts += [begin + first for first, _ in offsets]
+            begin = end
+        return np.array(starts, np.int64)
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
         """Tokenize a document, in one piece if it is not longer than four; yield the tokens of each piece.
@@ -178,6 +199,17 @@ class Prompts:
         """Tokenize a forged control token by characters: tokenizers split special tokens, but not all added ones."""
         ids = [token_id for character in text for token_id in self._tokenize(character)]
         return [token_id for token_id in ids if token_id not in self._control_ids]
+
+    def _encode_template(self, options: PromptOptions) -> tuple[list[int], list[int]]:
+        """Tokenize what stands before and behind the document."""
+        prefix, suffix = _template(self._tokenizer, options)
+        return _bos(self._tokenizer) + self._encode(prefix), self._encode_continuation(suffix)
+
+    def _encode_instruction(self, instruction: str) -> tuple[list[int], list[int]]:
+        """Tokenize what stands before and behind a document that has its own instruction, which is data as it is."""
+        before, after = _split_instruction(instruction)
+        pieces = [self._encode_piece(part, is_first=False) if part else [] for part in (before, after)]
+        return self._frame[0] + pieces[0], pieces[1] + self._frame[1]
 
     def _encode(self, text: str) -> list[int]:
         """Tokenize the template, in which a control token is one."""
@@ -227,10 +259,8 @@ def control_token_ids(tokenizer: Any) -> frozenset[int]:
 
 def _template(tokenizer: Any, options: PromptOptions) -> tuple[str, str]:
     """Render the template; return the text before and after the document."""
-    instruction = options.instruction
-    if PLACEHOLDER not in instruction:
-        instruction = f"{instruction}\n\n{PLACEHOLDER}" if instruction else PLACEHOLDER
-    content = instruction.replace(PLACEHOLDER, _SENTINEL)
+    before, after = _split_instruction(options.instruction)
+    content = before + _SENTINEL + after
     rendered = _chat(tokenizer, options.system, content) if tokenizer.chat_template else _plain(options.system, content)
     if rendered.count(_SENTINEL) != 1:
         raise ValueError(
@@ -238,6 +268,14 @@ def _template(tokenizer: Any, options: PromptOptions) -> tuple[str, str]:
         )
     prefix, suffix = rendered.split(_SENTINEL)
     return prefix, suffix
+
+
+def _split_instruction(instruction: str) -> tuple[str, str]:
+    """Return what an instruction puts before and behind the document."""
+    if PLACEHOLDER not in instruction:
+        return f"{instruction}\n\n" if instruction else "", ""
+    before, _, after = instruction.partition(PLACEHOLDER)
+    return before, after
 
 
 def _chat(tokenizer: Any, system: str, content: str) -> str:

@@ -87,8 +87,17 @@ class Quality:
     rougeL: float | None = None  # noqa: N815 (the name of the column)
 
 
-def assess(completion: Completion, document: str, reference: str | None, options: QualityOptions) -> Quality:
-    """Assess the summary of a document, in time linear in it. reference: another summary to compare with, if any."""
+def assess(
+    completion: Completion,
+    document: str,
+    reference: str | None,
+    options: QualityOptions,
+    is_incomplete: bool = False,
+) -> Quality:
+    """Assess the summary of a document, in time linear in it.
+
+    reference: another summary to compare with, if any. is_incomplete: parts of the document were left out.
+    """
     text, summary = completion.text, split_words(completion.text)
     copied = copied_fraction(summary, document)
     flags = {
@@ -102,6 +111,7 @@ def assess(completion: Completion, document: str, reference: str | None, options
         "wrong_script": _differ(dominant_script(text), dominant_script(document)),
         "wrong_language": options.language and _differ(language_of(text), language_of(document)),
         "control_characters": printable(text, keep="\t\n\r") != text,
+        "incomplete": is_incomplete,
     }
     scores = () if reference is None else rouge(text, reference)
     return Quality([name for name, raised in flags.items() if raised], copied, *scores)

@@ -42,6 +42,11 @@ def audits_folder(output: Location) -> Location:
     return output.child("_run", "audits")
 
 
+def chunks_folder(output: Location) -> Location:
+    """Return the folder of what was decoded of documents that are summarised in parts."""
+    return output.child("_run", "chunks")
+
+
 def starts_folder(output: Location) -> Location:
     """Return the folder of the records of starts."""
     return output.child("_run", "attempts")
@@ -50,6 +55,21 @@ def starts_folder(output: Location) -> Location:
 def copies_folder(output: Location) -> Location:
     """Return the folder of the copies of input files with large row groups."""
     return output.child("_run", "input")
+
+
+def selection_file(output: Location) -> Location:
+    """Return the place of the rows that a run is about, if it leaves out what earlier runs have done."""
+    return output.child("_run", "selection.parquet")
+
+
+def plan_file(output: Location) -> Location:
+    """Return the place of what the plan needs of each input row."""
+    return output.child("_run", "plan.parquet")
+
+
+def equal_texts_file(output: Location) -> Location:
+    """Return the place of the list of rows that are equal to an earlier one."""
+    return output.child("_run", "equal_texts.parquet")
 
 
 def summaries_folder(output: Location) -> Location:
@@ -80,6 +100,12 @@ def result_name(number: int) -> str:
 def is_result_name(name: str) -> bool:
     """Return True for a name that `result_name` gives."""
     return re.fullmatch(r"part-\d{5,}\.parquet", name) is not None
+
+
+def list_results(folder: Location) -> list[str]:
+    """List the files of `summaries/` or `errors/`, as paths below the folder, by their number."""
+    names = (name for name in list_files(folder, recursive=True) if is_result_name(name.rpartition("/")[2]))
+    return sorted(names, key=lambda name: name.rpartition("/")[2])
 
 
 @dataclass(frozen=True, slots=True)

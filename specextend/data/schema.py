@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -14,6 +14,11 @@ from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.stats import DecodingStats
 
+CHUNK_SUMMARY = pa.struct(
+    [("begin", pa.int64()), ("end", pa.int64()), ("text", pa.string()), ("finish_reason", pa.string())]
+)
+"""The summary of a part: its first character in the document, the one behind its last, and null for one left out."""
+
 SUMMARY_SCHEMA = pa.schema(
     [
         ("doc_id", pa.string()),
@@ -23,7 +28,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("num_output_tokens", pa.int32()),
         ("num_dropped_tokens", pa.int32()),
         ("length_policy", pa.string()),
-        ("chunk_summaries", pa.list_(pa.string())),
+        ("chunk_summaries", pa.list_(CHUNK_SUMMARY)),
         ("num_spec_steps", pa.int32()),
         ("num_plain_steps", pa.int32()),
         ("num_draft_tokens", pa.int32()),
@@ -57,6 +62,11 @@ SUMMARY_SCHEMA = pa.schema(
         ("rouge2", pa.float64()),
         ("rougeL", pa.float64()),
         ("num_forwards", pa.float64()),
+        ("content_sha256", pa.string()),
+        ("coverage", pa.float64()),
+        ("num_requests", pa.int32()),
+        ("copied_from", pa.string()),
+        ("num_cached_tokens", pa.int32()),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
@@ -85,6 +95,15 @@ PART_SCHEMA = pa.schema(
 """Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null for a row done."""
 
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
+_NO_WORK: dict[str, Any] = {
+    **{name: getattr(DecodingStats(), name) for name in _FROM_STATS},
+    "acceptance_histogram": None,
+    "queue_s": 0.0,
+    "num_requests": 0,
+    "worker": None,
+    "attempts": 0,
+    "started_at": None,
+}
 
 
 def result_row(
@@ -94,10 +113,13 @@ def result_row(
     prompt: Prompt,
     quality: Quality,
     *,
+    content_sha256: str,
     queue_s: float,
     started_at: float,
     worker: str,
     attempts: int,
+    chunk_summaries: list[dict[str, Any]] | None = None,
+    num_requests: int = 1,
 ) -> dict[str, Any]:
     """Make the row of a part for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
@@ -109,6 +131,9 @@ def result_row(
         "finish_reason": completion.finish_reason,
         "num_dropped_tokens": prompt.num_dropped_tokens,
         "length_policy": prompt.length_policy,
+        "coverage": prompt.coverage,
+        "chunk_summaries": chunk_summaries,
+        "num_requests": num_requests,
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
         "queue_s": queue_s,
@@ -116,7 +141,19 @@ def result_row(
         "worker": worker,
         "attempts": attempts,
         "started_at": datetime.fromtimestamp(started_at, UTC),
+        "content_sha256": content_sha256,
     }
+
+
+def copied_row(row: Mapping[str, Any], key: DocumentKey, doc_id: str) -> dict[str, Any]:
+    """Make the row of a part for a row of the input that is equal to the one whose `row` this is, done or not.
+
+    No work was done for a copy: its counts and seconds are 0, and ratios are null.
+    """
+    own = {"file": key.file, "row": key.row, "doc_id": doc_id}
+    if row.get("error_class") is not None:
+        return {**row, **own}
+    return {**row, **own, **_NO_WORK, "copied_from": row["doc_id"]}
 
 
 def error_row(

@@ -1,22 +1,25 @@
-"""The documents of a run: opening the input, reading rows from it, and copying files with large row groups."""
+"""The input of a run: opened and audited once, then streamed column by column, or read row by row."""
 
 from __future__ import annotations
 
-import re
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from specextend.core import Document, DocumentKey
+from specextend.core import Document, DocumentKey, counted
 from specextend.data.audit import ask, audit, check_apart, describe_skipped, list_input
+from specextend.data.in_order import in_order
 from specextend.data.inputs import (
+    MOST_AHEAD_BYTES,
     DocumentError,
     InputChangedError,
     InputError,
@@ -25,42 +28,27 @@ from specextend.data.inputs import (
     InputUnreachableError,
     OutputOptions,
     Row,
-    ScannedRow,
     check_max_new_tokens,
+    content_sha256,
+    decode_instruction,
     decode_text,
     unreadable,
 )
 from specextend.data.parquet import (
     DAMAGED,
     as_bytes,
-    halved,
-    is_damaged,
     is_text,
     open_parquet,
     plain_text,
     read_group,
+    rows_where,
     stream,
 )
-from specextend.data.run_folder import copies_folder
-from specextend.data.storage import (
-    Location,
-    atomic_output,
-    check_writable,
-    delete,
-    exists,
-    list_files,
-    remove_temporary_files,
-    resolve,
-)
+from specextend.data.partitions import partition_column, partition_folders, partition_types, partition_values
+from specextend.data.run_folder import result_name
+from specextend.data.scanning import ScannedRow, count_columns, lacks_counts, scanned_rows, text_columns
+from specextend.data.storage import Location, check_writable, resolve
 
-MAX_GROUP_BYTES = 64 << 20
-"""Most bytes that a row group may take when the columns of a document are read from it; a file with a larger one is
-copied."""
-_GROUPS_PER_LIMIT = 4
-"""A row group of a copy ends at this fraction of the limit, in uncompressed bytes."""
-
-_COPY_NAME = re.compile(r"file-\d{5,}\.parquet")
-_ORIGIN = b"specextend.footer_sha256"
 _OPEN_FILES = 8
 _CACHED_GROUPS = 2
 
@@ -75,6 +63,19 @@ class Copy:
     group_rows: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """The rows that a run is about, where those are not all rows of its input."""
+
+    rows: Mapping[int, NDArray[np.int64]]
+    """By number of the file: row numbers in order."""
+    sha256: str
+    counts: Mapping[str, int]
+    """What became of the rows of the whole input, by outcome."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user about outputs of earlier runs."""
+
+
 class Source:
     """The input of a run. Pickles small (file list and row counts, no data), reads lazily, and is thread-safe."""
 
@@ -86,6 +87,9 @@ class Source:
         passthrough_fields: tuple[pa.Field, ...],
         copies: Mapping[int, Copy] | None = None,
         skipped: Mapping[str, int] | None = None,
+        partitions: Mapping[str, pa.DataType] | None = None,
+        selection: ChosenRows | None = None,
+        partition_by: tuple[str, ...] = (),
     ) -> None:
         self.options = options
         self.root = root
@@ -93,6 +97,9 @@ class Source:
         self.passthrough_fields = passthrough_fields
         self.copies = dict(copies or {})
         self.skipped = dict(skipped or {})  # number of files in the input's folder that are not read, by extension
+        self.partitions = dict(partitions or {})  # type of each column in the files' paths
+        self.partition_by = partition_by  # columns in the files' paths that are folders of the summaries
+        self.selection = selection  # the driver's: workers get the keys of single rows
         self._lock = threading.Lock()
         self._open: OrderedDict[Hashable, pq.ParquetFile] = OrderedDict()
         self._groups: OrderedDict[Hashable, pa.Table] = OrderedDict()
@@ -100,10 +107,24 @@ class Source:
     def __reduce__(self) -> tuple[Any, ...]:
         return Source, (self.options, self.root, self.files, self.passthrough_fields, self.copies)
 
+    def summaries_name(self, number: int) -> str:
+        """Return the path that the summaries of a file have below `summaries/`."""
+        folders = partition_folders(self.files[number].relative_path, self.partition_by)
+        return "/".join([*folders, result_name(number)])
+
     @property
     def num_rows(self) -> int:
-        """Return the number of rows in all files."""
-        return sum(file.num_rows for file in self.files)
+        """Return the number of rows that the run is about."""
+        if self.selection is None:
+            return sum(file.num_rows for file in self.files)
+        return sum(map(len, self.selection.rows.values()))
+
+    def rows(self, number: int) -> Sequence[int]:
+        """Return the row numbers of a file that the run is about, in order."""
+        if self.selection is None:
+            return range(self.files[number].num_rows)
+        rows: list[int] = self.selection.rows[number].tolist()
+        return rows
 
     def location(self, number: int) -> Location:
         """Return the place of the input file `number`."""
@@ -121,15 +142,20 @@ class Source:
             text = decode_text(as_bytes(values[self.options.text_column]).to_pylist()[0])
             column = self.options.max_new_tokens_column
             max_new_tokens = None if column is None else check_max_new_tokens(values[column].to_pylist()[0])
+            instruction = decode_instruction(self._bytes(values, self.options.instruction_column))
         except DocumentError as error:
             raise DocumentError(error.error_class, error.message, error.stage, error.retryable, doc_id) from error
-        return Row(Document(key, doc_id, text), max_new_tokens, self._reference(values))
+        content = content_sha256(text.encode(), max_new_tokens, (instruction or "").encode())
+        return Row(Document(key, doc_id, text), max_new_tokens, self._reference(values), content, instruction)
 
     def _reference(self, values: pa.Table) -> str | None:
         """Return a row's reference summary. What is not UTF-8 in it is replaced: no document is lost by it."""
-        column = self.options.reference_column
-        data = None if column is None else as_bytes(values[column]).to_pylist()[0]
+        data = self._bytes(values, self.options.reference_column)
         return None if data is None else data.decode("utf-8", errors="replace")
+
+    def _bytes(self, values: pa.Table, column: str | None) -> bytes | None:
+        """Return a row's text in a column; None if it is null, or without such a column."""
+        return None if column is None else as_bytes(values[column]).to_pylist()[0]
 
     @property
     def warning(self) -> str:
@@ -177,16 +203,15 @@ class Source:
         return True
 
     def scan(self) -> Iterator[ScannedRow]:
-        """Stream the facts about every row, in key order. A bad row raises nothing: its `error_class` is set."""
-        for file in self.files:
-            row = 0
-            for batch in self.batches(file.number, self._scanned_columns(file.number)):
-                limits = self._column_or_none(batch, self.options.max_new_tokens_column)
-                counts = [_usable(count) for count in self._column_or_none(batch, self.options.num_tokens_column)]
-                texts = self._texts_without(counts, batch)
-                for count, text, limit in zip(counts, texts, limits, strict=True):
-                    yield _scanned(DocumentKey(file.number, row), count, text, limit)
-                    row += 1
+        """Stream the facts about the rows that the run is about, in key order; small files are read ahead.
+
+        A bad row raises nothing: its `error_class` is set.
+        """
+        tables = in_order(self._scanned_tables, self.files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES)
+        for file, batches in zip(self.files, tables, strict=True):
+            keys = (DocumentKey(file.number, row) for row in self.rows(file.number))
+            for batch in batches:
+                yield from scanned_rows(batch, keys, self.options)
 
     def batches(self, number: int, columns: list[str], *, original: bool = False) -> Iterator[pa.Table]:
         """Stream columns of a file as small tables, in row order. original: read the input itself, not its copy.
@@ -198,11 +223,12 @@ class Source:
         try:
             location = self.location(number) if original else self._read_location(number)
             with open_parquet(location, self._compact(columns)) as parquet:
-                for batch in stream(parquet, columns, plain=lambda: open_parquet(location)):
+                stored = [name for name in columns if name in parquet.schema_arrow.names or name not in self.partitions]
+                for batch in stream(parquet, stored, plain=lambda: open_parquet(location)):
                     num_rows += len(batch)
-                    yield batch
+                    yield self._with_partitions(batch, number, columns)
             if num_rows != file.num_rows:
-                raise pa.ArrowInvalid(f"it holds {num_rows} rows, its footer says {file.num_rows}")
+                raise pa.ArrowInvalid(f"it holds {counted(num_rows, 'row')}, its footer says {file.num_rows:,}")
         except DAMAGED as error:
             self.check_unchanged(number)
             if isinstance(error, OSError) and not self.opens(number):
@@ -210,46 +236,83 @@ class Source:
             raise unreadable(file.relative_path, error) from error
         self.check_unchanged(number)
 
+    def chosen_batches(self, number: int, columns: list[str], *, original: bool = False) -> Iterator[pa.Table]:
+        """Stream columns of the rows that the run is about, as `batches` does; a table may be without rows."""
+        if self.selection is None:
+            yield from self.batches(number, columns, original=original)
+            return
+        mask = np.zeros(self.files[number].num_rows, bool)
+        mask[self.selection.rows[number]] = True
+        begin = 0
+        for batch in self.batches(number, columns, original=original):
+            yield rows_where(batch, mask[begin : begin + len(batch)])
+            begin += len(batch)
+
+    def ids(self, number: int) -> pa.ChunkedArray:
+        """Read the ids of a file's rows as large_string. Raises what `batches` raises."""
+        column, kind = self.options.id_column, pa.large_string()
+        if column is None:
+            places = [self.place(DocumentKey(number, row)) for row in range(self.files[number].num_rows)]
+            return pa.chunked_array([pa.array(places, kind)])
+        batches = self.batches(number, [column], original=True)
+        return pa.chunked_array([chunk for batch in batches for chunk in plain_text(batch[column]).chunks], kind)
+
+    def limited_to(self, numbers: Sequence[int], selection: ChosenRows) -> Source:
+        """Return the source of some of the files, which are numbered anew, with the rows that the run is about.
+
+        numbers: in order. selection: with the new numbers.
+        """
+        files = tuple(replace(self.files[number], number=i) for i, number in enumerate(numbers))
+        return self._with(files=files, selection=selection)
+
+    def with_copies(self, copies: Mapping[int, Copy]) -> Source:
+        """Return a source that reads some files from their copies."""
+        return self._with(copies=copies)
+
+    def _with(self, **changes: Any) -> Source:
+        names = ("options", "root", "files", "passthrough_fields", "copies", "skipped", "partitions", "selection")
+        return Source(**{name: changes.get(name, getattr(self, name)) for name in (*names, "partition_by")})
+
+    def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
+        """Add the columns that the file's path holds, and put all into the order of `columns`."""
+        path = self.files[number].relative_path
+        kinds = self.partitions | {field.name: field.type for field in self.passthrough_fields}
+        for name in columns:
+            if name not in batch.column_names:
+                batch = batch.append_column(name, partition_column(path, name, kinds[name], len(batch)))
+        return batch.select(columns)
+
+    def _scanned_tables(self, file: InputFile) -> Iterable[pa.Table]:
+        """Read the scanned columns of a small file; those of a large one are read as they are iterated over."""
+        batches = self.chosen_batches(file.number, self._scanned_columns(file.number))
+        return list(batches) if file.is_small else batches
+
     def _scanned_columns(self, number: int) -> list[str]:
         """Choose the columns to scan: without the text in a file where every document has a token count."""
-        options = self.options
-        columns = [name for name in (options.num_tokens_column, options.max_new_tokens_column) if name is not None]
-        if options.num_tokens_column is None or self._has_uncounted(number, options.num_tokens_column):
-            columns.append(options.text_column)
-        return list(dict.fromkeys(columns))
-
-    def _has_uncounted(self, number: int, column: str) -> bool:
-        batches = self.batches(number, [column])
-        return any(_usable(count) is None for batch in batches for count in batch[column].to_pylist())
-
-    def _texts_without(self, counts: list[int | None], batch: pa.Table) -> list[bytes | None]:
-        """Return the texts of documents without a token count, and None for the others."""
-        if all(count is not None for count in counts):
-            return [None] * len(counts)
-        texts = as_bytes(batch[self.options.text_column])
-        return [texts[i].as_py() if count is None else None for i, count in enumerate(counts)]
-
-    def _column_or_none(self, batch: pa.Table, column: str | None) -> list[int | None]:
-        return [None] * len(batch) if column is None else batch[column].to_pylist()
+        column = self.options.num_tokens_column
+        if column is None or any(lacks_counts(batch[column]) for batch in self.chosen_batches(number, [column])):
+            return text_columns(self.options)
+        return count_columns(self.options)
 
     def _compact(self, columns: list[str]) -> list[str]:
         """Choose the columns that hold text: a file of a kilobyte may repeat a text a million times."""
         fields = [field for field in self.passthrough_fields if not pa.types.is_dictionary(field.type)]
-        own = {self.options.text_column, self.options.reference_column}
+        own = {self.options.text_column, self.options.reference_column, self.options.instruction_column}
         texts = {*own, *(field.name for field in fields if is_text(field.type))}
         return [column for column in columns if column in texts]
 
     def _read_location(self, number: int) -> Location:
         return self.copies[number].location if number in self.copies else self.location(number)
 
-    def _group_rows(self, number: int) -> tuple[int, ...]:
+    def group_rows(self, number: int) -> tuple[int, ...]:
+        """Return the rows of each row group of a file, as documents are read from it: perhaps from its copy."""
         return (self.copies.get(number) or self.files[number]).group_rows
 
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
         """Read columns of a row as a table of one row."""
         if not 0 <= key.file < len(self.files) or not 0 <= key.row < self.files[key.file].num_rows:
             raise IndexError(f"{key} is not in the input")
-        group_rows = self._group_rows(key.file)
+        group_rows = self.group_rows(key.file)
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)
         with self._lock:
@@ -258,13 +321,14 @@ class Source:
         return table.slice(key.row - (ends[group] - group_rows[group]), 1)
 
     def _read_group(self, number: int, group: int, columns: list[str]) -> pa.Table:
-        num_rows = self._group_rows(number)[group]
+        num_rows = self.group_rows(number)[group]
         try:
             location, texts = self._read_location(number), self._compact(self.options.document_columns)
             parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(location, texts))
             table = read_group(parquet, group, columns, plain=lambda: open_parquet(location))
             if len(table) != num_rows:
-                raise pa.ArrowInvalid(f"row group {group} holds {len(table)} rows, the footer says {num_rows}")
+                held = counted(len(table), "row")
+                raise pa.ArrowInvalid(f"row group {group} holds {held}, the footer says {num_rows:,}")
         except (pa.ArrowException, OSError) as error:
             self._open.pop(number, None)  # its handle may belong to a mount that is gone
             self.check_unchanged(number)
@@ -278,10 +342,13 @@ class Source:
         return str(plain_text(values[self.options.id_column])[0].as_py())
 
 
-def open_source(options: InputOptions, output: OutputOptions | None = None) -> Source:
-    """List and audit the input; reads footers and the id column only.
+def open_source(
+    options: InputOptions, output: OutputOptions | None = None, only: Collection[str] | None = None
+) -> Source:
+    """List and audit the input; reads footers and the id column only. Selects no rows: `select_rows` does.
 
-    output: checked too, if given: it must be writable and apart from the input.
+    output: checked too, if given: it must be writable and apart from the input. only: relative paths of the files that
+    are wanted; others are left out.
 
     Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
@@ -289,8 +356,30 @@ def open_source(options: InputOptions, output: OutputOptions | None = None) -> S
     if output is not None:
         check_apart(listing, output.path)
         _check_writable(output.path)
+    if only is not None:
+        listing = listing.only(only)
     files, passthrough_fields = audit(listing, options)
-    return Source(options, listing.root, files, passthrough_fields, skipped=listing.skipped)
+    return Source(
+        options,
+        listing.root,
+        files,
+        passthrough_fields,
+        skipped=listing.skipped,
+        partitions=partition_types(listing.relative_paths),
+        partition_by=() if output is None else _partition_by(output, files),
+    )
+
+
+def _partition_by(output: OutputOptions, files: Sequence[InputFile]) -> tuple[str, ...]:
+    """Return the columns of `output.partition_by`. Raises InputError if a file's path lacks one."""
+    for column in output.partition_by:
+        for file in files:
+            if column not in partition_values(file.relative_path):
+                raise InputError(
+                    f"output.partition_by names {column}, but {file.relative_path} is in no folder {column}=...; "
+                    "it takes columns that all paths below the input path have"
+                )
+    return output.partition_by
 
 
 def _check_writable(output: str) -> None:
@@ -298,24 +387,6 @@ def _check_writable(output: str) -> None:
         check_writable(resolve(output))
     except ValueError as error:
         raise InputError(f"output.path {output}: {error}; give another folder") from None
-
-
-def _usable(num_tokens: int | None) -> int | None:
-    """Return a document's own token count; None if it has none or an impossible one."""
-    return None if num_tokens is None or num_tokens < 1 else num_tokens
-
-
-def _scanned(key: DocumentKey, num_tokens: int | None, text: bytes | None, limit: int | None) -> ScannedRow:
-    """Collect what the plan needs of a row; `text` was not read if `num_tokens` is known."""
-    error_class = None
-    try:
-        if num_tokens is None:
-            decode_text(text)
-        check_max_new_tokens(limit)
-    except DocumentError as error:
-        error_class = error.error_class
-    num_bytes = len(text or b"") if num_tokens is None else None
-    return ScannedRow(key, text, num_bytes, num_tokens, limit, error_class)
 
 
 def _cached(cache: OrderedDict[Hashable, Value], key: Hashable, size: int, make: Callable[[], Value]) -> Value:
@@ -326,92 +397,3 @@ def _cached(cache: OrderedDict[Hashable, Value], key: Hashable, size: int, make:
         cache[key] = make()
     cache.move_to_end(key)
     return cache[key]
-
-
-def regroup(
-    source: Source,
-    output: Location,
-    checkpoint: Callable[[], object] = lambda: None,
-    max_group_bytes: int = MAX_GROUP_BYTES,
-) -> Source:
-    """Copy files that have a row group over the limit into `_run/input/`, in groups of a quarter of it.
-
-    Keys stay the same. The driver calls it once it holds the lock. Streams; a copy that is already there and whole is
-    used again. Returns the source for the workers (`source` itself if nothing is oversized). checkpoint: called between
-    tables; may raise.
-    """
-    oversized = [file for file in source.files if file.largest_group_bytes > max_group_bytes]
-    remove_temporary_files(copies_folder(output))
-    group_bytes = max_group_bytes // _GROUPS_PER_LIMIT
-    copies = {file.number: _copy(source, file, output, group_bytes, checkpoint) for file in oversized}
-    return Source(source.options, source.root, source.files, source.passthrough_fields, copies) if copies else source
-
-
-def remove_copies(output: Location) -> None:
-    """Remove what `regroup` wrote, once the run no longer needs it; the driver calls it while it holds the lock."""
-    folder = copies_folder(output)
-    for name in list_files(folder):
-        if _COPY_NAME.fullmatch(name):
-            delete(folder.child(name))
-
-
-def _columns(source: Source) -> list[str]:
-    tokens = source.options.num_tokens_column
-    return list(dict.fromkeys(source.options.document_columns + ([tokens] if tokens else [])))
-
-
-def _copy(
-    source: Source, file: InputFile, output: Location, group_bytes: int, checkpoint: Callable[[], object]
-) -> Copy:
-    location = copies_folder(output).child(f"file-{file.number:05d}.parquet")
-    if not (exists(location) and _is_copy(location, file)):
-        with atomic_output(location) as path:
-            batches = source.batches(file.number, _columns(source), original=True)
-            _write_copy(_grouped(batches, group_bytes), file, path, checkpoint)
-    with open_parquet(location) as parquet:
-        metadata = parquet.metadata
-        return Copy(location, tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
-
-
-def _is_copy(location: Location, file: InputFile) -> bool:
-    """Return True if it is a whole copy of this file; a damaged one (an upload cut short) is written again."""
-    try:
-        with open_parquet(location) as parquet:
-            origin = (parquet.schema_arrow.metadata or {}).get(_ORIGIN)
-            return origin == file.footer_sha256.encode() and parquet.metadata.num_rows == file.num_rows
-    except DAMAGED as error:
-        if not is_damaged(location, error):
-            raise
-        return False
-
-
-def _write_copy(tables: Iterator[pa.Table], file: InputFile, path: str, checkpoint: Callable[[], object]) -> None:
-    first = next(tables)
-    schema = first.schema.with_metadata({_ORIGIN: file.footer_sha256.encode()})
-    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for table in chain([first], tables):
-            checkpoint()
-            writer.write_table(table.cast(schema), row_group_size=len(table))
-
-
-def _grouped(batches: Iterator[pa.Table], group_bytes: int) -> Iterator[pa.Table]:
-    """Join neighbouring rows to groups of at most `group_bytes`; a larger row is a group of its own."""
-    waiting: list[pa.Table] = []
-    num_bytes = 0
-    for piece in (piece for batch in batches for piece in halved(_plain(batch), group_bytes)):
-        if waiting and num_bytes + piece.nbytes > group_bytes:
-            yield pa.concat_tables(waiting)
-            waiting, num_bytes = [], 0
-        waiting.append(piece)
-        num_bytes += piece.nbytes
-    if waiting:
-        yield pa.concat_tables(waiting)
-
-
-def _plain(table: pa.Table) -> pa.Table:
-    """Cast text columns to large_string, byte for byte, so that the size of a slice is that of its text."""
-    for position, field in enumerate(table.schema):
-        if is_text(field.type):
-            text = as_bytes(table[field.name]).cast(pa.large_string(), safe=False)
-            table = table.set_column(position, field.name, text)
-    return table

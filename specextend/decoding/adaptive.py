@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from specextend.decoding.device import download
 from specextend.decoding.sequence import Sequence
 from specextend.decoding.speculation import FIRST_PAUSE, Experience, Speculation, best_size, who_speculates
 from specextend.decoding.step_costs import StepCosts
@@ -21,9 +24,15 @@ class Adaptive:
     Costs and experience last as long as the engine. They decide how fast its output comes, never what it is.
     """
 
-    def __init__(self, costs: StepCosts, num_nodes: int) -> None:
-        """Take the measured costs, and the largest number of nodes of a tree, not counting the root."""
+    def __init__(self, costs: StepCosts, num_nodes: int, *, reads_late: bool = False) -> None:
+        """Take the measured costs, and the largest number of nodes of a tree, not counting the root.
+
+        `reads_late`: trees are sized by what the sequences' trees promised one step before, so that the host need not
+        wait for a draft.
+        """
         self.costs = costs
+        self._reads_late = reads_late
+        self._promises: tuple[list[Sequence], Tensor] = [], torch.empty(0, 0)
         self._experience = Experience()
         self._paused: tuple[int, int] | None = None  # sequences that all paused, and steps until the next decision
         self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
@@ -46,15 +55,26 @@ class Adaptive:
         `lengths` has one entry for every sequence of the step. While a sequence tries speculation again, the size is
         never 1, because a plain step would give no evidence.
         """
+        self._promises = drafting, download(trees.log_probs[:, 1:].exp())
+        if not self._reads_late:
+            self._read_promises()
+        if not all(each.speculation.promised for each in drafting):
+            return trees
         draft_s = self.costs.draft_s(len(drafting))
         trying = any(sequence.speculation.on_trial for sequence in drafting)
-        promised = trees.log_probs[:, 1:].exp().tolist()
         size = best_size(
-            [_calibrated(row, each.speculation.calibration) for row, each in zip(promised, drafting, strict=True)],
+            [_calibrated(each.speculation.promised, each.speculation.calibration) for each in drafting],
             self._sizes[1:] if trying else self._sizes,
             lambda rows: draft_s + self.costs.verify_s(rows, lengths),
         )
         return prune(trees, size)
+
+    def _read_promises(self) -> None:
+        """Give each sequence the path probabilities of its last whole tree."""
+        drafting, promises = self._promises
+        self._promises = [], torch.empty(0, 0)
+        for sequence, promised in zip(drafting, promises.tolist(), strict=True):
+            sequence.speculation.promised = promised
 
     def observe(
         self,
@@ -66,13 +86,15 @@ class Adaptive:
     ) -> None:
         """Record a step: `lengths` before it, its trees, `accepted` draft tokens, seconds of its verification."""
         num_rows = trees.num_nodes
+        if self._reads_late:
+            self._read_promises()
         self.costs.observe_verify(num_rows, lengths, verify_s)
         num_drafting = sum(sequence.speculation.active for sequence in sequences)
         plain_s = self.costs.verify_s(1, lengths)
         beyond_s = self.costs.verify_s(num_rows, lengths) + self.costs.draft_s(num_drafting) - plain_s
-        promised = trees.log_probs[:, 1:].exp().sum(1).tolist()
-        for sequence, expected, number in zip(sequences, promised, accepted, strict=True):
+        for sequence, number in zip(sequences, accepted, strict=True):
             if sequence.speculation.active:
+                expected = sum(sorted(sequence.speculation.promised, reverse=True)[: num_rows - 1])
                 sequence.speculation.observe(num_rows, expected, number)
                 share = beyond_s / plain_s * len(sequences) / num_drafting
                 self._experience.observe(num_rows, expected, number, share)

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from specextend.core import Request
+from specextend.core import Request, counted
 from specextend.decoding.cache import KVCache, Region, aligned
 from specextend.decoding.drafter import Drafter
 
@@ -18,10 +16,6 @@ SMALLEST_CHUNK = 32
 """Prompt tokens of the smallest prefill chunk."""
 PATIENCE = 8
 """Documents to finish with less before the full size is tried again; doubled after each failed try."""
-_OUT_OF_MEMORY = ("can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA driver."""
-_DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
-"""Messages of libraries that raise a bare RuntimeError for any other failure of a GPU."""
 
 
 class Admission:
@@ -52,9 +46,8 @@ class Admission:
                 f"exceed the {self.max_tokens} tokens that the context leaves; shorten one of them"
             )
         if aligned(num_tokens + self._scratch) > self._num_rows:
-            raise ValueError(
-                f"{num_tokens} tokens do not fit the cache of {self._num_rows} rows; raise decoding.cache_gib"
-            )
+            held = counted(self._num_rows, "row")
+            raise ValueError(f"{num_tokens:,} tokens do not fit the cache of {held}; raise decoding.cache_gib")
 
     def admit(self, request: Request) -> tuple[int, Region] | None:
         """Reserve a slot and cache rows for the request; return None if there is no room now."""
@@ -65,11 +58,14 @@ class Admission:
         if self._drafter is not None and not self._drafter.admit(self._slots[-1], num_prompt, num_new):
             self._cache.rows.give_back(region)
             return None
-        return self._slots.pop(), region
+        slot = self._slots.pop()
+        self._cache.regions[slot] = region
+        return slot, region
 
     def release(self, slot: int, region: Region) -> None:
         """Free what `admit` reserved."""
         self._cache.rows.give_back(region)
+        del self._cache.regions[slot]
         self._slots.append(slot)
         if self._drafter is not None:
             self._drafter.release(slot)
@@ -184,25 +180,3 @@ class MemoryLadder:
         else:
             return False
         return True
-
-
-def release_cached(device: torch.device) -> None:
-    """Return the allocator's free blocks to the device, so that blocks of other sizes find room."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the same work may succeed with less at once."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
-def is_device_error(error: BaseException) -> bool:
-    """Return True if every later call on the device will fail too, so that only a new process helps."""
-    if is_out_of_memory(error):
-        return False
-    if isinstance(error, torch.AcceleratorError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE)

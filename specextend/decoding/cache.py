@@ -8,7 +8,6 @@ Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +78,8 @@ class KVCache:
         self.stored = torch.empty(shape, dtype=dtype, device=device)
         """[L, 2, K, R, D], keys and values of each layer."""
         self.rows = RowAllocator(shape[3])
+        self.regions: dict[int, Region] = {}
+        """The rows of each slot, while a sequence has it."""
 
     @property
     def keys(self) -> Tensor:
@@ -90,6 +91,19 @@ class KVCache:
         """Return the values [L, K, R, D] of all layers, which may be written."""
         return self.stored[:, 1]
 
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy `count` rows from `source` on to `target`; both are starts of regions, which may overlap.
+
+        Starts of regions are multiples of `ALIGNMENT`, so blocks of so many rows need no buffer if they are copied in
+        order.
+        """
+        if source == target:
+            return
+        firsts = range(0, count, ALIGNMENT)
+        for first in firsts if target < source else reversed(firsts):
+            end = min(first + ALIGNMENT, count)
+            self.stored[:, :, :, target + first : target + end] = self.stored[:, :, :, source + first : source + end]
+
     def commit(self, rows: Tensor, paths: Tensor) -> None:
         """Move the rows of each path to the front of the rows [B, T] that a forward wrote behind the committed ones.
 
@@ -97,39 +111,6 @@ class KVCache:
         """
         source, target = rows.gather(1, paths).flatten(), rows[:, : paths.shape[1]].flatten()
         self.stored.index_copy_(3, target, self.stored.index_select(3, source))
-
-
-@dataclass(slots=True)
-class SharedStart:
-    """Keeps the rows of tokens that every prompt of a run begins with, such as those of a chat template.
-
-    The target reads them once: the attention of a token depends on no later one, so every prompt with this start of n
-    tokens has these very rows. F: features of a position.
-    """
-
-    token_ids: Sequence[int]
-    rows: Tensor | None = None
-    """Keys and values [L, 2, K, n, D]."""
-    features: Tensor | None = None
-    """What a draft is given for these tokens, [1, n, F]."""
-
-    def length_in(self, prompt_token_ids: Sequence[int], chunk_size: int) -> int:
-        """Return n, or 0 for a prompt with another start or with nothing behind it, or where n is above chunk_size."""
-        n = len(self.token_ids)
-        begins = n < len(prompt_token_ids) and list(prompt_token_ids[:n]) == list(self.token_ids)
-        return n if begins and n <= chunk_size else 0
-
-    def keep(self, cache: KVCache, first_row: int, features: Tensor) -> None:
-        """Copy what the target wrote to the cache from `first_row` on; `features` [1, n, F] came with it."""
-        self.rows = cache.stored[:, :, :, first_row : first_row + len(self.token_ids)].clone()
-        self.features = features.clone()
-
-    def write(self, cache: KVCache, first_row: int) -> Tensor:
-        """Write the rows for another prompt, from `first_row` on; return the features [1, n, F]."""
-        assert self.rows is not None, "kept before"
-        assert self.features is not None, "kept with the rows"
-        cache.stored[:, :, :, first_row : first_row + len(self.token_ids)] = self.rows
-        return self.features
 
 
 class CacheHook:

@@ -59,10 +59,15 @@ class DecodingOptions:
     repetition_scope: RepetitionScope = "all"
     """Where `repetition_penalty` and `no_repeat_ngram_size` look for what occurred: `all` is prompt and output, as in
     transformers for models that only decode; `output` is the output alone, so that a summary may quote its document."""
-    max_batch_size: int = 1
-    """Maximum number of sequences that a worker decodes together."""
+    max_batch_size: int | Literal["auto"] = 1
+    """Maximum number of sequences that a worker decodes together. `auto` takes as many of the longest documents as
+    `cache_gib` and, on a GPU of this machine, its memory have room for: at most 4 on a CPU and 16 on a GPU."""
     cache_gib: float = 2.0
     """Largest size of the target's KV cache on each worker, in GiB. A draft's caches are additional."""
+    cuda_graphs: bool = False
+    """Record the steps of drafting and verification on a GPU, and replay each as one launch. Needs `attention.backend:
+    triton`. Trees then have the same size in every step, except that `tree.nodes: auto` cuts them, by what a sequence's
+    last tree promised. No GPU has run this yet."""
     audit_fraction: float = 0.0
     """Share of the documents, chosen by seed and id, that are decoded once more without a draft after they are done.
     The report says how many tokens agree and how much faster speculation was. Their summaries stay as they are."""
@@ -72,7 +77,10 @@ class DecodingOptions:
         at_least("decoding.max_new_tokens", self.max_new_tokens, 1)
         at_least("decoding.temperature", self.temperature, 0)
         at_least("decoding.top_k", self.top_k, 0)
-        at_least("decoding.max_batch_size", self.max_batch_size, 1)
+        if isinstance(self.max_batch_size, str):
+            one_of("decoding.max_batch_size", self.max_batch_size, ("auto",))
+        else:
+            at_least("decoding.max_batch_size", self.max_batch_size, 1)
         if not 0 <= self.audit_fraction <= 1:
             raise ValueError(f"decoding.audit_fraction must be in [0, 1], got {self.audit_fraction}")
         if self.audit_fraction and self.mode == "autoregressive":
@@ -88,6 +96,17 @@ class DecodingOptions:
         if any(not stop for stop in self.stop):
             raise ValueError("decoding.stop must not hold an empty string")
 
+    @property
+    def copies_equal_texts(self) -> bool:
+        """Return True if equal texts get equal summaries. If tokens are drawn, they do not: each row has its seed."""
+        return self.temperature == 0
+
+    @property
+    def batch_size(self) -> int:
+        """Return `max_batch_size` once it is a number: a start and `load_engine` replace `auto` first."""
+        assert isinstance(self.max_batch_size, int)
+        return self.max_batch_size
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
@@ -97,10 +116,11 @@ class AttentionOptions:
     """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels. On a CPU only, `folded` is the same
     kernel with the heads of a group as rows of one, `padded` that with at least 64 rows, `matmul` two matrix products
     and a softmax, and `compiled` a kernel of our own, which needs the `cpu` extra; heads whose size is no multiple of
-    32 (16 in float32) take `matmul` instead. `flash` is the flash-attn package, an extra. `triton`, on a GPU only, is a
-    kernel of our own for up to 128 queries and heads of 64 or 128; other calls take `sdpa`. `auto` takes what is proven
-    on the device: on a CPU, for each number of queries and keys, the kernel that was fastest at start-up; on a GPU,
-    `reference`."""
+    32 (16 in float32) take `matmul` instead. `flash`, on a GPU only, is the flash-attn
+    package, version 2 (the `flash` extra) or 3; trees and float32 take `sdpa`. `triton`, on a GPU only, is a kernel of
+    our own for up to 128 queries and heads of 64 or 128; other calls take flash-attn if it is installed, else `sdpa`.
+    Kernels of our own for norms, RoPE and gates come with it. `auto` takes what is proven on the device: on a CPU, for
+    each number of queries and keys, the kernel that was fastest at start-up; on a GPU, `reference`."""
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
     log-sum-exp (arXiv 2505.20776, section 3); `dense` runs one masked call over everything; `auto` uses, at each
@@ -135,14 +155,14 @@ class TreeOptions:
     ngram_depth: int = 16
     """Maximum depth of n-gram drafts, in levels, with `draft.kind: ngram` or `draft.ngram: true`."""
     threshold: float = 0.05
-    """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. Used on a CPU
-    only: on a GPU every tree grows to its full depth."""
+    """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. Not used
+    with `decoding.cuda_graphs`, where every tree grows to its full depth."""
 
     def __post_init__(self) -> None:
         if isinstance(self.nodes, str):
             one_of("tree.nodes", self.nodes, ("auto",))
-        at_least("tree.nodes", self.most_nodes, 1)
         at_least("tree.max_nodes", self.max_nodes, 1)
+        at_least("tree.nodes", self.most_nodes, 1)
         at_least("tree.depth", self.depth, 1)
         at_least("tree.ngram_depth", self.ngram_depth, 1)
         at_least("tree.threshold", self.threshold, 0)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.attention.plan import TreeAttention
 from specextend.core import Completion, Request
 from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.admission import (
@@ -24,25 +24,22 @@ from specextend.decoding.admission import (
     PendingRequest,
     Queue,
     Work,
-    is_out_of_memory,
-    release_cached,
 )
-from specextend.decoding.cache import SharedStart
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.drafter import Drafter
+from specextend.decoding.device import is_out_of_memory, release_cached, traits_of
+from specextend.decoding.drafter import Decided, Drafter
+from specextend.decoding.graphs import Graphs
 from specextend.decoding.limits import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.penalties import penalties_of
+from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
 from specextend.decoding.step_costs import CostTable
 from specextend.decoding.stopping import StopChecker
-from specextend.decoding.tree import DraftTrees, Verdict, among_roots, prune, roots_only, tree_mask, verify
-
-PREFILL_CHUNK = 1024
-"""Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that hardly shows
-(`docs/log.md`)."""
+from specextend.decoding.tree import DraftTrees, among_roots, prune, roots_only
+from specextend.decoding.verification import Verified, Verifier
 
 OnError = Callable[[str, Exception], None]
 
@@ -54,18 +51,6 @@ class BatchError(RuntimeError):
         super().__init__(f"{type(error).__name__}: {error}")
         self.request_ids = request_ids
         """The requests whose prefill had begun."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One verification: what it decided, and what later phases need of its forward."""
-
-    verdict: Verdict
-    new_token_ids: list[list[int]]
-    """The decided tokens of each sequence."""
-    features: Tensor
-    """[B, W, F], along the accepted paths"""
-    plan: AttentionPlan
 
 
 class Engine:
@@ -84,11 +69,13 @@ class Engine:
         tree_attention: TreeAttention | CostTable,
         cache: CacheOptions,
         adaptive: Adaptive | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """Take the models; without a `drafter` steps are plain. `max_tokens` limits prompt and output together.
 
         With a table as `tree_attention` each step takes the kind that is faster by the table. `adaptive` cuts trees and
-        pauses speculation; without it all sequences speculate in every step, with whole trees.
+        pauses speculation; without it all sequences speculate in every step, with whole trees. `graphs` are those of
+        the drafter.
         """
         self.tokenizer = tokenizer
         self.num_steps = 0
@@ -96,24 +83,30 @@ class Engine:
         self.target, self.drafter = target, drafter
         self._eos_token_ids, self._cache_options = eos_token_ids, cache
         assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
-        self._tree_attention, self._adaptive = tree_attention, adaptive
+        self._adaptive, self._graphs = adaptive, graphs or Graphs()
         self._admission = Admission(target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size)
-        self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, PREFILL_CHUNK)
+        chunk_size = traits_of(target.device).prefill_chunk
+        self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, chunk_size)
         self._scored_layers = scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
         self._num_levels = drafter.num_levels if drafter else 0
-        self._hidden_layers = drafter.hidden_layers if drafter else ()
+        hidden_layers = drafter.hidden_layers if drafter else ()
+        self._verifier = Verifier(
+            target, hidden_layers, self._scored_layers, self._num_levels, tree_attention, self._graphs
+        )
         self._lock = threading.Lock()
         self._active: dict[str, Sequence] = {}
         self._cancelled: set[str] = set()
         self._watch = Stopwatch()
-        self._shared_start: SharedStart | None = None
+        self._reader = PromptReader(
+            target, drafter, hidden_layers, self._scored_layers, chunk_size, self._watch, self._count_step
+        )
 
     def share_start(self, token_ids: Items[int]) -> None:
         """Let the target read a start that most prompts will have only once; a longer one than a chunk is cut.
 
         Outputs do not depend on which request is the first, nor on how many there are. Other prompts may follow, too.
         """
-        self._shared_start = SharedStart(token_ids[:PREFILL_CHUNK]) if token_ids else None
+        self._reader.share_start(token_ids)
 
     @property
     def max_tokens(self) -> int:
@@ -179,6 +172,7 @@ class Engine:
             for sequence in list(self._active.values()):
                 self._leave(sequence)
             self._cancelled.clear()
+            self._reader.forget()
 
     def _admit(self, queue: Queue, on_error: OnError | None) -> None:
         """Start requests while the source has some and there is room."""
@@ -213,7 +207,7 @@ class Engine:
         now = self._watch.charge("other_s", list(self._active.values()))
         stopper = StopChecker(
             self.tokenizer,
-            self._eos_token_ids,
+            frozenset() if request.sampling.ignore_eos else self._eos_token_ids,
             request.sampling.stop,
             request.max_new_tokens,
             stop_repetition=request.sampling.stop_repetition,
@@ -252,6 +246,8 @@ class Engine:
         for sequence in sequences:
             self._leave(sequence)
         queue.give_back(PendingRequest(each.request, each.stats.num_memory_retries + 1) for each in sequences)
+        self._graphs.clear()
+        self._reader.forget()
         release_cached(self.target.device)
         self._watch.restart()
 
@@ -291,65 +287,34 @@ class Engine:
     def _prefill(self, sequences: list[Sequence]) -> None:
         """Run the prompt through target and draft, choose the first token, retrieve for the draft."""
         [sequence] = sequences
-        prompt = torch.tensor(sequence.request.prompt_token_ids, device=self.target.device)
-        sequence.stats.num_prompt_tokens = len(prompt)
-        self._prefill_start(sequence, prompt)
-        for chunk in prompt[sequence.length :].split(self._memory.chunk_size):
-            plan, hidden, features = self._prefill_chunk(sequence, chunk)
-            self._prefill_draft(sequence, chunk, features)
-            if sequence.request.request_id in self._cancelled:
-                return
-        positions = torch.tensor([sequence.length], device=prompt.device)
-        logits = self.target.logits(hidden[0, -1:])
+        request = sequence.request
+        end = self._reader.read(sequence, self._memory.chunk_size, lambda: request.request_id in self._cancelled)
+        if end is None:
+            return
+        positions = torch.tensor([sequence.length], device=self.target.device)
+        logits = self.target.logits(end.hidden)
         if sequence.penalties is not None:
-            logits = sequence.penalties.apply(logits, sequence.request.prompt_token_ids[-1:], [-1])
-        token_id = int(choose_tokens(logits, positions, sequence.request.sampling))
+            logits = sequence.penalties.apply(logits, request.prompt_token_ids[-1:], [-1])
+        token_id = int(choose_tokens(logits, positions, request.sampling))
         sequence.audit(logits[0], positions[0], token_id)
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if sequence.drafts and not sequence.finish_reason:
-            self._retrieve(sequence, [query[0, -1] for query in self._scoring(plan)])
-            sequence.undrafted.append(([token_id], features[0, -1:]))
+            self._retrieve(sequence, end.queries)
+            sequence.undrafted.append(([token_id], end.features))
             if sequence.speculation.active:
-                self._absorb(sequences)
+                self._catch_up(sequence)
 
-    def _prefill_start(self, sequence: Sequence, prompt: Tensor) -> None:
-        """Read the shared start of a prompt [P], if it has it: with the first such prompt, from the copy later."""
-        start, first_row = self._shared_start, sequence.region.start
-        if start is None or not (n := start.length_in(sequence.request.prompt_token_ids, self._memory.chunk_size)):
-            return
-        if start.features is None:
-            _, _, features = self._prefill_chunk(sequence, prompt[:n])
-            start.keep(self.target.cache, first_row, features)
-        else:
-            features = start.write(self.target.cache, first_row)
-            sequence.length = n
-        self._prefill_draft(sequence, prompt[:n], features)
-
-    def _prefill_draft(self, sequence: Sequence, chunk: Tensor, features: Tensor) -> None:
-        """Let the draft read a chunk [T] of the prompt after the target, with features [1, T, F]."""
-        self._watch.charge("prefill_s", [sequence])
-        if self.drafter is not None and sequence.drafts:
-            self.drafter.prefill(sequence.slot, chunk, features[0])
-            self._watch.charge("draft_prefill_s", [sequence])
-
-    def _prefill_chunk(self, sequence: Sequence, chunk: Tensor) -> tuple[AttentionPlan, Tensor, Tensor]:
-        """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T, C] and features [1, T, F]."""
-        first = sequence.length
-        sequence.length += len(chunk)
-        plan = self._plan([sequence], [sequence.length], len(chunk))
-        positions = torch.arange(first, sequence.length, device=chunk.device)
+    def _count_step(self) -> None:
         self.num_steps += 1
-        token_ids, positions = chunk.unsqueeze(0), positions.unsqueeze(0)
-        return plan, *self.target.forward_with_features(token_ids, positions, plan, self._hidden_layers)
 
     def _step(self, running: list[Sequence]) -> None:
         """Draft, verify, accept, then let the draft look again, for all running sequences at once."""
         self._watch.charge("other_s", running)
         trees = self._propose(running)
         begin = self._watch.mark
-        step = self._verify(running, trees)
+        step = self._verifier.verify(running, trees)
         self._accept(running, trees, step, begin)
-        self.num_steps += 1
+        self._count_step()
         if self.drafter is not None:
             self._update_draft(running, step)
 
@@ -368,69 +333,42 @@ class Engine:
             self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
         return trees if len(drafting) == len(sequences) else among_roots(trees, places, roots)
 
-    def _verify(self, sequences: list[Sequence], trees: DraftTrees) -> _Step:
-        """Run the target over all trees in one forward, and commit the accepted paths to the cache."""
-        num_nodes, device = trees.num_nodes, trees.depths.device
-        mask = tree_mask(trees.parents, self._num_levels) if num_nodes > 1 else None
-        places = [[sequence.first_new_row, sequence.length] for sequence in sequences]
-        first_rows, lengths = torch.tensor(places, device=device).T.unsqueeze(2)
-        rows = first_rows + torch.arange(num_nodes, device=device)
-        plan = self._plan(sequences, [sequence.length + num_nodes for sequence in sequences], num_nodes, mask, rows)
-        positions = lengths + trees.depths
-        hidden, features = self.target.forward_with_features(trees.token_ids, positions, plan, self._hidden_layers)
-        chosen = self._choose(sequences, trees, self.target.logits(hidden), positions + 1)
-        verdict = verify(trees.token_ids, trees.parents, chosen, self._num_levels)
-        if num_nodes > 1:
-            self.target.cache.commit(rows, verdict.paths)
-        along = verdict.paths.unsqueeze(2).expand(-1, -1, features.shape[2])
-        return _Step(verdict, verdict.decided(), features.gather(1, along), plan)
-
-    def _accept(self, sequences: list[Sequence], trees: DraftTrees, step: _Step, begin: float) -> None:
+    def _accept(self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float) -> None:
         """Append each sequence's decided tokens, and count the step, whose verification started at `begin`."""
         lengths = [sequence.length for sequence in sequences]
         accepted = [len(new) - 1 for new in step.new_token_ids]
         for sequence, size, number in zip(sequences, trees.sizes, accepted, strict=True):
             sequence.length += number + 1
             sizes = size - 1, number, self._num_levels
-            sequence.count_step(*sizes, batch_size=len(sequences), hybrid=step.plan.tree == "hybrid")
+            sequence.count_step(*sizes, batch_size=len(sequences), hybrid=step.tree_attention == "hybrid")
         now = self._watch.charge("verify_s", sequences)
         if self._adaptive is not None:
             self._adaptive.observe(sequences, lengths, trees, accepted, now - begin)
         for sequence, new in zip(sequences, step.new_token_ids, strict=True):
             sequence.push(new, now)
 
-    def _choose(self, sequences: list[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor) -> Tensor:
-        """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
-        chosen = []
-        for b, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
-            scores = logits[b]
-            if sequence.penalties is not None:
-                scores = sequence.penalties.apply(scores, *torch.stack([tree.token_ids, tree.parents]).tolist())
-            chosen.append(choose_tokens(scores, positions[b], sequence.request.sampling))
-            if sequence.request.audit_of is not None:
-                sequence.audit(scores[0], positions[b, 0], int(chosen[b][0]))
-        return torch.stack(chosen)
-
-    def _update_draft(self, sequences: list[Sequence], step: _Step) -> None:
+    def _update_draft(self, sequences: list[Sequence], step: Verified) -> None:
         """Retrieve if it is due, then run the draft over the committed tokens, unless the next step is plain."""
         going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
         if self._adaptive is not None and going:
             self._adaptive.decide([sequences[b] for b in going])
-        drafting = []
+        prompt = []
         for b in going:
             sequence, new = sequences[b], step.new_token_ids[b]
-            sequence.undrafted.append((new, step.features[b, : len(new)]))
+            reads_now = sequence.speculation.active and not sequence.undrafted
+            if not reads_now:
+                sequence.undrafted.append((new, step.features[b, : len(new)].clone()))
             if not sequence.speculation.active:
                 continue
-            drafting.append(sequence)
             if sequence.policy.is_due(sequence.length):
                 last = step.verdict.paths[b, len(new) - 1 : len(new)]
-                self._retrieve(sequence, [query[b].index_select(0, last)[0] for query in self._scoring(step.plan)])
-        self._absorb(drafting)
-
-    def _scoring(self, plan: AttentionPlan) -> list[Tensor]:
-        """Return the queries [B, T, H, D] of the layers that score."""
-        return [plan.queries[layer] for layer in self._scored_layers]
+                self._retrieve(sequence, [query[b].index_select(0, last)[0] for query in step.queries])
+            if reads_now:
+                prompt.append(b)
+            else:
+                self._catch_up(sequence)
+        if prompt:
+            self._absorb([sequences[b] for b in prompt], step.decided(prompt, whole=self._graphs.enabled))
 
     def _retrieve(self, sequence: Sequence, queries: list[Tensor]) -> None:
         """Choose what the draft sees, by the queries [H, D] of the last committed token in the layers that score."""
@@ -441,45 +379,22 @@ class Engine:
             rows = slice(sequence.region.start, sequence.first_new_row)
             keys = [self.target.cache.keys[layer, :, rows] for layer in self._scored_layers]
             mass = mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
-        positions = sequence.policy.select(sequence.length, mass, sequence.stats)
-        self.drafter.select(sequence.slot, positions.to(self.target.device))
+        self.drafter.select(sequence.slot, sequence.policy.select(sequence.length, mass, sequence.stats))
         self._watch.charge("retrieval_s", [sequence])
 
-    def _absorb(self, sequences: list[Sequence]) -> None:
-        """Run the draft over what it has not read: batched after one step, one by one after several, to pad less."""
+    def _absorb(self, sequences: list[Sequence], decided: Decided) -> None:
+        """Run the draft over what the step decided."""
         assert self.drafter is not None
-        late = [sequence for sequence in sequences if len(sequence.undrafted) > 1]
-        together = [sequence for sequence in sequences if len(sequence.undrafted) == 1]
-        for group in [*([sequence] for sequence in late), together]:
-            if not group:
-                continue
-            begin = self._watch.charge("other_s", group)
-            token_ids, features = zip(*(sequence.catch_up() for sequence in group), strict=True)
-            self.drafter.absorb([sequence.slot for sequence in group], token_ids, features)
-            now = self._watch.charge("draft_s", group)
-            if self._adaptive is not None and group is together:
-                self._adaptive.costs.observe_draft("absorb", len(group), now - begin)
+        begin = self._watch.charge("other_s", sequences)
+        self.drafter.absorb([sequence.slot for sequence in sequences], decided)
+        now = self._watch.charge("draft_s", sequences)
+        if self._adaptive is not None:
+            self._adaptive.costs.observe_draft("absorb", len(sequences), now - begin)
 
-    def _plan(
-        self,
-        sequences: list[Sequence],
-        lengths: list[int],
-        num_new: int,
-        mask: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> AttentionPlan:
-        return AttentionPlan(
-            starts=[sequence.region.start for sequence in sequences],
-            lengths=lengths,
-            num_new=num_new,
-            mask=mask,
-            tree="hybrid" if mask is None else self._kind(lengths, num_new),
-            keep_layers=frozenset(self._scored_layers),
-            rows=rows,
-        )
-
-    def _kind(self, lengths: list[int], num_new: int) -> TreeAttention:
-        """Return the kind of tree attention: the configured one, or the faster one at these lengths."""
-        if isinstance(self._tree_attention, CostTable):
-            return self._tree_attention.tree_attention(num_new, lengths)
-        return self._tree_attention
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Run the draft over all that it missed; alone, because others would be padded to it."""
+        assert self.drafter is not None
+        self._watch.charge("other_s", [sequence])
+        token_ids, features = sequence.catch_up()
+        self.drafter.absorb([sequence.slot], Decided.pad([token_ids], [features]))
+        self._watch.charge("draft_s", [sequence])

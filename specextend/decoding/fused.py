@@ -1,4 +1,4 @@
-"""Decoder layers in fewer operators: joined projections, one operator for a norm, RoPE in three.
+"""Decoder layers in fewer operators: `FusedLayer` in torch's own, for a CPU, `KernelLayer` in kernels of ours.
 
 A layer of few rows is a chain of small operators, so each one that is left out counts. The stock model stays around the
 layers: its embedding, its positions, its loop. In fp32 the logits are the stock layer's; in bf16 fewer results are
@@ -17,21 +17,24 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from specextend.attention.hybrid import attend_plan
+from specextend.attention.layer_reference import HeadNorms, LayerKernels
 from specextend.attention.plan import Attend, AttentionPlan
 
 
-def fuse(model: Any) -> bool:
+def fuse(model: Any, kernels: LayerKernels | None = None) -> bool:
     """Replace the decoder layers and norms of a causal LM in place; return False if its activation is not SiLU.
 
-    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries and keys.
+    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries and keys. With
+    `kernels` its layers are made of them, and each forward must be given the cache as `stored`.
     """
     if model.config.hidden_act != "silu":
         return False
     decoder = model.model
     for index, layer in enumerate(decoder.layers):
-        decoder.layers[index] = FusedLayer(layer)
+        decoder.layers[index] = FusedLayer(layer) if kernels is None else KernelLayer(layer, kernels)
     decoder.norm = FusedNorm(decoder.norm)
-    decoder.rotary_emb = SignedRotary(decoder.rotary_emb)
+    if kernels is None:
+        decoder.rotary_emb = SignedRotary(decoder.rotary_emb)
     return True
 
 
@@ -42,11 +45,11 @@ class FusedNorm(nn.Module):
         """Take the stock norm's weight and epsilon."""
         super().__init__()
         self.weight: Tensor = norm.weight
-        self._eps: float = norm.variance_epsilon
+        self.eps: float = norm.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., C] normalised over its last dimension."""
-        return rms_norm(x, self.weight.shape, self.weight, self._eps)
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class SignedRotary(nn.Module):
@@ -76,8 +79,8 @@ def rotate_half_signed(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(heads * cos, swapped, sin)
 
 
-class FusedLayer(nn.Module):
-    """A decoder layer of Llama's family, with q, k and v in one projection and gate and up in another."""
+class JoinedWeights(nn.Module):
+    """The weights of a decoder layer of Llama's family, q, k and v in one projection, gate and up in another."""
 
     def __init__(self, layer: Any) -> None:
         """Take the weights of a stock layer."""
@@ -94,6 +97,10 @@ class FusedLayer(nn.Module):
         self.o_proj: nn.Module = attention.o_proj
         self.gate_up = join([mlp.gate_proj, mlp.up_proj])
         self.down_proj: nn.Module = mlp.down_proj
+
+
+class FusedLayer(JoinedWeights):
+    """A decoder layer in torch's own operators, with joined projections."""
 
     def forward(
         self,
@@ -124,6 +131,49 @@ class FusedLayer(nn.Module):
             query, key = turned.split([self._num_heads, self._num_kv_heads], 2)
             turned = torch.cat([self.q_norm(query), self.k_norm(key)], 2)
         return rotate_half_signed(turned, cos, sin), value
+
+
+class KernelLayer(JoinedWeights):
+    """A decoder layer with kernels of ours between its products: eleven in all on a GPU, two of them attention.
+
+    Its kernel for RoPE writes to the cache, so the hook's `update` is not called.
+    """
+
+    def __init__(self, layer: Any, kernels: LayerKernels) -> None:
+        """Take the weights of a stock layer."""
+        super().__init__(layer)
+        self._kernels = kernels
+        self._head_norms: HeadNorms | None = None
+        if self.q_norm is not None and self.k_norm is not None:
+            self._head_norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        stored: Tensor,
+        plan: AttentionPlan,
+        attend: Attend,
+        **_: Any,
+    ) -> Tensor:
+        """Run hidden_states [B, T, C]; write the rows of the plan in stored [L, 2, K, R, D], attend as it says."""
+        x = hidden_states.flatten(0, 1)
+        keys, values = stored[self._index]
+        normed = self._kernels.add_norm(x, None, self.input_norm.weight, self.input_norm.eps)[1]
+        qkv = self.qkv(normed).unflatten(-1, (-1, self._head_dim))
+        cos, sin = (angles.flatten(0, 1) for angles in position_embeddings)
+        rows = plan.new_rows(x.device).flatten()
+        rotated = self._kernels.rotate_heads(qkv, cos, sin, self._head_norms, keys, values, rows)
+        query = rotated.unflatten(0, hidden_states.shape[:2])
+        if self._index in plan.keep_layers:
+            plan.queries[self._index] = query
+        mixed = attend_plan(attend, query, keys, values, plan, self._scale)
+        residual, normed = self._kernels.add_norm(
+            x, self.o_proj(mixed.flatten(2).flatten(0, 1)), self.post_norm.weight, self.post_norm.eps
+        )
+        added = self.down_proj(self._kernels.gate(self.gate_up(normed)))
+        return (residual + added).unflatten(0, hidden_states.shape[:2])
 
 
 def _head_norm(attention: Any, name: str) -> FusedNorm | None:

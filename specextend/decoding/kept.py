@@ -10,15 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from specextend.file_hashes import cache_folder
 
@@ -82,13 +79,3 @@ def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
     folder = cache_folder()
     text = json.dumps(dict(key), sort_keys=True)
     return folder and folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the operating system's name of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -7,22 +7,21 @@ limited by the rate of matrix products.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from specextend.decoding.kept import device_name, keep_value, measure_undisturbed, read_kept
+from specextend.decoding.device import device_name, synchronise, traits_of
+from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
 from specextend.decoding.packing import pack_if_faster
 
-_READ_BYTES = {"cpu": 512 << 20, "cuda": 1 << 30}
-"""Size of the tensor that is read: more than a cache holds, and so much that starting a kernel takes no share."""
-_PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
-"""Rows, inputs and outputs of the product."""
 _REPEATS = 5
 _KIND = "limits"
+_FRESH_S = 3600.0
+"""Age up to which a kept measurement is not repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +52,16 @@ class ModelWork:
         """Count the bytes that a step reads with `num_tokens` tokens in the cache."""
         return self.weight_bytes + num_tokens * self.kv_bytes_per_token
 
-    def prefill_flop(self, num_tokens: int) -> int:
-        """Count the floating-point operations of a prompt."""
-        products = 2 * (num_tokens * self.layer_parameters + self.head_parameters)
-        return products + self.attention_flop_per_pair * num_tokens * (num_tokens + 1) // 2
+    def prefill_flop(self, num_tokens: int, num_cached: int = 0) -> int:
+        """Count the floating-point operations of a prompt, of which the first `num_cached` tokens were read before."""
+        products = 2 * ((num_tokens - num_cached) * self.layer_parameters + self.head_parameters)
+        pairs = (num_tokens * (num_tokens + 1) - num_cached * (num_cached + 1)) // 2
+        return products + self.attention_flop_per_pair * pairs
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     """Measure memory bandwidth and matrix rate, which takes a few seconds."""
-    num_bytes, size = _READ_BYTES[device.type], _PRODUCT_SIZE[device.type]
+    num_bytes, size = traits_of(device).probe_bytes, traits_of(device).probe_size
     values = torch.ones(num_bytes // 4, device=device)
     read_s = _best_s(values.sum, device)
     del values
@@ -71,7 +71,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
 
 def measure_copy(device: torch.device) -> float:
     """Measure the bytes per second of a copy inside the device's memory, those read and those written together."""
-    source = torch.ones(_READ_BYTES[device.type] // 4, device=device)
+    source = torch.ones(traits_of(device).probe_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best_s(lambda: target.copy_(source), device)
 
@@ -91,24 +91,38 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
     for _ in range(_REPEATS + 1):
         begin = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronise(device)
         seconds.append(time.perf_counter() - begin)
     return min(seconds[1:])
 
 
 def load_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
-    """Return the limits of a device, kept or measured now. What is measured on a busy machine is not kept."""
+    """Return the highest limits that were measured of a device, now or before.
+
+    Whatever else uses a device can only lower a measurement. So it is repeated at a start an hour later or, if it was
+    made on a busy machine, at the next one, and the higher value of each limit is kept.
+    """
     key = {"device": device_name(device), "threads": torch.get_num_threads(), "dtype": str(dtype)}
     key["torch"] = str(torch.__version__)
+    kept, measured_at = _kept_limits(key)
+    if kept is not None and 0 <= time.time() - measured_at < _FRESH_S:
+        return kept
+    limits, is_quiet = measure_undisturbed(lambda: (measure_limits(device, dtype), True), patience_s=0)
+    if kept is not None:
+        limits = MachineLimits(*map(max, astuple(limits), astuple(kept)))
+    keep_value(_KIND, key, asdict(limits) | {"measured_at": time.time() if is_quiet else 0.0})
+    return limits
+
+
+def _kept_limits(key: Mapping[str, Any]) -> tuple[MachineLimits | None, float]:
+    """Return the limits that are kept, and when they were last measured, in seconds since 1970."""
     kept = read_kept(_KIND, key)
     names = [spec.name for spec in fields(MachineLimits)]
-    if isinstance(kept, dict) and all(isinstance(kept.get(name), float) and kept[name] > 0 for name in names):
-        return MachineLimits(**{name: kept[name] for name in names})
-    limits, is_quiet = measure_undisturbed(lambda: (measure_limits(device, dtype), True), patience_s=0)
-    if is_quiet:
-        keep_value(_KIND, key, asdict(limits))
-    return limits
+    if not isinstance(kept, dict) or not all(isinstance(kept.get(name), float) and kept[name] > 0 for name in names):
+        return None, 0.0
+    measured_at = kept.get("measured_at")  # older versions kept none
+    limits = MachineLimits(**{name: kept[name] for name in names})
+    return limits, measured_at if isinstance(measured_at, float) else 0.0
 
 
 def count_work(model: Any, dtype: torch.dtype) -> ModelWork:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specextend.attention.layer_reference import LayerKernels
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
+from specextend.decoding.device import traits_of
 from specextend.decoding.fused import fuse
 from specextend.decoding.limits import count_work, head_size
 from specextend.decoding.packing import pack_if_faster
@@ -20,17 +22,18 @@ from specextend.decoding.packing import pack_if_faster
 class CachedModel:
     """A transformers causal LM, the kernels it attends with, and its KV cache."""
 
-    def __init__(self, model: Any, attend: Attend, num_rows: int) -> None:
+    def __init__(self, model: Any, attend: Attend, num_rows: int, kernels: LayerKernels | None = None) -> None:
+        """Take the model, whose layers may be replaced; with `kernels` they are made of them."""
         self.config: Any = model.config
-        self.model, self.attend = model, attend
+        self.model, self.attend, self.kernels = model, attend, kernels
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.head_dim = head_size(self.config)
         self.scale: float = self.head_dim**-0.5
         self.work = count_work(model, self.dtype)
         """What decoding with it takes."""
-        if self.device.type == "cpu":
-            fuse(model)
+        if traits_of(self.device).fuses_layers or kernels is not None:
+            fuse(model, kernels)
         pack_if_faster(model)
         self.cache = KVCache(
             self.config.num_hidden_layers,
@@ -49,6 +52,7 @@ class CachedModel:
             past_key_values=CacheHook(self.cache, plan),
             plan=plan,
             attend=self.attend,
+            stored=self.cache.stored,
         )
         return output.last_hidden_state
 

@@ -13,6 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from specextend.decoding.device import traits_of
+
 _ROWS = (1, 16)
 """Rows of the products that decide: a plain step and a tree."""
 _RUNS = 3
@@ -72,7 +74,11 @@ def _packable(module: nn.Module) -> Iterator[nn.Linear]:
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
     for child in module.modules():
-        if isinstance(child, nn.Linear) and child.weight.device.type == "cpu" and child.weight.dtype == torch.bfloat16:
+        if (
+            isinstance(child, nn.Linear)
+            and child.weight.dtype == torch.bfloat16
+            and traits_of(child.weight.device).packs_linears
+        ):
             yield child
 
 

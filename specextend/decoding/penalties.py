@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specextend.core import Request
+from specextend.decoding.device import upload
 
 Places = tuple[list[int], list[int]]
 """Entries of logits [N, V]: their nodes, and their token ids."""
@@ -119,5 +120,5 @@ def penalties_of(request: Request, device: torch.device) -> Penalties | None:
 
 def _as_index(places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return places as an index of [N, V]."""
-    nodes, token_ids = torch.tensor(places, dtype=torch.int64, device=device)
+    nodes, token_ids = upload(torch.tensor(places, dtype=torch.int64), device)
     return nodes, token_ids

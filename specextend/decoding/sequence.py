@@ -56,6 +56,15 @@ class Sequence:
         """Return the cache row behind the committed ones."""
         return self.region.start + self.length
 
+    @property
+    def is_greedy(self) -> bool:
+        """Return True if every token is the likeliest one, and the logits serve nothing else."""
+        return self.request.sampling.temperature == 0 and self.penalties is None and self.request.audit_of is None
+
+    def take_over(self, count: int) -> None:
+        """Count the first tokens of the prompt as read, because their cache rows are copied."""
+        self.length = self.stats.num_cached_tokens = count
+
     def push(self, token_ids: list[int], now: float) -> None:
         """Append tokens that the target decided, record the times, and check whether they end the sequence."""
         if self.stats.num_output_tokens == 0:

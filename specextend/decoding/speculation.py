@@ -80,6 +80,8 @@ class Speculation:
     prior: float = 1.0
     """The calibration before the first step."""
     evidence: TrackRecord = field(default_factory=lambda: TrackRecord(_MEMORY))
+    promised: list[float] = field(default_factory=list)
+    """Path probabilities of the draft tokens of its last whole tree."""
     _trust: float = _TRUST
     _run: int = 0  # speculative steps since the last pause
     _pause: int = FIRST_PAUSE // 2

@@ -48,6 +48,11 @@ class DraftTrees:
     """[B] number of nodes, 1 to N"""
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return token_ids, parents, depths and log_probs."""
+        return self.token_ids, self.parents, self.depths, self.log_probs
+
+    @property
     def num_nodes(self) -> int:
         """Return N."""
         return self.token_ids.shape[1]

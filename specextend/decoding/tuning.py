@@ -10,16 +10,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from specextend.attention.backends import cpu_kernels
+from specextend.attention.backends import KERNELS_VERSION, cpu_kernels
 from specextend.attention.measured import Cell, MeasuredAttention, make_cells, measure_attention
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
-from specextend.decoding.kept import device_name, keep_value, measure_undisturbed, read_kept
+from specextend.decoding.device import device_name
+from specextend.decoding.graphs import Graphs
+from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
 from specextend.decoding.model import CachedModel
 from specextend.decoding.step_costs import CostTable, StepCosts, fit_line
 from specextend.decoding.tree import tree_mask
@@ -84,9 +88,9 @@ def make_grid(
 
 
 def measure(
-    target: CachedModel, grid: TuningGrid, clock: Callable[[], float] = time.perf_counter
+    target: CachedModel, grid: TuningGrid, graphs: Graphs, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[CostTable, bool]:
-    """Measure the table; return it, and True if the machine was quiet enough to keep it.
+    """Measure the table; return it, and True if the machine was quiet enough to keep it. Steps go through `graphs`.
 
     It writes to the front of the target's cache, so no request may be running.
     """
@@ -99,9 +103,11 @@ def measure(
         if seconds and clock() - begin > BUDGET_S:
             break
         for kind, size in grid.cells():
-            if (kind, size) not in seconds:  # the first call of a size builds what later ones use
-                time_step(target, kind, size, length, clock)
-            runs = [time_step(target, kind, size, length, clock) for _ in range(_RUNS)]
+            step = partial(time_step, target, kind, size, length, graphs, clock)
+            if (kind, size) not in seconds:  # the first calls of a size build what later ones use
+                for _ in range(graphs.num_warm_ups):
+                    step()
+            runs = [step() for _ in range(_RUNS)]
             seconds[kind, size].append((length, min(runs)))
             spreads.append(max(runs) / min(runs))
     measured = {cell: _line(points) for cell, points in seconds.items()}
@@ -122,35 +128,42 @@ def time_step(
     kind: TreeAttention,
     size: int,
     length: int,
+    graphs: Graphs,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Time one verification of a chain of `size` rows behind `length` tokens; with one row it is a plain step."""
+
+    def choose(token_ids: Tensor, parents: Tensor, start: Tensor, rows: Tensor) -> tuple[Tensor]:
+        mask = tree_mask(parents, size) if size > 1 else None
+        plan = AttentionPlan([0], [length + size], size, mask, tree=kind, on_device=(start, rows))
+        return (target.logits(target.forward(token_ids, rows, plan)).max(-1).indices,)
+
     begin = clock()
-    token_ids = torch.zeros(1, size, dtype=torch.int64, device=target.device)
     parents = torch.arange(-1, size - 1, device=target.device).unsqueeze(0)
-    mask = tree_mask(parents, size) if size > 1 else None
-    plan = AttentionPlan([0], [length + size], size, mask, tree=kind)
-    hidden = target.forward(token_ids, length + parents + 1, plan)
-    target.logits(hidden).max(-1).indices.tolist()  # waits for the device
+    start = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+    [chosen] = graphs.run(f"step {kind}", choose, torch.zeros_like(parents), parents, start, length + parents + 1)
+    chosen.tolist()  # waits for the device
     return clock() - begin
 
 
 def load_step_costs(
-    target: CachedModel, tree: TreeOptions, attention: AttentionOptions, max_batch_size: int
+    target: CachedModel, tree: TreeOptions, attention: AttentionOptions, max_batch_size: int, graphs: Graphs
 ) -> StepCosts | None:
     """Return the costs of steps, read from disk or measured now; None if the options choose nothing by them.
 
-    Measuring writes to the target's cache, so no request may be running.
+    graphs: the engine's; the times of captured steps are kept apart. Measuring writes to the target's cache, so no
+    request may be running.
     """
     fixed, kinds = tree.nodes != "auto", attention.tree_kinds
     if fixed and len(kinds) == 1:
         return None
     room = target.cache.rows.num_free
     grid = make_grid(kinds, tree.most_nodes, fixed=fixed, max_batch_size=max_batch_size, room=room)
-    key = describe(target)
+    key = describe(target, graphs=graphs.enabled)
     if (kept := read_table(key, grid)) is not None:
         return StepCosts(kept)
-    table, is_quiet = measure_undisturbed(lambda: measure(target, grid))
+    table, is_quiet = measure_undisturbed(lambda: measure(target, grid, graphs))
+    graphs.clear()
     if is_quiet:
         write_table(key, grid, table)
     return StepCosts(table)
@@ -183,9 +196,13 @@ def _checked_choices(kept: Any, cells: list[Cell], kernels: Container[str]) -> d
     return dict(zip(cells, kept, strict=True))
 
 
-def describe(target: CachedModel) -> dict[str, Any]:
-    """Return everything that a step's time depends on, as JSON values: the device, its software, the model's shape."""
-    return _device_key(target) | {"backend": target.attend.__name__}
+def describe(target: CachedModel, *, graphs: bool) -> dict[str, Any]:
+    """Return everything that a step's time depends on, as JSON values: the device, its software, the model's shape.
+
+    Among the software: the attention backend, the layers, and whether steps are replayed from captured graphs.
+    """
+    layers = "kernels" if target.kernels is not None else "torch"
+    return _device_key(target) | {"backend": target.attend.__name__, "layers": layers, "graphs": graphs}
 
 
 def _device_key(target: CachedModel) -> dict[str, Any]:
@@ -193,6 +210,7 @@ def _device_key(target: CachedModel) -> dict[str, Any]:
         "device": device_name(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "kernels_version": KERNELS_VERSION,
         "dtype": str(target.dtype),
         "head_dim": target.head_dim,
         **{name: getattr(target.config, name) for name in _SHAPE},

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import TreeOptions
+from specextend.decoding.device import upload
+from specextend.decoding.drafter import Decided
+from specextend.decoding.graphs import Graphs
 from specextend.decoding.tree import DraftTrees, grow_trees
 from specextend.drafters.draft_cache import DraftCache
 
@@ -36,6 +39,8 @@ class DraftNetwork(Protocol):
     """A draft network that `CausalDrafter` can run."""
 
     cache: DraftCache
+    hidden_size: int
+    """C"""
     vocabulary: Tensor | None
     """[V] int64 token ids of the logits; None: all of the target's, in order."""
     hidden_layers: tuple[int, ...]
@@ -66,23 +71,40 @@ class DraftNetwork(Protocol):
         """Return logits [..., V] of hidden [..., C]."""
 
 
-@dataclass(slots=True)
-class _Root:
-    """The last decided token of a slot, from which the next tree starts."""
+class _Roots:
+    """The last decided token of each slot, from which its next tree starts; on the device, where the slots stay."""
 
-    token_id: Tensor  # [] int64
-    hidden: Tensor  # [C], the network's output at the root
+    def __init__(self, num_slots: int, network: DraftNetwork) -> None:
+        """Make room for as many slots."""
+        stored = network.cache.working.stored
+        self.token_ids = torch.zeros(num_slots, dtype=torch.int64, device=stored.device)
+        """[slots]"""
+        self.hidden = stored.new_zeros(num_slots, network.hidden_size)
+        """[slots, C], the network's output at the root"""
+
+    def write(self, slots: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
+        """Replace those of `slots` [B] by token_ids [B] and hidden [B, C]."""
+        self.token_ids.index_copy_(0, slots, token_ids)
+        self.hidden.index_copy_(0, slots, hidden)
 
 
-@dataclass(frozen=True, slots=True)
-class _SlotPlaces:
-    """Says where slots stand in the working cache, uploaded once for all forwards of a call."""
+class _SlotPlaces(NamedTuple):
+    """Says where slots stand, as columns [B, 1] int64 on the device."""
 
-    slots: Sequence[int]
+    slots: Tensor
+    starts: Tensor
+    """The first working row."""
     ends: Tensor
-    """[B, 1] int64: the row behind the visible ones"""
+    """The working row behind the visible ones."""
     positions: Tensor
-    """[B, 1] int64: the position behind the visible ones"""
+    """The position behind the visible ones."""
+    full_ends: Tensor
+    """The row behind the tokens in the full cache."""
+
+    @classmethod
+    def of(cls, table: Tensor) -> _SlotPlaces:
+        """Take the columns of a table [B, 5]."""
+        return cls(*table.split(1, 1))
 
 
 @dataclass(slots=True)
@@ -107,16 +129,29 @@ class CausalDrafter:
     """Grows OPT-Trees with a draft network, whose view of the document is chosen by `select`."""
 
     def __init__(
-        self, network: DraftNetwork, tree: TreeOptions, tree_attention: TreeAttention, num_visible_rows: int | None
+        self,
+        network: DraftNetwork,
+        tree: TreeOptions,
+        tree_attention: TreeAttention,
+        num_visible_rows: int | None,
+        num_slots: int,
+        graphs: Graphs | None = None,
     ) -> None:
-        """Take the network; `num_visible_rows` is the largest number that `select` is called with, None for all."""
+        """Take the network, and the number of slots.
+
+        `num_visible_rows` is the largest number that `select` is called with, None for all. With `graphs` every level
+        of a tree runs at full width, so that nothing is asked of the device.
+        """
         self.network, self._cache = network, network.cache
-        self.fixed_shapes = self._cache.working.stored.device.type != "cpu"
-        """True if every level runs at full width, so that a GPU need not ask the host; a CPU expands what is needed."""
         self._options, self._tree_attention = tree, tree_attention
-        self._num_visible_rows = num_visible_rows
-        self._roots: dict[int, _Root] = {}
-        self._texts: dict[int, Tensor] = {}  # the last three decided tokens, if the network reads them
+        self._num_visible_rows, self._num_slots = num_visible_rows, num_slots
+        self._graphs = graphs or Graphs()
+        self._roots = _Roots(num_slots, network)
+        device = self._cache.working.stored.device
+        self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
+        """[slots, 3], the last decided tokens, if the network reads them; -1 before the first."""
+        self._located: tuple[list[list[int]], Tensor] | None = None
+        """What the host last knew of some slots' places, and the same on the device."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -130,92 +165,129 @@ class CausalDrafter:
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now."""
+        assert slot < self._num_slots, "the drafter was made for fewer slots"
         num_tokens = num_prompt_tokens + max_new_tokens + self._options.depth + 1
         chosen = num_prompt_tokens if self._num_visible_rows is None else self._num_visible_rows
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)
         scratch = self._options.depth * self._options.most_nodes
+        self._texts[slot] = -1
         return self._cache.admit(slot, num_tokens, max(visible + scratch, self.network.num_staging_rows()))
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
-        self.network.prefill(slot, token_ids, hidden)
         if self.network.reads_history:
-            self._texts[slot] = last_tokens(self._texts.get(slot), token_ids)[-HISTORY:]
+            before = self._texts[slot]
+            before = before.where(before >= 0, token_ids[:1])  # nothing was read yet: the text begins here
+            self._texts[slot] = last_tokens(before, token_ids)[-HISTORY:]
+        self.network.prefill(slot, token_ids, hidden)
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Let the draft see these committed positions [S], ascending, and what `absorb` adds later."""
+        """Let the draft see these committed positions [S], ascending and on the host, and what `absorb` adds later."""
         self._cache.select(slot, positions)
 
-    def absorb(self, slots: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
+    def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees now."""
-        counts = [len(new) for new in token_ids]
-        places, padded = self._locate(slots, token_ids, hidden[0].device)
-        added = [new[:count] for new, count in zip(padded, counts, strict=True)]
-        history = self._read_history(slots, added) if self.network.reads_history else None
-        output = self._forward(places, padded, pad_sequence(list(hidden), batch_first=True), None, 0, history)
-        self._cache.append(slots, counts)
-        for slot, new, count, out in zip(slots, padded, counts, output, strict=True):
-            self._roots[slot] = _Root(new[count - 1], out[count - 1])
+        inputs = self._locate(slots), decided.padded, decided.features
+        table, token_ids, hidden = self._graphs.run("absorb", partial(self._read, slots), *inputs)
+        self._roots.write(table[:, 0], token_ids, hidden)
+        for slot, new in zip(slots, decided.token_ids, strict=True):
+            self._cache.advance(slot, len(new))
+        self._located = self._known(slots), table
 
     def propose(self, slots: Sequence[int]) -> DraftTrees:
         """Grow a tree behind each slot's root."""
-        roots = [self._roots[slot] for slot in slots]
-        hidden = torch.stack([root.hidden for root in roots])
-        lineage = None
-        if self.network.reads_history:
-            lineage = torch.stack([self._texts[slot] for slot in slots]).flip(1).unsqueeze(1)
+        if not self._graphs.enabled:
+            return self._grow(slots, self._locate(slots))
+        token_ids, parents, depths, log_probs = self._graphs.run(
+            "draft", lambda table: self._grow(slots, table).tensors, self._locate(slots)
+        )
+        return DraftTrees(token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(slots))
+
+    def first_level(self, slot: int) -> tuple[Tensor | None, Tensor]:
+        """Return the root's children: token ids [V] (None: all of the target's, in order) and their logits [V]."""
+        return self.network.vocabulary, self.network.logits(self._roots.hidden[slot])
+
+    def release(self, slot: int) -> None:
+        """Free the slot."""
+        self._cache.release(slot)
+        self.network.release(slot)
+        self._located = None
+
+    def _known(self, slots: Sequence[int]) -> list[list[int]]:
+        """Return what the host knows of the slots' places: the rows of `_SlotPlaces`."""
+        cache = self._cache
+        return [
+            [slot, start := cache.start(slot), start + (seen := cache.visible(slot)), seen, cache.full_end(slot)]
+            for slot in slots
+        ]
+
+    def _locate(self, slots: Sequence[int]) -> Tensor:
+        """Return the slots' places [B, 5]; they are uploaded only if the device does not have them already."""
+        known = self._known(slots)
+        if self._located is None or self._located[0] != known:
+            self._located = known, upload(torch.tensor(known), self._texts.device)
+        return self._located[1]
+
+    def _read(
+        self, slots: Sequence[int], table: Tensor, padded: Tensor, features: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run `padded` [B, T], of which -1 is padding, with features [B, T, F] behind what each slot sees.
+
+        Returns the slots' places [B, 5] after it, and the new roots: token ids [B] and hidden [B, C].
+        """
+        places, is_token = _SlotPlaces.of(table), padded >= 0
+        token_ids, counts = padded.clamp(min=0), is_token.sum(1, keepdim=True)
+        history = self._read_history(places.slots, token_ids, counts) if self.network.reads_history else None
+        output = self._forward(slots, places, token_ids, features, None, 0, history)
+        offsets = torch.arange(padded.shape[1], device=padded.device)
+        rows, full_rows = ((first + offsets).flatten() for first in (places.ends, places.full_ends))
+        self._cache.write_back(rows, (places.positions + offsets).flatten(), full_rows)
+        last = counts - 1
+        hidden = output.gather(1, last.unsqueeze(2).expand(-1, -1, output.shape[2])).squeeze(1)
+        after = places.slots, places.starts, places.ends + counts, places.positions + counts, places.full_ends + counts
+        return torch.cat(after, 1), token_ids.gather(1, last).squeeze(1), hidden
+
+    def _read_history(self, slots: Tensor, token_ids: Tensor, counts: Tensor) -> Tensor:
+        """Return the tokens [B, T, 3] before each newly decided one [B, T], nearest first, and remember the last ones.
+
+        slots, counts [B, 1].
+        """
+        slots = slots.squeeze(1)
+        texts = torch.cat([self._texts.index_select(0, slots), token_ids], 1)
+        last = counts + torch.arange(HISTORY, device=counts.device)
+        self._texts.index_copy_(0, slots, texts.gather(1, last))
+        return texts[:, :-1].unfold(1, HISTORY, 1).flip(2)
+
+    def _grow(self, slots: Sequence[int], table: Tensor) -> DraftTrees:
+        """Grow a tree behind each slot's root; `table` [B, 5] are the slots' places."""
+        places = _SlotPlaces.of(table)
+        token_ids, hidden, texts = (
+            stored.index_select(0, table[:, 0]) for stored in (self._roots.token_ids, self._roots.hidden, self._texts)
+        )
+        lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
         frontier = _Frontier(hidden.unsqueeze(1), lineage)
-        places, _ = self._locate(slots, [()] * len(slots), hidden.device)
 
         def expand(token_ids: Tensor, indices: Tensor, mask: Tensor, depth: int) -> Tensor:
             nonlocal frontier
             parents, history = frontier.parents(indices)
-            output = self._forward(places, token_ids, parents, mask, depth, history)
+            output = self._forward(slots, places, token_ids, parents, mask, depth, history)
             if history is not None:
                 history = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
             frontier = _Frontier(output, history)
             return self.network.logits(output)
 
         return grow_trees(
-            torch.stack([root.token_id for root in roots]),
+            token_ids,
             self.network.logits(hidden),
             expand,
             self._options,
-            adaptive=not self.fixed_shapes,
+            adaptive=not self._graphs.enabled,
             vocabulary=self.network.vocabulary,
         )
 
-    def first_level(self, slot: int) -> tuple[Tensor | None, Tensor]:
-        """Return the root's children: token ids [V] (None: all of the target's, in order) and their logits [V]."""
-        return self.network.vocabulary, self.network.logits(self._roots[slot].hidden)
-
-    def release(self, slot: int) -> None:
-        """Free the slot."""
-        self._cache.release(slot)
-        self.network.release(slot)
-        self._roots.pop(slot, None)
-        self._texts.pop(slot, None)
-
-    def _read_history(self, slots: Sequence[int], added: Sequence[Tensor]) -> Tensor:
-        """Return the tokens [B, T, 3] before each newly decided one ([n] for each slot), and remember the last ones."""
-        texts = [last_tokens(self._texts[slot], new) for slot, new in zip(slots, added, strict=True)]
-        self._texts |= {slot: text[-HISTORY:] for slot, text in zip(slots, texts, strict=True)}
-        return pad_sequence([histories(text) for text in texts], batch_first=True)
-
-    def _locate(
-        self, slots: Sequence[int], token_ids: Sequence[Sequence[int]], device: torch.device
-    ) -> tuple[_SlotPlaces, Tensor]:
-        """Upload the slots' places and token ids together; return the latter padded, [B, n]."""
-        width = max(len(new) for new in token_ids)
-        rows = []
-        for slot, new in zip(slots, token_ids, strict=True):
-            visible = self._cache.visible(slot)
-            rows.append([self._cache.start(slot) + visible, visible, *new, *[0] * (width - len(new))])
-        uploaded = torch.tensor(rows, device=device)
-        return _SlotPlaces(slots, uploaded[:, :1], uploaded[:, 1:2]), uploaded[:, 2:]
-
     def _forward(
         self,
+        slots: Sequence[int],
         places: _SlotPlaces,
         token_ids: Tensor,
         hidden: Tensor,
@@ -228,12 +300,12 @@ class CausalDrafter:
         behind = num_new if mask is None else mask.shape[2]
         offsets = torch.arange(behind - num_new, behind, device=token_ids.device)
         plan = AttentionPlan(
-            starts=[self._cache.start(slot) for slot in places.slots],
-            lengths=[self._cache.reach(slot, behind) for slot in places.slots],
+            starts=[self._cache.start(slot) for slot in slots],
+            lengths=[self._cache.reach(slot, behind) for slot in slots],
             num_new=num_new,
             mask=mask,
             tree=self._tree_attention,
-            rows=places.ends + offsets,
+            on_device=(places.starts, places.ends + offsets),
         )
         positions = places.positions + (offsets if mask is None else depth - 1)
         return self.network.forward(token_ids, hidden, positions.expand_as(token_ids), plan, history)

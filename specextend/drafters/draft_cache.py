@@ -9,7 +9,6 @@ Shapes: `L` layers, `n` tokens, `K` key heads, `D` head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +72,11 @@ class DraftCache:
         """Return the first working row of a sequence."""
         return self._sequences[slot].working.start
 
+    def full_end(self, slot: int) -> int:
+        """Return the row of the full cache behind a sequence's tokens."""
+        sequence = self._sequences[slot]
+        return sequence.full.start + sequence.length
+
     def visible(self, slot: int) -> int:
         """Return the number of rows that the draft sees now; the next token has this position."""
         return self._sequences[slot].visible
@@ -112,25 +116,37 @@ class DraftCache:
         stored[..., first : first + count, :] = stored[..., first + offset : first + offset + count, :].clone()
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Show the tokens at `positions` [S] (ascending) that the full cache holds, at positions 0 to S - 1."""
+        """Show the tokens at `positions` [S] that the full cache holds, at positions 0 to S - 1.
+
+        `positions` are ascending and on the host, which has to know how many there are.
+        """
         sequence = self._sequences[slot]
         positions = positions[positions < sequence.length]
         count = len(positions)
         assert count <= sequence.working.size, "the working cache is full"
-        source = positions + sequence.full.start
+        source = (positions + sequence.full.start).to(self._inv_freq.device)
         rows = slice(sequence.working.start, sequence.working.start + count)
-        places = torch.arange(count, device=positions.device)
+        places = torch.arange(count, device=source.device)
         keys = rotate(self._full.keys[:, :, source].transpose(1, 2), places, self._inv_freq)
         self.working.keys[:, :, rows] = keys.transpose(1, 2)
         self.working.values[:, :, rows] = self._full.values[:, :, source]
         sequence.visible = count
 
-    def append(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """Commit the first `counts[b]` working rows behind the visible ones of each sequence."""
-        for slot, count in zip(slots, counts, strict=True):
-            sequence = self._sequences[slot]
-            self.store_working(slot, sequence.visible, count, sequence.visible)
-            sequence.visible += count
+    def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
+        """Copy working `rows` [n], whose keys are at `positions` [n], to rows [n] of the full cache.
+
+        All int64 on the device. What lies behind a sequence's tokens there, up to the end of its region, is free.
+        """
+        new = self.working.stored.index_select(3, rows)
+        keys = rotate(new[:, 0].transpose(1, 2), -positions, self._inv_freq)
+        self._full.stored.index_copy_(3, full_rows, torch.stack([keys.transpose(1, 2), new[:, 1]], 1))
+
+    def advance(self, slot: int, count: int) -> None:
+        """Count the first `count` rows behind the visible ones, which were written back, as the sequence's own."""
+        sequence = self._sequences[slot]
+        sequence.visible += count
+        sequence.length += count
+        assert sequence.length <= sequence.full.size, "the full cache is full"
 
     @staticmethod
     def _give_back(rows: RowAllocator, region: Region | None) -> None:

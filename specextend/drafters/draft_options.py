@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-DraftKind = Literal["eagle", "model", "ngram"]
+DraftKind = Literal["eagle", "model", "self", "ngram"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,24 +16,25 @@ class DraftOptions:
     """
 
     kind: DraftKind
-    """`eagle` is a head over the target's hidden states; `model` is a small causal LM with the target's vocabulary, or
-    with a part of it if `jobs/train_draft.py` made it; `ngram` needs no model and proposes what followed the same
-    tokens earlier in prompt or output."""
+    """`eagle` is a head over the target's hidden states; `model` is a small causal LM with the target's tokens, of
+    which either may lack some, or with any part of them if `jobs/train_draft.py` made it; `self` is
+    the target itself with a part of its own cache in view; `ngram` proposes what followed the same tokens earlier in
+    prompt or output. The last two need no model."""
     model: str = ""
     """For `eagle` a local folder, in this project's format or a published one (detected automatically); for `model` a
-    name as in `target.model`; empty for `ngram`."""
+    name as in `target.model`; empty for `self` and `ngram`."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
     with."""
     ngram: bool = False
-    """Merge n-gram drafts into the trees of an `eagle` or `model` draft where they are likelier to be accepted than the
-    draft's own nodes."""
+    """Merge n-gram drafts into the trees of another draft where they are likelier to be accepted than the draft's own
+    nodes."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(DraftKind):
             raise ValueError(f"draft.kind must be one of {', '.join(get_args(DraftKind))}, got {self.kind!r}")
-        if self.kind == "ngram":
-            self._check_ngram()
+        if self.kind in ("self", "ngram"):
+            self._check_no_model()
         elif not self.model:
             raise ValueError(f"draft.model must not be empty with draft.kind {self.kind}")
         if self.kind == "eagle" and self.revision is not None:
@@ -44,7 +45,11 @@ class DraftOptions:
         """Return True if n-gram drafts are proposed, alone or merged."""
         return self.kind == "ngram" or self.ngram
 
-    def _check_ngram(self) -> None:
-        given = {"model": bool(self.model), "revision": self.revision is not None, "ngram": self.ngram}
-        if names := [f"draft.{name}" for name, is_given in given.items() if is_given]:
-            raise ValueError(f"{names[0]} must not be set with draft.kind ngram, which has no model")
+    def _check_no_model(self) -> None:
+        empty = {"model": "'\"\"'", "revision": "null"} | ({"ngram": "false"} if self.kind == "ngram" else {})
+        if given := [name for name in empty if getattr(self, name)]:
+            settings = " ".join(f"--set draft.{name}={empty[name]}" for name in given)
+            names = " and ".join(f"draft.{name}" for name in given)
+            raise ValueError(
+                f"{names} must not be set with draft.kind {self.kind}, which has no model: leave out, or {settings}"
+            )

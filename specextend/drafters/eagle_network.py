@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from specextend.attention.hybrid import attend_plan
-from specextend.attention.plan import AttentionPlan
+from specextend.attention.plan import Attend, AttentionPlan
 from specextend.decoding.cache import KVCache
 from specextend.decoding.fused import join
 from specextend.decoding.model import CachedModel
@@ -81,6 +81,7 @@ class EagleNetwork:
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
         self._inv_freq = config.rope_theta**-exponents
         copy_heads = config.copy_heads or 0
+        self.hidden_size = config.hidden_size
         self.hidden_layers: tuple[int, ...] = ()
         self.reads_history = copy_heads > 0
         working = KVCache(1, num_full_rows, config.num_kv_heads + copy_heads, config.head_dim, dtype, device)
@@ -121,12 +122,7 @@ class EagleNetwork:
         query, keys = rotate(turning, positions, self._inv_freq).tensor_split([self._config.num_heads], -2)
         projected = {"q_proj": query, "k_proj": keys, "v_proj": values}
         query, keys, values = self._with_copies(projected, embedded)
-        rows = plan.new_rows(keys.device).flatten()
-        working = self.cache.working
-        working.keys[0].index_copy_(1, rows, keys.flatten(0, 1).transpose(0, 1))
-        working.values[0].index_copy_(1, rows, values.flatten(0, 1).transpose(0, 1))
-        scale = self._config.head_dim**-0.5
-        mixed = attend_plan(self._attend, query, working.keys[0], working.values[0], plan, scale)
+        mixed = _attend(self._attend, self.cache.working, query, keys, values, plan, self._config.head_dim**-0.5)
         residual = residual + self._linear("layer/self_attn/o_proj", mixed.flatten(2))
         normed = self._norm("layer.post_attention_layernorm", residual)
         gate, up = self._linear("layer/mlp/gate_proj+up_proj", normed).chunk(2, -1)
@@ -206,7 +202,7 @@ class PublishedNetwork:
         target's. rope: inv_freq [D / 2] and a factor on sine and cosine.
         """
         self._head, self._attend = head, target.attend
-        self.hidden_layers, self.reads_history = hidden_layers, False
+        self.hidden_size, self.hidden_layers, self.reads_history = head.hidden_size, hidden_layers, False
         device, dtype = target.device, target.dtype
         self.vocabulary = None if vocabulary is None else vocabulary.to(device)
         weights = {name: weight.to(device, dtype) for name, weight in weights.items()}
@@ -250,11 +246,8 @@ class PublishedNetwork:
         """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden [B, T, C]."""
         residual, inputs = self._inputs(token_ids, hidden)
         query, keys = (rotate(self._heads(name, inputs), positions, self._inv_freq) for name in "qk")
-        rows = plan.new_rows(keys.device).flatten()
-        working = self.cache.working
-        working.keys[0].index_copy_(1, rows, keys.flatten(0, 1).transpose(0, 1))
-        working.values[0].index_copy_(1, rows, self._heads("v", inputs).flatten(0, 1).transpose(0, 1))
-        mixed = attend_plan(self._attend, query, working.keys[0], working.values[0], plan, self._scale)
+        values = self._heads("v", inputs)
+        mixed = _attend(self._attend, self.cache.working, query, keys, values, plan, self._scale)
         residual = residual + self._linears["layer/self_attn/o_proj"](mixed.flatten(2))
         normed = self._norm("layer.post_attention_layernorm", residual)
         gate, up, down = (self._linears[f"layer/mlp/{name}_proj"] for name in ("gate", "up", "down"))
@@ -286,6 +279,16 @@ class PublishedNetwork:
     def _norm(self, name: str, x: Tensor) -> Tensor:
         normed = rms_norm(x.float(), (x.shape[-1],), eps=self._head.norm_eps)
         return normed.to(x.dtype) * self._norms[f"{name}.weight"]
+
+
+def _attend(
+    attend: Attend, cache: KVCache, query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, scale: float
+) -> Tensor:
+    """Write keys and values [B, T, K, D] as the plan's new rows, and attend with query [B, T, H, D] to what it sees."""
+    rows = plan.new_rows(keys.device).flatten()
+    cache.keys[0].index_copy_(1, rows, keys.flatten(0, 1).transpose(0, 1))
+    cache.values[0].index_copy_(1, rows, values.flatten(0, 1).transpose(0, 1))
+    return attend_plan(attend, query, cache.keys[0], cache.values[0], plan, scale)
 
 
 def _own_or(own: Tensor | None, target: Tensor) -> Tensor:

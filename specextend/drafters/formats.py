@@ -28,6 +28,7 @@ from specextend.checkpoint import (
     read_json,
     read_safetensors_header,
 )
+from specextend.core import counted
 from specextend.drafters import eagle_config
 
 KNOWN = "specextend-eagle (our own), EAGLE-1/2 and EAGLE-3 (SafeAILab), speculators (eagle, eagle3)"
@@ -83,6 +84,11 @@ class PublishedHead:
     sources: dict[str, tuple[Path, str]] = field(default_factory=dict)
     """Our name of a tensor -> file, and name in it."""
 
+    @property
+    def num_layers_read(self) -> int:
+        """Return the number of layers of the target whose outputs the head takes."""
+        return (3 if self.layers is None else len(self.layers)) if self.fused else 1
+
     def hidden_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the target layers whose outputs the head takes; none if it takes the last hidden state.
 
@@ -95,7 +101,7 @@ class PublishedHead:
         if sorted({*layers} & {*range(num_target_layers)}) != list(layers):
             raise ValueError(
                 f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted from 0; "
-                f"the target has {num_target_layers} layers"
+                f"the target has {counted(num_target_layers, 'layer')}"
             )
         return layers
 

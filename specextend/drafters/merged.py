@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Drafter
+from specextend.decoding.drafter import Decided, Drafter
 from specextend.decoding.tree import DraftTree, DraftTrees
 from specextend.drafters.ngram import NgramState, Node, as_draft_trees, children_of
 
@@ -117,11 +117,11 @@ class MergedDrafter:
         """Let the draft see these committed positions [S]; n-gram drafts see all."""
         self._draft.select(slot, positions)
 
-    def absorb(self, slots: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
-        """Read each slot's newly decided tokens, the new root last, and the target's features [n, F] before each."""
-        for slot, new in zip(slots, token_ids, strict=True):
+    def absorb(self, slots: Sequence[int], decided: Decided) -> None:
+        """Read what was decided for these slots."""
+        for slot, new in zip(slots, decided.token_ids, strict=True):
             self._slots[slot].ngrams.absorb(new)
-        self._draft.absorb(slots, token_ids, hidden)
+        self._draft.absorb(slots, decided)
 
     def propose(self, slots: Sequence[int]) -> DraftTrees:
         """Propose a tree behind each slot's root: the likeliest nodes of both."""

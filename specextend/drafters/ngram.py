@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
+from specextend.decoding.drafter import Decided
 from specextend.decoding.tree import DraftTree, DraftTrees
 from specextend.drafters.suffix_index import LONGEST, Match, SuffixIndex
 
@@ -358,9 +359,9 @@ class NgramDrafter:
     def select(self, slot: int, positions: Tensor) -> None:
         """Do nothing: no token is hidden."""
 
-    def absorb(self, slots: Sequence[int], token_ids: Sequence[list[int]], hidden: Sequence[Tensor]) -> None:
+    def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Read each slot's newly decided tokens, the new root last."""
-        for slot, new in zip(slots, token_ids, strict=True):
+        for slot, new in zip(slots, decided.token_ids, strict=True):
             self._slots[slot].absorb(new)
 
     def propose(self, slots: Sequence[int]) -> DraftTrees:

@@ -29,10 +29,11 @@ class ModelNetwork:
         max_chunk: int,
         reduced: ReducedVocabulary | None = None,
     ) -> None:
-        """Take the model; without `reduced` it has all of the target's tokens."""
+        """Take the model; without `reduced` its rows are those of the target."""
         self._model, self._window, self._max_chunk = model, prefill_window, max_chunk
         self.vocabulary = None if reduced is None else reduced.token_ids.to(model.device)
         self._rows = None if reduced is None else reduced.rows().to(model.device)
+        self.hidden_size: int = model.config.hidden_size
         self.hidden_layers: tuple[int, ...] = ()
         self.reads_history = False
         self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
@@ -65,7 +66,7 @@ class ModelNetwork:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
         logits = self._model.logits(hidden)
-        return logits if self.vocabulary is None else logits[..., :-1]
+        return logits if self.vocabulary is None else logits[..., : len(self.vocabulary)]
 
     def _run(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         return self._model.forward(token_ids if self._rows is None else self._rows[token_ids], positions, plan)
@@ -78,30 +79,41 @@ FILE = "draft_vocabulary.safetensors"
 class ReducedVocabulary:
     """The part of the target's tokens that a model knows.
 
-    Row r of the model's embedding and LM head is the token `token_ids[r]`. One more row behind them stands for every
-    other token and is never proposed.
+    Row r of the model's embedding and LM head is the token `token_ids[r]`. Rows behind them are never proposed.
     """
 
     token_ids: Tensor
     """[R] int64, ascending"""
     target_vocab_size: int
     """Rows of the target's embedding."""
+    other_row: int
+    """The model's row that is read for every other token of the target."""
     tokens_sha256: str | None = None
     """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
 
     def rows(self) -> Tensor:
-        """Return the model's row [target_vocab_size] int64 of each of the target's tokens; R for those it lacks."""
-        rows = torch.full((self.target_vocab_size,), len(self.token_ids))
+        """Return the model's row [target_vocab_size] int64 of each of the target's tokens."""
+        rows = torch.full((self.target_vocab_size,), self.other_row)
         rows[self.token_ids] = torch.arange(len(self.token_ids))
         return rows
+
+
+def shared_vocabulary(num_rows: int, target_vocab_size: int, other_row: int) -> ReducedVocabulary | None:
+    """Return the ids that a model of `num_rows` rows has in common with its target; None if they have the same rows.
+
+    Both count the same tokens from 0, and differ in how many rows follow: padding, or tokens that one of them lacks.
+    """
+    if num_rows == target_vocab_size:
+        return None
+    return ReducedVocabulary(torch.arange(min(num_rows, target_vocab_size)), target_vocab_size, other_row)
 
 
 def read_reduced(folder: Path) -> ReducedVocabulary | None:
     """Read the reduced vocabulary of a model's folder and check it against the config; None if there is none.
 
     Beside a stock model's files, `draft_vocabulary.safetensors` holds `draft_token_ids` [R], ascending ids of the
-    target. In `config.json`, `target_vocab_size` is the number of the target's tokens, and `tokens_sha256` their hash.
-    No weight is loaded for the check. Raises ValueError in one line.
+    target; one more row of the model stands for all others. In `config.json`, `target_vocab_size` is the number of the
+    target's tokens, and `tokens_sha256` their hash. No weight is loaded for the check. Raises ValueError in one line.
     """
     file = folder / FILE
     if not file.is_file():
@@ -119,4 +131,5 @@ def read_reduced(folder: Path) -> ReducedVocabulary | None:
             f"{folder / 'config.json'}: vocab_size is {config.get('vocab_size')!r}; {FILE} lists {size} tokens, "
             "and one more row stands for all others"
         )
-    return ReducedVocabulary(read_token_ids(file, target_vocab_size), target_vocab_size, config.get("tokens_sha256"))
+    token_ids = read_token_ids(file, target_vocab_size)
+    return ReducedVocabulary(token_ids, target_vocab_size, size, config.get("tokens_sha256"))

@@ -1,7 +1,16 @@
 """The report of a run folder: the wall clock, speeds, shares of the time, findings; and two runs side by side."""
 
-from specextend.report.build import build_report, write_report
+from specextend.report.build import build_report, read_report, write_report
+from specextend.report.figures import RunFigures
 from specextend.report.sections import render
 from specextend.report.side_by_side import compare, render_comparison
 
-__all__ = ["build_report", "compare", "render", "render_comparison", "write_report"]
+__all__ = [
+    "RunFigures",
+    "build_report",
+    "compare",
+    "read_report",
+    "render",
+    "render_comparison",
+    "write_report",
+]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from specextend.core import counted
 from specextend.report.tables import duration, number, percent
 from specextend.stats import ratio
 
@@ -39,7 +40,7 @@ def most_failed(report: Report) -> Advice | None:
     first = report["errors"][0]
     kinds = f"{first['error_class']} ({first['stage']})"
     retry = "--retry-errors does them again" if first["retryable"] else "another try would fail in the same way"
-    says = f"{number(failed)} {_documents(failed)} failed, {number(first['rows'])} of them with {kinds}: {retry}."
+    says = f"{counted(failed, 'document')} failed, {number(first['rows'])} of them with {kinds}: {retry}."
     return Advice("most_failed", says, {"failed": failed, "rows": first["rows"], "error_class": first["error_class"]})
 
 
@@ -77,8 +78,8 @@ def plain_steps(report: Report) -> Advice | None:
         return None
     fallbacks = acceptance["num_fallbacks"]
     says = (
-        f"{share:.0%} of the steps were plain ones: speculation was given up {number(fallbacks)} times, because plain "
-        "steps were expected to be faster there."
+        f"{share:.0%} of the steps were plain ones: speculation was given up {counted(fallbacks, 'time')}, because "
+        "plain steps were expected to be faster there."
     )
     return Advice("plain_steps", says, {"plain_share": share, "fallbacks": fallbacks})
 
@@ -106,8 +107,9 @@ def idle_tail(report: Report) -> Advice | None:
         return None
     idle, workers, seconds = tail["idle_workers"], tail["workers"], tail["idle_median_s"]
     says = (
-        f"{idle} of {workers} workers were idle for {duration(seconds)} at the end, while the last documents were "
-        "decoded: fewer workers would have finished almost as soon; more documents in one run make the end matter less."
+        f"{idle:,} of {counted(workers, 'worker')} stood idle for {duration(seconds)} at the end, while the last "
+        "documents were decoded: fewer workers would have finished almost as soon; more documents in one run make the "
+        "end matter less."
     )
     return Advice("idle_tail", says, {"idle_workers": idle, "workers": workers, "idle_s": seconds})
 
@@ -148,7 +150,7 @@ def deaths(report: Report) -> Advice | None:
         return None
     paid = report["wall_clock"]["paid_s"]
     dead, lost = (_paid_share(report, kind) for kind in ("dead", "lost"))
-    says = f"{died} {'worker' if died == 1 else 'workers'} died or could not be built; the log says why."
+    says = f"{counted(died, 'worker')} died or could not be built; the log says why."
     evidence: dict[str, float | int | str] = {"died": died}
     if paid and dead is not None and lost is not None:
         seconds = duration(paid["dead"])
@@ -163,7 +165,8 @@ def no_room(report: Report) -> Advice | None:
     if not counts or not (without := counts[-1]["never_begun"]):
         return None
     asked = counts[-1]["asked"]
-    says = f"{without} of {asked} workers never got a process: the cluster had no room for them (job.workers)."
+    of_all = f"{without:,} of {counted(asked, 'worker')}"
+    says = f"{of_all} never got a process: the cluster had no room for them (job.workers)."
     return Advice("no_room", says, {"never_begun": without, "asked": asked})
 
 
@@ -172,7 +175,7 @@ def tried_again(report: Report) -> Advice | None:
     again = report["retries"]["documents"]
     if not again:
         return None
-    says = f"{number(again)} {_documents(again)} took a second attempt or more; the log says why."
+    says = f"{counted(again, 'document')} took a second attempt or more; the log says why."
     return Advice("tried_again", says, {"documents": again})
 
 
@@ -182,7 +185,7 @@ def memory_ran_out(report: Report) -> Advice | None:
     if not times:
         return None
     says = (
-        f"Sequences began again {number(times)} times because memory ran out: lower decoding.max_batch_size or "
+        f"Sequences began again {counted(times, 'time')} because memory ran out: lower decoding.max_batch_size or "
         "decoding.cache_gib."
     )
     return Advice("memory_ran_out", says, {"times": times})
@@ -214,7 +217,7 @@ def empty(report: Report) -> Advice | None:
     rows, share = _flagged(report, "empty")
     if not rows:
         return None
-    says = f"The text of {number(rows)} {_documents(rows)} is empty ({percent(share)}): look at them first."
+    says = f"The text of {counted(rows, 'document')} is empty ({percent(share)}): look at them first."
     return Advice("empty", says, {"documents": rows, "share": share})
 
 
@@ -225,7 +228,7 @@ def texts_differ(report: Report) -> Advice | None:
         return None
     different, gap = audit["different"], audit["largest_gap"]
     says = (
-        f"{number(different)} of {number(audit['documents'])} audited {_documents(audit['documents'])} differ from "
+        f"{different:,} of {counted(audit['documents'], 'audited document')} differed from "
         f"plain decoding by more than rounding, by up to {gap:.2f} logits: speculation must not change texts. Set "
         "decoding.mode autoregressive and report it."
     )
@@ -239,7 +242,7 @@ def slower_than_plain(report: Report) -> Advice | None:
         return None
     documents, factor = speedup["documents"], speedup["decode"]
     says = (
-        f"On {number(documents)} audited {_documents(documents)} decoding was {factor:.2f} times as fast as without a "
+        f"On {counted(documents, 'audited document')} decoding was {factor:.2f} times as fast as without a "
         "draft: decoding.mode autoregressive, or another draft, would be faster here."
     )
     return Advice("slower_than_plain", says, {"documents": documents, "speedup": factor})
@@ -253,7 +256,8 @@ def dropped(report: Report) -> Advice | None:
         return None
     says = (
         f"{share:.0%} of the documents' tokens were dropped because prompts were too long: the texts cannot say what "
-        "was there. Raise prompt.max_prompt_tokens, or take a target with a longer context."
+        "was there. Raise prompt.max_prompt_tokens, take a target with a longer context, or set "
+        "prompt.length_policy to chunk, which reads long documents in parts."
     )
     return Advice("dropped", says, {"dropped_share": share})
 
@@ -267,6 +271,22 @@ def forecast_missed(report: Report) -> Advice | None:
     actual, predicted = known[-1]["actual_s"], known[-1]["predicted_s"]
     says = f"The last start took {duration(actual)}, {off:.1f} times the forecast of {duration(predicted)}."
     return Advice("forecast_missed", says, {"actual_s": actual, "predicted_s": predicted, "ratio": off})
+
+
+def limits_too_low(report: Report) -> Advice | None:
+    """Say that more was reached of a device than was measured of it, so that the shares beside its limits are wrong."""
+    found = report["limits"]
+    if found is None:
+        return None
+    reached = {"matrix rate": found["prefill_share"], "memory bandwidth": found["verify_share"]}
+    name, share = max(((name, share or 0.0) for name, share in reached.items()), key=lambda each: each[1])
+    if share < 1.25:
+        return None
+    says = (
+        f"The work reached {share:.0%} of the device's {name}: other processes were using the device when that was "
+        "measured, which a start an hour later does again, to keep the higher value."
+    )
+    return Advice("limits_too_low", says, {"share": share, "limit": name})
 
 
 RULES: tuple[Callable[[Report], Advice | None], ...] = (
@@ -289,6 +309,7 @@ RULES: tuple[Callable[[Report], Advice | None], ...] = (
     tried_again,
     memory_ran_out,
     forecast_missed,
+    limits_too_low,
 )
 """What spoils texts first, then what costs time."""
 
@@ -308,7 +329,3 @@ def _flagged(report: Report, flag: str) -> tuple[int, float]:
     """Return how many texts have a quality flag, and their share."""
     rows = report["quality_flags"].get(flag, 0)
     return rows, ratio(rows, report["rows"]["done"]) or 0.0
-
-
-def _documents(count: int) -> str:
-    return "document" if count == 1 else "documents"

@@ -12,10 +12,10 @@ from specextend.data.audit_rows import read_audits
 from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.provenance import models_of
 from specextend.data.run_folder import Start, read_heartbeat, read_starts, report_file, time_text
-from specextend.data.storage import Location, resolve, write_bytes
+from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
 from specextend.report.agreement import audit_figures, audit_seconds
-from specextend.report.figures import DONE_COLUMNS, ERROR_COLUMNS, DoneFigures, ErrorFigures
+from specextend.report.figures import DONE_COLUMNS, ERROR_COLUMNS, RunFigures
 from specextend.report.limit_shares import limits_section
 from specextend.report.page import to_html
 from specextend.report.rows import Rows
@@ -34,6 +34,7 @@ def write_report(
     *,
     ending: Start | None = None,
     checkpoint: Checkpoint = lambda: None,
+    figures: RunFigures | None = None,
 ) -> dict[str, Any]:
     """Write report.json, report.md and report.html into a run folder (a path or URI), each whole or not at all.
 
@@ -41,7 +42,7 @@ def write_report(
     folder holds no run or a damaged one.
     """
     location = folder or resolve(output)
-    report = build_report(output, location, ending=ending, checkpoint=checkpoint)
+    report = build_report(output, location, ending=ending, checkpoint=checkpoint, figures=figures)
     page = to_html(report)
     checkpoint()
     write_bytes(report_file(location, "json"), to_json(report))
@@ -62,16 +63,17 @@ def build_report(
     *,
     ending: Start | None = None,
     checkpoint: Checkpoint = lambda: None,
+    figures: RunFigures | None = None,
 ) -> dict[str, Any]:
     """Build the report of a run folder as JSON values: seconds, tokens, shares (0 to 1); null if there is no value.
 
     The run may still be going. folder: the location of `output`, if it is open already. ending: a start whose record in
-    the folder does not say yet how it ends. checkpoint: called between tables; may raise. Raises ValueError if the
-    folder holds no run or a damaged one.
+    the folder does not say yet how it ends. checkpoint: called between tables; may raise. figures: of all rows, if they
+    were read already. Raises ValueError if the folder holds no run or a damaged one.
     """
     location = folder or resolve(output)
-    rows = Rows(location)
-    done, errors = _figures(rows, checkpoint)
+    figures, source = (figures, "parts") if figures else _figures(Rows(location), checkpoint)
+    done, errors = figures.done, figures.errors
     manifest = read_manifest(location)
     documents = timed_documents(done.timed)
     audits = read_audits(location)
@@ -81,9 +83,10 @@ def build_report(
         "schema_version": SCHEMA_VERSION,
         "as_of": time_text(time.time()),
         "output": output,
-        "source": rows.source,
+        "source": source,
         "run": _run(manifest),
-        "rows": _row_counts(manifest, done.tally.num_documents, errors.num_rows),
+        "selection": None if manifest is None else manifest.get("selection"),
+        "rows": _row_counts(manifest, done.num_rows, done.num_copied, errors.num_rows),
         "wall_clock": wall_clock_section(starts, documents, _price([timed.start for timed in starts])),
         "starts": [start_section(timed) for timed in starts],
         "limits": limits_section(done.timed, [timed.start for timed in starts]),
@@ -97,16 +100,25 @@ def build_report(
     return report | {"advice": give_advice(report)}
 
 
-def _figures(rows: Rows, checkpoint: Checkpoint) -> tuple[DoneFigures, ErrorFigures]:
-    """Read every row."""
-    done, errors = DoneFigures(), ErrorFigures()
-    for table in rows.read(DONE_COLUMNS, done=True):
+def read_report(output: str) -> dict[str, Any]:
+    """Read the report that a run has written last; build one if there is none of this version. Raises ValueError."""
+    location = resolve(output)
+    try:
+        report = json.loads(read_bytes(report_file(location, "json")) or b"null")
+        if isinstance(report, dict) and report.get("schema_version") == SCHEMA_VERSION:
+            return report
+    except ValueError:
+        return build_report(output, location)
+    return build_report(output, location)
+
+
+def _figures(rows: Rows, checkpoint: Checkpoint) -> tuple[RunFigures, str]:
+    """Read every row; return the figures, and where the rows were."""
+    figures = RunFigures()
+    for is_done, table in rows.both(DONE_COLUMNS, ERROR_COLUMNS):
         checkpoint()
-        done.add(table)
-    for table in rows.read(ERROR_COLUMNS, done=False):
-        checkpoint()
-        errors.add(table)
-    return done, errors
+        figures.take(is_done, table)
+    return figures, rows.source
 
 
 def _run(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -148,6 +160,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _row_counts(manifest: dict[str, Any] | None, done: int, errors: int) -> dict[str, int | None]:
+def _row_counts(manifest: dict[str, Any] | None, done: int, copied: int, errors: int) -> dict[str, int | None]:
+    """Return the rows by outcome; those `copied` are `done`, too."""
     rows = None if manifest is None else num_input_rows(manifest)
-    return {"input": rows, "done": done, "errors": errors, "pending": None if rows is None else rows - done - errors}
+    pending = None if rows is None else rows - done - errors
+    return {"input": rows, "done": done, "copied": copied, "errors": errors, "pending": pending}

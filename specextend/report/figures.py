@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from specextend.data.schema import PART_SCHEMA
 from specextend.report.limit_shares import LIMITED
-from specextend.report.rows import RUN_ID
-from specextend.report.statistics import COLUMNS, Tally, bucket_name, bucket_of, spread
+from specextend.report.rows import BATCH_ROWS, RUN_ID, told_apart
+from specextend.report.statistics import COLUMNS, Tally, bucket_name, bucket_of, spread, spread_json
 from specextend.stats import PHASES, ratio
 
 _TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
-_PER_DOCUMENT = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length", *_TEXT)
+_OF_WORK = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
 _STEP_COUNTS = (
     "num_spec_steps",
     "num_plain_steps",
@@ -30,7 +30,9 @@ _STEP_COUNTS = (
 TIMED = tuple(dict.fromkeys(("started_at", "total_s", "num_output_tokens", *PHASES, *LIMITED)))
 """Columns that the wall clock and the limits need of each document, beside RUN_ID."""
 _SLOWEST = ("doc_id", "worker", "attempts", "num_prompt_tokens", "num_output_tokens", "finish_reason", "queue_s")
-DONE_COLUMNS = [*dict.fromkeys([*COLUMNS, *_PER_DOCUMENT, *TIMED, *_SLOWEST, "quality_flags"])]
+DONE_COLUMNS = [
+    *dict.fromkeys([*COLUMNS, *_OF_WORK, *_TEXT, *TIMED, *_SLOWEST, "quality_flags", "copied_from"]),
+]
 """Columns of a finished document that the report needs."""
 ERROR_COLUMNS = ["doc_id", "error_class", "message", "stage", "retryable"]
 """Columns of a failed document that the report needs."""
@@ -39,8 +41,13 @@ NUM_SLOWEST = 10
 
 @dataclass(slots=True)
 class DoneFigures:
-    """Figures of the finished documents, collected table by table."""
+    """Figures of the finished documents, collected table by table.
 
+    A row that is a copy of another one counts where summaries are counted and measured, not where work is.
+    """
+
+    num_rows: int = 0
+    num_copied: int = 0
     tally: Tally = field(default_factory=Tally)
     buckets: defaultdict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
     values: defaultdict[str, list[NDArray[np.float64]]] = field(default_factory=lambda: defaultdict(list))
@@ -52,16 +59,27 @@ class DoneFigures:
     def add(self, rows: pa.Table) -> None:
         """Add rows of DONE_COLUMNS and RUN_ID."""
         rows = _without_nan(rows)
+        is_decoded = rows["copied_from"].is_null()
+        self._add_work(rows.filter(is_decoded) if rows["copied_from"].null_count < len(rows) else rows)
+        self._add_texts(rows)
+
+    def _add_texts(self, rows: pa.Table) -> None:
+        self.num_rows += len(rows)
+        self.num_copied += len(rows) - rows["copied_from"].null_count
+        for name in _TEXT:
+            self.values[name].append(rows[name].drop_null().to_numpy())
+        self.counts["finish_reason"].update(rows["finish_reason"].drop_null().to_pylist())
+        self.counts["quality_flags"].update(pc.list_flatten(rows["quality_flags"]).to_pylist())
+
+    def _add_work(self, rows: pa.Table) -> None:
         self.tally.add(rows)
         buckets = np.array([bucket_of(tokens) for tokens in rows["num_prompt_tokens"].fill_null(0).to_pylist()])
         for bucket in np.unique(buckets).tolist():
             self.buckets[bucket].add(rows.filter(pa.array(buckets == bucket)))
-        for name in _PER_DOCUMENT:
+        for name in _OF_WORK:
             self.values[name].append(rows[name].drop_null().to_numpy())
         self.values["decode_tokens_per_s"].append(_decode_speeds(rows))
-        for name in ("finish_reason", "worker"):
-            self.counts[name].update(rows[name].drop_null().to_pylist())
-        self.counts["quality_flags"].update(pc.list_flatten(rows["quality_flags"]).to_pylist())
+        self.counts["worker"].update(rows["worker"].drop_null().to_pylist())
         self._timed.append(rows.select([*TIMED, RUN_ID]))
         self._keep_slowest(rows.filter(rows["total_s"].is_valid()))
 
@@ -80,13 +98,15 @@ class DoneFigures:
         """Return the sections of the report that follow from the finished documents alone."""
         tally = self.tally
         return {
-            "tokens": {name: tally.sums[f"num_{name}_tokens"] for name in ("prompt", "output", "dropped")},
+            "tokens": {name: tally.sums[f"num_{name}_tokens"] for name in ("prompt", "cached", "output", "dropped")},
             "acceptance": _acceptance(tally),
             "speed": _speed(tally),
             "time": {"busy_s": tally.busy_s, "shares": tally.time_shares},
             "retrieval": _retrieval(tally),
             "retries": {"documents": tally.num_tried_again, "memory": tally.sums["num_memory_retries"]},
-            "per_document": {name: _spread(np.concatenate(values).tolist()) for name, values in self.values.items()},
+            "per_document": {
+                name: spread_json(spread(np.concatenate(values).tolist())) for name, values in self.values.items()
+            },
             "buckets": [_bucket(bucket, self.buckets[bucket]) for bucket in sorted(self.buckets)],
             "finish_reasons": _falling(self.counts["finish_reason"]),
             "quality_flags": _falling(self.counts["quality_flags"]),
@@ -121,6 +141,41 @@ class ErrorFigures:
             dict(zip(names, (*kind, rows, *self.examples[kind]), strict=True))
             for kind, rows in self.counts.most_common()
         ]
+
+
+class RunFigures:
+    """Figures of all documents of a run, collected as its results are read."""
+
+    def __init__(self) -> None:
+        self._done, self.errors = DoneFigures(), ErrorFigures()
+        self._waiting: list[pa.Table] = []
+        self._num_waiting = 0
+
+    def add(self, results: pa.Table) -> None:
+        """Add results as `read_results` yields them, with all columns and ORIGIN."""
+        self.take(*told_apart(results, DONE_COLUMNS, ERROR_COLUMNS))
+
+    def take(self, is_done: bool, rows: pa.Table) -> None:
+        """Add rows of DONE_COLUMNS and RUN_ID, or error rows of ERROR_COLUMNS."""
+        if not is_done:
+            self.errors.add(rows)
+            return
+        self._waiting.append(rows)
+        self._num_waiting += len(rows)
+        if self._num_waiting >= BATCH_ROWS:
+            self._join()
+
+    @property
+    def done(self) -> DoneFigures:
+        """Return the figures of the finished documents that were added so far."""
+        self._join()
+        return self._done
+
+    def _join(self) -> None:
+        """Count the rows that wait: a commit has few, and every table costs the same."""
+        if self._waiting:
+            self._done.add(pa.concat_tables(self._waiting).combine_chunks())
+        self._waiting, self._num_waiting = [], 0
 
 
 def _acceptance(tally: Tally) -> dict[str, Any]:
@@ -170,11 +225,6 @@ def _slow(row: dict[str, Any]) -> dict[str, Any]:
     times = {name: row[name] for name in ("total_s", *PHASES)}
     started = None if row["started_at"] is None else row["started_at"].isoformat(timespec="milliseconds")
     return {name: row[name] for name in _SLOWEST} | times | {"started_at": started}
-
-
-def _spread(values: list[float]) -> dict[str, Any] | None:
-    measured = spread(values)
-    return None if measured is None else asdict(measured)
 
 
 def _falling(counts: Counter[str]) -> dict[str, int]:

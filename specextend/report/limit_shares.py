@@ -18,10 +18,12 @@ from specextend.stats import ratio
 LIMITED = (
     "worker",
     "num_prompt_tokens",
+    "num_cached_tokens",
     "num_output_tokens",
     "num_spec_steps",
     "num_plain_steps",
     "num_forwards",
+    "num_requests",
     "prefill_s",
     "verify_s",
 )
@@ -32,7 +34,8 @@ _ALL = {spec.name for kind in (MachineLimits, ModelWork) for spec in fields(kind
 def limits_section(documents: pa.Table, starts: Sequence[Start]) -> dict[str, Any] | None:
     """Compute the shares over the LIMITED columns of documents whose worker's limits are known; None if there are none.
 
-    A prompt's work counts whole, also where workers read its beginning once for all prompts.
+    What was copied from another prompt is no work. The requests of a document in parts count as if they were equally
+    long, which they are but for the last.
     """
     limits = {
         worker.name: (worker.device, worker.limits)
@@ -40,6 +43,9 @@ def limits_section(documents: pa.Table, starts: Sequence[Start]) -> dict[str, An
         for worker in start.workers or ()
         if worker.name is not None and worker.limits is not None and worker.limits.keys() >= _ALL
     }
+    for name, before in (("num_requests", 1), ("num_cached_tokens", 0)):  # older versions knew neither
+        column = pc.fill_null(documents[name], before)
+        documents = documents.set_column(documents.column_names.index(name), name, column)
     documents = documents.select([*LIMITED]).drop_null()
     documents = documents.filter(pc.is_in(documents["worker"], pa.array([*limits], pa.string())))
     if not len(documents):
@@ -68,9 +74,13 @@ def _parse(values: dict[str, float]) -> tuple[MachineLimits, ModelWork]:
 def _seconds(documents: pa.Table, machine: MachineLimits, work: ModelWork) -> dict[str, float]:
     """Return the seconds that a worker's documents took, and those that they would have taken at the limits."""
     column = {name: documents[name].to_numpy() for name in LIMITED if name != "worker"}
-    flop = sum(work.prefill_flop(num_tokens) for num_tokens in column["num_prompt_tokens"].tolist())
+    requests = column["num_requests"]
+    names = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens")
+    prompts, copied, outputs = (column[name] / requests for name in names)
+    read = zip(requests, prompts, copied, strict=True)
+    flop = sum(count * work.prefill_flop(size, known) for count, size, known in read)
     steps = column["num_spec_steps"] + column["num_plain_steps"]
-    cached = float(np.sum(steps * (column["num_prompt_tokens"] + column["num_output_tokens"] / 2)))
+    cached = float(np.sum(steps * (prompts + outputs / 2)))
     num_bytes = float(column["num_forwards"].sum()) * work.weight_bytes + cached * work.kv_bytes_per_token
     return {
         "prefill_s": float(column["prefill_s"].sum()),

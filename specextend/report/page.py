@@ -11,13 +11,17 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from specextend.core import first_line, printable
+from specextend.core import counted, first_line, printable
 from specextend.data.run_folder import parse_time
 from specextend.report import sections
 from specextend.report.tables import Section, duration, number, percent
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "count": partial(number, digits=0),
+    "documents": partial(counted, noun="document"),
+    "plain steps": partial(counted, noun="plain step"),
+    "times": partial(counted, noun="time"),
+    "tokens": partial(counted, noun="token"),
     "1 digit": partial(number, digits=1),
     "2 digits": partial(number, digits=2),
     "percent": percent,
@@ -75,6 +79,7 @@ def _render(report: dict[str, Any]) -> str:
     return environment.get_template("page.html").render(
         report=report,
         figure=partial(_figure, report),
+        counted=counted,
         tables={table.__name__: table(report) for table in TABLES},
         plots=plots,
         no_plots=no_plots,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.core import one_line
+from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.parquet import DAMAGED, is_damaged
-from specextend.data.parts import find_results, read_part, run_id_of
+from specextend.data.parts import KEY_COLUMNS, ORIGIN, list_parts, run_id_of
+from specextend.data.results import read_results
 from specextend.data.run_folder import errors_folder, summaries_folder
 from specextend.data.schema import PART_SCHEMA
 from specextend.data.storage import Location, list_files
@@ -32,30 +33,35 @@ class Rows:
     """
 
     def __init__(self, output: Location) -> None:
-        self._output, self._results = output, find_results(output)
-        self.source: Literal["parts", "summaries"] = "parts" if self._results.names else "summaries"
+        self._output = output
+        self.source: Literal["parts", "summaries"] = "parts" if list_parts(output) else "summaries"
         files = [*self._files(summaries_folder(output)), *self._files(errors_folder(output))]
-        if not self._results.names and not files:
+        if self.source == "summaries" and not files and not _had_nothing_to_do(output):
             raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
 
-    def read(self, columns: Sequence[str], *, done: bool) -> Iterator[pa.Table]:
-        """Read columns of the finished documents, or of the failed ones, and RUN_ID."""
-        yield from _gathered(
-            self._from_parts(columns, done) if self._results.names else self._from_files(columns, done)
-        )
+    def done(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Read columns of the finished documents, and RUN_ID."""
+        if self.source == "summaries":
+            yield from self._from_files(summaries_folder(self._output), columns)
+            return
+        for table in read_results(self._output, [*dict.fromkeys([*KEY_COLUMNS, *ORIGIN, *columns])]):
+            if table["error_class"].null_count:
+                yield with_run_ids(table, columns)
 
-    def _from_parts(self, columns: Sequence[str], done: bool) -> Iterator[pa.Table]:
-        results = self._results
-        order = np.lexsort((results.offsets, results.parts))
-        chosen = order[results.done[order] == done]
-        ends = np.searchsorted(results.parts[chosen], np.arange(len(results.names)), side="right")
-        for name, positions in zip(results.names, np.split(chosen, ends[:-1]), strict=True):
-            if len(positions):
-                table = read_part(self._output, name, columns).take(pa.array(results.offsets[positions]))
-                yield table.append_column(RUN_ID, pa.repeat(run_id_of(name), len(table)))
+    def both(self, done: Sequence[str], errors: Sequence[str]) -> Iterator[tuple[bool, pa.Table]]:
+        """Read columns of the finished documents and of the failed ones, each with RUN_ID, in one pass.
 
-    def _from_files(self, columns: Sequence[str], done: bool) -> Iterator[pa.Table]:
-        for file in self._files((summaries_folder if done else errors_folder)(self._output)):
+        Each table comes with True if its documents are done.
+        """
+        if self.source == "summaries":
+            yield from ((True, table) for table in self._from_files(summaries_folder(self._output), done))
+            yield from ((False, table) for table in self._from_files(errors_folder(self._output), errors))
+            return
+        for table in read_results(self._output, [*dict.fromkeys([*KEY_COLUMNS, *ORIGIN, *done, *errors])]):
+            yield told_apart(table, done, errors)
+
+    def _from_files(self, folder: Location, columns: Sequence[str]) -> Iterator[pa.Table]:
+        for file in self._files(folder):
             try:
                 with pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet:
                     yield from _batches(parquet, columns)
@@ -67,7 +73,25 @@ class Rows:
                 ) from error
 
     def _files(self, folder: Location) -> list[Location]:
-        return [folder.child(name) for name in list_files(folder) if name.endswith(".parquet")]
+        return [folder.child(name) for name in list_files(folder, recursive=True) if name.endswith(".parquet")]
+
+
+def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) -> tuple[bool, pa.Table]:
+    """Return whether a table of `read_results` holds rows done, and its columns for those or for error rows.
+
+    RUN_ID is added.
+    """
+    is_done = results["error_class"].null_count > 0
+    return is_done, with_run_ids(results, done if is_done else errors)
+
+
+def with_run_ids(results: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Select columns of a table that has ORIGIN, and add RUN_ID."""
+    run_ids = [
+        pa.array(map(run_id_of, chunk.dictionary.to_pylist()), pa.string()).take(chunk.indices)
+        for chunk in results["origin"].chunks
+    ]
+    return results.select(list(columns)).append_column(RUN_ID, pa.chunked_array(run_ids, pa.string()))
 
 
 def _batches(parquet: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -85,15 +109,7 @@ def _batches(parquet: pq.ParquetFile, columns: Sequence[str]) -> Iterator[pa.Tab
         yield pa.table([*arrays, nobody], schema=pa.schema([*fields, (RUN_ID, pa.string())]))
 
 
-def _gathered(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Join small tables into tables of about BATCH_ROWS rows."""
-    waiting: list[pa.Table] = []
-    num_rows = 0
-    for table in tables:
-        waiting.append(table)
-        num_rows += len(table)
-        if num_rows >= BATCH_ROWS:
-            yield pa.concat_tables(waiting).combine_chunks()
-            waiting, num_rows = [], 0
-    if waiting:
-        yield pa.concat_tables(waiting).combine_chunks()
+def _had_nothing_to_do(output: Location) -> bool:
+    """Return True for a run about no row, because earlier runs have done all of them."""
+    manifest = read_manifest(output)
+    return manifest is not None and num_input_rows(manifest) == 0

@@ -77,12 +77,19 @@ def sections(report: dict[str, Any]) -> list[Section]:
 
 def _summary(report: dict[str, Any]) -> Section:
     rows, tokens, speed, acceptance = report["rows"], report["tokens"], report["speed"], report["acceptance"]
+    chosen = report["selection"] or {}
     named = {
         "rows in": number(rows["input"]),
+        "rows of the whole input": number(chosen.get("input")),
+        "rows left out, done before and unchanged": number(chosen.get("unchanged")),
+        "rows in that had changed": number(chosen.get("changed")),
+        "rows in that were new": number(chosen.get("new")),
         "rows done": number(rows["done"]),
+        "rows copied from rows with an equal text": number(rows.get("copied") or None),
         "rows failed": number(rows["errors"]),
         "rows to do": number(rows["pending"]),
         "prompt tokens": number(tokens["prompt"]),
+        "prompt tokens that were read for another prompt": number(tokens["cached"] or None),
         "output tokens": number(tokens["output"]),
         "dropped tokens": number(tokens["dropped"]),
         "mean acceptance length": number(acceptance["mean_acceptance_length"]),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
+from specextend.core import counted
 from specextend.data.fingerprint import flattened, read_manifest
 from specextend.data.storage import Location, resolve
 from specextend.report.build import build_report
@@ -83,7 +84,7 @@ def _compare_texts(here: Location, there: Location) -> dict[str, Any]:
 
 def _texts(folder: Location) -> Iterator[tuple[str, bytes]]:
     """Yield id and hash of each document's text: texts themselves may be more than fits into memory."""
-    for table in Rows(folder).read(["doc_id", "summary"], done=True):
+    for table in Rows(folder).done(["doc_id", "summary"]):
         for doc_id, text in zip(table["doc_id"].to_pylist(), table["summary"].to_pylist(), strict=True):
             yield doc_id, blake2b((text or "").encode(errors="surrogatepass"), digest_size=16).digest()
 
@@ -105,7 +106,7 @@ def _differing(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, l
     return {name: [here.get(name), there.get(name)] for name in names if here.get(name) != there.get(name)}
 
 
-def render_comparison(comparison: dict[str, Any], width: int = 110) -> str:
+def render_comparison(comparison: dict[str, Any]) -> str:
     """Render a comparison as tables for a terminal."""
     figures = [
         (name, *map(FIGURES[name][1], values), _relative(*values))
@@ -119,9 +120,7 @@ def render_comparison(comparison: dict[str, Any], width: int = 110) -> str:
         Section("What differs in how they were made", ("key", *sides), settings, sides),
     ]
     where = [f"{side}: {output}" for side, output in zip(sides, comparison["outputs"], strict=True)]
-    return to_text(
-        [section for section in sections if section.rows], [*where, *_text_lines(comparison["texts"])], width
-    )
+    return to_text([section for section in sections if section.rows], [*where, *_text_lines(comparison["texts"])])
 
 
 def _relative(here: float | None, there: float | None) -> str:
@@ -136,10 +135,9 @@ def _setting(value: Any) -> str:
 def _text_lines(texts: Mapping[str, Any]) -> list[str]:
     """Say in sentences how the texts differ."""
     differing, common = texts["differing"], texts["common"]
-    lines = [
-        f"{number(differing)} of {number(common)} texts of equal ids differ ({percent(ratio(differing, common))})."
-    ]
+    of_all = f"{differing:,} of {counted(common, 'text')} ({percent(ratio(differing, common))})"
+    lines = [f"Different where the ids are equal: {of_all}."]
     if texts["examples"]:
         lines.append(f"For example: {', '.join(map(shortened, texts['examples']))}")
     only = {"here": texts["only_here"], "there": texts["only_there"]}
-    return lines + [f"{number(count)} documents are done only {side}." for side, count in only.items() if count]
+    return lines + [f"Done only {side}: {counted(count, 'document')}." for side, count in only.items() if count]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,6 +16,7 @@ SMALLEST = 512
 """Upper bound in tokens of the smallest bucket."""
 SUMS = (
     "num_prompt_tokens",
+    "num_cached_tokens",
     "num_output_tokens",
     "num_dropped_tokens",
     "num_spec_steps",
@@ -71,6 +73,11 @@ def spread(values: Iterable[float | None]) -> Spread | None:
         max=max(present),
         sd=statistics.stdev(present) if len(present) > 1 else None,
     )
+
+
+def spread_json(measured: Spread | None) -> dict[str, Any] | None:
+    """Convert a spread to JSON values."""
+    return None if measured is None else asdict(measured)
 
 
 @dataclass(slots=True)

@@ -168,7 +168,10 @@ def _worker_seconds(span: ReadySpan | None, documents: TimedDocuments | None) ->
     busy = {kind: float(documents.busy[kind].sum()) if documents else 0.0 for kind in BUSY}
     if span is None:
         return busy
-    idle = max(0.0, span.until - span.since - sum(busy.values()))
+    there, total = span.until - span.since, sum(busy.values())
+    if total > there:  # parts of documents that an earlier start has decoded are in its rows
+        busy = {kind: seconds * there / total for kind, seconds in busy.items()}
+    idle = max(0.0, there - total)
     lost = 0.0
     if span.is_cut_off and (documents is None or not np.isnan(documents.ends).any()):
         last = span.since if documents is None else max(span.since, float(documents.ends.max()))

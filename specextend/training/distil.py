@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specextend.config import RunConfig
+from specextend.core import counted
 from specextend.data.source import Source
 from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_config import load_eagle_config
@@ -96,20 +97,21 @@ def _sections(task: Task, figures: dict[str, Any]) -> Iterator[str]:
     )
     yield "## What it was trained on"
     yield (
-        f"{figures['recordings']} prompts of `jobs/train_draft.py` around pieces of the documents below, each followed "
-        "by quotes from it, facts that were hidden in it, and the target's own summaries of it: "
-        f"{figures['tokens']:,} tokens, {options.fit.passes} times."
+        f"{counted(figures['recordings'], 'prompt')} of `jobs/train_draft.py` around pieces of the documents below, "
+        "each followed by quotes from it, facts that were hidden in it, and the target's own summaries of it: "
+        f"{figures['tokens']:,} tokens, {counted(options.fit.passes, 'time')}."
     )
     if read := figures.get("text_tokens"):
-        yield f"Before that, {read:,} tokens of the text alone, {options.text_passes} times."
+        yield f"Before that, {read:,} tokens of the text alone, {counted(options.text_passes, 'time')}."
     files = [f"| `{file.relative_path}` | {file.num_rows} |" for file in task.corpus.source.files]
     yield "\n".join(["| file | documents |", "|---|---|", *files])
     yield "## Recipe"
     yield f"```json\n{json.dumps(asdict(options), indent=1)}\n```"
     yield "## How often it is right"
     yield (
-        f"Agreement with the target's first choice, with a full cache, on {figures['held_out']} such prompts around "
-        "documents that it was not trained on: one in ten of the above is held out."
+        "Agreement with the target's first choice, with a full cache, on "
+        f"{counted(figures['held_out'], 'such prompt')} around documents that it was not trained on: one in ten of the "
+        "above is held out."
     )
     yield _agreement(figures["agreement"])
 

@@ -163,8 +163,8 @@ def open_corpus(config: RunConfig, source: Source, options: TrainOptions) -> Cor
     fits = [maker.fits(text) for text in texts]
     if sum(fits) < 2:
         raise ValueError(
-            f"{sum(fits)} of {len(texts)} texts have the {options.sample.min_tokens} tokens that a sample needs; at "
-            "least two must have them, because one is held out"
+            f"at least two texts must have the {options.sample.min_tokens} tokens that a sample needs, because one is "
+            f"held out: found {sum(fits)} of {len(texts)}"
         )
     learned, held = split([text for text, fit in zip(texts, fits, strict=True) if fit])
     short = [text for text, fit in zip(texts, fits, strict=True) if not fit]

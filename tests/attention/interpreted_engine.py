@@ -1,4 +1,4 @@
-"""The engine on the interpreted Triton kernel: `test_tree_kernel.py` runs this file with TRITON_INTERPRET=1."""
+"""The engine on the interpreted Triton kernel: `test_interpreted.py` runs this file with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernel on a CPU, by triton's interpreter: `test_tree_kernel.py` runs this file with TRITON_INTERPRET=1.
+"""The Triton kernel on a CPU, by triton's interpreter: `test_interpreted.py` runs this file with TRITON_INTERPRET=1.
 
 In float16 and float32 only: the interpreter multiplies the bits of bfloat16 as if they were integers.
 """
@@ -20,10 +20,11 @@ from tests.covering import covering
 CPU = torch.device("cpu")
 HEAD_DIMS = [64, 128]
 HEADS = [(2, 2), (9, 3), (8, 2), (32, 8), (14, 2)]
-PREFIXES = [[0], [1], [1000], [65, 0, 1000], [63, 64, 65], [0, 1, 2, 63, 64, 65, 127, 300]]
-NUM_QUERIES = [1, 2, 17, 51, 64, 128]
+PREFIXES = [[0], [1000], [65, 0, 1000], [63, 64, 65], [0, 1, 2, 63, 64, 65, 127, 300]]
+NUM_QUERIES = [1, 2, 17, 64, 128]
 KINDS = ["tree", "level", "none"]
 NUM_SPLITS = [1, 3, 16]
+EACH_ONCE = covering(HEAD_DIMS, HEADS, [1, 2, 17, 51], PREFIXES[:4], KINDS, NUM_SPLITS, strength=1)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 SMALL = [
     (64, (4, 2), 7, [65, 0], "tree", 3),
@@ -58,9 +59,11 @@ def test_it_is_the_reference_for_any_two_choices(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", covering(HEAD_DIMS, HEADS, NUM_QUERIES[:4], PREFIXES[:5], KINDS, NUM_SPLITS))
+@pytest.mark.parametrize(
+    "case", covering(HEAD_DIMS, HEADS, [*NUM_QUERIES[:3], 51], PREFIXES[:4], KINDS, NUM_SPLITS, strength=1)
+)
 def test_in_fp32_it_is_the_reference_to_rounding(case):
-    """Its tiles are small, so the largest calls would take minutes here."""
+    """Every choice once. Its tiles are small, so the largest calls would take minutes here."""
     assert_is_the_reference(case, torch.float32)
 
 
@@ -131,7 +134,7 @@ def test_places_and_mask_are_uploaded_once_for_all_layers():
     attend_triton(q, k, v, span, 0.125)
     made = dict(span.made)
     attend_triton(q, k, v, span, 0.125)
-    assert made.keys() == {"starts", "lengths", "visible"}
+    assert made.keys() == {"places", "visible"}
     assert all(span.made[name] is tensor for name, tensor in made.items())
 
 

@@ -1,13 +1,9 @@
-"""The Triton kernel without a GPU: interpreted it is its twin in plain torch, compiled it fits the chips it is for."""
+"""The Triton kernel of attention: compiled it fits the chips it is for; `test_interpreted.py` holds it to its twin."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +20,6 @@ from tests.covering import covering
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 from specextend.attention.tree_kernel import (
     MAX_SPLITS,
@@ -34,33 +29,11 @@ from specextend.attention.tree_kernel import (
     choose_tiles,
     merge_splits,
 )
+from tests.attention.compiling import assert_fits, compile_kernel, inspect
 
-ROOT = Path(__file__).parents[2]
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-"""Shared memory that a block of threads may use, by compute capability: A100 and H100."""
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SIZES = [(64, 1), (64, 24), (64, 64), (64, 204), (128, 1), (128, 24), (128, 64), (128, 204)]
 """Head sizes and numbers of rows, T * G: one for each set of tiles."""
-
-
-SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-@pytest.mark.parametrize(
-    ("file", "marks"),
-    [
-        ("interpreted_kernel.py", "not slow"),
-        pytest.param("interpreted_kernel.py", "slow", marks=SLOW),
-        pytest.param("interpreted_engine.py", "slow", marks=SLOW),
-    ],
-)
-def test_interpreted_it_is_its_twin(file, marks):
-    """Triton decides when it is imported whether it interprets kernels, so their tests need a process of their own."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    options = ["-q", "-m", marks, "-p", "no:cacheprovider", "--override-ini", "timeout=900"]
-    command = [sys.executable, "-m", "pytest", *options, f"tests/attention/{file}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("kind", ["tree", "none"])
@@ -130,24 +103,6 @@ def test_on_a_cpu_the_backend_is_refused():
         load_backend("triton", torch.device("cpu"))
 
 
-class Compiled(NamedTuple):
-    """What matters of a compiled kernel."""
-
-    ptx: str
-    num_registers: int
-    spilled_bytes: int
-    shared_bytes: int
-
-
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int):
-    """Compile for a chip that is not there. Pointers and strides are multiples of 16, as in a cache."""
-    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
-    aligned = [name for name in signature if signature[name].startswith("*") or name.startswith(("q_", "k_", "v_"))]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
 def compile_splits(dtype: torch.dtype, head_dim: int, num_rows: int, capability: int):
     element, tiles = f"*{TYPES[dtype]}", choose_tiles(head_dim, num_rows, dtype)
     types = dict.fromkeys(("q", "k", "v"), element) | dict.fromkeys(("part_out", "part_lse"), "*fp32")
@@ -164,25 +119,10 @@ def compile_merge(dtype: torch.dtype, head_dim: int, num_splits: int, capability
     return compile_kernel(merge_splits, types, constants, capability)
 
 
-def inspect(compiled: Any, folder: Path) -> Compiled:
-    """Read registers and spills from the machine code, by the tool in triton's wheel."""
-    binary, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    binary.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
-    return Compiled(compiled.asm["ptx"], registers, stack + local, compiled.metadata.shared)
-
-
 @pytest.fixture(autouse=True)
 def _own_kernel_cache(tmp_path, monkeypatch):
     """What is tested is compiled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-
-
-def assert_fits(compiled: Compiled, capability: int) -> None:
-    assert compiled.spilled_bytes == 0
-    assert compiled.shared_bytes <= SHARED_BYTES[capability]
-    assert compiled.num_registers < 255, "at the limit the next change spills"
 
 
 FITS = covering(SIZES, [80, 90], [*TYPES])

@@ -59,7 +59,7 @@ def test_a_sweep_ranks_trees_by_their_speed_up(tmp_path, capsys):
     """The shipped tree sizes come from such a file."""
     path = tmp_path / "sweep.json"
     grid = ["--nodes", "2,8", "--depths", "3", "--thresholds", "0.05", "--max-new-tokens", "6"]
-    assert main(["sweep", *SMALL, *grid, "--json", str(path)]) == 0
+    assert main(["trees", *SMALL, *grid, "--json", str(path)]) == 0
     points = json.loads(path.read_text())["points"]
     assert {(point["nodes"], point["depth"], point["threshold"]) for point in points} == {(2, 3, 0.05), (8, 3, 0.05)}
     medians = [point["ratios"]["decode_tokens_per_s"]["median"] for point in points]
@@ -127,16 +127,31 @@ def test_a_document_that_must_be_shortened_is_not_taken(config):
         (["--per-bucket", "0"], "per_bucket"),
         (["--set", "tree.noses=3"], "tree.noses"),
         (["memory", "--tokens", "100000"], "100000"),
-        (["sweep", "--nodes", "0"], "tree.nodes"),
+        (["memory", "--tokens", "0"], "at least 1 token"),
+        (["--json", "README.md/compare.json"], "--json README.md/compare.json: "),
+        (["trees", "--json", "docs"], "--json docs is a folder"),
+        (["trees", "--nodes", "0"], "tree.nodes"),
+        (["ablation", "--repeats", "0"], "repeats must be at least 1"),
+        (["ablation", "--set", "draft={kind: ngram}"], "set draft.kind and draft.model"),
+        (["sweep", "--set", "cache.policy=full"], "set cache.policy to retrieval"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_exit_code_2(arguments, message, capsys):
     """Before minutes of measuring, not after."""
-    section = arguments[:1] if arguments[0] in ("memory", "sweep") else []
+    section = arguments[:1] if not arguments[0].startswith("-") else []
     assert main([*section, *SMALL, *arguments[len(section) :]]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert message in last
+
+
+@pytest.mark.parametrize(
+    ("more", "read"), [([], "by-set.parquet"), (["--documents", "by-option.parquet"], "by-option.parquet")]
+)
+def test_documents_that_are_named_are_read_and_not_the_examples(more, read, capsys):
+    """Sections that read the examples by default have measured them for somebody who had set `input.path`."""
+    assert main(["sweep", "--config", CONFIG, "--set", "input.path=by-set.parquet", *more]) == 2
+    assert f"{read} does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -161,8 +176,9 @@ def test_mistyped_arguments_are_refused(arguments, message, capsys):
     "arguments",
     [
         ["compare", "--nodes", "8"],
-        ["sweep", "--sides", "tree"],
+        ["trees", "--sides", "tree"],
         ["memory", "--max-new-tokens", "8"],
+        ["ablation", "--sides", "tree"],
         ["retrieval", "--per-bucket", "3"],
         ["plot", "--json", "x.json", "--config", "x.yaml"],
         ["table", "--json", "x.json", "--output", "out"],

@@ -10,7 +10,7 @@ import pytest
 from specextend.bench.compare import Record, agreement, figures, first_difference, run_rounds, speed_ratios, step_ms
 from specextend.bench.measurement import Measurement
 from specextend.bench.sides import EngineSide
-from specextend.bench.sweep import TreeGrid
+from specextend.bench.tree_sizes import TreeGrid
 from specextend.bench.workload import BenchDocument
 from specextend.core import Completion, Request
 from specextend.stats import DecodingStats

@@ -8,14 +8,18 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from specextend.attention.backends import attend_reference
+from specextend.attention.layer_reference import REFERENCE
+from specextend.bench.gpu_check import shapes, step_times
 from specextend.bench.gpu_check.__main__ import STAGES
 from specextend.bench.gpu_check.kernel_parity import CALLS, AttentionCall, compare_call
+from specextend.bench.gpu_check.layer_parity import LAYERS, compare_layer
 from specextend.bench.gpu_check.marked_tests import read_report
 from specextend.bench.gpu_check.replayed_speed import RECORDING, read_recording, replay_documents
 from specextend.bench.gpu_check.same_tokens import compare_tokens
@@ -23,7 +27,10 @@ from specextend.bench.gpu_check.stage import Setting, SkippedError, attempt, rea
 from specextend.bench.gpu_check.supervisor import Stage, run_stages
 from specextend.bench.gpu_check.synchronisations import count_by_line
 from specextend.core import Completion
+from specextend.decoding.graphs import Graphs
 from specextend.stats import DecodingStats
+from specextend.versions import code_sha256
+from tests.recorded_graph import attend_on_device, record
 
 ROOT = Path(__file__).parents[2]
 ABSENT = ("ray", "gguf", "flash_attn", "rich", "pydantic", "jinja2", "matplotlib", "datasets", "accelerate")
@@ -136,6 +143,20 @@ def test_a_kernel_with_a_large_error_is_wrong(factor):
     assert ("wrong" in row) == (factor != 1.0)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+@pytest.mark.parametrize("part", ["add_norm", "rotate_heads", "gate"])
+def test_a_wrong_kernel_of_a_layer_is_found(part, factor):
+    """Its twin, and the twin with one kernel that is a tenth off."""
+    twin = getattr(REFERENCE, part)
+
+    def kernel(*call):
+        result = twin(*call)
+        return tuple(each * factor for each in result) if isinstance(result, tuple) else result * factor
+
+    row = compare_layer(replace(REFERENCE, **{part: kernel}), LAYERS[-1], torch.bfloat16, torch.device("cpu"))
+    assert ("wrong" in row) == (factor != 1.0)
+
+
 def test_the_calls_cover_what_kernels_go_wrong_at():
     """Heads that share keys or do not, both head sizes, no prefix, a block's edge, one query and the most."""
     assert {call.head_dim for call in CALLS} == {64, 128}
@@ -210,6 +231,30 @@ def test_without_step_times_no_document_is_replayed(tmp_path, monkeypatch):
     assert replay_documents(tmp_path)["status"] == "skipped"
 
 
+def test_the_parts_of_a_captured_step_are_measured_as_the_others_are(monkeypatch):
+    """Without a GPU the graphs are recordings, which take other times, but must find everything in its place."""
+    num_replays = 0
+
+    def counting(function):
+        replay, outputs = record(function)
+
+        def counted() -> None:
+            nonlocal num_replays
+            num_replays += 1
+            replay()
+
+        return counted, outputs
+
+    monkeypatch.setattr(shapes, "_graphs", lambda device: Graphs(counting))
+    monkeypatch.setattr(shapes, "require_backend", lambda name, device: attend_on_device)
+    monkeypatch.setattr(shapes, "load_layer_kernels", lambda name, device: None)
+    monkeypatch.setattr(step_times, "PART_S", 0.0)
+    pair = shapes.Pair(shapes.TINY[0], torch.device("cpu"), torch.float32)
+    rows = list(step_times.StepParts(pair, shapes.GRAPHS, 2, 64).measure())
+    assert [row["part"] for row in rows] == ["plain", "verify", "draft", "retrieve", "absorb"]
+    assert num_replays > 12, "of four parts; retrieval is not captured"
+
+
 @pytest.mark.slow
 def test_every_stage_runs_on_a_cpu_with_tiny_shapes(tmp_path):
     """Time on a GPU is dear: what can fail on a CPU has to fail there first."""
@@ -218,6 +263,7 @@ def test_every_stage_runs_on_a_cpu_with_tiny_shapes(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["code_sha256"] == code_sha256()
     skipped = {name for name, stage in summary["stages"].items() if stage["status"] == "skipped"}
     assert skipped == {"tests", "synchronisations"}
     assert all(stage["reason"] for name, stage in summary["stages"].items() if name in skipped)
@@ -230,5 +276,8 @@ def test_every_stage_runs_on_a_cpu_with_tiny_shapes(tmp_path):
         for name in ("sdpa", "transformers sdpa")
     )
     assert plain["floor_ms"] == base["floor_ms"] > 1e3 * 256 * 8 * 2 * 2 * 64 * 2 / bandwidth
+    layers = [row for row in read_rows(tmp_path, "kernels") if row.get("kernels") == "layer"]
+    assert [row["skipped"] for row in layers] == ["attention.backend triton runs on a GPU only; choose auto"] * 10
+    assert {row["backend"] for row in read_rows(tmp_path, "prefill")} == {"sdpa", "flash"}
     assert any(row["accepted_tokens"] for row in read_rows(tmp_path, "tokens") if "equal" in row)
     assert len(summary["stages"]["replay"]["rows"]) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +16,17 @@ from specextend.bench.plot import plot
 from specextend.bench.result_tables import to_markdown
 from tests.bench.made_up import SIDES, compare_result, looping_result, retrieval_result
 
-RESULTS = {"compare": compare_result, "retrieval": retrieval_result}
+FIGURES = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """The figures that the pages show."""
+    return json.loads((FIGURES / f"{name}-smollm2-epyc.json").read_text(encoding="utf-8"))
+
+
+SERIES = ("ablation", "sweep", "batch", "reasoning", "retrieval-time")
+MADE_UP = {"compare": compare_result, "retrieval": retrieval_result}
+RESULTS = MADE_UP | {name: partial(recorded, name) for name in SERIES}
 
 
 def texts(svg: bytes) -> list[str]:
@@ -46,6 +57,24 @@ def test_a_drawing_of_retrieval_has_a_panel_for_each_draft_and_kind():
     said = texts(plot(retrieval_result()))
     assert {"eagle", "small-lm", "govreport", "needles", "streaming 512", "retrieval 512", "1K", "7,000"} <= set(said)
     assert "acceptance length: mean of documents, sd" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("ablation", {"tree", "+ retrieval", "all (n=8)", "decoding speed over autoregressive"}),
+        ("sweep", {"top-k 8", "refresh 64", "2K (n=3)", "decoding speed over as configured"}),
+        ("batch", {"8", "specextend (n=3)", "documents an hour"}),
+        ("reasoning", {"+ n-grams", "128 in, 2,000 out, loops (n=3)"}),
+        ("retrieval-time", {"8K (n=3)", "a decoding step", "a retrieval", "milliseconds"}),
+    ],
+)
+def test_a_drawing_of_a_series_names_variants_columns_and_the_machine(name, labels):
+    """With n and with what the bars are, so that three documents are not taken for thirty."""
+    said = texts(plot(recorded(name)))
+    assert labels <= set(said)
+    assert "Median and quartiles, or range if n is below 4" in said
+    assert "SmolLM2-135M-Instruct, bfloat16, AMD EPYC" in said
 
 
 @pytest.mark.parametrize("kind", RESULTS)
@@ -100,8 +129,7 @@ def test_tables_hold_shares_of_what_the_machine_can_do():
 
 def test_recorded_figures_of_an_older_version_can_still_be_shown():
     """The page quotes them: they know nothing of loops and of the machine's limits."""
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "compare-smollm2-cpu.json"
-    result = json.loads(path.read_text())
+    result = json.loads((FIGURES / "compare-smollm2-cpu.json").read_text())
     result = {name: value for name, value in result.items() if name not in ("machine", "loops")}
     assert "**Decoding over autoregressive" in to_markdown(result)
     assert plot(result)
@@ -118,9 +146,9 @@ def test_tables_of_retrieval_hold_mean_deviation_and_n():
 
 def test_the_job_draws_and_prints_what_it_wrote(tmp_path, capsys):
     """One drawing a file, named after it."""
-    paths = [written(tmp_path, name, result()) for name, result in RESULTS.items()]
+    paths = [written(tmp_path, name, result()) for name, result in MADE_UP.items()]
     assert main(["plot", "--json", *paths, "--output", str(tmp_path / "drawings")]) == 0
-    for name, result in RESULTS.items():
+    for name, result in MADE_UP.items():
         assert (tmp_path / "drawings" / f"{name}.svg").read_bytes() == plot(result())
     assert main(["table", "--json", *paths]) == 0
     printed = capsys.readouterr().out

@@ -48,9 +48,10 @@ class Listening:
         self.calls.append(("select", positions.tolist(), torch.zeros(1)))
         self.drafter.select(row, positions)
 
-    def absorb(self, rows, token_ids, hidden):
-        self.calls.append(("absorb", *token_ids, hidden[0].clone()))
-        self.drafter.absorb(rows, token_ids, hidden)
+    def absorb(self, rows, decided):
+        [new] = decided.token_ids
+        self.calls.append(("absorb", new, decided.features[0, : len(new)].clone()))
+        self.drafter.absorb(rows, decided)
 
     def propose(self, rows):
         trees = self.drafter.propose(rows)
@@ -207,8 +208,8 @@ class Silent:
 
     def select(self, row, positions): ...
 
-    def absorb(self, rows, token_ids, hidden):
-        self.root = token_ids[0][-1]
+    def absorb(self, rows, decided):
+        self.root = decided.token_ids[0][-1]
 
     def propose(self, rows):
         return roots_only([self.root], torch.device("cpu"))

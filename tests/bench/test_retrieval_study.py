@@ -58,6 +58,7 @@ def test_every_draft_is_replayed_with_every_cache(tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "Effect of scoring layer and refresh interval (retrieval 256)" in printed
     assert "a fresh selection by one layer alone shows" in printed
+    assert "whose source is in view when they are decided" in printed
     assert result["environment"]["versions"]["torch"] in printed
 
 

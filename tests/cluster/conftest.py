@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +20,7 @@ from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
-from specextend.data.parts import Retry
+from specextend.data.results import Retry
 from tests.cluster.fakes import FakeEngine
 
 ROOT = Path(__file__).parents[2]
@@ -38,12 +38,13 @@ def local_ray() -> Iterator[None]:
 
 @dataclass
 class Screen:
-    """A display that keeps what it was told; `on_show` may look in."""
+    """A display that keeps what it was told; `on_show` and `on_event` may look in."""
 
     notes: list[str] = field(default_factory=list)
     events: list[tuple[str, dict[str, Fact]]] = field(default_factory=list)
     run_id: str = ""
     on_show: Callable[[Snapshot], None] = lambda snapshot: None
+    on_event: Callable[[str, dict[str, Fact]], None] = lambda name, facts: None
 
     def show(self, snapshot: Snapshot, now: float) -> None:
         self.on_show(snapshot)
@@ -57,6 +58,7 @@ class Screen:
 
     def event(self, name: str, **facts: Fact) -> None:
         self.events.append((name, facts))
+        self.on_event(name, facts)
 
     def told(self, name: str) -> list[dict[str, Fact]]:
         """The facts of every event of a name."""
@@ -74,9 +76,11 @@ class Job:
     texts: list[str | None]
     job: dict[str, Any]
     screen: Screen = field(default_factory=Screen)
-    max_batch_size: int = 3
+    max_batch_size: int | Literal["auto"] = 3
     cache_gib: float = 2.0
     target: Path = MODELS / "target"
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Further options."""
     input: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +107,7 @@ class Job:
                     "cache_gib": self.cache_gib,
                 },
                 "job": {"max_attempts": 2, "grace_s": 60, **self.job, **job},
+                **self.sections,
             }
         )
 
@@ -116,7 +121,7 @@ class Job:
         return run(
             self.config(**job),
             self.screen,
-            interrupt or Interrupt(60.0),
+            interrupt or Interrupt(600.0),
             retry_errors=retry_errors,
             factory=factory,
         )

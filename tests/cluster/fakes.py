@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -110,6 +111,34 @@ class SpeculatingEngine(FakeEngine):
         seconds = dict.fromkeys(("draft_prefill_s", "draft_s", "retrieval_s", "other_s"), 0.5)
         drafted = {"num_spec_steps": 2, "num_draft_tokens": 8, "num_accepted_tokens": 2}
         return replace(stats, num_plain_steps=1, **drafted, **seconds)
+
+
+class NotingEngine(FakeEngine):
+    """Writes down what it is asked for, beside the output of the run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._notes = _notes(config)
+
+    def generate(
+        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
+    ) -> Iterator[Completion]:
+        return super().generate(map(self._noted, source), on_error)
+
+    def _noted(self, request: Request | None) -> Request | None:
+        if request is not None:
+            with self._notes.open("a") as file:
+                file.write(json.dumps(self.tokenizer.decode(request.prompt_token_ids)) + "\n")
+        return request
+
+    @staticmethod
+    def noted(config: RunConfig) -> list[str]:
+        """Return the prompts of all engines of a run, in order."""
+        return [json.loads(line) for line in _notes(config).read_text().splitlines()]
+
+
+def _notes(config: RunConfig) -> Path:
+    return Path(f"{config.output.path}.asked")
 
 
 class QuotingEngine(FakeEngine):

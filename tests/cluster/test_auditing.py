@@ -117,7 +117,7 @@ def test_another_request_is_not_the_audits():
 
 
 def report(num_steps: int, num_open: int, is_ending: bool = True) -> WorkerReport:
-    return WorkerReport(num_steps, {}, (), num_open, is_ending)
+    return WorkerReport(num_steps, {}, num_audits_open=num_open, is_ending=is_ending)
 
 
 def test_the_end_waits_for_every_worker_that_moves():

@@ -11,21 +11,21 @@ import pytest
 
 from specextend.cluster.calibration import calibrate, draw_sample
 from specextend.cluster.environment import worker_device
+from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt, InterruptedRunError, RefusedError, WorkersFailError
 from specextend.cluster.planning import Plan
 from specextend.cluster.prepare import Prepared, prepare
-from specextend.cluster.progress import TokenEstimate
 from specextend.cluster.rates import Rates
 from specextend.core import DocumentKey
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, NeverLoads
 
 
-def corpus(*lengths: int) -> dict[DocumentKey, TokenEstimate]:
-    return {DocumentKey(0, row): TokenEstimate(length, 10) for row, length in enumerate(lengths)}
+def corpus(*lengths: int) -> Estimates:
+    return Estimates.of({DocumentKey(0, row): TokenEstimate(length, 10) for row, length in enumerate(lengths)})
 
 
-def drawn(estimates: dict[DocumentKey, TokenEstimate], size: int, seed: int = 0) -> list[int]:
+def drawn(estimates: Estimates, size: int, seed: int = 0) -> list[int]:
     return [estimates[key].num_prompt_tokens for key in draw_sample(estimates, size, seed)]
 
 
@@ -59,14 +59,14 @@ def test_a_small_corpus_is_drawn_whole_without_what_is_refused():
 def calibrated(run: Job, num_documents: int, factory: Any = FakeEngine, interrupt: Interrupt | None = None) -> Rates:
     prepared = prepare(run.config())
     return calibrate(
-        prepared, plan_of(prepared), num_documents, interrupt or Interrupt(60.0), lambda line: None, factory
+        prepared, plan_of(prepared), num_documents, interrupt or Interrupt(600.0), lambda line: None, factory
     )
 
 
 def plan_of(prepared: Prepared) -> Plan:
     """Estimates without a look at the text, in which row numbers are lengths."""
     keys = [DocumentKey(0, row) for row in range(prepared.source.num_rows)]
-    return Plan({key: TokenEstimate(key.row + 1, 5) for key in keys}, None, Counter(), 0)
+    return Plan(Estimates.of({key: TokenEstimate(key.row + 1, 5) for key in keys}), None, Counter(), 0)
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_a_worker_decodes_the_sample_and_the_output_folder_stays_empty(job: Call
 
 def test_too_few_documents_are_refused(job: Callable[..., Job]):
     """Before anything is loaded."""
-    with pytest.raises(RefusedError, match="needs 2 documents that can be decoded; there are 1"):
+    with pytest.raises(RefusedError, match="needs 2 documents that can be decoded, but got 1"):
         calibrated(job(["one"]), 4, NeverLoads())
 
 
@@ -112,7 +112,7 @@ def test_a_worker_that_dies_ends_the_calibration(job: Callable[..., Job], tmp_pa
 
 def test_a_calibration_can_be_interrupted(job: Callable[..., Job]):
     """Ctrl-C, when somebody sees how long it takes."""
-    interrupt = Interrupt(60.0)
+    interrupt = Interrupt(600.0)
     interrupt.tell("SIGINT received")
     interrupt.disarm()
     with pytest.raises(InterruptedRunError):

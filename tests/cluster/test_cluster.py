@@ -72,5 +72,5 @@ def test_a_cluster_without_a_node_for_a_worker_is_said(shared: None):
     assert say_no_node(JobOptions(cpus_per_worker=2)) is None
     said = say_no_node(JobOptions(cpus_per_worker=4096, gpus_per_worker=1, silence_s=7200))
     assert said is not None
-    assert "no node of the cluster has the 4096 cores (job.cpus_per_worker) and 1 GPUs" in said
+    assert "no node of the cluster has room for a worker of job.cpus_per_worker 4096 and job.gpus_per_worker 1;" in said
     assert said.endswith("unless it grows, the run ends after 7200 s (job.silence_s)")

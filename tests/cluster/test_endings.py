@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,12 +34,14 @@ from specextend.cluster.records import read_status
 from specextend.cluster.run import run
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
+from specextend.data.compaction import compact
 from specextend.data.fingerprint import write_manifest
-from specextend.data.parts import PartWriter
+from specextend.data.parts import PartWriter, list_parts
 from specextend.data.storage import resolve
 from specextend.report import write_report
 from tests.cluster.conftest import MODELS, ROOT, Screen, rows_of
 from tests.cluster.fakes import NeverLoads
+from tests.job.conftest import LONGEST_S
 from tests.properties.rows import done, failed
 
 NUM_ROWS = 3
@@ -73,7 +77,7 @@ class Ended:
         )
 
     def run(self, interrupt: Interrupt | None = None, report: Callable[..., object] = write_report, **job) -> int:
-        interrupt = interrupt or Interrupt(60.0)
+        interrupt = interrupt or Interrupt(600.0)
         try:
             return run(self.config(**job), self.screen, interrupt, report=report, factory=NeverLoads())
         finally:
@@ -126,7 +130,7 @@ def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(
 
 def test_a_run_told_to_stop_during_its_report_stops_and_the_next_one_completes_it(ended: Ended):
     """A report over a million rows takes minutes, in which Ctrl-C did nothing."""
-    interrupt = Interrupt(60.0)
+    interrupt = Interrupt(600.0)
     interrupt.install()
 
     def report(*arguments: object, **options: object) -> None:
@@ -145,17 +149,22 @@ def test_a_run_told_to_stop_during_its_report_stops_and_the_next_one_completes_i
 
 def test_a_run_told_to_stop_between_two_summary_files_stops(ended: Ended, monkeypatch: pytest.MonkeyPatch):
     """Summaries of a large corpus take longer than anybody waits; what is written stays."""
-    interrupt, replace = Interrupt(60.0), os.replace
+    interrupt, replace = Interrupt(600.0), os.replace
+    is_told = threading.Event()
 
     def told(source: str, target: str) -> None:
-        replace(source, target)
         if target.endswith("summaries/part-00000.parquet"):
             interrupt.tell("SIGTERM received")
+            is_told.set()
+        if "/summaries/" in target:
+            assert is_told.wait(60), "the first is written, in another thread"
+        replace(source, target)
 
     monkeypatch.setattr(os, "replace", told)
     with pytest.raises(InterruptedRunError):
         ended.run(interrupt)
-    assert [path.name for path in (ended.output / "summaries").iterdir()] == ["part-00000.parquet"]
+    assert (ended.output / "summaries" / "part-00000.parquet").exists()
+    assert not (ended.output / "report.json").exists()
     assert ended.run() == EXIT_DONE
     assert len(rows_of(ended.output / "summaries")) == 2 * NUM_ROWS - 1
 
@@ -178,6 +187,20 @@ def test_a_success_file_that_says_nothing_is_written_again(ended: Ended, content
     assert read_status(resolve(str(ended.output)))["state"] == "stopped, run again to resume"
     assert ended.run() == EXIT_DONE
     assert (ended.output / "_SUCCESS").read_bytes() == whole
+
+
+def test_a_start_merges_commits_if_there_are_too_many_and_lets_a_complete_run_alone(
+    ended: Ended, monkeypatch: pytest.MonkeyPatch
+):
+    """Thousands of files that an older version left: each start would have read them one by one."""
+    monkeypatch.setattr("specextend.cluster.run.compact", partial(compact, most_parts=1))
+    ended.commit([done(DocumentKey(1, 0), "again")], ended.fingerprint)
+    assert ended.run() == EXIT_DONE
+    assert len(list_parts(resolve(str(ended.output)))) == 1
+    assert [row["summary"] for row in rows_of(ended.output / "summaries").values()].count("again") == 1
+    ended.commit([done(DocumentKey(1, 0), "once more")], ended.fingerprint)
+    ended.run()
+    assert len(list_parts(resolve(str(ended.output)))) == 2
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
@@ -213,7 +236,7 @@ def test_an_output_store_that_never_answers_ends_the_run(ended: Ended, name: str
     (ended.output / "_run" / "manifest.json").unlink()
     os.mkfifo(ended.output / name)
     process = summarize(ended, **{"job.store_s": 1})
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=LONGEST_S)
     assert process.returncode == EXIT_FAILED, stderr
     said = stderr.splitlines()[-1]
     assert said.startswith("error: ")

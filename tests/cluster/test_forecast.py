@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from specextend.cluster.calibration import draw_sample
+from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.forecast import DRIFT, MOST_UNCERTAIN, START_FACTOR, Outlook, cost_of, makespan
-from specextend.cluster.progress import TokenEstimate
 from specextend.cluster.rates import DocumentCost, Rates, fit_rates
 from specextend.core import DocumentKey
 
@@ -30,7 +31,8 @@ DOCUMENT = TokenEstimate(1000, 200)
 
 
 def outlook(*documents: TokenEstimate, batch: int = 1, **changed: object) -> Outlook:
-    return Outlook(documents, replace(RATES, **changed), batch)
+    estimates = {DocumentKey(0, row): document for row, document in enumerate(documents)}
+    return Outlook(Estimates.of(estimates), replace(RATES, **changed), batch)
 
 
 def test_seconds_are_those_of_the_tokens_and_of_the_start():
@@ -47,6 +49,19 @@ def test_long_documents_cost_more_for_each_token():
     short, long = (outlook(*each, **growing).busy_s for each in ([DOCUMENT] * 8, [TokenEstimate(8000, 1600)]))
     assert short == pytest.approx(8 * (1000 * (1e-3 + 1e-3) + 100 * (1e-2 + 1e-6 * 1050)))
     assert long > 1.5 * short
+
+
+def test_a_document_in_parts_is_forecast_as_its_requests():
+    """Seven parts and a merge are read as eight short prompts, and decoded beside each other, but for the merge."""
+    growing, none = {"prefill": (1e-3, 1e-6), "decode": (1e-2, 1e-6)}, np.zeros(1, np.int64)
+    columns = [np.array([value]) for value in (8 * DOCUMENT.num_prompt_tokens, 8 * DOCUMENT.max_new_tokens, 8)]
+    book = Outlook(Estimates(none, none, *columns), replace(RATES, **growing), 4)
+    pages = outlook(*[DOCUMENT] * 8, batch=4, **growing)
+    assert book.busy_s == pytest.approx(pages.busy_s)
+    book_s, pages_s = (each.lasts(1).seconds_high - START_FACTOR * RATES.start_s for each in (book, pages))
+    one = outlook(DOCUMENT, batch=4, **growing).lasts(1).seconds_high - START_FACTOR * RATES.start_s
+    assert pages_s < book_s < pages_s + one
+    assert book.lasts(8).workers == 1, "no worker shares a document"
 
 
 def test_twice_the_workers_take_half_the_time_but_never_less_than_the_longest_document():
@@ -141,10 +156,11 @@ def test_the_interval_holds_the_truth_of_nearly_all_draws(num_measured: int, lea
     for seed in range(200):
         draw = random.Random(seed)
         costs = [draw_cost(draw, int(draw.lognormvariate(7.5, 0.8))) for _ in range(300)]
-        estimates = {DocumentKey(0, row): TokenEstimate(cost.num_prompt_tokens, 256) for row, cost in enumerate(costs)}
+        documents = {DocumentKey(0, row): TokenEstimate(cost.num_prompt_tokens, 256) for row, cost in enumerate(costs)}
+        estimates = Estimates.of(documents)
         sample = [costs[key.row] for key in draw_sample(estimates, num_measured, seed)]
         rates = fit_rates(sample, start_s=0.0, device="", origin="", measured_at=0.0)
-        forecast = Outlook(estimates.values(), rates, 1).lasts(1)
+        forecast = Outlook(estimates, rates, 1).lasts(1)
         truth = sum(cost.prefill_s + cost.decode_s for cost in costs)
         held += forecast.seconds_low <= truth <= forecast.seconds_high
     assert held >= 200 * least

@@ -28,6 +28,7 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.lock import FolderLock, LockHolder, OutputLock, read_lock
 from specextend.data.storage import Location, delete, resolve, write_bytes
+from tests.job.conftest import LONGEST_S
 
 
 @pytest.fixture
@@ -298,7 +299,8 @@ from specextend.cluster import lock
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.exits import LockHeldError
 from specextend.data.storage import resolve
-lock.STALE_S = 1.0
+lock.STALE_S, lock.HEARTBEAT_S = 1.0, 0.05
+print("ready", flush=True)
 sys.stdin.readline()
 try:
     with OutputLock(resolve(sys.argv[1]), sys.argv[2], check_every_s=0.05):
@@ -318,6 +320,7 @@ def test_of_many_that_find_a_stale_lock_one_takes_it(output: Location):
     """Retries of a cluster job start together after an outage."""
     write_holder(output, elsewhere(0))
     racers = [racer(output, number) for number in range(4)]
+    assert [each.stdout.readline() for each in racers] == ["ready\n"] * 4
     for each in racers:
         each.stdin.write("go\n")
         each.stdin.flush()
@@ -367,4 +370,4 @@ def test_a_process_that_was_really_stopped_finds_out_who_holds_its_folder(
     time.sleep(0.6)  # longer than its lock lives: that is the fault
     expected = happens(output)
     process.send_signal(signal.SIGCONT)
-    assert process.communicate("go\n", timeout=60)[0] == f"{expected}\n"
+    assert process.communicate("go\n", timeout=LONGEST_S)[0] == f"{expected}\n"

@@ -6,6 +6,7 @@ from specextend.cluster.leases import Limits, Tried
 from specextend.cluster.places import FIRST_REST_S, MAX_DEATHS, Coming, Place, Places, Spot
 from specextend.cluster.scheduler import ALONE_SHARE, Scheduler
 from specextend.core import DocumentKey
+from tests.cluster.lengths import rows_of_length
 
 
 def gpu(number: int, host: str = "h") -> Place:
@@ -106,7 +107,7 @@ def key(row: int) -> DocumentKey:
 
 def plan_of(num_documents: int, num_places: int, **options: int) -> Scheduler:
     """Documents of one length, and a worker `w<n>` at each place."""
-    plan = Scheduler([(key(row), 5) for row in range(num_documents)], Limits(**options), leases_per_worker=2)
+    plan = Scheduler(rows_of_length([5] * num_documents), Limits(**options), leases_per_worker=2)
     for number in range(num_places):
         plan.join(f"w{number}", gpu(number), 0)
     return plan
@@ -129,12 +130,10 @@ def replace(plan: Scheduler, worker: str, number: int) -> list[DocumentKey]:
 
 
 def finish_all(plan: Scheduler, worker: str) -> None:
-    for key_ in plan.leased():
-        for number in range(9):
-            name = f"{key_.file}-{key_.row}-{number}"
-            if plan.lease(name) is not None and plan.holder(name) == worker:
-                plan.finish(name)
-                plan.produced(worker)
+    for lease in plan.leased():
+        if plan.holder(lease.lease_id) == worker:
+            plan.finish(lease.lease_id)
+            plan.produced(worker)
 
 
 def test_a_charged_document_waits_for_a_healthy_worker_to_run_empty():
@@ -199,7 +198,7 @@ def test_with_a_single_attempt_a_document_must_die_at_two_places():
 def test_a_start_goes_on_where_the_last_one_stopped_counting():
     """Each start gave a document that kills its worker all its attempts again."""
     tried = {key(0): Tried(2, frozenset({gpu(0).spot}))}
-    plan = Scheduler([(key(0), 5), (key(1), 5)], Limits(max_attempts=3), 2, tried=tried)
+    plan = Scheduler(rows_of_length([5, 5]), Limits(max_attempts=3), 2, tried=tried)
     plan.join("w0", gpu(0), 0)
     assert plan.num_wanted == 3, "a worker elsewhere, beside one for each document"
     plan.join("w1", gpu(1), 0)
@@ -211,7 +210,7 @@ def test_a_start_goes_on_where_the_last_one_stopped_counting():
 def test_attempts_before_an_error_row_are_counted_on_and_forgiven():
     """`--retry-errors` asks for new attempts; the row says how many there were in all."""
     tried = {key(0): Tried(3, forgiven=3)}
-    plan = Scheduler([(key(0), 5)], Limits(max_attempts=2), 2, tried=tried)
+    plan = Scheduler(rows_of_length([5]), Limits(max_attempts=2), 2, tried=tried)
     plan.join("w0", gpu(0), 0)
     [(_, lease)] = plan.assign(0)
     assert lease.attempt == 4

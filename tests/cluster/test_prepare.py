@@ -15,9 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
-from specextend.cluster.prepare import Prepared, prepare
+from specextend.cluster.prepare import Prepared, check_same_run, prepare
 from specextend.cluster.records import Attempt
-from specextend.cluster.run import check_same_run
 from specextend.config import RunConfig
 from specextend.data.fingerprint import fingerprint, write_manifest
 from specextend.data.storage import read_bytes

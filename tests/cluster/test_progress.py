@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.leases import Limits
 from specextend.cluster.places import Place, Spot
 from specextend.cluster.progress import (
@@ -9,12 +10,12 @@ from specextend.cluster.progress import (
     MAX_GAP_S,
     AwakeClock,
     Ledger,
-    TokenEstimate,
     describe_duration,
 )
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
+from tests.cluster.lengths import rows_of_length
 
 
 def key(row: int) -> DocumentKey:
@@ -22,7 +23,8 @@ def key(row: int) -> DocumentKey:
 
 
 def ledger(*estimates: tuple[int, int], num_done: int = 0, num_errors: int = 0) -> Ledger:
-    return Ledger({key(row): TokenEstimate(*pair) for row, pair in enumerate(estimates)}, num_done, num_errors)
+    documents = {key(row): TokenEstimate(*pair) for row, pair in enumerate(estimates)}
+    return Ledger(Estimates.of(documents), num_done, num_errors)
 
 
 def stats(prompt: int, output: int, prefill_s: float = 1.0, verify_s: float = 1.0) -> DecodingStats:
@@ -65,7 +67,7 @@ def test_running_documents_count_for_what_they_have_done():
     """With few long documents the bar would stand still for an hour otherwise."""
     book = ledger((1000, 100))
     book.snapshot(0.0, 1)
-    book.running("w", [(key(0), 50), (key(7), 3)])
+    book.running("w", [(key(0), 50)])
     now = book.snapshot(10.0, 1)
     done, left = 1000 + 50 * DEFAULT_OUTPUT_COST, 50 * DEFAULT_OUTPUT_COST
     assert now.fraction == pytest.approx(done / (done + left))
@@ -127,7 +129,7 @@ def test_a_suspended_driver_holds_nobody_for_silent():
     """A virtual machine that was moved: every worker looked as if it had hung for an hour, and was killed."""
     source = Jumps()
     clock = AwakeClock(source)
-    plan = Scheduler([(DocumentKey(0, 0), 5)], Limits(stall_s=60.0, deadline_base_s=60.0), leases_per_worker=1)
+    plan = Scheduler(rows_of_length([5]), Limits(stall_s=60.0, deadline_base_s=60.0), leases_per_worker=1)
     plan.join("a", Place("node", Spot("host", "GPU 0")), clock())
     [(_, lease)] = plan.assign(clock())
     plan.report("a", 1, [lease.lease_id], clock())
@@ -142,7 +144,7 @@ def test_a_suspended_driver_holds_nobody_for_silent():
 
 def test_until_there_is_a_rate_the_forecast_is_counted_down():
     """Models load for minutes, and a long document takes as long: what earlier runs took is better than nothing."""
-    book = Ledger({key(0): TokenEstimate(1000, 100)}, 0, 0, expected_s=60.0)
+    book = Ledger(Estimates.of({key(0): TokenEstimate(1000, 100)}), 0, 0, expected_s=60.0)
     assert book.snapshot(5.0, 0).eta_s == pytest.approx(60.0)
     assert book.snapshot(25.0, 0).eta_s == pytest.approx(40.0)
     assert book.snapshot(95.0, 0).eta_s is None, "it was wrong"

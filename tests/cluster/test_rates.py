@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specextend.cluster.messages import Done
 from specextend.cluster.rates import (
     MAX_COSTS,
     MIN_RUN_DOCUMENTS,
@@ -26,6 +27,7 @@ from specextend.file_hashes import cache_folder
 from specextend.stats import DecodingStats
 
 HASHES = {"target": "1", "tokenizer": "2", "draft": "3"}
+SUMS = ("num_prompt_tokens", "num_output_tokens", "max_new_tokens", "prefill_s", "decode_s")
 CPU, GPU = "AMD EPYC 7B13", "NVIDIA H200"
 
 
@@ -67,12 +69,24 @@ def test_rates_that_are_lines_are_found_again():
     assert rates.spread_s == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_document_in_parts_costs_what_its_requests_cost_as_documents():
+    """Attention grows with the length of a part; a book in fifty parts was taken for one prompt of fifty times that."""
+    parts = [replace(cost, **{name: 9 * getattr(cost, name) for name in SUMS}) for cost in costs_of(1000, 4000, 8000)]
+    rates = fitted([replace(cost, num_requests=9) for cost in parts])
+    assert rates.prefill == pytest.approx((1e-3, 1e-6))
+    assert rates.decode == pytest.approx((2e-2, 1e-6))
+    assert rates.spread_s == pytest.approx(0.0, abs=1e-9)
+    chunked = {"prompt": {"length_policy": "chunk"}}
+    keys = [pair_key(config(**chunked, chunks={"tokens": tokens}), HASHES) for tokens in (500, 900)]
+    assert keys[0] != keys[1], "larger parts have shorter summaries for their length"
+
+
 def test_fitted_rates_add_up_to_the_seconds_that_were_measured():
     """Lines per token give a short document the weight of a long one; the sum must be right all the same."""
     costs = [*costs_of(1000, 4000), DocumentCost(500, 100, 100, 2.0, 9.0)]
     rates = fitted(costs)
     prompts, limits = np.array([(cost.num_prompt_tokens, cost.max_new_tokens) for cost in costs], dtype=float).T
-    expected_s = rates.prefill_s(prompts) + rates.decode_s(prompts, limits)
+    expected_s = rates.prefill_s(prompts, np.ones(3)) + rates.decode_s(prompts, limits, np.ones(3))
     assert expected_s.sum() == pytest.approx(sum(cost.prefill_s + cost.decode_s for cost in costs))
     assert rates.spread_s > 0
 
@@ -80,8 +94,14 @@ def test_fitted_rates_add_up_to_the_seconds_that_were_measured():
 def test_a_cost_holds_every_phase():
     """What a phase takes and nobody counts would be missing from every forecast."""
     phases = dict.fromkeys(("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s"), 1.0)
-    cost = DocumentCost.of(DecodingStats(num_prompt_tokens=9, num_output_tokens=5, **phases), 7)
-    assert cost == DocumentCost(9, 5, 7, prefill_s=2.0, decode_s=4.0)
+    done = Done({"num_requests": 3}, DecodingStats(num_prompt_tokens=9, num_output_tokens=5, **phases))
+    assert DocumentCost.of(done, 7) == DocumentCost(9, 5, 7, prefill_s=2.0, decode_s=4.0, num_requests=3)
+
+
+def test_a_prompt_that_took_over_another_one_costs_as_much_as_one_that_was_read():
+    """Three questions about each document tonight must not promise a fast night for tomorrow's other corpus."""
+    stats = DecodingStats(num_prompt_tokens=4000, num_cached_tokens=3900, num_output_tokens=5, prefill_s=0.1)
+    assert DocumentCost.of(Done({"num_requests": 1}, stats), 7).prefill_s == pytest.approx(0.1 * 40)
 
 
 def test_one_document_shows_nothing():

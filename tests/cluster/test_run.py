@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,13 +27,17 @@ from specextend.cluster.exits import (
 )
 from specextend.cluster.prepare import prepare
 from specextend.cluster.rates import find_rates, keep_rates, pair_key
-from specextend.cluster.worker import document_seed
+from specextend.document_requests import document_seed
 from specextend.pairing import pair_hashes
-from tests.cluster.conftest import Screen
+from tests.cluster.conftest import Job, Screen, kept_handlers
 from tests.cluster.fakes import LoadsLater, NeverLoads, SwapsWeights
 from tests.cluster.test_forecast import RATES
 
+MANY_ATTEMPTS = {"max_attempts": 9, "silence_s": 6000}
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
+
+CHOSEN_BATCH = 4
+"""What `decoding.max_batch_size: auto` is on a CPU with room."""
 
 
 @pytest.fixture
@@ -41,46 +47,94 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roster, "FIRST_PAUSE_S", 0.01)
 
 
-def test_every_row_ends_in_one_summary_in_input_order(job):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> Iterator[Job]:
+    """A run of a folder to which nothing happens, by rates that are kept. Tests only read it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = Job(folder, GOOD, {"commit_every_rows": 4})
+    run.max_batch_size = "auto"
+    (folder / "in").mkdir()
+    run.input = run.input.rename(folder / "in" / "a.pq").parent
+    for name in ("b.csv", "c.CSV", "_SUCCESS"):
+        (run.input / name).write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        keep_rates(rates_key(run), replace(RATES, device=worker_device(run.config().job)))
+        with kept_handlers():
+            assert run.run() == EXIT_DONE
+        yield run
+
+
+def rates_key(run: Job) -> str:
+    prepared = prepare(run.config())
+    config = prepared.config.model_copy(
+        update={"decoding": replace(prepared.config.decoding, max_batch_size=CHOSEN_BATCH)}
+    )
+    return pair_key(config, prepared.manifest["identity"]["hashes"])
+
+
+def records_of(run: Job) -> list[dict[str, Any]]:
+    """What each start has left."""
+    return [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
+
+
+def test_every_row_ends_in_one_summary_in_input_order(undisturbed: Job):
     """The whole contract of an undisturbed run: rows, parts, attempts, lock, seeds."""
-    run = job(GOOD, commit_every_rows=4)
-    assert run.run() == EXIT_DONE
+    run, [attempt] = undisturbed, records_of(undisturbed)
     assert list(run.summaries()) == [f"d{row}" for row in range(6)]
     assert all(row["attempts"] == 1 and row["num_output_tokens"] == 5 for row in run.summaries().values())
     assert all(row["queue_s"] >= 0 for row in run.summaries().values())
     assert run.summaries()["d3"]["summary"].startswith(f"seed {document_seed(0, 'd3')}:")
-    assert len(list((run.output / "_run" / "parts").iterdir())) == 2, "at 4 rows, and the last 2 at the end"
+    [*parts, _] = sorted((run.output / "_run" / "parts").iterdir())
+    assert all(pq.read_metadata(part).num_rows >= 4 for part in parts), "the last one holds what is left"
     assert json.loads((run.output / "_SUCCESS").read_text()) == {"rows": 6, "done": 6, "errors": 0}
     assert not (run.output / "_run" / "lock").exists()
-    [attempt] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
     assert (attempt["exit_code"], len(attempt["workers"])) == (0, 1)
     assert attempt["end"] >= attempt["begin"]
-    assert attempt["memory"]["cache"]["longest_sequences_that_fit"] >= 1
+    assert attempt["memory"]["cache"]["longest_sequences_that_fit"] >= 4
+    assert attempt["memory"]["cache"]["max_batch_size"] == CHOSEN_BATCH
     assert [note for note in run.screen.notes if "the longest documents at once" in note]
     assert attempt["versions"].keys() >= {"python", "torch", "transformers", "ray", "pyarrow", "specextend"}
 
 
-def test_a_run_over_a_folder_says_which_files_it_does_not_read(job):
+def test_a_run_over_a_folder_says_which_files_it_does_not_read(undisturbed: Job):
     """Once, and not a word about hidden ones."""
-    run = job(GOOD[:2])
-    folder = run.folder / "in"
-    folder.mkdir()
-    run.input.rename(folder / "a.pq")
-    run.input = folder
-    for name in ("b.csv", "c.CSV", "_SUCCESS"):
-        (folder / name).write_text("")
-    assert run.run() == EXIT_DONE
-    said = [note for note in run.screen.notes if "not read" in note]
-    assert said == [f"warning: files not read in {folder}: 1 .CSV, 1 .csv"]
+    said = [note for note in undisturbed.screen.notes if "not read" in note]
+    assert said == [f"warning: files not read in {undisturbed.input}: 1 .CSV, 1 .csv"]
 
 
-def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_lives_on(job):
+def test_a_start_records_how_long_it_should_take(undisturbed: Job):
+    """By rates that are kept; a report can say afterwards how far off they were."""
+    [forecast] = [record["forecast"] for record in records_of(undisturbed)]
+    assert (forecast["documents"], forecast["workers"]) == (6, 1)
+    assert forecast["basis"].startswith("a calibration of 100 documents on ")
+    assert any(note.startswith("expected to take 0:00:") for note in undisturbed.screen.notes)
+    assert find_rates(rates_key(undisturbed), None).num_documents == 100, "another engine than ours leaves no rates"
+
+
+@pytest.fixture(scope="module")
+def with_errors(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> Job:
+    """A finished run in which three documents could not be done. Tests only read it."""
+    run = Job(tmp_path_factory.mktemp("with_errors"), [*GOOD, "raise", "oom", None], MANY_ATTEMPTS)
+    with kept_handlers():
+        assert run.run() == EXIT_TOO_MANY_ERRORS
+    return run
+
+
+@pytest.fixture
+def finished(with_errors: Job, job) -> Job:
+    """The same documents and a copy of what came out, for one more start."""
+    run: Job = job(with_errors.texts, **MANY_ATTEMPTS)
+    shutil.copytree(with_errors.output, run.output)
+    return run
+
+
+def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_lives_on(with_errors: Job):
     """One bad row must not stop a night's work, nor cost a model load.
 
     A failed batch does not say whose fault it was: its documents are tried again one by one, on the same worker.
     """
-    run = job([*GOOD, "raise", "oom", None])
-    assert run.run() == EXIT_TOO_MANY_ERRORS
+    run = with_errors
     errors = {name: (row["error_class"], row["stage"], row["retryable"]) for name, row in run.errors().items()}
     assert errors == {
         "d6": ("ValueError", "decode", False),
@@ -88,6 +142,8 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
         "d8": ("NullText", "read", False),
     }
     assert run.errors()["d6"]["message"] == "this document cannot be done"
+    assert run.errors()["d6"]["attempts"] <= 2, "in its batch and alone; another one would fail the same way"
+    assert run.errors()["d8"]["attempts"] == 1
     assert len({row["worker"] for row in run.summaries().values()}) == 1
     assert len(run.summaries()) == 6
     assert not (run.output / "_SUCCESS").exists()
@@ -95,43 +151,40 @@ def test_a_document_that_cannot_be_done_becomes_an_error_row_and_its_worker_live
     assert "job.max_error_fraction 0 allows 0 failed rows; see errors/" in why
 
 
-def test_files_that_were_taken_from_a_finished_run_are_written_again_and_nothing_is_decoded(job):
+def test_files_that_were_taken_from_a_finished_run_are_written_again_and_nothing_is_decoded(finished: Job):
     """`_SUCCESS` alone is no reason to say that all is there."""
-    run = job([*GOOD, "raise"], max_error_fraction=1.0)
-    assert run.run() == EXIT_DONE
+    run, tolerant = finished, {"max_error_fraction": 1.0}
     before = {path: path.read_bytes() for folder in ("summaries", "errors") for path in (run.output / folder).iterdir()}
     assert len(before) == 2
+    assert run.run(NeverLoads(), **tolerant) == EXIT_DONE
     for path in before:
         path.unlink()
-        assert run.run(NeverLoads()) == EXIT_DONE
+        assert run.run(NeverLoads(), **tolerant) == EXIT_DONE
     assert {path: path.read_bytes() for path in before} == before
     run.screen.notes.clear()
-    assert run.run(NeverLoads()) == EXIT_DONE
-    assert run.screen.notes == ["complete already, 7 rows: 6 done, 1 failed"]
+    assert run.run(NeverLoads(), **tolerant) == EXIT_DONE
+    assert run.screen.notes == ["complete already, 9 rows: 6 done, 3 failed"]
 
 
-def test_workers_for_which_the_machine_has_no_room_are_said(job, monkeypatch):
+def interrupt_after(run, num_done: int) -> Interrupt:
+    interrupt = Interrupt(600.0)
+
+    def look(snapshot) -> None:
+        if snapshot.num_done >= num_done:
+            interrupt.tell("SIGTERM received")
+
+    run.screen.on_show = look
+    return interrupt
+
+
+def test_workers_for_which_the_machine_has_no_room_are_said(job):
     """Otherwise somebody waits for 48 of 50 all night."""
-    monkeypatch.setenv("RAY_ADDRESS", "local")
     run = job(["one"], workers=500)
-    assert run.run() == EXIT_DONE
+    interrupt = interrupt_after(run, 0)
+    with pytest.raises(InterruptedRunError):
+        run.run(interrupt=interrupt)
+    interrupt.disarm()
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
-
-
-def test_a_start_records_how_long_it_should_take(job, monkeypatch, tmp_path: Path):
-    """By rates that are kept; a report can say afterwards how far off they were."""
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = job(["one", None], max_error_fraction=1.0)
-    prepared = prepare(run.config())
-    key = pair_key(prepared.config, prepared.manifest["identity"]["hashes"])
-    keep_rates(key, replace(RATES, device=worker_device(prepared.config.job)))
-    assert run.run() == EXIT_DONE
-    [record] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
-    assert (record["forecast"]["documents"], record["forecast"]["workers"]) == (2, 1)
-    assert record["forecast"]["basis"].startswith("a calibration of 100 documents on ")
-    assert any(note.startswith("expected to take 0:00:") for note in run.screen.notes)
-    assert find_rates(key, None).num_documents == 100, "another engine than ours leaves no rates"
 
 
 @pytest.mark.slow
@@ -156,57 +209,13 @@ def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end
     assert not copy.exists()
 
 
-def test_errors_within_the_allowed_fraction_are_a_success_without_decoding_again(job):
+def test_errors_within_the_allowed_fraction_are_a_success_without_decoding_again(finished: Job):
     """`job.*` is not part of what a run is: a second start may allow more errors."""
-    run = job([*GOOD, "raise"])
-    assert run.run() == EXIT_TOO_MANY_ERRORS
-    assert run.run(NeverLoads(), max_error_fraction=0.2) == EXIT_DONE
-    assert json.loads((run.output / "_SUCCESS").read_text()) == {"rows": 7, "done": 6, "errors": 1}
+    run = finished
+    assert run.run(NeverLoads(), max_error_fraction=0.4) == EXIT_DONE
+    assert json.loads((run.output / "_SUCCESS").read_text()) == {"rows": 9, "done": 6, "errors": 3}
     assert run.run(NeverLoads()) == EXIT_TOO_MANY_ERRORS
     assert not (run.output / "_SUCCESS").exists()
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_once_costs_its_started_documents_an_attempt(job, tmp_path: Path):
-    """A preempted process: everything is done in the end, on another worker."""
-    run = job([*GOOD, f"kill:{tmp_path}/killed"])
-    assert run.run() == EXIT_DONE
-    assert len(run.summaries()) == 7
-    assert max(row["attempts"] for row in run.summaries().values()) <= 2
-    assert len({row["worker"] for row in run.summaries().values()}) >= 1
-    assert any("died" in note for note in run.screen.notes)
-
-
-@pytest.mark.slow
-def test_a_document_that_kills_every_worker_is_given_up_and_takes_nobody_along(job):
-    """The poison document: its neighbours are done, it is a dead letter after max_attempts."""
-    run = job([*GOOD, "kill"])
-    assert run.run() == EXIT_TOO_MANY_ERRORS
-    assert set(run.summaries()) == {f"d{row}" for row in range(6)}
-    [poison] = run.errors().values()
-    assert (poison["doc_id"], poison["error_class"], poison["attempts"]) == ("d6", "WorkerDied", 2)
-    assert poison["retryable"]
-
-
-@pytest.mark.slow
-def test_a_document_over_its_deadline_is_cancelled_while_its_neighbours_go_on(job):
-    """Aborted between two steps: no worker dies of it."""
-    run = job([*GOOD, "crawl"], deadline_base_s=1.0, deadline_s_per_token=0.001)
-    assert run.run() == EXIT_TOO_MANY_ERRORS
-    [late] = run.errors().values()
-    assert (late["doc_id"], late["error_class"], late["attempts"]) == ("d6", "DeadlineExceeded", 2)
-    assert len(run.summaries()) == 6
-    assert len({row["worker"] for row in run.summaries().values()}) == 1
-    assert not any("died" in note or "killed" in note for note in run.screen.notes)
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced(job, tmp_path: Path):
-    """A kernel that never returns: no step for stall_s, kill, retry."""
-    run = job([*GOOD[:2], f"hang:{tmp_path}/hung"], stall_s=2.5)
-    assert run.run() == EXIT_DONE
-    assert run.summaries()["d2"]["attempts"] == 2
-    assert any("no step for 2 s" in note for note in run.screen.notes)
 
 
 @pytest.mark.slow
@@ -243,7 +252,7 @@ def test_a_model_that_does_not_load_ends_the_run_after_a_few_tries(job, hasty):
     run = job(GOOD)
     with pytest.raises(WorkersFailError, match=r"2 tries in a row failed: .*the weights are gone"):
         run.run(NeverLoads())
-    [attempt] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
+    [attempt] = records_of(run)
     assert attempt["exit_code"] == 1
     assert not (run.output / "_run" / "lock").exists()
 
@@ -258,7 +267,7 @@ def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, t
     why = rf"the target in {run.target} on \S+ is not the run's: its files have the hash \w{{12}}, the run's {expected}"
     with pytest.raises(WorkersFailError, match=f"2 tries in a row failed: .*{why}"):
         run.run(SwapsWeights(weights))
-    [attempt] = [json.loads(path.read_text()) for path in (run.output / "_run" / "attempts").iterdir()]
+    [attempt] = records_of(run)
     assert sum(worker["ready"] is not None for worker in attempt["workers"]) == 1
 
 
@@ -270,34 +279,48 @@ def test_a_model_that_loads_the_second_time_is_enough(job, tmp_path: Path):
     assert any("could not be built, next try in 1 s" in note for note in run.screen.notes)
 
 
-def interrupt_after(run, num_done: int) -> Interrupt:
-    interrupt = Interrupt(60.0)
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> tuple[Job, dict[str, bytes]]:
+    """A run that was interrupted and resumed with less memory, and the parts that it had before. Tests only read it."""
+    folder = tmp_path_factory.mktemp("resumed")
+    run = Job(folder, [*GOOD[:5], f"crawl@{folder}/held"], {"commit_every_rows": 64, "commit_every_s": 3600})
+    (folder / "held").touch()  # or all might be done before the interrupt is heard
+    with kept_handlers():
+        interrupt = interrupt_after(run, 2)
+        with pytest.raises(InterruptedRunError, match="SIGTERM"):
+            run.run(interrupt=interrupt, max_attempts=2)
+        interrupt.disarm()
+        assert not (run.output / "summaries").exists()
+        parts = parts_of(run)
+        (folder / "held").unlink()
+        run.screen.on_show = lambda snapshot: None
+        run.cache_gib, run.max_batch_size = 1.0, 1
+        assert run.run() == EXIT_DONE
+    return run, parts
 
-    def look(snapshot) -> None:
-        if snapshot.num_done >= num_done:
-            interrupt.tell("SIGTERM received")
 
-    run.screen.on_show = look
-    return interrupt
+def parts_of(run: Job) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run.output / "_run" / "parts").iterdir()}
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_keeps_what_is_finished_and_resumes_with_the_rest(job):
+def test_an_interrupted_run_keeps_what_is_finished_and_resumes_with_the_rest(resumed: tuple[Job, dict[str, bytes]]):
     """Finished work is never done again: the resumed rows are equal, byte for byte."""
-    run = job(GOOD, commit_every_rows=64, commit_every_s=3600)
-    interrupt = interrupt_after(run, 2)
-    with pytest.raises(InterruptedRunError, match="SIGTERM"):
-        run.run(interrupt=interrupt, max_attempts=2)
-    interrupt.disarm()
-    assert not (run.output / "summaries").exists()
-    parts = {path.name: path.read_bytes() for path in (run.output / "_run" / "parts").iterdir()}
+    run, parts = resumed
     assert len(parts) == 1
-    run.screen.on_show = lambda snapshot: None
-    assert run.run() == EXIT_DONE
     assert list(run.summaries()) == [f"d{row}" for row in range(6)]
-    assert {path.name: path.read_bytes() for path in (run.output / "_run" / "parts").iterdir()}.items() >= parts.items()
-    codes = sorted(json.loads(path.read_text())["exit_code"] for path in (run.output / "_run" / "attempts").iterdir())
-    assert codes == [0, 75]
+    assert parts_of(run).items() >= parts.items()
+    assert sorted(record["exit_code"] for record in records_of(run)) == [0, 75]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_less_memory_when_it_is_resumed(resumed: tuple[Job, dict[str, bytes]]):
+    """The report advises to lower `decoding.cache_gib`; whoever did was refused as another run."""
+    records = {record["exit_code"]: record["memory"]["cache"] for record in records_of(resumed[0])}
+    assert {code: (each["cache_gib"], each["max_batch_size"]) for code, each in records.items()} == {
+        75: (2.0, 3),
+        0: (1.0, 1),
+    }
 
 
 @pytest.mark.slow
@@ -314,7 +337,7 @@ def test_retry_errors_does_error_rows_again_and_nothing_else(job, tmp_path: Path
     num_leases = len(run.screen.told("document_leased"))
     assert run.run(retry_errors="retryable") == EXIT_TOO_MANY_ERRORS
     assert len(run.screen.told("document_leased")) == num_leases, "an exception of its own is not retryable"
-    assert any(note.startswith("2 error rows are left as they are") for note in run.screen.notes)
+    assert any(note.startswith("not tried again: 2 error rows whose `retryable` is false") for note in run.screen.notes)
     assert run.run(retry_errors="all") == EXIT_TOO_MANY_ERRORS
     assert set(run.errors()) == {"d4"}
     after = run.summaries()
@@ -326,13 +349,14 @@ def test_retry_errors_does_error_rows_again_and_nothing_else(job, tmp_path: Path
 def test_a_document_that_kills_its_worker_does_not_get_all_its_attempts_in_every_start(job):
     """A driver on a machine that is taken away now and then never gave such a document up, and ran it for ever."""
     run = job(["kill"], max_attempts=3)
-    interrupt = Interrupt(60.0)
+    interrupt = Interrupt(600.0)
 
-    def look(snapshot) -> None:
-        if any(facts["attempt"] == 3 for facts in run.screen.told("document_leased")):
+    def look(name: str, facts: dict[str, Any]) -> None:
+        if name == "document_leased" and facts["attempt"] == 3:
             interrupt.tell("SIGTERM received")
+            interrupt.check()  # now, before the worker can die of it once more
 
-    run.screen.on_show = look
+    run.screen.on_event = look
     with pytest.raises(InterruptedRunError):
         run.run(interrupt=interrupt)
     interrupt.disarm()
@@ -341,16 +365,6 @@ def test_a_document_that_kills_its_worker_does_not_get_all_its_attempts_in_every
     [poison] = run.errors().values()
     assert poison["attempts"] == 3
     assert [facts["attempt"] for facts in run.screen.told("document_leased")] == [3]
-
-
-@pytest.mark.slow
-def test_attempts_are_counted_over_retries(job):
-    """A row that says 1 after the tenth retry hides what it has cost."""
-    run = job(["raise"])
-    for start in range(1, 4):
-        assert run.run(retry_errors="all" if start > 1 else "none") == EXIT_TOO_MANY_ERRORS
-        [failed] = run.errors().values()
-        assert failed["attempts"] == start
 
 
 def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkeypatch):
@@ -364,8 +378,7 @@ def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkey
             thief = json.loads(lock.read_text()) | {"run_id": "feedbeef", "pid": 1}
             own = lock.with_name("feedbeef")
             own.write_text(json.dumps(thief))
-            own.replace(lock)
-            run.screen.on_show = lambda snapshot: None
+            own.replace(lock)  # again and again: a heartbeat that is under way writes over the first one
 
     run.screen.on_show = steal
     with pytest.raises(LockLostError, match="taken over by run feedbeef"):
@@ -374,26 +387,23 @@ def test_a_driver_that_loses_its_lock_stops_and_commits_nothing_more(job, monkey
     assert not (run.output / "_run" / "parts").exists()
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_less_memory_when_it_is_resumed(job):
-    """The report advises to lower `decoding.cache_gib`; whoever did was refused as another run."""
-    run = job(GOOD, commit_every_s=3600)
-    interrupt = interrupt_after(run, 2)
-    with pytest.raises(InterruptedRunError):
-        run.run(interrupt=interrupt)
-    interrupt.disarm()
-    run.screen.on_show = lambda snapshot: None
-    run.cache_gib, run.max_batch_size = 1.0, 1
-    assert run.run() == EXIT_DONE
-    assert list(run.summaries()) == [f"d{row}" for row in range(6)]
-    assert run.run(NeverLoads()) == EXIT_DONE
-    assert run.screen.notes[-1].startswith("complete already")
-
-
-def test_another_configuration_may_not_continue_a_run(job):
+def test_another_configuration_may_not_continue_a_run(finished: Job):
     """Half of the summaries by one prompt, half by another: refused, and the difference named."""
-    run = job(GOOD[:1])
-    assert run.run() == EXIT_DONE
-    other = job(["another text altogether"])
-    with pytest.raises(OtherRunError, match=r"(?s)belongs to another run:.*input file"):
+    other = Job(finished.folder, finished.texts, {}, sections={"prompt": {"instruction": "In one word?"}})
+    with pytest.raises(
+        OtherRunError,
+        match=r"(?s)belongs to another run; give another output.path, or restore what differs:\n  prompt",
+    ):
         other.run()
+
+
+def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(finished: Job):
+    """Its night is over: nothing need be restored, and nothing done twice."""
+    grown = Job(finished.folder, [*finished.texts, "a new document"], {})
+    with pytest.raises(OtherRunError) as caught:
+        grown.run()
+    said, *lines = str(caught.value).splitlines()
+    assert (
+        f"to do only what is new, give another output.path and input.except_done_in=['{finished.output}']; to" in said
+    )
+    assert [line.split(":")[0] for line in lines] == ["  input file input.parquet"]

@@ -53,12 +53,12 @@ def test_a_request_that_does_not_come_back_is_given_up(output: Location):
 def test_many_requests_may_take_long_together_and_time_between_blocks_does_not_count(output: Location):
     """Ten thousand parts are read in an hour; decoding takes a night."""
     given_up = threading.Event()
-    gate = OutputGate(0.4, given_up.set)
+    gate = OutputGate(1.5, given_up.set)
     with using(output.behind(gate)):
         for _ in range(10):
             output.behind(gate).touch()
-            time.sleep(0.1)  # requests that take a while: that is the case
-    time.sleep(0.6)
+            time.sleep(0.2)  # requests that take a while: that is the case
+    time.sleep(2.0)
     gate.close()
     assert not given_up.is_set()
 

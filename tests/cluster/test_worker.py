@@ -4,16 +4,24 @@ import asyncio
 import gc
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from specextend.cluster.exits import EXIT_DONE
-from specextend.cluster.messages import Done
-from specextend.cluster.worker import Inbox, Worker, document_seed
+from specextend.cluster.messages import Done, Failed, Outcome
+from specextend.cluster.worker import Worker
 from specextend.core import DocumentKey, Request
-from specextend.data.prompts import PromptOptions, Prompts
+from specextend.data.prompt_options import PromptOptions
+from specextend.data.prompts import Prompts
 from specextend.data.source import open_source
+from specextend.document_requests import document_seed
+from specextend.inbox import Inbox
 from tests.cluster.conftest import Job
-from tests.cluster.fakes import FakeEngine, QuotingEngine
+from tests.cluster.fakes import FakeEngine, NotingEngine, QuotingEngine
+from tests.job.conftest import LONGEST_S
 
 
 def request(name: str, length: int) -> Request:
@@ -29,6 +37,17 @@ def test_the_longest_request_goes_to_the_engine_first():
     assert inbox.take(block=False) is None
 
 
+def test_questions_about_one_document_go_to_the_engine_one_after_another():
+    """It reads the document once then, also if a longer one comes in between."""
+    inbox, taken = Inbox(), []
+    for name, document, question in (("a1", 7, 40), ("a2", 7, 20), ("a3", 7, 90), ("b1", 8, 60), ("b2", 8, 50)):
+        inbox.put(Request(request_id=name, prompt_token_ids=[document] * 300 + [1] * question, max_new_tokens=1))
+    taken += [inbox.take(block=False).request_id for _ in range(2)]
+    inbox.put(request("longest", 500))
+    taken += [inbox.take(block=False).request_id for _ in range(4)]
+    assert taken == ["a3", "a1", "a2", "longest", "b1", "b2"]
+
+
 def test_an_idle_engine_waits_for_work_without_turning():
     """A waiting thread costs the others of the process nothing."""
     inbox = Inbox()
@@ -36,7 +55,7 @@ def test_an_idle_engine_waits_for_work_without_turning():
     thread = threading.Thread(target=lambda: taken.append(inbox.take(block=True).request_id))
     thread.start()
     inbox.put(request("a", 1))
-    thread.join(timeout=30)
+    thread.join(timeout=LONGEST_S)
     assert taken == ["a"]
 
 
@@ -61,8 +80,8 @@ def test_a_document_keeps_its_seed_wherever_and_whenever_it_runs():
 
 def test_a_text_that_an_error_quotes_cannot_drive_the_terminal_that_shows_the_log(job, capsys):
     """Ray shows what a worker writes on the driver's terminal, and keeps it in files that people print."""
-    assert job(["text", "text"]).run(QuotingEngine) == EXIT_DONE
-    shown, give_up_at = "", time.monotonic() + 30
+    assert job(["one text", "another text"]).run(QuotingEngine) == EXIT_DONE
+    shown, give_up_at = "", time.monotonic() + LONGEST_S
     while "ValueError: cannot read" not in shown and time.monotonic() < give_up_at:
         shown += capsys.readouterr().err
         time.sleep(0.1)
@@ -104,3 +123,42 @@ def test_the_engine_is_told_how_every_prompt_begins(tmp_path: Path):
     rendered = [prompts.render(text, 4).token_ids for text in ("one", "other words")]
     assert "Shorten" in engine.tokenizer.decode(engine.shared_start)
     assert all(token_ids[: len(engine.shared_start)] == engine.shared_start for token_ids in rendered)
+
+
+def test_a_rows_own_instruction_reaches_its_prompt(tmp_path: Path):
+    """The fake engine obeys what it reads; what all prompts share is only what stands before the instruction."""
+    config = Job(tmp_path, ["one", "two"], {}).config()
+    pq.write_table(pa.table({"id": ["a", "b"], "text": ["one", "two"], "ask": [None, "raise"]}), config.input.path)
+    config = config.model_copy(update={"input": replace(config.input, instruction_column="ask")})
+    engine = FakeEngine(config)
+    worker = Worker(config, open_source(config.input), lambda _: engine)
+    worker.load()
+    assert "Summarize" not in engine.tokenizer.decode(engine.shared_start)
+
+    async def run_both() -> list[Outcome]:
+        return [await worker.run(f"lease {row}", DocumentKey(0, row), 1) for row in (0, 1)]
+
+    assert [type(outcome) for outcome in asyncio.run(run_both())] == [Done, Failed]
+
+
+def test_a_document_in_parts_takes_what_is_known_of_it_and_says_what_it_took(tmp_path: Path):
+    """What an earlier lease has decoded is not decoded, nor counted, a second time."""
+    config = Job(tmp_path, ["Rain fell on the old roof all night. " * 14], {}).config()
+    prompt = PromptOptions(length_policy="chunk", max_prompt_tokens=240)
+    config = config.model_copy(update={"prompt": prompt})
+    worker = Worker(config, open_source(config.input), NotingEngine)
+    worker.load()
+
+    async def run_twice() -> tuple[Outcome, Outcome]:
+        first = await worker.run("first", DocumentKey(0, 0), 1)
+        known = {chunk.digest: chunk.completion for chunk in (await worker.progress()).chunks}
+        return first, await worker.run("second", DocumentKey(0, 0), 2, known=known)
+
+    first, second = asyncio.run(run_twice())
+    assert isinstance(first, Done)
+    assert isinstance(second, Done)
+    num_parts = len(first.row["chunk_summaries"])
+    assert num_parts > 1
+    assert len(NotingEngine.noted(config)) == (num_parts + 1) + 1
+    assert (first.num_known_tokens, second.num_known_tokens) == (0, 5 * num_parts)
+    assert (second.row["summary"], second.row["num_output_tokens"]) == (first.row["summary"], 5 * (num_parts + 1))

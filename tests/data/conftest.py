@@ -62,6 +62,7 @@ def done() -> Callable[..., dict[str, Any]]:
             completion,
             Prompt([1], 0, "middle"),
             Quality([], None),
+            content_sha256="00",
             queue_s=0.5,
             started_at=0.0,
             worker="w",

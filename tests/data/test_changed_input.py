@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ from pyarrow import fs
 
 from specextend.core import DocumentKey
 from specextend.data.finalize import finalize
-from specextend.data.inputs import InputOptions, InputUnreachableError
+from specextend.data.inputs import InputChangedError, InputOptions, InputUnreachableError
 from specextend.data.parts import PartWriter
-from specextend.data.source import InputChangedError, Source, open_source, regroup
+from specextend.data.regrouping import regroup
+from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, list_files
-from tests.job.conftest import LONGEST_S, parts, rows, start, wait_for, write_corpus
+from tests.job.conftest import LONGEST_S, pausing_command, rows, start, wait_for_pause, write_corpus
 
 __all__ = ["start"]
 
@@ -64,11 +67,14 @@ def test_a_worker_that_reads_on_notices(source: Source, path: Path, write: Write
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_plan_notices(source: Source, path: Path, write: Write, change: Callable[..., None]) -> None:
-    scanned = source.scan()
+    """While it streams a file that is too large to be read ahead, and before it reads one that is not."""
+    large = (replace(source.files[0], largest_group_bytes=1 << 30),)
+    scanned = Source(source.options, source.root, large, ()).scan()
     assert next(scanned).num_bytes == 3
     change(path, write)
-    with pytest.raises(InputChangedError, match="restore it and run again"):
-        list(scanned)
+    for either in (scanned, source.scan()):
+        with pytest.raises(InputChangedError, match="restore it and run again"):
+            list(either)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -105,7 +111,6 @@ def test_a_new_start_takes_a_moved_file_as_it_is(source: Source, path: Path, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_there(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -115,9 +120,10 @@ def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_th
     shutil.copy2(path, as_it_was)
     output = tmp_path / "out"
     arguments = ["--input", str(path), "--output", str(output), "--set", "input.id_column=null"]
-    running = start(*arguments)
-    wait_for(lambda: parts(output), "part")
+    running = start(*arguments, command=pausing_command)
+    wait_for_pause(running)
     write_corpus(path, ["another"] * 16)
+    running.send_signal(signal.SIGCONT)
     said = running.communicate(timeout=LONGEST_S)[0]
     assert running.returncode == 2, said
     assert "error: a.parquet was written to (" in said

@@ -9,9 +9,18 @@ import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pypdf
 import pytest
+from pypdf.generic import ArrayObject, DecodedStreamObject, DictionaryObject, NameObject
 
-from specextend.data.importers import DOCUMENT_SCHEMA, HUB_DATASETS, read_hub, write_documents
+from specextend.data.importers import (
+    DOCUMENT_SCHEMA,
+    HUB_DATASETS,
+    read_hub,
+    read_pdf_folder,
+    read_text_folder,
+    write_documents,
+)
 from specextend.data.inputs import InputError, InputOptions
 from specextend.data.source import open_source
 from specextend.data.storage import resolve
@@ -61,6 +70,102 @@ def test_a_folder_of_texts_becomes_parquet(tmp_path: Path) -> None:
     assert pq.read_metadata(tmp_path / "b.parquet").num_rows == 1
 
 
+def write_pdf(path: Path, *pages: str, codec: str | None = None, algorithm: str = "", password: str = "") -> Path:
+    """A line of text on each page, none where it is empty; the codec is what the last page claims to be packed with."""
+    writer = pypdf.PdfWriter()
+    font = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
+    names = DictionaryObject({NameObject(key): NameObject(value) for key, value in font.items()})
+    for text in pages:
+        page = writer.add_blank_page(200, 200)
+        fonts = DictionaryObject({NameObject("/F1"): names})
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
+        content = DecodedStreamObject()
+        content.set_data(f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET".encode() if text else b"")
+        if codec is not None and len(writer.pages) == len(pages):
+            content[NameObject("/Filter")] = ArrayObject([NameObject(codec)])
+        page[NameObject("/Contents")] = writer._add_object(content)
+    if algorithm:
+        writer.encrypt(user_password=password, owner_password="owner", algorithm=algorithm)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        writer.write(file)
+    return path
+
+
+def test_a_folder_of_pdfs_becomes_parquet(tmp_path: Path) -> None:
+    """A report that may be read but not printed is encrypted without a password, and most agencies publish such."""
+    write_pdf(tmp_path / "in" / "sub" / "a.PDF", "First page.", "", "Third page.", algorithm="AES-256")
+    write_pdf(tmp_path / "in" / "b.pdf", "Another report.", algorithm="RC4-128")
+    (tmp_path / "in" / "c.txt").write_text("not this")
+    assert [(row["id"], row["text"]) for row in read_pdf_folder(tmp_path / "in")] == [
+        ("b.pdf", "Another report."),
+        ("sub/a.PDF", "First page.\n\nThird page."),
+    ]
+
+
+def write_unreadable(folder: Path) -> dict[str, str]:
+    """One PDF for each reason, and what is said about it."""
+    write_pdf(folder / "scan.pdf", "", "")
+    write_pdf(folder / "locked.pdf", "text", algorithm="RC4-128", password="secret")
+    write_pdf(folder / "page.pdf", "fine", "not fine", codec="/Unheard")
+    (folder / "noise.pdf").write_bytes(b"%PDF-1.7\nneither objects nor pages\n")
+    (folder / "empty.pdf").write_bytes(b"")
+    return {
+        "scan.pdf": "scan.pdf has no text, as if it were scanned",
+        "locked.pdf": "locked.pdf needs a password",
+        "page.pdf": "page.pdf, page 2, cannot be read: ",
+        "noise.pdf": "noise.pdf cannot be read: ",
+        "empty.pdf": "empty.pdf cannot be read: ",
+    }
+
+
+def test_an_unreadable_pdf_is_one_line_that_names_file_page_and_way_out(tmp_path: Path) -> None:
+    for name, reason in write_unreadable(tmp_path / "all").items():
+        alone = tmp_path / name.removesuffix(".pdf")
+        alone.mkdir()
+        (tmp_path / "all" / name).rename(alone / name)
+        with pytest.raises(InputError) as error:
+            list(read_pdf_folder(alone))
+        assert reason in str(error.value)
+        assert str(error.value).endswith("; repair or remove the file, or leave out all such files (--skip-unreadable)")
+        assert "\n" not in str(error.value)
+
+
+def test_unreadable_files_are_left_out_by_choice_named_and_counted(tmp_path: Path) -> None:
+    """Ten thousand reports are not held up by three scans, and nobody finds out later that some are missing."""
+    reasons = write_unreadable(tmp_path / "in")
+    write_pdf(tmp_path / "in" / "fine.pdf", "One report.")
+    refused = prepare(tmp_path, "pdf", "in", "--output", "out.parquet")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert not (tmp_path / "out.parquet").exists()
+    done = prepare(tmp_path, "pdf", "in", "--output", "out.parquet", "--skip-unreadable")
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"1 document in out.parquet; unreadable files left out: {len(reasons)}\n",
+    )
+    assert pq.read_table(tmp_path / "out.parquet").column("id").to_pylist() == ["fine.pdf"]
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(reasons)
+    for line, name in zip(lines, sorted(reasons), strict=True):
+        assert line.startswith(f"left out: in/{reasons[name]}")
+
+
+def test_a_text_file_that_is_not_utf8_is_refused_or_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("schön".encode("latin-1"))
+    (tmp_path / "b.txt").write_text("fine")
+    with pytest.raises(InputError, match=r"a\.txt cannot be read as UTF-8 text: .*--skip-unreadable"):
+        list(read_text_folder(tmp_path, "*.txt"))
+    left_out: list[InputError] = []
+    assert [row["id"] for row in read_text_folder(tmp_path, "*.txt", left_out.append)] == ["b.txt"]
+    assert len(left_out) == 1
+
+
+def test_without_its_package_pdfs_are_refused_before_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    with pytest.raises(InputError, match="the package `pypdf` is missing; pip install"):
+        list(read_pdf_folder(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("line", "arguments", "message"),
     [
@@ -96,6 +201,19 @@ def test_missing_and_empty_input_is_exit_2_in_one_line(tmp_path: Path) -> None:
         done = prepare(tmp_path, *arguments, "--output", "out.parquet")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert prepare(tmp_path, "jsonl", "empty.jsonl", "--output", "x", "--limit", "0").returncode == 2
+
+
+def test_a_folder_in_the_place_of_a_file_and_a_file_in_that_of_a_folder_are_named(tmp_path: Path) -> None:
+    """The folder was found out after the last document, in words of a temporary file; `.pdf` was shown as a pattern."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a")
+    with pytest.raises(InputError, match=r"/in is a folder; name the file to write, such as .*/in/documents\.parquet$"):
+        write_documents(iter([]), resolve(str(tmp_path / "in")))
+    for wrong in ("nowhere", "in/a.txt"):
+        with pytest.raises(InputError, match=f"{wrong} is no folder; give the folder that holds the files"):
+            next(read_text_folder(tmp_path / wrong, "*.txt"))
+    with pytest.raises(InputError, match=r"/in contains no \*\.pdf; give a folder of such files"):
+        next(read_pdf_folder(tmp_path / "in"))
 
 
 def test_without_the_hub_a_data_set_is_one_clear_line(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
-from specextend.data.source import open_source, regroup
+from specextend.data.regrouping import regroup
+from specextend.data.source import open_source
 from specextend.data.storage import resolve
 
 def peak():
@@ -48,7 +49,8 @@ from pathlib import Path
 from specextend.cluster.planning import make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
-from specextend.data.prompts import PromptOptions, Prompts
+from specextend.data.prompt_options import PromptOptions
+from specextend.data.prompts import Prompts
 from specextend.data.source import open_source
 from specextend.models import load_tokenizer
 
@@ -76,7 +78,8 @@ from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
-from specextend.data.source import open_source, regroup
+from specextend.data.regrouping import regroup
+from specextend.data.source import open_source
 from specextend.data.storage import resolve
 
 def peak():
@@ -109,7 +112,6 @@ def write_two_gigabytes(path: Path, group_rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("group_rows", [8, 700], ids=["in row groups of 8 MiB", "in three row groups"])
 def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path, group_rows: int) -> None:
     """Audit, plan, documents and summaries with the text passed through; also where a row group is itself too large."""

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
 from specextend.core import DocumentKey
-from specextend.data.parts import (
-    DamagedPartError,
-    PartWriter,
-    Progress,
-    StrangePartError,
-    find_results,
-    list_parts,
-    pending,
-    read_part,
-    read_parts,
-)
+from specextend.data.parts import DamagedPartError, PartWriter, StrangePartError, list_parts, read_part
+from specextend.data.results import Progress, pending, read_parts, read_results
 from specextend.data.schema import PART_SCHEMA
 from specextend.data.storage import Location
 from tests.damage import DAMAGES, damage
@@ -51,6 +43,20 @@ def test_done_beats_error_and_later_beats_earlier(output: Location, done: MakeRo
     progress = read_parts(output)
     assert progress.done == {DocumentKey(0, 0), DocumentKey(0, 2)}
     assert progress.errors == {DocumentKey(0, 1): "Late", DocumentKey(1, 0): "Early"}
+
+
+def test_commits_of_one_file_after_the_other_take_little_memory(output: Location, done: MakeRow) -> None:
+    """Room for what is known of all rows doubled with every commit that had a new file: thirteen gigabytes."""
+    writer = PartWriter(output, "0000000a")
+    keys = [(file, 5) for file in range(40)]
+    for key in keys:
+        writer.commit([done(*key)])
+    tracemalloc.start()
+    progress = read_parts(output)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert progress.done == set(itertools.starmap(DocumentKey, keys))
+    assert peak < 8 << 20
 
 
 def test_an_empty_folder_has_no_progress(output: Location) -> None:
@@ -116,15 +122,22 @@ def rewrite(output: Location, name: str, change: Callable[[pa.Table], pa.Table])
 def test_a_part_of_an_older_version_has_nulls_where_it_had_no_column(output: Location, done: MakeRow) -> None:
     """An upgrade between two nights said that good results were damaged, and to delete them."""
     name = PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1)])
-    rewrite(output, name, lambda table: table.drop_columns(["num_memory_retries", "chunk_summaries"]))
+
+    def earlier(table: pa.Table) -> pa.Table:
+        """Make `chunk_summaries` what it was before it was ever filled."""
+        column = table.column_names.index("chunk_summaries")
+        of_text = table.set_column(column, "chunk_summaries", pa.nulls(len(table), pa.list_(pa.string())))
+        return of_text.drop_columns(["num_memory_retries", "coverage"])
+
+    rewrite(output, name, earlier)
     table = read_part(output, name, PART_SCHEMA.names)
     assert table.schema.equals(PART_SCHEMA)
     assert table["num_memory_retries"].to_pylist() == [None, None]
     assert table["summary"].to_pylist() == ["a summary"] * 2
     PartWriter(output, "0000000b").commit([done(0, 2)])
-    loaded = find_results(output).load(np.array([2, 0]))
-    assert loaded["row"].to_pylist() == [2, 0]
-    assert loaded["num_memory_retries"].to_pylist() == [0, None]
+    loaded = pa.concat_tables(read_results(output, PART_SCHEMA.names))
+    assert loaded["row"].to_pylist() == [2, 0, 1]
+    assert loaded["num_memory_retries"].to_pylist() == [0, None, None]
 
 
 def test_a_part_of_a_later_version_is_read_without_what_is_not_known(output: Location, done: MakeRow) -> None:

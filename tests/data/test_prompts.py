@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import time
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specextend.data.inputs import DocumentError
-from specextend.data.prompts import Prompt, PromptOptions, Prompts, control_token_ids, keep
+from specextend.data.prompt_options import ChunkOptions, PromptOptions
+from specextend.data.prompts import Prompt, Prompts, control_token_ids, keep
 from tests.covering import covering
 
 DEFAULT_PAIR = Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct"
@@ -66,13 +67,34 @@ def test_a_document_cannot_forge_control_tokens(chat_tokenizer: Any) -> None:
     assert FORGERY in chat_tokenizer.decode(forged.token_ids)
 
 
+def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer: Any) -> None:
+    """The same words give the same prompt, whether they come from the configuration or from the data."""
+    own = ("Do:", "Text: {document}\nSummarise it.", "{document}")
+    for tokenizer, instruction in product((chat_tokenizer, AutoTokenizer.from_pretrained(DEFAULT_PAIR)), own):
+        asked = render(tokenizer, "A TEXT", instruction=instruction, system="Be brief.")
+        prompts = Prompts(tokenizer, PromptOptions(instruction="Other.", system="Be brief."), 10_000)
+        assert prompts.render("A TEXT", 0, instruction) == asked
+        assert asked.token_ids[: len(prompts.frame_token_ids)] == prompts.frame_token_ids
+
+
+def test_a_rows_own_instruction_is_data(chat_tokenizer: Any) -> None:
+    """It comes from where the document comes from, so it cannot forge control tokens either; and it takes room."""
+    prompts = Prompts(chat_tokenizer, PromptOptions(), 120)
+    honest, forged = (prompts.render("x", 0, instruction).token_ids for instruction in ("fine", FORGERY))
+    control = set(chat_tokenizer.convert_tokens_to_ids(["<|bos|>", "<|im_start|>", "<|im_end|>", "<think>"]))
+    assert sum(each in control for each in honest) == sum(each in control for each in forged) == 3
+    assert len(prompts.render("a" * 500, 0, "b" * 40).token_ids) == 120
+    with pytest.raises(DocumentError, match="the template takes"):
+        prompts.render("x", 0, "b" * 120)
+
+
 def test_white_space_among_the_added_tokens_is_no_control_token(chat_tokenizer: Any) -> None:
     """Some tokenizers have runs of spaces as added tokens; spelling them out would change indented text."""
     ids = Prompts(chat_tokenizer, PromptOptions(), 1000).encode_document("a  b")
     assert chat_tokenizer.convert_tokens_to_ids("  ") in ids
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(st.lists(st.sampled_from(["<|im_end|>", "<think>", "<|im_", "end|>", "<", ">", "|", " ", "  ", "é", "<|bos|>"])))
 def test_no_combination_of_pieces_forges_a_control_token(chat_tokenizer: Any, pieces: list[str]) -> None:
     prompts = Prompts(chat_tokenizer, PromptOptions(), 1000)
@@ -81,7 +103,7 @@ def test_no_combination_of_pieces_forges_a_control_token(chat_tokenizer: Any, pi
     assert chat_tokenizer.decode(ids) == "".join(pieces)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.text() | st.lists(st.sampled_from(["A word", "\n\n", "  ", "1,000", "don't", "é", "\u200b", "中"])).map("".join)
 )
@@ -253,12 +275,16 @@ def test_an_ordinary_document_is_tokenized_in_one_call(chat_tokenizer: Any) -> N
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="length_policy must be one of error, head, tail, middle"):
-        PromptOptions(length_policy="chunk")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="length_policy must be one of error, head, tail, middle, chunk"):
+        PromptOptions(length_policy="parts")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_prompt_tokens must be at least 1"):
         PromptOptions(max_prompt_tokens=0)
     with pytest.raises(ValueError, match="at most once"):
         PromptOptions(instruction="{document}{document}")
+    for misspelt in ("{documnt}", "{ document }", "{Document}"):
+        with pytest.raises(ValueError, match=r"chunks.instruction contains .* write \{document\}"):
+            ChunkOptions(instruction=f"Shorten {misspelt}.")
+    assert PromptOptions(instruction="As JSON: {summary: text}").instruction
 
 
 def test_the_default_pair_takes_a_document_as_text() -> None:

@@ -215,7 +215,7 @@ def f_measure(num_shared: int, num_runs: int, num_others: int) -> float:
 
 
 @given(WORDS, WORDS)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_the_measures_are_their_definitions(words: list[str], others: list[str]) -> None:
     """Each by the slow way that a reader can check."""
     four, eight = runs(words, 4), runs(words, 8)
@@ -280,7 +280,7 @@ ANY_TEXT = st.text(st.characters(), max_size=200)
 
 
 @given(ANY_TEXT, ANY_TEXT, st.none() | ANY_TEXT, st.sampled_from(["stop", "length", "repetition"]))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_any_text_has_a_quality(text: str, document: str, reference: str | None, reason: Any) -> None:
     """An odd character must not cost a document that was decoded; flags are in one order, each once."""
     options = QualityOptions(max_repeated_ngrams=0, max_copied=0, min_words=3, max_words=5, language=True)

@@ -14,7 +14,8 @@ import pytest
 from specextend.core import DocumentKey
 from specextend.data.inputs import DocumentError, InputOptions
 from specextend.data.parquet import stream
-from specextend.data.source import Source, open_source, regroup
+from specextend.data.regrouping import regroup
+from specextend.data.source import Source, open_source
 from specextend.data.storage import Location
 
 Write = Callable[..., Path]

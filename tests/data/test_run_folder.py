@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from specextend.cluster.records import library_versions, version_changes
+from specextend.cluster.records import version_changes
 from specextend.data.run_folder import read_starts
 from specextend.data.storage import Location, resolve
+from specextend.versions import library_versions
 
 
 @pytest.fixture

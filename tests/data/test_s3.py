@@ -24,9 +24,11 @@ from specextend.core import Document, DocumentKey
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
-from specextend.data.parts import PartWriter, read_parts
+from specextend.data.parts import PartWriter
+from specextend.data.regrouping import regroup
+from specextend.data.results import read_parts
 from specextend.data.run_folder import Counts, read_success, write_success
-from specextend.data.source import Source, open_source, regroup
+from specextend.data.source import Source, open_source
 from specextend.data.storage import (
     Location,
     atomic_output,
@@ -331,7 +333,6 @@ def test_a_shipped_source_carries_no_credentials(s3: Endpoint) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_whole_job_reads_and_writes_object_storage(s3: Endpoint, tmp_path: Path) -> None:
     """The main job on a local Ray: exactly one row for each row, no credentials in any file or line of it."""
     text = [None if row % 5 == 4 else f"Document {row} is about dams. " * 9 for row in range(10)]

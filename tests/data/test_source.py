@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.core import Document, DocumentKey
-from specextend.data.inputs import DocumentError, InputError, InputOptions
-from specextend.data.source import Source, decode_text, open_source
+from specextend.data.inputs import DocumentError, InputError, InputOptions, content_sha256, decode_text
+from specextend.data.source import Source, open_source
 
 Write = Callable[..., Path]
 
@@ -301,9 +303,35 @@ def test_text_is_decoded_exactly_or_refused(text: str) -> None:
             decode_text(text.encode())
 
 
+def test_no_text_passes_for_another_one_with_an_instruction() -> None:
+    """A document that was crafted to have the hash of an earlier one would be left out of the night as unchanged."""
+    pieces = (b"a", b"1", b"\0instruction=", b"\0max_new_tokens=", b"\0bytes=", b"1,1")
+    texts = [*pieces, *(b"".join(pair) for pair in product(pieces, repeat=2))]
+    rows = list(product(texts, (None, 1, 11), (None, *texts)))
+    assert len({content_sha256(*row) for row in rows}) == len(rows)
+    ordinary = hashlib.sha256(b"text\0instruction=ask\0max_new_tokens=7").hexdigest()
+    assert content_sha256(b"text", 7, b"ask") == ordinary, "as older versions wrote it"
+
+
 @pytest.mark.parametrize("name", ["path", "text_column", "id_column"])
 def test_empty_options_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"input.{name} must not be empty"):
         InputOptions(**{"path": "x", name: ""})
     with pytest.raises(ValueError, match="names a more than once"):
         InputOptions(path="x", passthrough=("a", "a"))
+
+
+def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
+    """Null and blank leave the run's; two places for the document are the row's error, not the run's."""
+    own = ["Count the words.", None, " ", "{document} {document}", "Again."]
+    path = write("in.parquet", {"text": ["same"] * 5, "ask": own})
+    source = open_source(InputOptions(path=str(path), instruction_column="ask"))
+    rows = [source.read(DocumentKey(0, row)) for row in (0, 1, 2, 4)]
+    assert [row.instruction for row in rows] == ["Count the words.", None, None, "Again."]
+    first, null, blank, again = (row.content_sha256 for row in rows)
+    assert null == blank == hashlib.sha256(b"same").hexdigest()
+    assert len({first, null, again}) == 3, "another question makes another summary"
+    with pytest.raises(DocumentError, match="BadInstruction: the instruction contains"):
+        source.read(DocumentKey(0, 3))
+    with pytest.raises(InputError, match=r"has no column 'asked' \(input.instruction_column\)"):
+        open_source(InputOptions(path=str(path), instruction_column="asked"))

@@ -26,7 +26,6 @@ def rows_of(cache: KVCache) -> list[int]:
     return cache.keys[0, 0, :, 0].int().tolist()
 
 
-@settings(deadline=None)
 @given(
     num_blocks=st.integers(0, 12),
     actions=st.lists(st.one_of(st.integers(1, 900), st.integers(-20, -1)), max_size=60),
@@ -99,7 +98,7 @@ def test_commit_reads_all_rows_before_it_writes_one():
     assert rows_of(cache)[:5] == [0, 2, 3, 4, 9]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.sets(st.integers(1, 50)), min_size=1, max_size=4))
 def test_commit_is_a_gather(paths):
     cache = cache_with_row_numbers(256)

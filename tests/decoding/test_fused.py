@@ -9,6 +9,7 @@ import torch
 
 from specextend.attention.backends import attend_reference
 from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.layer_reference import REFERENCE
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
 from specextend.decoding.fused import FusedLayer, fuse
@@ -19,12 +20,13 @@ from tests.tiny_models import FAMILIES, write_pair
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def models(request, tmp_path_factory):
-    """A model as it is, and fused."""
+    """A model as it is, fused, and fused with the twins of the kernels for a GPU."""
     pair = write_pair(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
     stock = load_causal_lm(str(pair.target), None, "float32", "cpu", IMPLEMENTATION)
-    fused = copy.deepcopy(stock)
+    fused, with_twins = copy.deepcopy(stock), copy.deepcopy(stock)
     assert fuse(fused)
-    return stock, fused
+    assert fuse(with_twins, REFERENCE)
+    return stock, fused, with_twins
 
 
 def run(model, token_ids, plan: AttentionPlan, positions):
@@ -41,6 +43,7 @@ def run(model, token_ids, plan: AttentionPlan, positions):
         past_key_values=CacheHook(cache, plan),
         plan=plan,
         attend=attend_reference,
+        stored=cache.stored,
     )
     return model.lm_head(output.last_hidden_state), cache.stored
 
@@ -57,8 +60,9 @@ def test_fused_layers_give_the_stock_models_logits(models, shape):
         run(model, token_ids, AttentionPlan([0, 128, 256][:batch], [num_new] * batch, num_new), positions)
         for model in models
     ]
-    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(results[1][1], results[0][1], atol=1e-4, rtol=1e-4)
+    for logits, cache in results[1:]:
+        torch.testing.assert_close(logits, results[0][0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(cache, results[0][1], atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()
@@ -69,20 +73,21 @@ def test_queries_are_kept_for_retrieval(models):
         plan = AttentionPlan([0], [9], 9, keep_layers=frozenset({1}))
         run(model, torch.arange(9).unsqueeze(0), plan, torch.arange(9).unsqueeze(0))
         kept.append(plan.queries)
-    assert [*kept[1]] == [1]
-    torch.testing.assert_close(kept[1][1], kept[0][1], atol=1e-5, rtol=1e-5)
+    for queries in kept[1:]:
+        assert [*queries] == [1]
+        torch.testing.assert_close(queries[1], kept[0][1], atol=1e-5, rtol=1e-5)
 
 
 @torch.inference_mode()
 def test_a_layer_leaves_its_input_as_it_was(models):
     """Features of lower layers are kept for a draft while later layers run."""
-    _, fused = models
     outputs = []
-    hooks = [layer.register_forward_hook(lambda _module, _in, out: outputs.append((out, out.clone())))
-             for layer in fused.model.layers]  # fmt: skip
-    run(fused, torch.arange(5).unsqueeze(0), AttentionPlan([0], [5], 5), torch.arange(5).unsqueeze(0))
-    for hook in hooks:
-        hook.remove()
+    for fused in models[1:]:
+        hooks = [layer.register_forward_hook(lambda _module, _in, out: outputs.append((out, out.clone())))
+                 for layer in fused.model.layers]  # fmt: skip
+        run(fused, torch.arange(5).unsqueeze(0), AttentionPlan([0], [5], 5), torch.arange(5).unsqueeze(0))
+        for hook in hooks:
+            hook.remove()
     assert all(torch.equal(out, then) for out, then in outputs)
 
 

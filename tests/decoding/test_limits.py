@@ -37,18 +37,26 @@ def test_operations_of_a_prompt_are_those_that_torch_counts(tmp_path):
     assert counter.get_total_flops() == pytest.approx(work.prefill_flop(50) + masked, rel=0.01)
 
 
-def test_limits_are_kept_for_the_device(monkeypatch):
-    """On a quiet machine measured once, on a busy one each time; what somebody damaged is measured again."""
-    measured = [MachineLimits(5e9, 5e11), MachineLimits(1e10, 1e12), MachineLimits(2e10, 2e12)]
-    quiet = [False, True, True]
-    monkeypatch.setattr(limits, "measure_limits", lambda *_: measured.pop(0))
+def test_the_highest_limits_that_were_measured_are_kept_for_the_device(monkeypatch, tmp_path):
+    """A neighbour lowers a measurement without a sign, and once it was kept no start ever corrected it."""
+    measured = [(5e9, 9e11), (1e10, 8e11), (4e9, 2e12), (3e9, 1e12)]
+    quiet, now = [False, True, True, True], [0.0]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(limits, "measure_limits", lambda *_: MachineLimits(*measured.pop(0)))
     monkeypatch.setattr(limits, "measure_undisturbed", lambda measure, patience_s: (measure()[0], quiet.pop(0)))
-    device = torch.device("cpu")
-    assert load_limits(device, torch.float16) == MachineLimits(5e9, 5e11)
-    assert load_limits(device, torch.float16) == load_limits(device, torch.float16) == MachineLimits(1e10, 1e12)
+    monkeypatch.setattr(limits.time, "time", lambda: now[0])
+
+    def at(hour: float) -> MachineLimits:
+        now[0] = 1e9 + 3600 * hour
+        return load_limits(torch.device("cpu"), torch.float16)
+
+    assert at(0) == MachineLimits(5e9, 9e11)
+    assert at(0.1) == MachineLimits(1e10, 9e11), "the machine was busy, so the next start measures again"
+    assert at(0.9) == MachineLimits(1e10, 9e11), "it was quiet, so the next hour's starts do not"
+    assert at(1.2) == at(2.1) == MachineLimits(1e10, 2e12)
     for path in cache_folder().glob("limits-*.json"):
         path.write_text(path.read_text().replace("10000000000.0", '"fast"'))
-    assert load_limits(device, torch.float16) == MachineLimits(2e10, 2e12)
+    assert at(2.15) == MachineLimits(3e9, 1e12), "what somebody damaged is measured again"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -40,7 +40,7 @@ def repeats(text: list[int], size: int) -> set[int]:
 
 
 @given(TEXTS, SIZES, st.lists(st.integers(1, 30), max_size=4), st.data())
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 def test_the_index_finds_what_a_search_of_the_whole_text_finds(text, size, cuts, data):
     """Whatever pieces the text came in, and behind every node of a tree, whose path is text as well."""
     index = NgramIndex(size)
@@ -62,7 +62,7 @@ def as_transformers(penalty: float, size: int) -> LogitsProcessorList:
 
 
 @given(TEXTS, TEXTS, st.sampled_from([0.5, 1.0, 1.3]), st.sampled_from([0, 1, 2, 3]), st.booleans(), st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_logits_behind_a_node_are_those_of_transformers_behind_its_tokens(prompt, output, penalty, size, every, data):
     """Bit for bit, so that no seed can tell them apart. A token that occurs twice is penalised once."""
     options = {"repetition_penalty": penalty, "no_repeat_ngram_size": size}

@@ -104,7 +104,7 @@ def test_where_all_fits_all_is_visible():
         assert selection.positions(num_tokens, 4).tolist() == list(range(num_tokens))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(options=tight_options(), num_tokens=st.integers(1, 900), seed=st.integers(0, 9))
 def test_the_budget_holds_for_every_length(options, num_tokens, seed):
     """`top_k_chunks` counts every visible chunk; a chunk more would not fit the rows that the draft was given.
@@ -121,7 +121,6 @@ def test_the_budget_holds_for_every_length(options, num_tokens, seed):
     assert wanted <= set(visible)
 
 
-@settings(deadline=None)
 @given(
     num_tokens=st.integers(1, 500),
     chunk_size=st.integers(1, 20),

@@ -6,53 +6,18 @@ import pytest
 import torch
 
 from specextend.attention.backends import cpu_kernels
-from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.device import CPU
 from tests.alive import fresh
-from tests.covering import covering
+from tests.covering import each_once_then_slow
+from tests.decoding.prompts import NEW, rows_read, run
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 DRAFTS = ("good", "eagle", "eagle3", "merged-eagle")
 BACKENDS = ("reference", *cpu_kernels(32, torch.float32))
 START = random_prompt(50, seed=1)
-NEW = 20
 
 
-@pytest.fixture(scope="module")
-def pair(pairs):
-    return pairs("llama")
-
-
-@pytest.fixture(scope="module")
-def alone(pair):
-    """What a prompt gives in an engine that shares nothing, without a draft."""
-    engine = tiny_engine(pair, decoding__mode="autoregressive")
-    return lambda prompt: run(engine, prompt)[0].token_ids
-
-
-def run(engine, *prompts):
-    requests = [request(str(number), prompt, NEW) for number, prompt in enumerate(prompts)]
-    return sorted(engine.generate(requests), key=lambda completion: int(completion.request_id))
-
-
-def rows_read(engine) -> list[int]:
-    """Records the tokens of each chunk that the target reads from now on."""
-    forward, sizes = engine.target.forward_with_features, []
-
-    def forward_and_count(token_ids, *rest):
-        sizes.append(token_ids.shape[1])
-        return forward(token_ids, *rest)
-
-    engine.target.forward_with_features = forward_and_count
-    return sizes
-
-
-FAST = covering(DRAFTS, BACKENDS, [1, 3], strength=1)
-SLOW = [case for case in covering(DRAFTS, BACKENDS, [1, 3]) if case not in FAST]
-
-
-@pytest.mark.parametrize(
-    ("draft", "backend", "batch"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("draft", "backend", "batch"), each_once_then_slow(DRAFTS, BACKENDS, [1, 3]))
 def test_output_and_acceptance_are_those_of_whole_prompts(draft, backend, batch, pair, alone):
     """For the request that reads the start, for those that get the copy, and for one that begins otherwise."""
     prompts = [START + random_prompt(length) for length in (200, 3, 900)] + [random_prompt(70), [*START, 7]]
@@ -86,13 +51,13 @@ def test_a_prompt_with_nothing_behind_the_start_is_read_as_it_is(prompt, pair, a
 
 def test_a_long_start_is_shared_up_to_a_chunk(pair, alone):
     """An instruction with many examples; the rows that are kept stay small beside the cache."""
-    start = random_prompt(PREFILL_CHUNK + 100)
+    start = random_prompt(CPU.prefill_chunk + 100)
     engine = tiny_engine(pair)
     engine.share_start(start)
     sizes = rows_read(engine)
-    prompts = [start + random_prompt(30), start + random_prompt(40)]
+    prompts = [start + random_prompt(30), random_prompt(300), start + random_prompt(40)]
     assert [each.token_ids for each in run(engine, *prompts)] == [alone(prompt) for prompt in prompts]
-    assert [size for size in sizes if size >= 100] == [PREFILL_CHUNK, 130, 140]
+    assert [size for size in sizes if size >= 100] == [CPU.prefill_chunk, 130, 300, 140]
 
 
 def test_no_start_is_no_start(pair):

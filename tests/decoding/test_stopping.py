@@ -213,7 +213,7 @@ def test_text_can_be_read_before_the_end():
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250, derandomize=True)
 def test_incremental_search_equals_decoding_every_prefix_whole(name, data):
     """Random tokens, most of them no valid text, and stop strings cut from what they decode to."""
     tokenizer = TOKENIZERS[name]
@@ -329,7 +329,7 @@ STRETCHES = st.lists(st.integers(5, 8), min_size=1, max_size=20)
 
 
 @given(pieces=st.lists(st.tuples(STRETCHES, st.integers(1, 8)), min_size=1, max_size=4), data=st.data())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_a_loop_ends_the_output_at_the_same_token_however_the_tokens_arrive(pieces, data):
     """One by one in plain steps, several at a time in speculative ones: always where the definition first holds."""
     tokens = [token for stretch, times in pieces for token in stretch * times]
@@ -345,7 +345,7 @@ def test_a_loop_ends_the_output_at_the_same_token_however_the_tokens_arrive(piec
 
 
 @given(st.lists(st.integers(0, 299), unique=True, max_size=300), st.integers(1, 3))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_text_that_says_a_thing_three_times_is_no_loop(token_ids, times):
     """Whatever the length of what is said."""
     assert not any(ends_in_loop((token_ids * times)[:size], 24) for size in range(len(token_ids) * times + 1))

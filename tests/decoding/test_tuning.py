@@ -8,9 +8,11 @@ import json
 import pytest
 import torch
 
-from specextend.attention.backends import cpu_kernels
+from specextend.attention.backends import attend_reference, cpu_kernels
+from specextend.attention.layer_reference import REFERENCE
 from specextend.decoding import tuning
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
+from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
 from specextend.decoding.step_costs import CostTable
 from specextend.decoding.tuning import (
@@ -76,7 +78,7 @@ def test_prefixes_fit_the_cache():
 
 def test_every_cell_is_measured_before_any_request(engine):
     """With a clock that ticks evenly all lines are the same: no prefix costs anything."""
-    table, is_quiet = measure(engine.target, GRID, steady_clock())
+    table, is_quiet = measure(engine.target, GRID, Graphs(), steady_clock())
     assert is_quiet
     flat = (pytest.approx(1e-3), pytest.approx(0, abs=1e-12))
     assert table.lines == {kind: dict.fromkeys(GRID.sizes, flat) for kind in GRID.kinds}
@@ -91,7 +93,7 @@ def test_a_slow_machine_measures_fewer_prefixes(engine):
         return forward(token_ids, positions, plan)
 
     engine.target.forward = recording
-    measure(engine.target, GRID, steady_clock(BUDGET_S / 8))
+    measure(engine.target, GRID, Graphs(), steady_clock(BUDGET_S / 8))
     engine.target.forward = forward
     assert lengths == {512}
 
@@ -99,7 +101,7 @@ def test_a_slow_machine_measures_fewer_prefixes(engine):
 def test_a_busy_machine_is_not_believed_for_ever(engine):
     """Times that differ by half between two runs are used, but the next start measures again."""
     times = itertools.accumulate(itertools.cycle([0.001, 0.001, 0.001, 0.002]))
-    _, is_quiet = measure(engine.target, GRID, lambda: next(times))
+    _, is_quiet = measure(engine.target, GRID, Graphs(), lambda: next(times))
     assert not is_quiet
 
 
@@ -107,7 +109,7 @@ def test_measuring_leaves_nothing_behind(engine):
     """It writes to rows that requests take later; the prompt that takes them first must not see it."""
     prompt = random_prompt(300)
     [before] = engine.generate([request("a", prompt, 30)])
-    measure(engine.target, GRID, steady_clock())
+    measure(engine.target, GRID, Graphs(), steady_clock())
     [after] = engine.generate([request("a", prompt, 30)])
     assert after.token_ids == before.token_ids
     assert torch.isfinite(engine.target.cache.keys[:, :, :300]).all()
@@ -170,7 +172,10 @@ def test_without_a_place_to_write_nothing_is_kept(home, tmp_path, monkeypatch, e
         assert cache_folder() is None
     assert not write_table(KEY, GRID, TABLE)
     assert read_table(KEY, GRID) is None
-    assert load_step_costs(engine.target, TreeOptions(nodes="auto"), AttentionOptions(tree="dense"), 1) is not None
+    assert (
+        load_step_costs(engine.target, TreeOptions(nodes="auto"), AttentionOptions(tree="dense"), 1, Graphs())
+        is not None
+    )
 
 
 def test_the_folder_is_the_users(tmp_path, monkeypatch):
@@ -186,12 +191,28 @@ def test_a_kept_table_is_not_measured_again(folder, engine):
     room = target.cache.rows.num_free
     grid = make_grid(("dense", "hybrid"), 15, fixed=False, max_batch_size=1, room=room)
     table = CostTable({kind: dict.fromkeys(grid.sizes, (0.5, 0.0)) for kind in grid.kinds})
-    write_table(describe(target), grid, table)
+    write_table(describe(target, graphs=False), grid, table)
     mark_cache(target)
-    costs = load_step_costs(target, *options)
+    costs = load_step_costs(target, *options, Graphs())
     assert costs is not None
     assert costs.table == table
     assert is_marked(target)
+
+
+def test_times_of_other_software_are_not_used(folder, monkeypatch, engine):
+    """A tree that paid off with one kernel may not with its successor, nor when a graph saves most of a small step."""
+    target = engine.target
+    write_table(describe(target, graphs=False), GRID, TABLE)
+    assert read_table(describe(target, graphs=False), GRID) == TABLE
+    assert read_table(describe(target, graphs=True), GRID) is None
+    for owner, name, other in (
+        (target, "attend", attend_reference),
+        (target, "kernels", REFERENCE),
+        (tuning, "KERNELS_VERSION", tuning.KERNELS_VERSION + 1),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, other)
+            assert read_table(describe(target, graphs=False), GRID) is None, name
 
 
 def mark_cache(target: CachedModel) -> None:
@@ -206,14 +227,14 @@ def is_marked(target: CachedModel) -> bool:
 def test_a_measurement_writes_to_the_front_of_the_cache(engine):
     """The tests beside this one would prove nothing otherwise."""
     mark_cache(engine.target)
-    measure(engine.target, GRID, steady_clock())
+    measure(engine.target, GRID, Graphs(), steady_clock())
     assert not is_marked(engine.target)
 
 
 def test_nothing_is_measured_where_nothing_is_chosen(engine):
     """Fixed trees in a fixed kind of attention."""
     mark_cache(engine.target)
-    assert load_step_costs(engine.target, TreeOptions(nodes=16), AttentionOptions(tree="hybrid"), 1) is None
+    assert load_step_costs(engine.target, TreeOptions(nodes=16), AttentionOptions(tree="hybrid"), 1, Graphs()) is None
     assert is_marked(engine.target)
 
 

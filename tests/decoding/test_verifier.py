@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.decoding.tree import verify
@@ -80,7 +80,6 @@ def batches(draw) -> tuple[list[list[tuple[int, int, int]]], int]:
     return batch, max(len(tree) for tree in batch) + draw(st.integers(0, 2))
 
 
-@settings(deadline=None)
 @given(batches())
 def test_a_batch_is_verified_as_each_tree_alone(drawn):
     """A path, the token after it and the columns behind both are what a walk over the edges finds, without the host."""

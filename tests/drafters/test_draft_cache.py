@@ -120,7 +120,9 @@ def test_between_selections_rows_are_appended_at_the_next_slots():
     cache.store(0, prompt, prompt)
     cache.select(0, torch.tensor([0, 1, 18, 19]))
     put_into_working(cache, 0, 4, turned_by_the_model(embedding, new, torch.arange(4, 7)), new)
-    cache.append([0], [2])
+    offsets = torch.arange(3)
+    cache.write_back(cache.start(0) + 4 + offsets, 4 + offsets, cache.full_end(0) + offsets)
+    cache.advance(0, 2)
     assert (cache.visible(0), cache.length(0)) == (6, 22), "the third row was only proposed"
     cache.select(0, torch.tensor([5, 20, 21]))
     keys, values = working_rows(cache, 0)

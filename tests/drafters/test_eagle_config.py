@@ -172,7 +172,7 @@ def test_a_config_of_another_size_is_refused_by_its_weights(folder):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "medusa", "model": "a"}, "draft.kind must be one of eagle, model, ngram, got 'medusa'"),
+        ({"kind": "medusa", "model": "a"}, "draft.kind must be one of eagle, model, self, ngram, got 'medusa'"),
         ({"kind": "eagle", "model": ""}, "draft.model must not be empty"),
         ({"kind": "eagle", "model": "a", "revision": "main"}, "draft.revision must not be set"),
     ],

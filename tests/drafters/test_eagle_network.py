@@ -12,7 +12,6 @@ from torch.nn.functional import linear, silu
 
 from specextend.attention.backends import attend_reference
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
@@ -20,9 +19,9 @@ from specextend.drafters.eagle_network import EagleNetwork
 from specextend.models import load_causal_lm
 from tests.alive import alive
 from tests.covering import covering
+from tests.drafters.twin_case import OPTIONS, TwinCase
 from tests.tiny_models import FAMILIES, random_prompt, write_pair
 
-OPTIONS = TreeOptions(nodes=6, depth=3, threshold=0)
 DRAFTS = ["eagle", "copy"]
 
 
@@ -75,7 +74,7 @@ class SlowHead:
         return torch.cat([turned.real, turned.imag], -1)
 
 
-class Case:
+class Case(TwinCase):
     """A drafter and its twin, on one random text."""
 
     def __init__(self, pair, length: int, draft: str = "eagle") -> None:
@@ -85,22 +84,10 @@ class Case:
         folder = pair.drafts[draft]
         config, weights = load_eagle_config(folder), load_file(f"{folder}/{WEIGHTS_FILE}")
         self.network = EagleNetwork(config, weights, target, model.lm_head.weight, 4096)
-        self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None)
+        self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None, num_slots=3)
         self.twin = SlowHead(folder, model.model.embed_tokens.weight, model.lm_head.weight)
         self.token_ids = torch.tensor(random_prompt(length))
-        self.hidden = torch.randn(length, 48, generator=torch.Generator().manual_seed(length))
-
-    def prefill(self, row: int, length: int, chunk: int) -> None:
-        """Prompt tokens up to `length`, then the root that follows them."""
-        assert self.drafter.admit(row, length, 64)
-        for tokens, hidden in zip(self.token_ids[:length].split(chunk), self.hidden[:length].split(chunk), strict=True):
-            self.drafter.prefill(row, tokens, hidden)
-
-    def absorb(self, rows: list[int], first: list[int], last: list[int]) -> None:
-        """Tokens [first, last) of the text, each with the hidden state before it."""
-        spans = list(zip(first, last, strict=True))
-        token_ids = [self.token_ids[a:b].tolist() for a, b in spans]
-        self.drafter.absorb(rows, token_ids, [self.hidden[a - 1 : b - 1] for a, b in spans])
+        self.features = torch.randn(length, 48, generator=torch.Generator().manual_seed(length))
 
     def slow_output(self, visible: list[int], path: tuple[int, ...] = ()) -> Tensor:
         """[C] after the visible slots (slot i: token i + 1 and hidden state i) and a path behind them."""
@@ -108,7 +95,7 @@ class Case:
         text = torch.cat([self.token_ids[: visible[-1] + 2], torch.tensor(path, dtype=torch.int64)])
         slots = torch.tensor([*visible, *range(visible[-1] + 1, len(text) - 1)])
         before = text[(slots[:, None] - torch.arange(3)).clamp(min=0)]
-        hidden = self.hidden[visible]
+        hidden = self.features[visible]
         for count in range(len(visible), len(slots) + 1):
             output = self.twin(text[slots[:count] + 1], before[:count], hidden, positions[:count])
             hidden = torch.cat([hidden, output[-1:]])
@@ -122,21 +109,12 @@ class Case:
         return logits.log_softmax(-1)
 
     def assert_tree_is_the_twins(self, row: int, visible: list[int]) -> None:
-        """The first level's logits and every node's weight are the twin's, and the first level is the twin's best."""
-        [tree] = self.drafter.propose([row])
+        """The first level's logits are the twin's, too."""
+        super().assert_tree_is_the_twins(row, visible)
         vocabulary, logits = self.drafter.first_level(row)
         expected = self.slow_output(visible) @ self.twin.lm_head.T
         expected = expected if vocabulary is None else expected[vocabulary]
         torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-4)
-        weights, paths = [0.0], [()]
-        for node in range(1, len(tree.parents)):
-            parent, token_id = int(tree.parents[node]), int(tree.token_ids[node])
-            weights.append(weights[parent] + float(self.slow_log_probs(visible, paths[parent])[token_id]))
-            paths.append((*paths[parent], token_id))
-        assert tree.log_probs.tolist() == pytest.approx(weights, abs=5e-4)
-        best = int(self.slow_log_probs(visible).argmax())
-        assert (best,) in paths
-        assert max(map(len, paths)) >= 2, "hidden states of the head's own were used"
 
 
 @pytest.fixture(scope="module")

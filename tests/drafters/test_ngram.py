@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specextend.decoding.decoding_options import TreeOptions
+from specextend.decoding.drafter import Decided
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.merged import DraftTimer, MergedDrafter, draft_pays
 from specextend.drafters.ngram import NgramDrafter, Node
@@ -78,10 +79,10 @@ def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(loopin
     )
     absorb, widest = engine.drafter.absorb, 0
 
-    def noting(rows, token_ids, hidden):
+    def noting(rows, decided):
         nonlocal widest
-        widest = max(widest, *map(len, token_ids))
-        absorb(rows, token_ids, hidden)
+        widest = max(widest, *map(len, decided.token_ids))
+        absorb(rows, decided)
 
     engine.drafter.absorb = noting
     outputs, _ = run(engine)  # a region that is too small is an assertion of the draft's cache
@@ -123,7 +124,7 @@ def test_nothing_is_proposed_past_the_last_token(looping):
     drafter.prefill(0, text, torch.zeros(len(text), 1))
     depths = []
     for new in ([5, 6, 7], [8], [9]):
-        drafter.absorb([0], [new], [torch.zeros(len(new), 1)])
+        drafter.absorb([0], Decided.pad([new], [torch.zeros(len(new), 1)]))
         depths.append(int(drafter.propose([0])[0].depths.max()))
     assert depths == [2, 1, 0]
 

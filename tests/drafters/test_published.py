@@ -18,7 +18,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specextend.attention.backends import attend_reference
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
-from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees
 from specextend.drafters.causal import CausalDrafter
@@ -27,19 +26,21 @@ from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
 from tests.alive import alive
 from tests.covering import covering
+from tests.drafters.twin_case import OPTIONS, TwinCase
 from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS, write_eagle3
 from tests.tiny_models import (
     FAMILIES,
+    engine_with,
     load_reference,
     random_prompt,
     request,
+    tiny_config,
     tiny_engine,
     tiny_model,
     write_model,
     write_pair,
 )
 
-OPTIONS = TreeOptions(nodes=6, depth=3, threshold=0)
 PREFIXES = {
     "eagle1": "layers.0.",
     "eagle1-biased": "layers.0.",
@@ -126,7 +127,7 @@ class SlowHead:
         return everything
 
 
-class Case:
+class Case(TwinCase):
     """A drafter and its twin, on one random text."""
 
     def __init__(self, pair: SimpleNamespace, variant: str) -> None:
@@ -139,26 +140,13 @@ class Case:
         weights, vocabulary = read_weights(head), read_vocabulary(head)
         lm_head = model.lm_head.weight
         self.network = PublishedNetwork(head, weights, vocabulary, self.target, lm_head, 4096, rope, layers)
-        self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None)
+        self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None, num_slots=2)
         self.twin = SlowHead(variant, pair.drafts[variant], model)
         self.token_ids = torch.tensor(random_prompt(80))
         generator = torch.Generator().manual_seed(7)
         self.features = torch.randn(80, 48 * (len(layers) or 1), generator=generator)
 
-    def prefill(self, row: int, length: int, chunk: int) -> None:
-        assert self.drafter.admit(row, length, 64)
-        for tokens, hidden in zip(
-            self.token_ids[:length].split(chunk), self.features[:length].split(chunk), strict=True
-        ):
-            self.drafter.prefill(row, tokens, hidden)
-
-    def absorb(self, rows: list[int], first: list[int], last: list[int]) -> None:
-        """Tokens [first, last) of the text, each with the features before it."""
-        spans = list(zip(first, last, strict=True))
-        token_ids = [self.token_ids[a:b].tolist() for a, b in spans]
-        self.drafter.absorb(rows, token_ids, [self.features[a - 1 : b - 1] for a, b in spans])
-
-    def slow_output(self, visible: list[int], path: tuple[int, ...] = ()) -> Tensor:
+    def slow_log_probs(self, visible: list[int], path: tuple[int, ...] = ()) -> Tensor:
         """[V] log probs after the visible slots (slot i: token i + 1 and features i) and a path behind them."""
         positions = torch.arange(len(visible) + len(path))
         token_ids = self.token_ids[torch.tensor(visible) + 1]
@@ -169,18 +157,6 @@ class Case:
             hidden = torch.cat([hidden, output[-1:]])
             output = self.twin(token_ids, hidden, positions[: len(visible) + depth + 1])
         return self.twin.log_probs(output[-1])
-
-    def assert_tree_is_the_twins(self, row: int, visible: list[int]) -> None:
-        """Every node's weight is the twin's, and the first level has the twin's best."""
-        [tree] = self.drafter.propose([row])
-        weights, paths = [0.0], [()]
-        for node in range(1, len(tree.parents)):
-            parent, token_id = int(tree.parents[node]), int(tree.token_ids[node])
-            weights.append(weights[parent] + float(self.slow_output(visible, paths[parent])[token_id]))
-            paths.append((*paths[parent], token_id))
-        assert tree.log_probs.tolist() == pytest.approx(weights, abs=5e-4)
-        assert (int(self.slow_output(visible).argmax()),) in paths
-        assert max(map(len, paths)) >= 2, "outputs of the head's own were used"
 
 
 @pytest.fixture(scope="module")
@@ -309,10 +285,9 @@ class Clairvoyant:
         self.prefilled.append(hidden)
         self.drafter.prefill(row, token_ids, hidden)
 
-    def absorb(self, rows, token_ids, hidden):
-        assert [len(new) for new in token_ids] == [len(each) for each in hidden]
-        self.absorbed.append(hidden[0])
-        self.drafter.absorb(rows, token_ids, hidden)
+    def absorb(self, rows, decided):
+        self.absorbed.append(decided.features[0, : len(decided.token_ids[0])])
+        self.drafter.absorb(rows, decided)
 
     def propose(self, rows):
         assert self.drafter.propose(rows)
@@ -329,8 +304,8 @@ def test_the_engine_hands_over_the_features_before_each_token(draft, tmp_path):
     pair = write_pair(tmp_path, FAMILIES["llama"])
     prompt = random_prompt(600)
     [plain] = tiny_engine(pair, decoding__mode="autoregressive").generate([request("a", prompt, 24)])
-    engine = tiny_engine(pair, draft)
-    engine.drafter = seen = Clairvoyant(engine.drafter, plain.token_ids)
+    engine = engine_with(tiny_config(pair, draft), lambda drafter: Clairvoyant(drafter, plain.token_ids))
+    seen = engine.drafter
     [completion] = engine.generate([request("a", prompt, 24)])
     assert completion.token_ids == plain.token_ids
     assert completion.stats.num_accepted_tokens >= 12

@@ -15,6 +15,7 @@ from specextend.attention.cpu import attend_by_head
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.checkpoint import ModelError
 from specextend.decoding.decoding_options import TreeOptions
+from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.draft_options import DraftOptions
@@ -70,12 +71,12 @@ def test_it_drafts_what_its_own_model_says_in_the_targets_ids(small, dtype, tole
     """
     model = CachedModel(load_causal_lm(str(small), None, dtype, "cpu", IMPLEMENTATION), attend_by_head, 1024)
     network = ModelNetwork(model, 1024, 512, 512, read_reduced(small))
-    drafter = CausalDrafter(network, TreeOptions(nodes=12, depth=2, threshold=0), "hybrid", None)
+    drafter = CausalDrafter(network, TreeOptions(nodes=12, depth=2, threshold=0), "hybrid", None, num_slots=1)
     prompt = random_prompt(50)
     assert drafter.admit(0, len(prompt), 16)
     drafter.prefill(0, torch.tensor(prompt), torch.zeros(50, 48))
     drafter.select(0, torch.arange(50))
-    drafter.absorb([0], [[5]], [torch.zeros(1, 48)])
+    drafter.absorb([0], Decided.pad([[5]], [torch.zeros(1, 48)]))
     [tree] = drafter.propose([0])
     for parent in (0, 1):
         path = [] if parent == 0 else [int(tree.token_ids[parent])]
@@ -105,7 +106,7 @@ def test_a_folder_without_the_file_is_a_whole_model(target, small):
     """Then it is held to the rules of one, and needs a tokenizer."""
     (small / FILE).unlink()
     assert read_reduced(small) is None
-    assert "vocab_size is 61, the target's is 120" in refusal(target, small)
+    assert "has no tokenizer that can be loaded" in refusal(target, small)
 
 
 @pytest.mark.parametrize(

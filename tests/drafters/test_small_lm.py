@@ -10,14 +10,15 @@ from specextend.attention.backends import attend_reference
 from specextend.attention.cpu import attend_by_head
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.decoding.decoding_options import TreeOptions
+from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.draft_cache import DraftCache
-from specextend.drafters.small_lm import ModelNetwork
+from specextend.drafters.small_lm import ModelNetwork, shared_vocabulary
 from specextend.models import load_causal_lm
 from tests.alive import alive
 from tests.covering import covering
-from tests.tiny_models import load_reference, random_prompt
+from tests.tiny_models import EOS_TOKEN_ID, NUM_CUT, VOCABULARY, load_reference, random_prompt
 
 OPTIONS = TreeOptions(nodes=4, depth=2, threshold=0)
 NAMES = ["llama", "mistral-yarn", "qwen3-tied-linear", "llama-tied-llama3"]
@@ -34,7 +35,7 @@ def network_of(pair, window: int, max_chunk: int = 512, attend=attend_by_head) -
 
 
 def prefilled(network: ModelNetwork, prompt: list[int], chunk: int) -> CausalDrafter:
-    drafter = CausalDrafter(network, OPTIONS, "hybrid", None)
+    drafter = CausalDrafter(network, OPTIONS, "hybrid", None, num_slots=1)
     prefill(drafter, prompt, chunk)
     return drafter
 
@@ -89,7 +90,7 @@ def test_the_chunk_size_does_not_matter_to_the_tree(pair):
     for chunk in (1, 7, 512):
         drafter = prefilled(network_of(pair, 32), prompt, chunk)
         drafter.select(0, torch.arange(130))
-        drafter.absorb([0], [[5]], [torch.zeros(1, 48)])
+        drafter.absorb([0], Decided.pad([[5]], [torch.zeros(1, 48)]))
         trees += drafter.propose([0])
     for tree in trees[1:]:
         assert torch.equal(tree.token_ids, trees[0].token_ids)
@@ -114,18 +115,37 @@ def test_a_selected_view_is_a_fresh_run_of_the_visible_tokens(pair):
 def test_nothing_of_a_row_survives_its_release(pair):
     """A second prompt in the same rows drafts what it drafts in fresh ones."""
     network = network_of(pair, 32)
-    drafter = CausalDrafter(network, OPTIONS, "hybrid", None)
+    drafter = CausalDrafter(network, OPTIONS, "hybrid", None, num_slots=1)
     before = alive()
     first, _, second = (drafted(drafter, random_prompt(length)) for length in (20, 150, 20))
     assert first == second
     assert alive() == before
 
 
+@pytest.mark.parametrize(("draft", "num_rows"), [("cut", VOCABULARY - NUM_CUT), ("bad", VOCABULARY + 8)])
+@torch.inference_mode()
+def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_the_end_of_a_text(draft, num_rows, pair):
+    """A token that only one side knows must neither crash nor be proposed: the target could not even embed it."""
+    model = CachedModel(
+        load_causal_lm(pair.drafts[draft], None, "float32", "cpu", IMPLEMENTATION), attend_by_head, 1024
+    )
+    network = ModelNetwork(model, 1024, 512, 512, shared_vocabulary(num_rows, VOCABULARY, EOS_TOKEN_ID))
+    drafter = CausalDrafter(network, TreeOptions(nodes=40, depth=3, threshold=0), "hybrid", None, num_slots=1)
+    text = random_prompt(60)
+    known = [token_id if token_id < num_rows else EOS_TOKEN_ID for token_id in text]
+    assert (text != known) == (draft == "cut")
+    found = drafted(drafter, text)
+    token_ids = found[41:82]
+    assert found == drafted(drafter, known)
+    assert max(token_ids) < min(num_rows, VOCABULARY)
+    assert len(found) == 82 + min(num_rows, VOCABULARY)
+
+
 def drafted(drafter: CausalDrafter, prompt: list[int]) -> list[float]:
     """Draft for one prompt, from admission to release; return its tree and the logits of the root's children."""
     prefill(drafter, prompt, 64)
     drafter.select(0, torch.arange(len(prompt)))
-    drafter.absorb([0], [[5]], [torch.zeros(1, 48)])
+    drafter.absorb([0], Decided.pad([[5]], [torch.zeros(1, 48)]))
     [tree] = drafter.propose([0])
     _, logits = drafter.first_level(0)
     drafter.release(0)

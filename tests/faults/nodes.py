@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 CPUS = 5
 """More than the first node has: a worker that asks for so many lands on another."""
@@ -34,6 +36,15 @@ class Node:
         """The machine is gone. The dead raylet must be reaped, or its workers write on."""
         self._raylet.process.kill()
         self._raylet.process.wait()
+
+    def drain(self, seconds: int) -> None:
+        """The cloud gives notice that it reclaims the machine."""
+        client = ray._private.worker.global_worker.gcs_client
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        is_accepted, why = client.drain_node(
+            self._node.node_id, reason, "reclaimed", 1000 * (int(time.time()) + seconds)
+        )
+        assert is_accepted, why
 
     def freeze(self) -> list[psutil.Process]:
         """The machine hangs; returns what hangs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import ray
 
 from specextend.cluster.exits import EXIT_DONE, OutputError, RefusedError
 from tests.cluster.conftest import Job
-from tests.faults.conftest import parts, three_times
+from tests.faults.conftest import parts, twice
 from tests.faults.engines import WordyEngine
 
 TEXTS = [f"text number {number} " * 5 for number in range(30)]
@@ -25,14 +26,15 @@ def mount(*arguments: str) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of half a MiB, where the output goes."""
+    """A file system of its own, of a few MiB, where the output goes: with room for a part for each row."""
     folder = tmp_path / "output"
     folder.mkdir()
     try:
-        mount("-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder))
+        mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder))
     except subprocess.CalledProcessError:
         pytest.skip("mounting a file system needs root")
     yield folder
+    gc.collect()  # a file that nobody reads any more may be open until then
     subprocess.run(["umount", str(folder)], check=True)
 
 
@@ -85,7 +87,7 @@ def at_row(run: Job, number: int, action: Callable[[], None]) -> None:
     run.screen.on_show = look
 
 
-@three_times("full", "read-only")
+@twice("full", "read-only", fast=0)
 def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_completes_it(job, disk: Path, kind: str):
     """Half a part must not pass for a whole one, and what was committed before must not be done again."""
     fault = FAULTS[kind]()
@@ -105,7 +107,7 @@ def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_c
     assert not list(run.output.rglob(".*.tmp")), "nor is anything left of what broke off"
 
 
-@three_times("full", "read-only", fast=2)
+@twice("full", "read-only", fast=2)
 def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_loaded(job, disk: Path, kind: str):
     """Not after ten minutes of loading one."""
     fault = FAULTS[kind]()
@@ -118,7 +120,7 @@ def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_l
     fault.is_mended(disk)
 
 
-@three_times("object store", fast=0)
+@twice("object store", fast=0)
 def test_a_full_object_store_stops_nobody(job, kind: str):
     """Whoever shares the cluster may fill it; long results go through it, and Ray makes room on the disk."""
     ballast = [ray.put(os.urandom(8 << 20)) for _ in range(16)]  # 128 MiB into 80

@@ -7,7 +7,8 @@ import signal
 
 from specextend.cluster.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_LOCKED
 from specextend.report import build_report
-from tests.faults.conftest import DYING_DRIVER, LONGEST_S, RealJob, committed, parts, start, three_times
+from tests.faults.conftest import RealJob, committed, parts, start, twice
+from tests.job.conftest import DYING_DRIVER, LONGEST_S
 
 MOMENTS = {
     "writes a part": ("before", "*/_run/parts/part-*", "2"),
@@ -19,7 +20,7 @@ MOMENTS = {
 }
 
 
-@three_times(*MOMENTS)
+@twice(*MOMENTS, fast=0)
 def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(real_job: RealJob, undisturbed, kind: str):
     """Half a file under its final name, or a row done twice, would show only in the morning."""
     when, pattern, number = MOMENTS[kind]
@@ -40,7 +41,7 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(real
     assert first["paid_s"] is not None
 
 
-@three_times("SIGTERM", "SIGINT", fast=0)
+@twice("SIGTERM", "SIGINT", fast=0)
 def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(real_job: RealJob, undisturbed, kind: str):
     """Whoever preempts a machine sends SIGTERM first; 75 means that running it again goes on where it stopped."""
     process = start(real_job, DYING_DRIVER, kind, *MOMENTS["has written a part"], commit_every_rows=1)
@@ -54,7 +55,7 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(real_job: RealJ
     assert parts(real_job.output).items() >= kept.items()
 
 
-@three_times("writes _SUCCESS", fast=0)
+@twice("writes _SUCCESS", fast=0)
 def test_a_run_told_to_stop_at_the_very_end_ends_as_if_it_had_not_been(real_job: RealJob, undisturbed, kind: str):
     """Ray is shut down by then and has taken its own handler along: once that killed the process half-way."""
     process = start(real_job, DYING_DRIVER, "SIGTERM", *MOMENTS[kind])
@@ -64,7 +65,7 @@ def test_a_run_told_to_stop_at_the_very_end_ends_as_if_it_had_not_been(real_job:
     assert real_job.result() == undisturbed
 
 
-@three_times("writes summaries", fast=0)
+@twice("writes summaries", fast=0)
 def test_a_run_told_to_stop_while_it_writes_summaries_says_75_and_the_next_start_completes_it(
     real_job: RealJob, undisturbed, kind: str
 ):
@@ -79,7 +80,7 @@ def test_a_run_told_to_stop_while_it_writes_summaries_says_75_and_the_next_start
     assert len(committed(real_job.output)) == len(undisturbed), "nothing is decoded again"
 
 
-@three_times("two starts", fast=0)
+@twice("two starts", fast=0)
 def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(real_job: RealJob, undisturbed, kind: str):
     """A scheduler that fires twice: two writers would double rows."""
     racers = [start(real_job, "jobs/summarize.py") for _ in range(2)]

@@ -65,7 +65,8 @@ def test_a_limit_of_one_stops_nobody():
 def test_a_run_that_stopped_early_keeps_what_is_done_and_goes_on_when_the_cause_is_mended(job, tmp_path: Path):
     """The longest fail for as long as something is broken: an outage at midnight."""
     (tmp_path / "outage").touch()
-    texts = [f"raise@{tmp_path}/outage and more words"] * MIN_ENDED + ["good"] * 20
+    texts = [f"raise@{tmp_path}/outage and {row} more words" for row in range(MIN_ENDED)]
+    texts += [f"crawl@{tmp_path}/outage {row}" for row in range(20)]  # none is done meanwhile
     run = job(texts, workers=1)
     run.max_batch_size = 1
     with pytest.raises(TooManyErrorsError, match=r"^stopped early: 100 of 100 .* ValueError, such as d\d+: this doc"):

@@ -11,19 +11,9 @@ import pytest
 
 from specextend.cluster.exits import EXIT_DONE
 from tests.cluster.conftest import Job
-from tests.faults.conftest import (
-    DYING_DRIVER,
-    LONGEST_S,
-    ROOT,
-    RealJob,
-    committed,
-    environment,
-    parts,
-    start,
-    three_times,
-)
+from tests.faults.conftest import ROOT, RealJob, committed, environment, parts, start, twice
 from tests.faults.nodes import CPUS, Nodes, thaw
-from tests.job.conftest import wait_for
+from tests.job.conftest import DYING_DRIVER, LONGEST_S, wait_for_pause
 
 TEXTS = [f"text number {number} " * 5 for number in range(40)]
 
@@ -53,7 +43,7 @@ def all_done_once(run: Job) -> None:
     assert len(committed(run.output)) == len(TEXTS), "a late result was committed beside the one that counts"
 
 
-@three_times("removed", fast=0)
+@twice("removed", fast=0)
 def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes, kind: str):
     """A reclaimed machine is nobody's fault: its documents are done elsewhere, at their first attempt."""
     first = nodes.add()
@@ -73,7 +63,32 @@ def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes, kind: str
     assert len({row["worker"] for row in run.summaries().values()}) == 2
 
 
-@three_times("hung", fast=0)
+@pytest.mark.slow
+def test_a_node_that_is_about_to_go_is_emptied(job, nodes: Nodes):
+    """What runs there ends, what waits goes elsewhere, and nobody is charged. Then its worker is let go."""
+    first = nodes.add()
+    texts = [f"{number} {text}" for number in range(10) for text in TEXTS]
+    run: Job = job(texts, cpus_per_worker=CPUS, commit_every_rows=1)
+
+    def drain(snapshot) -> bool:
+        if snapshot.num_done < 3:
+            return False
+        first.drain(seconds=3000)
+        nodes.add()
+        return True
+
+    during(run, drain)
+    assert run.run() == EXIT_DONE
+    rows = run.summaries().values()
+    assert len(rows) == len(texts)
+    assert {row["attempts"] for row in rows} == {1}
+    assert len({row["worker"] for row in rows}) == 2
+    [drained] = run.screen.told("worker_drains")
+    assert run.screen.told("worker_released")[0] == {"worker": drained["worker"]}
+    assert not noted(run, "died")
+
+
+@twice("hung", fast=0)
 def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, kind: str):
     """Its documents are with another worker by then: only what the driver still waits for may be committed."""
     first = nodes.add()
@@ -83,6 +98,7 @@ def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, 
     def hang(snapshot) -> bool:
         if snapshot.num_done < 3:
             return False
+        run.screen.notes.clear()
         frozen.extend(first.freeze())
         return True
 
@@ -104,7 +120,7 @@ def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, 
     assert len({row["worker"] for row in run.summaries().values()}) >= 2
 
 
-@three_times("declared dead", fast=0)
+@twice("declared dead", fast=0)
 def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes: Nodes, kind: str):
     """After about a minute Ray calls it dead. What it says when it wakes up is too late."""
     first = nodes.add()
@@ -146,13 +162,13 @@ def other_cluster():
     process.communicate(timeout=LONGEST_S)
 
 
-@three_times("head", fast=0)
+@twice("head", fast=0)
 def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, undisturbed, other_cluster, kind: str):
     """Ray ends a driver whose head is gone, without an exception: what was committed is what counts."""
     address, cluster = other_cluster
     moment = ("SIGSTOP", "after", "*/_run/parts/part-*", "2")
     process = start(real_job, DYING_DRIVER, *moment, address=address, commit_every_rows=1)
-    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "driver that waits")
+    wait_for_pause(process)
     family = cluster.children(recursive=True)
     [head] = [each for each in family if each.name() == "gcs_server"]
     workers = [each for each in family if is_worker(each)]

@@ -17,7 +17,7 @@ from tests.cluster.fakes import FakeEngine
 from tests.faults.nodes import CPUS, Nodes
 from tests.faults.scarce import Breaks
 
-ROUNDS = [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(3)]
+ROUNDS = [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(2)]
 GOOD = [f"text number {number} " * (number + 1) for number in range(4)]
 
 
@@ -29,7 +29,7 @@ class NeverReady:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", range(2))
 def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(
     attempt, real_job, undisturbed, tmp_path: Path
 ):
@@ -42,16 +42,17 @@ def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(3))
-def test_a_document_past_its_deadline_is_dropped_and_its_neighbours_go_on(attempt, job):
+@pytest.mark.parametrize("max_attempts", [1, 2])
+def test_a_document_past_its_deadline_is_dropped_and_its_neighbours_go_on(max_attempts, job):
     """On the same worker, between two steps."""
-    run = job([*GOOD, "crawl"], max_attempts=1, deadline_base_s=10.0, deadline_s_per_token=0.001)
+    run = job([*GOOD, "crawl"], max_attempts=max_attempts, deadline_base_s=8.0, deadline_s_per_token=0.001)
     assert run.run() == EXIT_TOO_MANY_ERRORS
     [late] = run.errors().values()
-    assert (late["doc_id"], late["error_class"], late["attempts"]) == ("d4", "DeadlineExceeded", 1)
-    assert [facts["document"] for facts in run.screen.told("document_cancelled")] == ["d4"]
+    assert (late["doc_id"], late["error_class"], late["attempts"]) == ("d4", "DeadlineExceeded", max_attempts)
+    assert [facts["document"] for facts in run.screen.told("document_cancelled")] == ["d4"] * max_attempts
     assert set(run.summaries()) == {f"d{row}" for row in range(4)}
     assert len({row["worker"] for row in run.summaries().values()}) == 1
+    assert not any("died" in note or "killed" in note for note in run.screen.notes)
 
 
 @dataclass(frozen=True)
@@ -70,21 +71,21 @@ class LoadsTheSecondTime:
 @pytest.mark.slow
 def test_a_worker_that_hangs_while_it_loads_is_replaced(job, tmp_path: Path):
     """It kept its GPU for the rest of the night, and the run went on with one worker less."""
-    run = job(GOOD, start_s=5)
+    run = job(GOOD, start_s=10)
     assert run.run(LoadsTheSecondTime(tmp_path / "hung")) == EXIT_DONE
     [note] = [note for note in run.screen.notes if "could not be built" in note]
-    assert "its models were not loaded within 5 s (job.start_s) (on " in note
+    assert "its models were not loaded within 10 s (job.start_s) (on " in note
     assert {row["attempts"] for row in run.summaries().values()} == {1}
 
 
 @pytest.mark.slow
 def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, nodes: Nodes):
     """A cluster may take ten minutes to grow, and its models a minute to load."""
-    run = job(GOOD, start_s=5, cpus_per_worker=CPUS)
+    run = job(GOOD, start_s=10, cpus_per_worker=CPUS)
     began = time.monotonic()
 
     def grow(snapshot) -> None:
-        if time.monotonic() - began > 8:
+        if time.monotonic() - began > 12:
             run.screen.on_show = lambda snapshot: None
             nodes.add()
 
@@ -122,7 +123,7 @@ def test_tokens_of_any_worker_and_outcomes_reset_the_guard():
 def test_the_guard_names_documents_but_not_all_of_a_million():
     """Whoever is woken wants to know where to look."""
     keys = [DocumentKey(0, row) for row in range(MOST_NAMES + 5)]
-    error = StallGuard(60, now=0).error(2, keys[:1], keys, lambda key: f"d{key.row}")
+    error = StallGuard(60, now=0).error(2, keys[:1], keys[:MOST_NAMES], len(keys), lambda key: f"d{key.row}")
     assert str(error) == (
         "no token for 60 s: 2 workers ready; at work on d0; "
         "waiting: d0, d1, d2, d3, d4, d5, d6, d7, d8, d9 and 5 more; what is done is kept, run again"

@@ -14,13 +14,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-random.yaml"
-LONGEST_S = 280
+LONGEST_S = 600
+"""Far more than anything takes, also on a slow machine with much else to do."""
+DYING_DRIVER = str(ROOT / "tests" / "faults" / "dying_driver.py")
+AT_FIRST_PART = ("SIGSTOP", "after", "*/_run/parts/part-*", "1")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,18 @@ class Ended:
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "jobs" / "summarize.py"), *arguments]
+
+
+def pausing_command(*arguments: str) -> list[str]:
+    """The job, which suspends itself once its first part is there: what is done to it then never comes too late."""
+    return [sys.executable, DYING_DRIVER, *AT_FIRST_PART, *arguments]
+
+
+def wait_for_pause(process: subprocess.Popen[str]) -> None:
+    """Wait until the job has suspended itself; SIGCONT lets it go on."""
+    stopped = psutil.STATUS_STOPPED
+    wait_for(lambda: process.poll() is not None or psutil.Process(process.pid).status() == stopped, "first part")
+    assert process.poll() is None, process.communicate()
 
 
 def environment() -> dict[str, str]:
@@ -60,7 +76,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start the job and go on; what is left of it is ended after the test."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
+    def start(*arguments: str, command: Callable[..., list[str]] = command) -> subprocess.Popen[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(command("--config", str(CONFIG), *arguments), env=environment(), cwd=ROOT, **pipes)
         processes.append(process)
@@ -70,6 +86,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)
         process.communicate(timeout=LONGEST_S)
 
 

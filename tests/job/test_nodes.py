@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.job.conftest import LONGEST_S, ROOT, command, environment, parts, rows, wait_for
+from tests.job.conftest import LONGEST_S, ROOT, environment, pausing_command, rows, wait_for_pause
 from tests.job.test_summarize import long_corpus
 
 pytestmark = pytest.mark.slow
@@ -37,14 +38,15 @@ def test_a_node_that_dies_charges_no_document(nodes: tuple[str, Callable[[str], 
     output = tmp_path / "out"
     arguments = [*long_corpus(tmp_path), "--output", str(output), "--config", "configs/tiny-random.yaml"]
     job = subprocess.Popen(
-        command(*arguments),
+        pausing_command(*arguments),
         env=environment() | {"RAY_ADDRESS": address},
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_for(lambda: parts(output), "part")
+    wait_for_pause(job)
     tell("kill")
+    job.send_signal(signal.SIGCONT)
     tell("add")
     _, stderr = job.communicate(timeout=LONGEST_S)
     assert job.returncode == 0, stderr

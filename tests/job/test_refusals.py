@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from huggingface_hub import constants
 
 from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
@@ -27,7 +28,17 @@ from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
 from specextend.data.source import open_source
 from specextend.data.storage import resolve, write_bytes
-from tests.job.conftest import CONFIG, ROOT, Ended, command, environment, summarize, wait_for, write_corpus
+from tests.job.conftest import (
+    CONFIG,
+    LONGEST_S,
+    ROOT,
+    Ended,
+    command,
+    environment,
+    summarize,
+    wait_for,
+    write_corpus,
+)
 
 MODELS = ROOT / ".models" / "tiny-random"
 
@@ -286,7 +297,7 @@ def test_a_dry_run_of_a_retry_says_which_error_rows_it_leaves_out(call, corpus: 
     told = {"error_class": "E", "message": "", "stage": "read", "attempts": 1}
     rows = [error_row(DocumentKey(0, row), "b", **told, retryable=bool(row)) for row in range(2)]
     PartWriter(output, "00000001").commit(rows)
-    left_out = "1 error rows are left as they are: by their `retryable` another try does not mend them"
+    left_out = "not tried again: 1 error row whose `retryable` is false"
     for flags, num_to_do, is_said in ((), 0, False), (["--retry-errors"], 1, True), (["--retry-errors=all"], 2, False):
         ended = call("--config", str(CONFIG), *arguments, "--dry-run", *flags)
         assert ended.code == 0, ended.stderr
@@ -320,7 +331,7 @@ def test_the_status_of_a_run_is_read_from_its_folder(call, corpus: Path, tmp_pat
     holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
     (output / "_run" / "lock").write_text(json.dumps(holder))
     assert "running: 0 of 2 rows done" in (said := call("--status", str(output)).stdout)
-    assert "driver: run feedbeef (process 1 on another-host), last heartbeat 0 s ago" in said
+    assert "driver: run feedbeef (process 1 on another-host), last heartbeat " in said
 
 
 def test_a_run_is_finished_when_it_has_said_so_and_not_before(call, corpus: Path, tmp_path: Path):
@@ -376,7 +387,9 @@ def test_a_call_that_never_ends_does_not_hold_the_process():
         "threading.Thread(target=threading.Event().wait).start()\n"
         "script['end'](3)\n"
     )
-    process = subprocess.run([sys.executable, "-c", ending], cwd=ROOT, env=environment(), timeout=60, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", ending], cwd=ROOT, env=environment(), timeout=LONGEST_S, check=False
+    )
     assert process.returncode == 3
 
 
@@ -394,7 +407,7 @@ def test_an_exit_code_is_kept_where_stderr_takes_no_line():
     """Its disk is full: Python ends with 1 or 120 then, and a scheduler tries again what no try can mend."""
     with open("/dev/full", "w", encoding="utf-8") as full:
         process = subprocess.run(
-            command("--config", "nowhere.yaml"), env=environment(), cwd=ROOT, stderr=full, timeout=120, check=False
+            command("--status", "nowhere"), env=environment(), cwd=ROOT, stderr=full, timeout=LONGEST_S, check=False
         )
     assert process.returncode == 2
 
@@ -422,7 +435,7 @@ def test_a_stdout_that_takes_no_more_is_said_in_one_line(job: tuple[str, ...], t
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=LONGEST_S,
             check=False,
         )
     assert process.returncode == 1
@@ -441,7 +454,7 @@ def black_hole(port: int) -> str:
     return f"gs://anonymous@bucket/in?scheme=http&endpoint_override=127.0.0.1%3A{port}&retry_limit_seconds=600"
 
 
-@pytest.mark.parametrize("what", ["--input", "--output"])
+@pytest.mark.parametrize("what", ["--input", pytest.param("--output", marks=pytest.mark.slow)])
 def test_a_store_that_never_answers_the_first_call_is_exit_1(corpus: Path, tmp_path: Path, silent: int, what: str):
     """Without a network Google's client tries for a quarter of an hour, once for every call."""
     paths = {"--input": str(corpus), "--output": str(tmp_path / "out")} | {what: black_hole(silent)}
@@ -470,7 +483,7 @@ def test_a_run_that_waits_for_a_store_can_be_told_to_stop(tmp_path: Path, silent
     process = start("--input", black_hole(silent), "--output", str(tmp_path / "out"))
     wait_for(lambda: connections(process.pid, silent), "call to the store")
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 75
     assert said.startswith("interrupted: SIGTERM received")
 
@@ -481,13 +494,11 @@ def connections(pid: int, port: int) -> list[str]:
     return [line for line in lines if f"0100007F:{port:04X} 01" in line]
 
 
-def test_a_hub_that_is_away_is_exit_1(corpus: Path, tmp_path: Path, monkeypatch):
+def test_a_hub_that_is_away_is_exit_1(call, hub, corpus: Path, tmp_path: Path, monkeypatch):
     """Exit 2 would keep a scheduler from trying again; a model of that name may well be there tomorrow."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
-    ended = summarize(*arguments, "--set", "target.model=somebody/something")
+    ended = call("--config", str(CONFIG), *arguments, "--set", "target.model=somebody/something")
     assert ended.code == 1, ended.stderr
     [line] = ended.stderr.splitlines()
     assert line.startswith("error: the Hub does not answer for somebody/something")

@@ -215,6 +215,28 @@ def test_a_gguf_file_that_was_found_whole_is_not_examined_again(folder_and_file,
     assert weight_hashes(str(file))
 
 
+def test_unpacked_weights_are_kept_for_the_next_start(folder_and_file, kept):
+    """Ten seconds for a small model, minutes for a large one, in each worker. Shown by an entry of other weights."""
+    folder, file = folder_and_file
+    options = TargetOptions(model=str(file), dtype="bfloat16", device="cpu")
+    weights = load_target(options, "sdpa").lm_head.weight
+    unpacked = entry(kept, "bfloat16")
+    assert torch.equal(load_target(options, "sdpa").lm_head.weight, weights)
+    other = load_target(TargetOptions(model=str(folder), dtype="bfloat16", device="cpu"), "sdpa")
+    other.lm_head.weight.zero_()
+    other.save_pretrained(unpacked)
+    hashes = {path.name: file_sha256(path) for path in unpacked.iterdir() if path.name != "hashes.json"}
+    (unpacked / "hashes.json").write_text(json.dumps(hashes))
+    assert not load_target(options, "sdpa").lm_head.weight.any()
+
+
+def test_a_disk_that_is_nearly_full_keeps_no_weights(folder_and_file, kept):
+    """A cache must never be what stops another program."""
+    _, file = folder_and_file
+    assert not keep(file, "float32", lambda folder: None, num_bytes=shutil.disk_usage(kept.parent.parent).free)
+    assert keep(file, "float32", lambda folder: None, num_bytes=1)
+
+
 def test_another_file_in_the_same_place_is_converted_again(folder_and_file, kept):
     """A model that was fetched again under its old name."""
     _, file = folder_and_file

@@ -22,7 +22,7 @@ from specextend.stats import DecodingStats
 def done(key: DocumentKey, text: str = "a summary") -> dict[str, Any]:
     """A document done."""
     completion = Completion("lease", [5, 6], text, "stop", DecodingStats(num_prompt_tokens=1, num_output_tokens=2))
-    prompt, times = Prompt([1], 0, "middle"), {"queue_s": 0.5, "started_at": 0.0}
+    prompt, times = Prompt([1], 0, "middle"), {"content_sha256": "00", "queue_s": 0.5, "started_at": 0.0}
     return result_row(key, name_of(key), completion, prompt, Quality([], None), **times, worker="w", attempts=1)
 
 
@@ -36,11 +36,12 @@ def name_of(key: DocumentKey) -> str:
     return f"{key.file}.parquet:{key.row}"
 
 
-def source_of(folder: Path, sizes: list[int]) -> Source:
+def source_of(folder: Path, sizes: list[int], text_of: Callable[[DocumentKey], str] = lambda key: "x") -> Source:
     """Files of so many rows, with a number to be passed through."""
     folder.mkdir(parents=True)
     for file, size in enumerate(sizes):
-        columns = {"text": pa.array(["x"] * size, pa.string()), "n": pa.array(range(size), pa.int64())}
+        texts = [text_of(DocumentKey(file, row)) for row in range(size)]
+        columns = {"text": pa.array(texts, pa.string()), "n": pa.array(range(size), pa.int64())}
         pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=3)
     return open_source(InputOptions(path=str(folder), passthrough=("n",)))
 

@@ -7,20 +7,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specextend.cluster.driver import Committer, Driver
+from specextend.cluster.committing import Committer
+from specextend.cluster.driver import Driver
+from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt
 from specextend.cluster.leases import Lease, Limits, Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import Done, Failed, Suspected, WorkerInfo, WorkerReport
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned, StartFailed
-from specextend.cluster.progress import AwakeClock, Ledger, TokenEstimate
+from specextend.cluster.progress import AwakeClock, Ledger
 from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
 from specextend.config import JobOptions, RunConfig
-from specextend.core import DocumentKey
+from specextend.core import Completion, DocumentKey
 from specextend.data.audit_rows import AuditWriter
+from specextend.data.chunk_rows import ChunkWriter
+from specextend.data.equal_texts import EqualRows
 from specextend.data.parts import PartWriter
 from specextend.data.source import Source
 from specextend.data.storage import Location
@@ -65,7 +69,8 @@ class SimulatedPool:
 
     draw: of what happens. trouble: things that may go wrong before nothing goes wrong any more. poison: documents that
     fail wherever they run. num_places: for workers, each of which gets one that is free. sick: one of them, which kills
-    whoever works there, for ever. pauses: times that the driver is suspended.
+    whoever works there, for ever. pauses: times that the driver is suspended. summary_of: what a worker makes of a
+    document.
     """
 
     def __init__(
@@ -77,9 +82,11 @@ class SimulatedPool:
         num_places: int,
         sick: int | None = None,
         pauses: int = 0,
+        summary_of: Callable[[DocumentKey], str] = lambda key: "a summary",
     ) -> None:
         self._draw, self.clock, self._trouble, self._poison = draw, clock, trouble, poison
         self._num_places, self._sick, self._pauses = num_places, sick, pauses
+        self._summary_of = summary_of
         self.workers: dict[str, Being] = {}
         self.most_leases = 0
         self.turns_left: int | None = None
@@ -89,7 +96,7 @@ class SimulatedPool:
         taken = {being.place for being in self.workers.values() if not being.is_dying}
         self.workers[worker] = Being(self._draw.choice([at for at in range(self._num_places) if at not in taken]))
 
-    def run(self, worker: str, lease: Lease) -> None:
+    def run(self, worker: str, lease: Lease, known: Mapping[str, Completion]) -> None:
         being = self.workers[worker]
         assert being.is_up
         assert not being.is_dying, "a worker that is gone gets nothing more"
@@ -153,7 +160,7 @@ class SimulatedPool:
             return CallLost(worker, lease, "cancelled")
         if lease.key in self._poison:
             return Returned(worker, lease, Failed("", "ValueError", "poison", "decode", retryable=False))
-        text = LATE if lease.lease_id in being.cancelled else "a summary"
+        text = LATE if lease.lease_id in being.cancelled else self._summary_of(lease.key)
         stats = DecodingStats(num_prompt_tokens=1, num_output_tokens=2)
         return Returned(worker, lease, Done(done(lease.key, text), stats))
 
@@ -209,6 +216,7 @@ def driver_of(
     *,
     run_id: str = "0a0a0a0a",
     tried: Mapping[DocumentKey, Tried] | None = None,
+    equal: EqualRows | None = None,
 ) -> Driver:
     """The real driver of one start around a pool that is made up, on the pool's clock."""
     config = RunConfig.from_values(
@@ -216,21 +224,28 @@ def driver_of(
     )
     limits = Limits(max_attempts=job.max_attempts, deadline_base_s=job.deadline_base_s, stall_s=job.stall_s)
     lock = OutputLock(output, run_id, clock=lambda: 0.0)
-    work = [(key, each.total) for key, each in estimates.items()]
+    planned = Estimates.of(estimates)
     return Driver(
-        scheduler=Scheduler(work, limits, LEASES, f"{run_id}-", tried),
+        scheduler=Scheduler(planned, limits, LEASES, f"{run_id}-", tried),
         pool=pool,
         roster=Roster(job.workers),
         committer=Committer(
-            output, PartWriter(output, run_id), AuditWriter(output, run_id), lock, job.commit_every_rows, 30.0
+            output,
+            PartWriter(output, run_id),
+            AuditWriter(output, run_id),
+            ChunkWriter(output, run_id),
+            lock,
+            job.rows_per_commit,
+            30.0,
         ),
-        ledger=Ledger(estimates, 0, 0),
+        ledger=Ledger(planned, 0, 0),
         display=Screen(),
         metrics=Metrics(run_id),
         interrupt=interrupt,
         attempt=Attempt(output, run_id, config),
         source=source,
         job=job,
+        equal=equal or EqualRows.none(),
         clock=AwakeClock(pool.clock),
     )
 

@@ -7,18 +7,22 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.cluster.driver import Driver
+from specextend.cluster.estimates import TokenEstimate
 from specextend.cluster.exits import Interrupt, TooManyErrorsError, WorkersFailError
-from specextend.cluster.progress import MIN_ENDED, TokenEstimate
-from specextend.cluster.run import tried_before
+from specextend.cluster.progress import MIN_ENDED
+from specextend.cluster.records import tried_before
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
+from specextend.data import equal_texts
+from specextend.data.equal_texts import EqualTexts
 from specextend.data.finalize import finalize
-from specextend.data.parts import pending, read_parts
+from specextend.data.results import pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import resolve
@@ -28,10 +32,16 @@ from tests.properties.simulated import LATE, LEASES, Clock, Killed, SimulatedPoo
 MAX_STARTS = 60
 
 
+@pytest.fixture(autouse=True)
+def _few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one result, so that a text that many rows have is decoded more than once."""
+    monkeypatch.setattr(equal_texts, "MAX_COPIES", 3)
+
+
 @pytest.fixture(scope="module")
 def interrupt() -> Iterator[Interrupt]:
     """Never told to stop."""
-    interrupt = Interrupt(60.0)
+    interrupt = Interrupt(600.0)
     yield interrupt
     interrupt.disarm()
 
@@ -42,10 +52,16 @@ class Night:
     def __init__(self, folder: Path, seed: int, interrupt: Interrupt) -> None:
         self.draw = random.Random(seed)
         self.sizes = [self.draw.randint(0, 9) for _ in range(self.draw.randint(1, 4))]
-        self.source: Source = source_of(folder / "input", self.sizes)
-        self.output = resolve(str(folder / "output"))
         self.keys = [DocumentKey(file, row) for file, size in enumerate(self.sizes) for row in range(size)]
-        self.poison = frozenset(key for key in self.keys if self.draw.random() < 0.1)
+        num_texts = self.draw.choice([3, 10, 1000])
+        self.texts = {key: f"text {self.draw.randrange(num_texts)}" for key in self.keys}
+        self.source: Source = source_of(folder / "input", self.sizes, self.texts.__getitem__)
+        self.output = resolve(str(folder / "output"))
+        poison = {text for text in sorted(set(self.texts.values())) if self.draw.random() < 0.1}
+        self.poison = frozenset(key for key in self.keys if self.texts[key] in poison)
+        self.equal = EqualTexts(self.source)
+        for row in self.source.scan():
+            self.equal.add(row)
         self.interrupt = interrupt
         self.trouble = self.draw.choice([0, 10, 40])
         self.workers = self.draw.randint(1, 4)
@@ -57,7 +73,8 @@ class Night:
         for start in range(1, MAX_STARTS):
             trouble = self.trouble if start < MAX_STARTS // 2 else 0
             num_places = self.workers + self.draw.randint(0, 1)
-            pool = SimulatedPool(self.draw, Clock(), trouble, self.poison, num_places, self.sick, self.pauses)
+            faults = (trouble, self.poison, num_places, self.sick, self.pauses)
+            pool = SimulatedPool(self.draw, Clock(), *faults, self.summary_of)
             if start <= self.drivers_killed:
                 pool.turns_left = self.draw.randint(1, 80)
             ends = (Killed, WorkersFailError) if trouble else Killed
@@ -69,6 +86,9 @@ class Night:
             return start
         raise AssertionError("the run does not end")
 
+    def summary_of(self, key: DocumentKey) -> str:
+        return f"summary of {self.texts[key]}"
+
     def driver(self, pool: SimulatedPool) -> Driver:
         progress = read_parts(self.output)
         job = JobOptions(
@@ -78,7 +98,10 @@ class Night:
             silence_s=1e9,
             commit_every_rows=self.draw.randint(1, 6),
         )
-        estimates = {key: TokenEstimate(self.draw.randint(1, 100), 5) for key in pending(self.sizes, progress)}
+        keys = set(pending(self.sizes, progress))
+        equal = self.equal.among(keys)
+        copies = {copy for each in equal.values() for copy, _ in each}
+        estimates = {key: TokenEstimate(self.draw.randint(1, 100), 5) for key in sorted(keys - copies)}
         return driver_of(
             self.source,
             self.output,
@@ -88,14 +111,15 @@ class Night:
             self.interrupt,
             run_id=f"{self.draw.getrandbits(32):08x}",
             tried=tried_before(self.output, progress),
+            equal=equal,
         )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(seed: int, interrupt: Interrupt) -> None:
     """Workers die, hang and never start; calls and nodes are lost; drivers are killed, batches fail; files are
-    out of reach.
+    out of reach. Many rows have equal texts, and are copies of one that is decoded.
     """
 
     def check(folder: Path) -> None:
@@ -108,14 +132,19 @@ def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(se
         assert ids == Counter(map(name_of, night.keys)), "nothing lost, nothing twice"
         failed = {row["doc_id"] for row in errors}
         assert failed >= set(map(name_of, night.poison))
-        assert all(row["summary"] != LATE for row in rows_of(folder / "output" / "_run" / "parts"))
+        wanted = {name_of(key): night.summary_of(key) for key in night.keys}
+        assert all(row["summary"] == wanted[row["doc_id"]] for row in summaries), "its own text's, decoded or copied"
+        for part in (folder / "output" / "_run" / "parts").glob("*.parquet"):
+            rows = pq.read_table(part).to_pylist()
+            assert all(row["summary"] != LATE for row in rows)
+            assert {row["copied_from"] for row in rows} <= {None, *(row["doc_id"] for row in rows)}, "never by itself"
         if not night.trouble:
             assert failed == set(map(name_of, night.poison)), "without trouble nobody else is given up"
 
     in_a_folder(check)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_a_place_that_kills_every_worker_makes_no_error_row(seed: int, interrupt: Interrupt) -> None:
     """Its documents are healthy: they are done elsewhere, also if the driver is suspended, and killed and started

@@ -22,7 +22,8 @@ from specextend.cluster.stores import writing
 from specextend.core import DocumentKey
 from specextend.data import parts
 from specextend.data.finalize import finalize
-from specextend.data.parts import PartWriter, pending, read_parts
+from specextend.data.parts import PartWriter
+from specextend.data.results import pending, read_parts
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from tests.properties.rows import done, in_a_folder, rows_of, source_of
@@ -244,7 +245,7 @@ def asking(world: World, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("where", [local, object_store])
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_one_scheduler_never_hears_that_somebody_else_holds_its_folder(
     seed: int, where: Callable[[Path], Location]
@@ -256,7 +257,7 @@ def test_one_scheduler_never_hears_that_somebody_else_holds_its_folder(
 
 
 @pytest.mark.parametrize("where", [local, object_store])
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_of_two_schedulers_one_sees_the_run_to_its_end_whatever_the_other_is_told(
     seed: int, where: Callable[[Path], Location]

@@ -11,11 +11,12 @@ from specextend.cluster.leases import LENGTH_STEP, Limits
 from specextend.cluster.places import Place, Spot
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
+from tests.cluster.lengths import rows_of_length
 
 
 def order(lengths: list[int]) -> list[DocumentKey]:
     """Keys as one worker would get them, one at a time."""
-    plan = Scheduler(((DocumentKey(0, row), length) for row, length in enumerate(lengths)), Limits(), 1)
+    plan = Scheduler(rows_of_length(lengths), Limits(), 1)
     plan.join("a", Place("node", Spot("host", "seat 1")), 0)
     keys = []
     while not plan.is_done:

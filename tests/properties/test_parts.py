@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import DocumentKey
-from specextend.data.parts import PartWriter, list_parts, pending, read_parts
+from specextend.data.parts import PartWriter, list_parts
+from specextend.data.results import pending, read_parts
 from specextend.data.schema import PART_SCHEMA
 from specextend.data.storage import resolve
 from tests.properties.rows import done, failed
@@ -22,7 +23,7 @@ KEYS = st.builds(DocumentKey, st.integers(0, 3), st.integers(0, 7))
 COMMITS = st.lists(st.tuples(st.from_regex(r"\A[0-9a-f]{8}\Z"), st.lists(st.tuples(KEYS, st.booleans()))), max_size=6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(COMMITS)
 def test_progress_is_what_was_committed_last_and_done_beats_error(
     commits: list[tuple[str, list[tuple[DocumentKey, bool]]]],
@@ -44,7 +45,7 @@ def test_progress_is_what_was_committed_last_and_done_beats_error(
         assert len(list_parts(output)) == sum(bool(rows) for _, rows in commits)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(TEXT, min_size=1, max_size=5))
 def test_every_text_comes_back_as_it_was(texts: list[str]) -> None:
     """Zero bytes, control characters, emoji: a summary is what the model wrote."""
@@ -56,7 +57,7 @@ def test_every_text_comes_back_as_it_was(texts: list[str]) -> None:
         assert table["summary"].to_pylist() == texts
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_part_cut_short_is_refused_by_name(data: st.DataObject) -> None:
     """Its rows must not be taken for missing, nor half of them for all."""

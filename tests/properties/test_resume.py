@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.core import DocumentKey
+from specextend.core import DocumentKey, counted
 from specextend.data.finalize import ReconciliationError, finalize
-from specextend.data.parts import PartWriter, pending, read_parts
+from specextend.data.parts import PartWriter
+from specextend.data.results import pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import Location, resolve
@@ -95,7 +96,7 @@ WINDOW_ROWS = 4
 """So few that files and windows overlap in every way."""
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=20)
 @given(st.data(), st.lists(st.booleans(), max_size=4))
 def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.DataObject, starts: list[bool]) -> None:
     """Killed between commits or inside one, with error rows done again or not: nothing lost, nothing twice."""
@@ -115,7 +116,7 @@ def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.Data
     in_a_folder(check)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=12)
 @given(st.data())
 def test_retried_errors_leave_every_other_byte(data: st.DataObject) -> None:
     """Files without a row that changed are the same files, not just equal ones; no part is touched."""
@@ -144,7 +145,7 @@ def stamps(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_ino, path.read_bytes()) for path in folder.rglob("*.parquet")}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=12)
 @given(st.data(), st.integers(0, 9))
 def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data: st.DataObject, num_files: int) -> None:
     """Each file is whole or not there, so a second finalize only adds what is missing."""
@@ -172,7 +173,7 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data: st.D
     in_a_folder(check)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=12)
 @given(st.data())
 def test_rows_that_are_missing_are_named_and_nothing_is_written(data: st.DataObject) -> None:
     """A part that somebody deleted, or a bug of ours: an incomplete output must not look like a complete one."""
@@ -188,7 +189,8 @@ def test_rows_that_are_missing_are_named_and_nothing_is_written(data: st.DataObj
             return
         first = min(missing)
         file_missing = sum(key.file == first.file for key in missing)
-        says = f"{file_missing} of the {history.sizes[first.file]} rows of {first.file}.parquet have no result"
+        num_missing = f"{file_missing} of {counted(history.sizes[first.file], 'row')}"
+        says = f"{first.file}.parquet lacks the results of {num_missing}"
         with pytest.raises(ReconciliationError, match=f"{says}, the first is row {first.row}"):
             finalize(history.source, history.output, window_rows=WINDOW_ROWS)
         assert not (history.folder / "summaries").exists()

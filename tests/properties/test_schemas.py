@@ -81,7 +81,7 @@ STORED = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), st.lists(KINDS, min_size=1, max_size=3), st.integers(0, 9), STORED)
 def test_passthrough_columns_keep_type_and_values(
     data: st.DataObject, kinds: list[Column], num_rows: int, stored: dict[str, Any]
@@ -114,7 +114,7 @@ def test_passthrough_columns_keep_type_and_values(
     in_a_folder(check)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.none() | st.binary(max_size=40), max_size=9), st.sampled_from(["text", "large", "view", "dictionary"])
 )

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from specextend.cluster.estimates import TokenEstimate
 from specextend.cluster.exits import Interrupt, WorkersFailError
 from specextend.cluster.places import MAX_DEATHS
-from specextend.cluster.progress import TokenEstimate
 from specextend.cluster.roster import MAX_FRUITLESS_DEATHS
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
-from specextend.data.parts import read_parts
+from specextend.data.results import read_parts
 from specextend.data.storage import resolve
 from tests.cluster.conftest import Screen
 from tests.properties.rows import rows_of, source_of
@@ -27,7 +27,7 @@ from tests.properties.timed import BATCH, LONGEST_S, SHORTEST_S, Gpu, TimedPool
 @pytest.fixture(scope="module")
 def interrupt() -> Iterator[Interrupt]:
     """Never told to stop."""
-    interrupt = Interrupt(60.0)
+    interrupt = Interrupt(600.0)
     yield interrupt
     interrupt.disarm()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from specextend.cluster.leases import Lease
 from specextend.cluster.messages import Done, WorkerInfo, WorkerReport
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned
-from specextend.core import DocumentKey
+from specextend.core import Completion, DocumentKey
 from specextend.stats import DecodingStats
 from tests.properties.rows import done
 from tests.properties.simulated import Clock
@@ -65,7 +65,7 @@ class TimedPool:
         self._pending.append(worker)
         self._place()
 
-    def run(self, worker: str, lease: Lease) -> None:
+    def run(self, worker: str, lease: Lease, known: Mapping[str, Completion]) -> None:
         assert self.workers[worker].is_ready
         self.workers[worker].leases[lease.lease_id] = lease
         self._begin(worker)
@@ -78,6 +78,9 @@ class TimedPool:
                 self._at(0.0, lambda worker=worker, lease=lease: [CallLost(worker, lease, "cancelled")])
 
     def kill(self, worker: str) -> None:
+        if worker in self._pending:
+            self._pending.remove(worker)
+            return
         self.workers.pop(worker).gpu.worker = None
         self._place()
 
@@ -106,7 +109,8 @@ class TimedPool:
             self._at(LOAD_S, lambda worker=worker: self._ready(worker))
 
     def _ready(self, worker: str) -> list[Event]:
-        running = self.workers[worker]
+        if (running := self.workers.get(worker)) is None:
+            return []
         running.is_ready = True
         self._at(POLL_S, lambda: self._poll(worker))
         return [Ready(worker, info(running.gpu))]

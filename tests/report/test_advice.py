@@ -16,9 +16,10 @@ COUNTS = {"asked": 8, "seats": 8, "never_begun": 0, "ready": 8, "failed_to_start
 QUIET: dict[str, Any] = {
     "rows": {"done": 100, "errors": 0},
     "errors": [],
-    "tokens": {"prompt": 10_000, "output": 1_000, "dropped": 0},
+    "tokens": {"prompt": 10_000, "cached": 0, "output": 1_000, "dropped": 0},
     "quality_flags": {},
     "audit": None,
+    "limits": None,
     "time": {
         "shares": {"prefill": 0.1, "draft_prefill": 0.0, "draft": 0.2, "verify": 0.6, "retrieval": 0.05, "other": 0.05}
     },
@@ -67,6 +68,7 @@ FAILED = {"error_class": "PromptTooLong", "stage": "prompt", "rows": 10, "retrya
 MISSED = {"actual_over_predicted": 1.8, "actual_s": 5400.0, "predicted_s": 3000.0}
 AUDIT = {"documents": 40, "different": 0, "largest_gap": 7.2, "speedup": None}
 SLOWER = {"documents": 38, "decode": 0.8}
+LIMITS = {"documents": 3, "prefill_share": 1.2, "verify_share": 0.4, "devices": []}
 CASES = [
     ("most_failed", changed(rows__errors=12, errors=[FAILED]), "12 documents failed, 10 of them with PromptTooLong"),
     ("prefill_bound", changed(time__shares__prefill=0.61), "61% of the work is prefill: .* 1.6 times as fast"),
@@ -78,7 +80,7 @@ CASES = [
         changed(buckets=[bucket("1K", 2.4), bucket("2K", None), bucket("16K", 1.6)]),
         r"falls from 2.40 \(prompts up to 1K\) to 1.60 \(up to 16K\)",
     ),
-    ("idle_tail", changed(tail=TAIL), "2 of 8 workers were idle for 40 min 00 s at the end"),
+    ("idle_tail", changed(tail=TAIL), "2 of 8 workers stood idle for 40 min 00 s at the end"),
     ("waiting", changed(wall_clock=paid(waiting=30.0)), "without work for 30% of the paid time"),
     ("loading", changed(wall_clock=paid(loading=30.0)), "30% of the paid time went into loading"),
     (
@@ -96,6 +98,12 @@ CASES = [
     ("texts_differ", changed(audit=AUDIT | {"different": 3}), "3 of 40 audited documents .* by up to 7.20 logits"),
     ("slower_than_plain", changed(audit=AUDIT | {"speedup": SLOWER}), "On 38 audited documents .* 0.80 times as fast"),
     ("dropped", changed(tokens__dropped=2_500), "20% of the documents' tokens were dropped"),
+    (
+        "limits_too_low",
+        changed(limits=LIMITS | {"prefill_share": 8.01}),
+        "801% of the device's matrix rate.* to keep the higher",
+    ),
+    ("limits_too_low", changed(limits=LIMITS | {"verify_share": 1.44}), "144% of the device's memory bandwidth"),
     ("forecast_missed", changed(starts=[started(MISSED)]), "took 1 h 30 min, 1.8 times the forecast of 50 min 00 s"),
 ]
 
@@ -130,6 +138,8 @@ BELOW = [
     changed(wall_clock=paid(loading=7.0)),
     changed(quality_flags={"truncated": 4, "repeated": 1}),
     changed(tokens__dropped=500),
+    changed(limits=LIMITS),
+    changed(limits=LIMITS | {"prefill_share": None}),
     changed(audit=AUDIT | {"speedup": SLOWER | {"decode": 1.3}}),
     changed(starts=[started(MISSED | {"actual_over_predicted": 1.2})]),
     changed(starts=[started(MISSED | {"actual_over_predicted": None})]),

@@ -15,6 +15,8 @@ from specextend.report.page import FORMATS
 from tests.report.made_up import FIRST, HOSTILE, PRICE, SECOND, write_run
 
 CHROMIUM = shutil.which("chromium")
+LONGEST_MS = 300_000
+"""Of a step of the browser, on a machine with much else to do."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; `make chromium` installs it where root may"),
@@ -50,7 +52,8 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # root needs that
+        options = {"executable_path": CHROMIUM, "timeout": LONGEST_MS}
+        opened = playwright.chromium.launch(args=["--no-sandbox"], **options)  # root needs that
         yield opened
         opened.close()
 
@@ -60,6 +63,7 @@ class Visit:
 
     def __init__(self, browser: Any, file: Path, how: str) -> None:
         self.page = browser.new_context(**VISITS[how]).new_page()
+        self.page.set_default_timeout(LONGEST_MS)
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self.complaints.append(message.text))

@@ -9,7 +9,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from tests.report.made_up import FIRST, LIMITS, NEXT_NIGHT_S, NIGHT_S, NUM_DOCUMENTS, PRICE, SECOND
+from tests.report.made_up import FIRST, LIMITS, NEXT_NIGHT_S, NIGHT_S, NUM_COPIES, NUM_DOCUMENTS, PRICE, SECOND
 
 BUSY = "prefill_s + draft_prefill_s + draft_s + verify_s + retrieval_s + other_s"
 PHASES = ("prefill", "draft_prefill", "draft", "verify", "retrieval", "other")
@@ -26,7 +26,7 @@ DONE = """
     create view done as
     select *, epoch_ms(started_at) / 1000 as began, epoch_ms(started_at) / 1000 + total_s as ended,
         greatest(512, 2 ** ceil(log2(num_prompt_tokens)))::int as bucket
-    from results where done
+    from results where done and copied_from is null
 """
 
 
@@ -54,13 +54,15 @@ def close(value: float) -> Any:
 
 
 def test_rows_tokens_and_reasons(rows, report):
-    """Counts are exact."""
-    done, errors = one(rows, "count(*) from done"), one(rows, "count(*) from results where not done")
-    assert report["rows"] == {"input": NUM_DOCUMENTS, "done": done, "errors": errors, "pending": 0}
-    for name in ("prompt", "output", "dropped"):
+    """Counts are exact. A copy is a summary like any other, but no work was done for it."""
+    done, errors = one(rows, "count(*) from results where done"), one(rows, "count(*) from results where not done")
+    counts = {"done": done, "copied": NUM_COPIES, "errors": errors, "pending": 0}
+    assert report["rows"] == {"input": NUM_DOCUMENTS + NUM_COPIES, **counts}
+    for name in ("prompt", "cached", "output", "dropped"):
         assert report["tokens"][name] == one(rows, f"sum(num_{name}_tokens) from done")
-    assert report["finish_reasons"] == counted(rows, "select finish_reason, count(*) from done group by 1")
-    flags = "select flag, count(*) from (select unnest(quality_flags) as flag from done) group by 1"
+    reasons = "select finish_reason, count(*) from results where done group by 1"
+    assert report["finish_reasons"] == counted(rows, reasons)
+    flags = "select flag, count(*) from (select unnest(quality_flags) as flag from results) group by 1"
     assert report["quality_flags"] == counted(rows, flags)
     assert report["workers"] == counted(rows, "select worker, count(*) from done group by 1")
     assert report["retries"] == {
@@ -94,8 +96,9 @@ def test_speculation(rows, report):
 
 def test_shares_of_the_limits(rows, report):
     """Of every document but those of the worker that measured nothing."""
-    flop = "2 * (num_prompt_tokens * {layer_parameters} + {head_parameters}) + {attention_flop_per_pair} * pairs"
-    pairs = "num_prompt_tokens::double * (num_prompt_tokens + 1) / 2"
+    num_read = "(num_prompt_tokens - num_cached_tokens)"
+    flop = f"2 * ({num_read} * {{layer_parameters}} + {{head_parameters}}) + {{attention_flop_per_pair}} * pairs"
+    pairs = f"{num_read}::double * (num_prompt_tokens + num_cached_tokens + 1) / 2"
     steps = "(num_spec_steps + num_plain_steps) * (num_prompt_tokens + num_output_tokens / 2)"
     bytes_read = f"num_forwards * {{weight_bytes}} + {steps} * {{kv_bytes_per_token}}"
     known = "from done where worker != 'host:2'"
@@ -141,7 +144,7 @@ def test_buckets(rows, report):
         assert bucket["decode_tokens_per_s"] == close(
             one(rows, f"(sum(num_output_tokens) - count(*)) / sum(decode_s) {where}")
         )
-    assert sum(bucket["documents"] for bucket in report["buckets"]) == report["rows"]["done"]
+    assert sum(bucket["documents"] for bucket in report["buckets"]) == report["rows"]["done"] - NUM_COPIES
 
 
 def test_the_wall_clock(rows, report):

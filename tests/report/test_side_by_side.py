@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from jobs.report import main
+from specextend.core import DocumentKey
 from specextend.data.parts import PartWriter
 from specextend.data.storage import resolve
 from specextend.report import compare
-from tests.properties.rows import DocumentKey, done
+from tests.properties.rows import done
 from tests.report.made_up import config_of, write_manifest_file
 
 
@@ -57,9 +58,9 @@ def test_figures_stand_side_by_side(pair: tuple[str, str], capsys: pytest.Captur
     printed = capsys.readouterr().out
     [line] = [line for line in printed.splitlines() if "documents done" in line]
     assert [cell.strip() for cell in line.strip("│ ").split("│")] == ["documents done", "4", "3", "1.33"]
-    assert "1 of 3 texts of equal ids differ (33.3%)." in printed
+    assert "Different where the ids are equal: 1 of 3 texts (33.3%)." in printed
     assert "For example: 0.parquet:1" in printed
-    assert "1 documents are done only here." in printed
+    assert "Done only here: 1 document." in printed
     assert "decoding.max_new_tokens" in printed
     assert (sorted(Path(here).rglob("*")), sorted(Path(there).rglob("*"))) == before
 

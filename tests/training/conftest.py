@@ -19,10 +19,9 @@ from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.training.distil import distil
 from specextend.training.fit import FitOptions
-from specextend.training.language_model import LanguageModelOptions
 from specextend.training.recording import Recording, Span, SummaryOptions
 from specextend.training.samples import SampleOptions
-from specextend.training.task import TrainedKind, TrainOptions
+from specextend.training.task import LanguageModelOptions, TrainedKind, TrainOptions
 from tests.tiny_models import FAMILIES, SECTIONS, tiny_model
 
 WORDS = ("river", "report", "county", "bridge", "water", "budget", "council", "annual", "road", "storm", "repair")

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from specextend.drafters.small_lm import read_reduced
 from specextend.training.language_model import (
-    LanguageModelOptions,
     TokenWindow,
     new_language_model,
     recorded_windows,
@@ -18,6 +17,7 @@ from specextend.training.language_model import (
     save_language_model,
     text_windows,
 )
+from specextend.training.task import LanguageModelOptions
 from tests.training.conftest import OPTIONS, made_up_recording
 
 VOCABULARY = torch.tensor([1, 4, 5, 9, 30])

@@ -47,7 +47,9 @@ def drafted(network: DraftNetwork, slots: Slots, group: int) -> Tensor:
         plan = AttentionPlan([network.cache.start(0)], [first + count], count)
         positions = torch.arange(first, first + count)[None]
         output = network.forward(places.token_ids[None], hidden[None], positions, plan, places.history[None])
-        network.cache.append([0], [count])
+        rows, full_rows = plan.new_rows(positions.device).flatten(), network.cache.full_end(0) + torch.arange(count)
+        network.cache.write_back(rows, positions[0], full_rows)
+        network.cache.advance(0, count)
         return output[0, -1:]
 
     first = run(own[:-1], slots.hidden[own[:-1]])

@@ -1,4 +1,4 @@
-"""Stage `kernels`: the largest error of each attention backend against tree attention in plain torch.
+"""Stage `kernels`: the largest error of each attention backend, and of the kernels of a layer, against plain torch.
 
 Shapes: `B` sequences, `T` queries, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
 """
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.tree_reference import attend_tree_reference, pack_mask
+from specextend.bench.gpu_check.layer_parity import check_layers
 from specextend.bench.gpu_check.shapes import require_backend
 from specextend.bench.gpu_check.stage import Row, Setting, attempt
 from specextend.decoding.tree import tree_mask
 
-BACKENDS = ("sdpa", "triton")
+BACKENDS = ("sdpa", "triton", "flash")
 DTYPES = (torch.bfloat16, torch.float16)
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest error of an output, absolute plus relative."""
@@ -66,13 +67,16 @@ _SHORT = 300
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    """Yield one row for each backend, dtype and call."""
+    """Yield one row for each backend, dtype and call that it takes itself, then those of a layer's kernels."""
     device = torch.device(setting.device)
     for name, dtype, call in product(BACKENDS, DTYPES, CALLS):
+        if name == "flash" and call.kind == "tree":
+            continue
         if setting.shapes == "tiny":
             call = replace(call, prefixes=tuple(min(prefix, _SHORT) for prefix in call.prefixes))
         cell: Row = {"backend": name, "dtype": str(dtype).removeprefix("torch."), **asdict(call)}
         yield from attempt(setting, cell, partial(_compare, name, call, dtype, device))
+    yield from check_layers(setting)
 
 
 def _compare(backend: str, call: AttentionCall, dtype: torch.dtype, device: torch.device) -> Iterator[Row]:

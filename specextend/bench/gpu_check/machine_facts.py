@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from specextend.bench.gpu_check.stage import Row, Setting, read_rows
+from specextend.decoding.device import device_name
 from specextend.decoding.limits import measure_copy, measure_limits
+from specextend.versions import package_version
 
 _PACKAGES = (
     "torch", "transformers", "triton", "flash-attn", "pyarrow", "numpy", "safetensors", "tokenizers", "pydantic",
@@ -29,7 +30,7 @@ def run(setting: Setting) -> Iterator[Row]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: package_version(name) for name in _PACKAGES},
     }
     limits = measure_limits(device, torch.bfloat16)
     copied = measure_copy(device)
@@ -44,15 +45,3 @@ def run(setting: Setting) -> Iterator[Row]:
 def ceiling(out: Path, name: str) -> float | None:
     """Return what this stage measured earlier, `bytes_per_s` or `bf16_flop_per_s`; None if it did not get there."""
     return next((row[name] for row in read_rows(out, "machine") if name in row), None)
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU; for a CPU, its architecture."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -85,6 +85,6 @@ def speculative_step_ms(parts: Mapping[str, Row]) -> float:
 
 
 def _prefill_ms(prefills: Sequence[Row], pair: str, num_tokens: int, model: str) -> float | None:
-    """Return the milliseconds of a prompt with the best size of chunks; None if it was not measured."""
+    """Return the milliseconds of a prompt with the best kernel and chunks; None if it was not measured."""
     wanted = {"pair": pair, "tokens": num_tokens, "model": model}
     return min((row["ms"]["median"] for row in prefills if wanted.items() <= row.items()), default=None)

@@ -12,15 +12,15 @@ from itertools import product, zip_longest
 
 import torch
 
-from specextend.bench.gpu_check.shapes import TINY, EngineParts, Pair
+from specextend.bench.gpu_check.shapes import GRAPHS, TINY, EngineParts, Pair
 from specextend.bench.gpu_check.stage import Row, Setting, attempt
 from specextend.core import Completion, Request
-from specextend.decoding.engine import PREFILL_CHUNK
+from specextend.decoding.device import GPU
 
-BACKENDS = ("reference", "sdpa", "triton")
+BACKENDS = ("reference", "sdpa", "triton", GRAPHS)
 BATCHES = (1, 3)
-MAX_TOKENS = PREFILL_CHUNK + 200
-_LENGTHS = {"a": (1, 40), "b": (63, 8), "c": (300, 30), "d": (PREFILL_CHUNK + 70, 20), "e": (64, 1), "f": (17, 33)}
+MAX_TOKENS = GPU.prefill_chunk + 200
+_LENGTHS = {"a": (1, 40), "b": (63, 8), "c": (300, 30), "d": (GPU.prefill_chunk + 70, 20), "e": (64, 1), "f": (17, 33)}
 """Name of a request -> tokens of its prompt, and most new tokens."""
 
 

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specextend.attention.backends import load_backend
+from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import Attend, TreeAttention
 from specextend.bench.gpu_check.stage import SkippedError
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.engine import PREFILL_CHUNK, Engine
+from specextend.decoding.device import capture, traits_of
+from specextend.decoding.engine import Engine
+from specextend.decoding.graphs import Graphs
 from specextend.decoding.limits import ModelWork, count_work
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
@@ -137,21 +139,34 @@ class Pair:
         )
 
 
+STOCK_LAYERS = "triton, stock layers"
+GRAPHS = "triton, graphs"
+"""Ways to run the engine, besides the names of attention backends."""
+
+
 class EngineParts:
     """The engine's target and drafter around a pair, for a batch of sequences of one length at most."""
 
     def __init__(self, pair: Pair, backend: str, batch: int, num_tokens: int) -> None:
-        """Attend with `backend`, with room for `num_tokens` tokens of each sequence, prompt and output together."""
+        """Attend with `backend`, with room for `num_tokens` tokens of each sequence, prompt and output together.
+
+        STOCK_LAYERS leaves out the kernels of a layer that come with the backend, GRAPHS captures the steps.
+        """
         shape, model = pair.shape, _own(pair.model)
+        name = backend.partition(",")[0]
+        self.graphs = _graphs(model.device) if backend == GRAPHS else Graphs()
         self.shape, self.batch, self.num_tokens = shape, batch, num_tokens
         self.lm_head: Tensor = model.lm_head.weight  # packing hides it
         rows = aligned(num_tokens + shape.tree.most_nodes + shape.tree.depth + 2)
-        self.target = CachedModel(model, require_backend(backend, model.device), batch * rows)
-        self.tree_attention: TreeAttention = "dense" if backend == "triton" else "hybrid"
-        scratch = shape.tree.most_nodes * shape.tree.depth + shape.cache.draft_prefill_window + PREFILL_CHUNK
+        attend = require_backend(name, model.device)
+        kernels = None if backend == STOCK_LAYERS else load_layer_kernels(name, model.device)
+        self.target = CachedModel(model, attend, batch * rows, kernels)
+        self.tree_attention: TreeAttention = "dense" if name == "triton" else "hybrid"
+        self.chunk_size = traits_of(model.device).prefill_chunk
+        scratch = shape.tree.most_nodes * shape.tree.depth + shape.cache.draft_prefill_window + self.chunk_size
         self.network = self._network(pair, batch * (rows + aligned(scratch)))
         visible = shape.cache.top_k_chunks * shape.cache.chunk_size
-        self.drafter = CausalDrafter(self.network, shape.tree, "dense", visible)
+        self.drafter = CausalDrafter(self.network, shape.tree, "dense", visible, batch, self.graphs)
 
     def engine(self, *, speculates: bool) -> Engine:
         """Make an engine of the parts; without speculation it decodes one token a step."""
@@ -165,14 +180,15 @@ class EngineParts:
             tree=self.shape.tree,
             tree_attention=self.tree_attention,
             cache=self.shape.cache,
+            graphs=self.graphs,
         )
 
     def _network(self, pair: Pair, num_rows: int) -> DraftNetwork:
         target = self.target
         if pair.head is None:
             window = self.shape.cache.draft_prefill_window
-            cached = CachedModel(_own(pair.draft_model), target.attend, num_rows)
-            return ModelNetwork(cached, num_rows, window, PREFILL_CHUNK)
+            cached = CachedModel(_own(pair.draft_model), target.attend, num_rows, target.kernels)
+            return ModelNetwork(cached, num_rows, window, self.chunk_size)
         rope = rope_frequencies({}, pair.head.head_dim, pair.head.format)
         layers = pair.head.hidden_layers(target.config.num_hidden_layers)
         vocabulary = torch.arange(pair.head.draft_vocab_size)
@@ -187,6 +203,13 @@ class TokenNumbers:
     def decode(self, token_ids: list[int], **_: bool) -> str:
         """Return the numbers with spaces between."""
         return " ".join(map(str, token_ids))
+
+
+def _graphs(device: torch.device) -> Graphs:
+    """Return graphs that capture. Raises SkippedError for a CPU."""
+    if device.type != "cuda":
+        raise SkippedError("steps are captured on a GPU only")
+    return Graphs(capture)
 
 
 def require_backend(name: str, device: torch.device) -> Attend:
@@ -206,8 +229,8 @@ def random_llama(values: Mapping[str, Any], device: torch.device, dtype: torch.d
 
 
 def _own(model: Any) -> Any:
-    """Return a copy of a model on a CPU, where the engine changes its layers; on a GPU the model itself."""
-    return copy.deepcopy(model) if model.device.type == "cpu" else model
+    """Return a copy of a model, whose layers the engine may replace; the weights are shared."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 def _imitate(draft: Any, target: Any) -> None:

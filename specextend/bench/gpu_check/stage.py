@@ -66,7 +66,7 @@ def run_stage(name: str, load: Callable[[], Run], setting: Setting) -> None:
         status, reason = "failed", f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
     wrong = [row["wrong"] for row in rows if "wrong" in row]
     if wrong and status != "failed":
-        status, reason = "failed", f"{len(wrong)} rows are wrong, the first: {wrong[0]}"
+        status, reason = "failed", f"wrong rows: {len(wrong)}, the first: {wrong[0]}"
     keep(setting.out, name, status, reason, rows)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
@@ -24,18 +23,22 @@ from transformers import DynamicCache
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.bench.gpu_check.machine_facts import ceiling
-from specextend.bench.gpu_check.shapes import FULL, TINY, EngineParts, Pair
+from specextend.bench.gpu_check.shapes import FULL, GRAPHS, STOCK_LAYERS, TINY, EngineParts, Pair
 from specextend.bench.gpu_check.stage import NO_TIME, Row, Setting, attempt
+from specextend.decoding.device import release_cached, synchronise
+from specextend.decoding.drafter import Decided
+from specextend.decoding.graphs import CALLS_BEFORE_CAPTURE
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
-from specextend.decoding.tree import DraftTrees, tree_mask
+from specextend.decoding.tree import DraftTrees, roots_only, tree_mask
 from specextend.stats import DecodingStats, ratio
 
-BACKENDS = ("sdpa", "triton")
+BACKENDS = (GRAPHS, "triton", "sdpa")
+"""What the kernels of a layer save is measured in the first cell alone."""
 BASE = "transformers sdpa"
 PARTS = ("plain", "verify", "draft", "absorb", "retrieve")
 GRID = {"full": ((16384, 8192, 2048, 32768), (1, 4, 8)), "tiny": ((256,), (1, 2))}
 """Tokens in the cache, the most telling first, and sequences."""
-WARM_UPS = 2
+MOST_WARM_UPS = CALLS_BEFORE_CAPTURE + 2
 MOST_RUNS = 15
 PART_S = 0.25
 """Seconds after which a part is not run again."""
@@ -67,8 +70,8 @@ def run(setting: Setting) -> Iterator[Row]:
 def cells(setting: Setting) -> Iterator[tuple[int, int, str]]:
     """List batch, tokens and backend of each cell; the base comes last, since its own cache takes memory and time."""
     lengths, batches = GRID[setting.shapes]
-    for batch, num_tokens in product(batches, lengths):
-        for backend in (*BACKENDS, BASE):
+    for number, (batch, num_tokens) in enumerate(product(batches, lengths)):
+        for backend in (*BACKENDS, BASE) if number else (*BACKENDS, STOCK_LAYERS, BASE):
             yield batch, num_tokens, backend
 
 
@@ -88,23 +91,13 @@ def _with_floor(row: Row, bandwidth: float | None) -> Row:
     return row | {"floor_ms": floor, "times_floor": ratio(row["ms"]["median"], floor)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Trees:
-    """The trees that a verification is measured on."""
-
-    batch: DraftTrees
-    """[B, N]"""
-    mask: Tensor
-    """[B, N, N]"""
-
-
 class StepParts:
     """The parts of one step, on caches full of random numbers."""
 
     @torch.inference_mode()
     def __init__(self, pair: Pair, backend: str, batch: int, num_tokens: int) -> None:
         """Fill the caches of a batch of sequences with `num_tokens` tokens each."""
-        room = ABSORBED * (WARM_UPS + MOST_RUNS + 2)
+        room = ABSORBED * (MOST_WARM_UPS + MOST_RUNS + 2)
         self._work, self._draft_work = pair.work(), pair.draft_work()
         self._parts = parts = EngineParts(pair, backend, batch, num_tokens + room)
         self._target, self._drafter = parts.target, parts.drafter
@@ -113,16 +106,18 @@ class StepParts:
         self._target.cache.stored.normal_()
         rows = [self._target.cache.rows.take(num_tokens + parts.shape.tree.most_nodes + 1) for _ in self._slots]
         self._starts = [region.start for region in rows if region is not None]
+        self._first_rows = torch.tensor(self._starts, device=self._device).unsqueeze(1)
         self._layers = scored_layers(parts.shape.cache, self._target.config.num_hidden_layers)
         self._queries = self._random(len(self._layers), self._target.config.num_attention_heads, self._target.head_dim)
         for slot in self._slots:
             admitted = self._drafter.admit(slot, num_tokens, room)
             assert admitted, "the caches were made for this batch"
             self._fill_draft(slot)
+        self._roots = roots_only([1] * batch, self._device)
         self._features = self._plain()
         self._retrieve()
         self._absorb()
-        self._trees = self._grow()
+        self._trees = self._drafter.propose(self._slots)
 
     def measure(self) -> Iterator[Row]:
         """Yield a row for each part: its name, the spread of its milliseconds, and the bytes that it must read."""
@@ -134,11 +129,12 @@ class StepParts:
             "absorb": self._absorb,
         }
         more: dict[str, Row] = {
-            "verify": {"nodes": self._trees.mask.shape[1]},
+            "verify": {"nodes": self._trees.num_nodes},
             "retrieve": {"every": self._parts.shape.cache.refresh_every},
         }
         for name, work in works.items():
-            row: Row = {"part": name, "ms": spread_ms(work, self._device), "bytes": self._floor_bytes(name)}
+            ms = spread_ms(work, self._device, self._parts.graphs.num_warm_ups + 1)
+            row: Row = {"part": name, "ms": ms, "bytes": self._floor_bytes(name)}
             yield row | more.get(name, {})
 
     def _floor_bytes(self, part: str) -> float:
@@ -166,33 +162,39 @@ class StepParts:
         keys = self._random(num_layers, self._num_tokens, num_heads, head_dim)
         cache.store(slot, keys, keys)
 
-    def _forward(self, token_ids: Tensor, depths: Tensor, mask: Tensor | None) -> Tensor:
-        """Run token_ids [B, T] behind the cache, wait for the target's choices, and return the features [B, T, F]."""
-        num_new = token_ids.shape[1]
-        lengths = [self._num_tokens + num_new] * len(self._slots)
-        tree = "hybrid" if mask is None else self._parts.tree_attention
-        plan = AttentionPlan(self._starts, lengths, num_new, mask, tree=tree, keep_layers=frozenset(self._layers))
-        hidden, features = self._target.forward_with_features(
-            token_ids, self._num_tokens + depths, plan, self._drafter.hidden_layers
-        )
-        self._target.logits(hidden).argmax(-1).tolist()
+    def _forward(self, trees: DraftTrees) -> Tensor:
+        """Run the trees behind the cache, wait for the target's choices, and return the features [B, N, F]."""
+        num_new, depth = trees.num_nodes, self._parts.shape.tree.depth
+
+        def run(token_ids: Tensor, parents: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+            offsets = torch.arange(self._num_tokens, self._num_tokens + num_new, device=self._device)
+            plan = AttentionPlan(
+                self._starts,
+                [self._num_tokens + num_new] * len(self._slots),
+                num_new,
+                mask=tree_mask(parents, depth) if num_new > 1 else None,
+                tree=self._parts.tree_attention,
+                keep_layers=frozenset(self._layers),
+                on_device=(self._first_rows, self._first_rows + offsets),
+            )
+            positions, layers = self._num_tokens + depths, self._drafter.hidden_layers
+            hidden, features = self._target.forward_with_features(token_ids, positions, plan, layers)
+            return self._target.logits(hidden).argmax(-1), features
+
+        chosen, features = self._parts.graphs.run("verify", run, trees.token_ids, trees.parents, trees.depths)
+        chosen.tolist()
         return features
 
     def _plain(self) -> Tensor:
-        one = torch.ones(len(self._slots), 1, dtype=torch.int64, device=self._device)
-        return self._forward(one, one - 1, None)
-
-    def _grow(self) -> _Trees:
-        batch = self._drafter.propose(self._slots)
-        return _Trees(batch, tree_mask(batch.parents, self._parts.shape.tree.depth))
+        return self._forward(self._roots)
 
     def _verify(self) -> Tensor:
-        return self._forward(self._trees.batch.token_ids, self._trees.batch.depths, self._trees.mask)
+        return self._forward(self._trees)
 
     def _absorb(self) -> None:
         new = [[1] * ABSORBED for _ in self._slots]
         features = [features.expand(ABSORBED, -1) for features in self._features]
-        self._drafter.absorb(self._slots, new, features)
+        self._drafter.absorb(self._slots, Decided.pad(new, features))
 
     def _retrieve(self) -> None:
         """Choose what the draft sees, for every sequence."""
@@ -202,7 +204,7 @@ class StepParts:
             keys = [self._target.cache.keys[layer, :, rows] for layer in self._layers]
             mass = mean_mass([*self._queries], keys, options.chunk_size, self._target.scale)
             positions = CachePolicy(options).select(self._num_tokens, mass, DecodingStats())
-            self._drafter.select(slot, positions.to(self._device))
+            self._drafter.select(slot, positions)
 
 
 @torch.inference_mode()
@@ -228,26 +230,24 @@ def base_step(pair: Pair, batch: int, num_tokens: int) -> Row:
 
 
 @torch.inference_mode()
-def spread_ms(work: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Run the work after a warm-up, up to a number of times or seconds; return the spread of its milliseconds."""
+def spread_ms(work: Callable[[], object], device: torch.device, num_warm_ups: int = 2) -> dict[str, Any]:
+    """Run the work after some warm-ups, up to a number of times or seconds; return the spread of its milliseconds."""
     times: list[float] = []
     begin = time.monotonic()
-    for run_number in range(WARM_UPS + MOST_RUNS):
-        if run_number == WARM_UPS:
+    for run_number in range(num_warm_ups + MOST_RUNS):
+        if run_number == num_warm_ups:
             begin = time.monotonic()
-        if run_number > WARM_UPS + 2 and time.monotonic() - begin > PART_S:
+        if run_number > num_warm_ups + 2 and time.monotonic() - begin > PART_S:
             break
         started = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronise(device)
         times.append(1e3 * (time.perf_counter() - started))
-    times = times[WARM_UPS:]
+    times = times[num_warm_ups:]
     return {"n": len(times), "median": median(times), "min": min(times), "max": max(times)}
 
 
 def release(device: torch.device) -> None:
     """Give freed memory back, so that the next cell finds it in one piece."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_cached(device)

@@ -11,11 +11,11 @@ from itertools import product
 
 import torch
 
-from specextend.bench.gpu_check.shapes import TINY, EngineParts, Pair
+from specextend.bench.gpu_check.shapes import GRAPHS, TINY, EngineParts, Pair
 from specextend.bench.gpu_check.stage import Row, Setting, SkippedError, attempt
 from specextend.core import Request
 
-BACKENDS = ("sdpa", "triton")
+BACKENDS = ("sdpa", "triton", GRAPHS)
 PROMPT_TOKENS = 300
 NEW_TOKENS = 24
 

@@ -1,4 +1,4 @@
-"""`sweep`: tree sizes (nodes x depth x threshold), each against plain decoding on the same documents."""
+"""`trees`: tree sizes (nodes x depth x threshold), each against plain decoding on the same documents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from specextend.bench.compare import (
     agreement,
     run_rounds,
     speed_ratios,
-    spread_json,
     step_ms,
     total_stats,
 )
@@ -25,11 +24,12 @@ from specextend.bench.workload import (
     Say,
     bench_documents,
     describe,
+    say_what_is_missing,
     use_configured_threads,
 )
 from specextend.config import RunConfig
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.report.statistics import spread
+from specextend.report.statistics import spread, spread_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,22 +46,23 @@ class TreeGrid:
         return [TreeOptions(nodes=nodes, depth=depth, threshold=threshold) for nodes, depth, threshold in combinations]
 
 
-def sweep(config: RunConfig, options: BenchOptions, grid: TreeGrid, say: Say) -> dict[str, Any]:
+def trees(config: RunConfig, options: BenchOptions, grid: TreeGrid, say: Say) -> dict[str, Any]:
     """Measure each tree, and return figures as JSON values, the fastest tree first.
 
     Plain decoding runs beside every tree, so that trees measured minutes apart can be compared by their ratios.
     """
     use_configured_threads(config)
-    trees = grid.trees()
+    sizes = grid.trees()
     documents = bench_documents(config, options)
+    say_what_is_missing(options, documents, say)
     header = describe(config, options, documents)
     plain = load_side("autoregressive", config)
     points = []
-    for number, tree in enumerate(trees, start=1):
-        say(f"tree {number}/{len(trees)}: {tree}")
+    for number, tree in enumerate(sizes, start=1):
+        say(f"tree {number}/{len(sizes)}: {tree}")
         points.append(_measure(config, tree, plain, documents, options.max_new_tokens, say))
     points.sort(key=lambda point: -_median(point))
-    return {"kind": "sweep", **header, "points": points}
+    return {"kind": "trees", **header, "points": points}
 
 
 def _measure(

@@ -1,0 +1,327 @@
+"""Measure the driver and the scheduler with thousands of workers, on a cluster and a clock that are made up.
+
+    python -m scripts.scale_driver memory --documents 10000000
+    python -m scripts.scale_driver speed --workers 1000 --documents 200000
+    python -m scripts.scale_driver night --workers 64 --documents 30000 --spot 4 --slow 0.5
+
+Driver, scheduler, roster, ledger, metrics and commits are the job's own; the workers are simulated, and nothing is sent
+through Ray. `memory` gives the bytes that the driver holds for each document, `speed` the seconds of the processor that
+it takes for each, without those of the simulation. `night` runs to the end with nodes that are reclaimed and nodes that
+are slower; unless every document is done once, at its first attempt, the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+
+from specextend.cluster.environment import prepare_environment
+
+prepare_environment(os.environ)  # before anything imports ray
+
+from scripts.simulated_cluster import BATCH, Notice, SimulatedClock, SimulatedCluster, SimulatedNode  # noqa: E402
+from specextend.cluster.committing import Committer  # noqa: E402
+from specextend.cluster.decode_rows import EXTRA_LEASES  # noqa: E402
+from specextend.cluster.display import LineDisplay  # noqa: E402
+from specextend.cluster.driver import Driver  # noqa: E402
+from specextend.cluster.estimates import Estimates, RowSet  # noqa: E402
+from specextend.cluster.exits import Interrupt  # noqa: E402
+from specextend.cluster.leases import Lease, Limits  # noqa: E402
+from specextend.cluster.lock import OutputLock  # noqa: E402
+from specextend.cluster.metrics import Metrics  # noqa: E402
+from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
+from specextend.cluster.records import Attempt  # noqa: E402
+from specextend.cluster.roster import Roster  # noqa: E402
+from specextend.cluster.scheduler import Scheduler  # noqa: E402
+from specextend.config import JobOptions, RunConfig  # noqa: E402
+from specextend.core import Completion, DocumentKey  # noqa: E402
+from specextend.data.audit_rows import AuditWriter  # noqa: E402
+from specextend.data.chunk_rows import ChunkWriter  # noqa: E402
+from specextend.data.inputs import InputFile, InputOptions  # noqa: E402
+from specextend.data.parts import PartWriter  # noqa: E402
+from specextend.data.prompts import Prompt  # noqa: E402
+from specextend.data.quality import Quality  # noqa: E402
+from specextend.data.results import read_parts  # noqa: E402
+from specextend.data.run_folder import parts_folder  # noqa: E402
+from specextend.data.schema import result_row  # noqa: E402
+from specextend.data.source import Source  # noqa: E402
+from specextend.data.storage import Location, resolve  # noqa: E402
+from specextend.stats import DecodingStats  # noqa: E402
+
+FILE_ROWS = 100_000
+GROUP_ROWS = 256
+OUTPUT_TOKENS = 200
+RUN_ID = "0a0a0a0a"
+PER_NODE = 8
+"""Workers of a node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverScale:
+    """Size of a simulation."""
+
+    documents: int = 100_000
+    workers: int = 1000
+    rate: float = 2000.0
+    """Documents that all workers together do in a second."""
+    spot: int = 0
+    """Nodes that are reclaimed, half of them with two minutes' notice and half without."""
+    slow: float = 0.0
+    """Share of the nodes that take four times as long."""
+    is_global: bool = False
+    """True if the corpus is one neighbourhood, so that documents go longest first over all of it."""
+    no_polls: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.spot > self.num_nodes:
+            raise ValueError(f"--spot must be at most {self.num_nodes}, the nodes of {self.workers} workers")
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of nodes, which hold PER_NODE workers each."""
+        return -(-self.workers // PER_NODE)
+
+
+class Corpus:
+    """Documents with lengths as those of reports: most short, a few very long."""
+
+    def __init__(self, options: DriverScale) -> None:
+        draw = np.random.default_rng(options.seed)
+        num = options.documents
+        lengths = np.clip(draw.lognormal(np.log(2000), 1.0, num), 50, 30_000).astype(np.int64)
+        self.file_rows = [min(FILE_ROWS, num - begin) for begin in range(0, num, FILE_ROWS)]
+        group_rows = num if options.is_global else GROUP_ROWS
+        if options.is_global:
+            self.file_rows = [num]
+        self.groups = [tuple(_cut(rows, group_rows)) for rows in self.file_rows]
+        files = np.repeat(np.arange(len(self.file_rows)), self.file_rows)
+        rows = np.concatenate([np.arange(rows) for rows in self.file_rows])
+        self.estimates = Estimates(files, rows, lengths, np.full(num, OUTPUT_TOKENS))
+
+    @property
+    def num_groups(self) -> int:
+        """Count the row groups of the input, whatever the order of work."""
+        return sum(-(-rows // GROUP_ROWS) for rows in self.file_rows)
+
+    def source(self, root: Location) -> Source:
+        """Return a source of which nothing can be read."""
+        files = tuple(
+            InputFile(number, f"{number:05d}.parquet", 0, groups, 0, "", None)
+            for number, groups in enumerate(self.groups)
+        )
+        return Source(InputOptions(path=root.path), root, files, ())
+
+
+def _cut(rows: int, size: int) -> list[int]:
+    return [min(size, rows - begin) for begin in range(0, rows, size)]
+
+
+def measure_memory(options: DriverScale) -> dict[str, Any]:
+    """Build what a start holds of its documents, and weigh it."""
+    process = psutil.Process()
+    gc.collect()
+    before, began = process.memory_info().rss, time.perf_counter()
+    corpus = Corpus(options)
+    every = (DocumentKey(file, row) for file, rows in enumerate(corpus.file_rows) for row in range(rows))
+    keys = RowSet(corpus.file_rows, every)
+    ledger = Ledger(corpus.estimates, 0, 0)
+    plan = Scheduler(corpus.estimates, Limits(), BATCH + EXTRA_LEASES, group_rows=corpus.groups)
+    gc.collect()
+    held = process.memory_info().rss - before
+    assert len(keys) == plan.num_open == len(corpus.estimates)
+    assert ledger.output_cost > 0
+    return {
+        "documents": options.documents,
+        "bytes_per_document": held / options.documents,
+        "peak_mib": _peak() / (1 << 20),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _peak() -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def measure_speed(options: DriverScale) -> dict[str, Any]:
+    """Let the workers do documents; the driver's seconds of the processor from the first to the last but a few."""
+    with tempfile.TemporaryDirectory() as folder, _night(options, Path(folder)) as (driver, cluster, corpus):
+        until = int(0.8 * options.documents)
+        began = time.process_time() - cluster.own_s
+        while cluster.num_done < until:
+            driver._turn()
+        took = time.process_time() - cluster.own_s - began
+        num_groups = corpus.num_groups * cluster.num_done / options.documents
+        return {
+            "workers": options.workers,
+            "documents": cluster.num_done,
+            "polls": cluster.num_polls,
+            "simulated_s": cluster.clock.now,
+            "ms_per_document": 1e3 * took / cluster.num_done,
+            "documents_per_s": cluster.num_done / took,
+            "share_of_a_core": took / cluster.clock.now,
+            "reads_per_group": cluster.num_reads / num_groups,
+        }
+
+
+def run_night(options: DriverScale) -> dict[str, Any]:
+    """Run to the end, and compare what is there in the morning with the corpus."""
+    with tempfile.TemporaryDirectory() as folder, _night(options, Path(folder)) as (driver, cluster, corpus):
+        took = _until_done(driver, cluster)
+        output = resolve(str(Path(folder, "output")))
+        progress, attempts = read_parts(output), _attempts(output)
+        work_s = int(corpus.estimates.totals.sum()) / BATCH
+        speeds = [node.tokens_per_s for node in _nodes(options, corpus) for _ in range(node.workers)]
+        return {
+            "workers": options.workers,
+            "documents": options.documents,
+            "spot": options.spot,
+            "slow": options.slow,
+            "is_global": options.is_global,
+            "done": len(progress.done),
+            "errors": len(progress.errors),
+            "rows_committed": attempts.total(),
+            "charged": attempts.total() - attempts[1],
+            "simulated_s": cluster.clock.now,
+            "ideal_s": work_s / sum(speeds),
+            "held_worker_s": cluster.held_s,
+            "reads_per_group": cluster.num_reads / corpus.num_groups,
+            "driver_s": took,
+        }
+
+
+def _until_done(driver: Driver, cluster: SimulatedCluster) -> float:
+    began = time.process_time() - cluster.own_s
+    driver.run()
+    cluster.close()
+    return time.process_time() - cluster.own_s - began
+
+
+def _attempts(output: Location) -> Counter[int]:
+    files = sorted(Path(parts_folder(output).path).glob("*.parquet"))
+    return Counter(value for path in files for value in pq.read_table(path, columns=["attempts"])[0].to_pylist())
+
+
+def _nodes(options: DriverScale, corpus: Corpus) -> list[SimulatedNode]:
+    """Make nodes that do `rate` documents in a second, all together."""
+    num = options.num_nodes
+    slow = round(options.slow * num)
+    per_worker = (
+        options.rate * float(corpus.estimates.totals.mean()) / (num * PER_NODE - 0.75 * slow * PER_NODE) / BATCH
+    )
+    return [
+        SimulatedNode(f"n{n}", PER_NODE, per_worker / (4 if n < slow else 1), "slow" if n < slow else "fast")
+        for n in range(num)
+    ]
+
+
+@contextmanager
+def _night(options: DriverScale, folder: Path) -> Iterator[tuple[Driver, SimulatedCluster, Corpus]]:
+    corpus, clock = Corpus(options), SimulatedClock()
+    nodes = _nodes(options, corpus)
+    expected_s = options.documents / options.rate
+    draw = random.Random(options.seed)
+    notices = [
+        Notice(draw.uniform(0.1, 0.9) * expected_s, node, 120.0 if number % 2 else 0.0)
+        for number, node in enumerate(draw.sample(range(len(nodes)), options.spot))
+    ]
+    template = _row()
+
+    def row(lease: Lease) -> dict[str, Any]:
+        return template | {"file": lease.key.file, "row": lease.key.row, "attempts": lease.attempt}
+
+    def group(key: DocumentKey) -> tuple[int, int]:
+        return key.file, key.row // GROUP_ROWS
+
+    cluster = SimulatedCluster(nodes, clock, row, group, notices=notices, polls=not options.no_polls)
+    output = resolve(str(folder / "output"))
+    with OutputLock(output, RUN_ID) as lock:
+        yield _driver(options, corpus, cluster, output, lock), cluster, corpus
+
+
+def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location, lock: OutputLock) -> Driver:
+    job = JobOptions(workers=options.workers, deadline_base_s=1e6, stall_s=1e6, silence_s=1e7)
+    config = RunConfig.from_values(
+        {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
+    )
+    writers = PartWriter(output, RUN_ID), AuditWriter(output, RUN_ID), ChunkWriter(output, RUN_ID)
+    limits = Limits(deadline_base_s=job.deadline_base_s, stall_s=job.stall_s)
+    return Driver(
+        scheduler=Scheduler(corpus.estimates, limits, BATCH + EXTRA_LEASES, group_rows=corpus.groups),
+        pool=cluster,
+        roster=Roster(options.workers),
+        committer=Committer(output, *writers, lock, job.rows_per_commit, job.commit_every_s),
+        ledger=Ledger(corpus.estimates, 0, 0),
+        display=LineDisplay(lambda line: None),
+        metrics=Metrics(RUN_ID),
+        interrupt=Interrupt(60.0),
+        attempt=Attempt(output, RUN_ID, config),
+        source=corpus.source(output),
+        job=job,
+        clock=AwakeClock(cluster.clock),
+    )
+
+
+def _row() -> dict[str, Any]:
+    completion = Completion("", [5, 6], "a summary " * 40, "stop", DecodingStats(num_prompt_tokens=1))
+    key, prompt = DocumentKey(0, 0), Prompt([1], 0, "middle")
+    return result_row(
+        key,
+        "a document",
+        completion,
+        prompt,
+        Quality([], None),
+        content_sha256="0" * 64,
+        queue_s=0.5,
+        started_at=0.0,
+        worker="w",
+        attempts=1,
+    )
+
+
+def main() -> int:
+    """Simulate once, print the figures as JSON, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="scale_driver.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = {"memory": measure_memory, "speed": measure_speed, "night": run_night}
+    parser.add_argument("what", choices=what)
+    for name in ("documents", "workers", "spot", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(DriverScale, name))
+    for name in ("rate", "slow"):
+        parser.add_argument(f"--{name}", type=float, default=getattr(DriverScale, name))
+    parser.add_argument("--global", dest="is_global", action="store_true", help="longest first over the whole corpus")
+    parser.add_argument("--no-polls", action="store_true")
+    values = vars(parser.parse_args())
+    name = values.pop("what")
+    try:
+        options = DriverScale(**values)
+    except ValueError as error:
+        parser.error(str(error))
+    record = what[name](options)
+    print(json.dumps(record, indent=1))
+    is_whole = record.get("done", 0) == record.get("rows_committed", 0) and not record.get("charged", 0)
+    return 0 if name != "night" or (is_whole and record["done"] == record["documents"]) else 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # threads that export metrics to a Ray that is not there

@@ -1,0 +1,243 @@
+"""Measure the start and the end of a large run on a simulated object store: audit, resume, summaries and report.
+
+    python -m scripts.scale_storage --documents 200000 --workers 1000 --latency-ms 20
+
+Writes input files, and the parts that a run of so many workers leaves, with made-up texts; nothing is decoded. Each
+request to the store takes `--latency-ms` and is counted. Prints a row for each step: seconds, requests, bytes, the
+process's own seconds, the highest memory so far, and the seconds that ten million documents would take: requests and
+own seconds grow with the documents, and 32 requests are made at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from scripts.simulated_store import SimulatedStore
+from specextend.cluster.estimates import RowSet
+from specextend.cluster.planning import make_plan
+from specextend.config import JobOptions
+from specextend.core import Completion, DocumentKey
+from specextend.data.audit import Listing, audit
+from specextend.data.compaction import compact
+from specextend.data.finalize import finalize
+from specextend.data.in_order import NUM_THREADS
+from specextend.data.inputs import InputOptions
+from specextend.data.parts import PartWriter
+from specextend.data.plan_record import PlanRecord
+from specextend.data.prompt_options import PromptOptions
+from specextend.data.prompts import Prompt, Prompts
+from specextend.data.quality import Quality
+from specextend.data.results import pending, read_parts
+from specextend.data.schema import result_row
+from specextend.data.selection import select_rows
+from specextend.data.source import Source
+from specextend.data.storage import Location, resolve
+from specextend.models import load_tokenizer
+from specextend.report import RunFigures, write_report
+from specextend.stats import DecodingStats
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1 << 20
+TEN_MILLION = 10_000_000
+CHARACTERS = 1000
+"""Characters of a document and of its summary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageScale:
+    """Size of the measurement."""
+
+    documents: int = 200_000
+    rows_per_file: int = 1000
+    workers: int = 1000
+    rows_per_part: int = 0
+    """Rows of a commit; 0 takes what `job.commit_every_rows: auto` is for so many workers."""
+    merge: bool = False
+    """Merge the commits before they are read, however many there are."""
+    latency_ms: float = 20.0
+    tokenizer: str = str(ROOT / ".models" / "SmolLM2-135M-Instruct")
+    folder: Path = ROOT / "out" / "scale"
+    """Folder of input and output; emptied first."""
+
+
+@dataclass
+class Meter:
+    """Measures steps."""
+
+    store: SimulatedStore
+    times: float
+    """Ten million documents are so many times those here."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Measure a step that makes NUM_THREADS requests at once."""
+        tally, began, busy = self.store.tally, time.monotonic(), time.process_time()
+        before = (tally.requests, tally.bytes_read, tally.bytes_written)
+        yield
+        requests, cpu_s = tally.requests - before[0], time.process_time() - busy
+        row = {
+            "step": name,
+            "seconds": round(time.monotonic() - began, 2),
+            "cpu_s": round(cpu_s, 2),
+            "requests": requests,
+            "read_mib": round((tally.bytes_read - before[1]) / MIB, 1),
+            "written_mib": round((tally.bytes_written - before[2]) / MIB, 1),
+            "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+            "ten_million_s": round(self.times * (requests * self.store.latency_s / NUM_THREADS + cpu_s)),
+        }
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+
+
+def measure(options: StorageScale) -> list[dict[str, Any]]:
+    """Write a run that has come to its last commit, then audit, resume and end it. Returns a row for each step."""
+    shutil.rmtree(options.folder, ignore_errors=True)
+    root, output = options.folder / "input", options.folder / "output"
+    names = write_input(options, root)
+    write_commits(options, resolve(str(output)))
+    store = SimulatedStore(options.latency_ms / 1000)
+    filesystem = fs.PyFileSystem(store)
+    meter = Meter(store, TEN_MILLION / options.documents)
+    with meter.step("audit of the input"):
+        source = open_listing(Location(filesystem, str(root)), names)
+    with meter.step("rows are chosen by a filter"):
+        select_rows(Source(replace(source.options, filter="title != ''"), source.root, source.files, ()))
+    there, prompts = Location(filesystem, str(output)), prompts_of(options)
+    if options.merge:
+        with meter.step("resume: commits are merged"):
+            compact(there, "", most_parts=1)
+    with meter.step("resume: commits are read"):
+        progress = read_parts(there)
+        rows = [file.num_rows for file in source.files]
+        keys = RowSet(rows, pending(rows, progress))
+    for name in ("first start: plan", "resume: plan"):
+        with meter.step(name):
+            record = PlanRecord(source, there, "")
+            equal = record.equal_texts()
+            record.keep(make_plan(record, prompts, keys, 128, 0, lambda: None, equal).tokens_per_byte, equal)
+    figures = RunFigures()
+    with meter.step("end: summaries and errors"):
+        counts = finalize(source, there, observe=figures.add)
+    assert counts.done == options.documents, counts
+    with meter.step("end: report"):
+        write_report(str(output), there, figures=figures)
+    return meter.rows
+
+
+def open_listing(root: Location, names: list[str]) -> Source:
+    """Audit the input as `open_source` does, which takes no file system of ours."""
+    sizes = tuple((Path(root.path) / name).stat().st_size for name in names)
+    options = InputOptions(path=root.path, passthrough=("title",))
+    listing = Listing(root, (), True, tuple(names), sizes)
+    return Source(options, root, *audit(listing, options))
+
+
+def prompts_of(options: StorageScale) -> Prompts:
+    """Return prompts as a run has them."""
+    return Prompts(load_tokenizer(options.tokenizer), PromptOptions(), 8192)
+
+
+def write_input(options: StorageScale, root: Path) -> list[str]:
+    """Write the documents, in files of so many rows; returns their names."""
+    root.mkdir(parents=True)
+    draw, names = random.Random(1), []
+    for begin in range(0, options.documents, options.rows_per_file):
+        rows = range(begin, min(begin + options.rows_per_file, options.documents))
+        texts = [draw.randbytes(CHARACTERS // 2).hex() for _ in rows]
+        names.append(f"{begin // options.rows_per_file:05d}.parquet")
+        pq.write_table(pa.table({"text": texts, "title": [f"title {row}" for row in rows]}), root / names[-1])
+    return names
+
+
+def write_commits(options: StorageScale, output: Location) -> None:
+    """Commit every document once, in an order that has nothing to do with that of the input."""
+    draw = random.Random(2)
+    keys = [DocumentKey(*divmod(number, options.rows_per_file)) for number in range(options.documents)]
+    draw.shuffle(keys)
+    writer, num_rows = PartWriter(output, "0000000a"), rows_per_part(options)
+    for begin in range(0, len(keys), num_rows):
+        writer.commit([made_up_row(key, draw) for key in keys[begin : begin + num_rows]])
+
+
+def rows_per_part(options: StorageScale) -> int:
+    """Return the rows of a commit."""
+    return options.rows_per_part or JobOptions(workers=options.workers).rows_per_commit
+
+
+def made_up_row(key: DocumentKey, draw: random.Random) -> dict[str, Any]:
+    """Make the row of a document that is done."""
+    steps = draw.randint(5, 60)
+    stats = DecodingStats(
+        num_prompt_tokens=draw.randint(500, 8000),
+        num_output_tokens=3 * steps,
+        num_spec_steps=steps,
+        num_draft_tokens=16 * steps,
+        num_accepted_tokens=2 * steps,
+        acceptance_histogram=[0, 0, steps, 0, 0],
+        ttft_s=draw.random(),
+        decode_s=draw.random(),
+        prefill_s=draw.random(),
+        verify_s=draw.random(),
+    )
+    completion = Completion("", [1], draw.randbytes(CHARACTERS // 2).hex(), "stop", stats)
+    prompt, doc_id, worker = (
+        Prompt([1], 0, "middle"),
+        f"{key.file:05d}.parquet:{key.row}",
+        f"host:{draw.randint(1, 1000)}",
+    )
+    return result_row(
+        key,
+        doc_id,
+        completion,
+        prompt,
+        Quality([], None),
+        content_sha256=draw.randbytes(32).hex(),
+        queue_s=draw.random(),
+        started_at=1.8e9 + draw.uniform(0, 28_800),
+        worker=worker,
+        attempts=1,
+    )
+
+
+def main() -> int:
+    """Measure once and print the figures."""
+    default = StorageScale()
+    parser = argparse.ArgumentParser(
+        prog="scale_storage.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("documents", "rows_per_file", "workers", "rows_per_part"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
+    parser.add_argument("--merge", action="store_true", help="merge the commits before they are read")
+    parser.add_argument("--latency-ms", type=float, default=default.latency_ms)
+    parser.add_argument("--folder", type=Path, default=default.folder, help="for input and output; emptied first")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    values = vars(parser.parse_args())
+    path = values.pop("json")
+    options = StorageScale(**values)
+    described = asdict(options) | {"rows_per_part": rows_per_part(options)}
+    del described["folder"], described["tokenizer"]
+    record = {**described, "cores": os.cpu_count(), "steps": measure(options)}
+    if path:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

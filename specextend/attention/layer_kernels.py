@@ -1,0 +1,160 @@
+"""What stands between a layer's matrix products as three Triton kernels, for GPUs: each reads and writes its rows once.
+
+Grids and arguments depend on shapes alone, and the cache rows are read from the device, so a captured CUDA graph stays
+right while sequences grow. `layer_reference.py` is the specification.
+
+Import this module only where triton is installed.
+
+Shapes: `R` rows (the new tokens of all sequences), `C` hidden size, `I` intermediate size, `H` query heads, `K` key
+heads, `S` cache rows, `D` head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specextend.attention.layer_reference import HeadNorms, LayerKernels
+
+HEADS = 8
+"""Heads of a token that a program rotates."""
+GATED = 1024
+"""Elements of a row that a program gates."""
+
+
+def norm_warps(hidden_size: int) -> int:
+    """Return the warps that normalise a row of `hidden_size` elements: up to 16 elements a thread, then more."""
+    return max(1, min(16, triton.next_power_of_2(hidden_size) // 512))
+
+
+@triton.jit
+def add_norm_rows(x, delta, weight, total, normed, size, eps, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr):
+    """Add and normalise one row of `size` elements. The grid is [R]; BLOCK is a power of two, no less than the size."""
+    start = tl.program_id(0).to(tl.int64) * size
+    column = tl.arange(0, BLOCK)
+    exists = column < size
+    row = tl.load(x + start + column, mask=exists, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        row += tl.load(delta + start + column, mask=exists, other=0.0).to(tl.float32)
+        added = row.to(total.dtype.element_ty)
+        tl.store(total + start + column, added, mask=exists)
+        row = added.to(tl.float32)  # the norm sees what later layers see
+    scale = tl.rsqrt(tl.sum(row * row, 0) / size + eps)
+    row = row * scale * tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
+    tl.store(normed + start + column, row.to(normed.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _normed(low, high, query_weight, key_weight, is_query, dims, in_half, DIM: tl.constexpr, eps):
+    """Normalise both halves of some heads [HEADS, HALF], queries and keys each by their weight."""
+    scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / DIM + eps)[:, None]
+    by_query = is_query[:, None]
+    query_low = tl.load(query_weight + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    query_high = tl.load(query_weight + DIM // 2 + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    key_low = tl.load(key_weight + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    key_high = tl.load(key_weight + DIM // 2 + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    return low * scale * tl.where(by_query, query_low, key_low), high * scale * tl.where(by_query, query_high, key_high)
+
+
+@triton.jit
+def rotate_rows(
+    qkv, cos, sin, query_weight, key_weight, query, keys, values, rows, k_head, k_row, v_head, v_row, eps,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    """Rotate GROUP heads of one token, or move them to the cache. The grid is [R, groups of the H + 2K heads].
+
+    HALF is a power of two, no less than half of DIM.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    dims = tl.arange(0, HALF)
+    in_half = dims < DIM // 2
+    first_value = NUM_HEADS + NUM_KEY_HEADS
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < first_value)
+    is_value = (head >= first_value) & (head < first_value + NUM_KEY_HEADS)
+
+    places = (token * (first_value + NUM_KEY_HEADS) + head)[:, None] * DIM + dims[None, :]
+    exists = (head < first_value + NUM_KEY_HEADS)[:, None] & in_half[None, :]
+    stored_low = tl.load(qkv + places, mask=exists, other=0.0)
+    stored_high = tl.load(qkv + places + DIM // 2, mask=exists, other=0.0)
+    low, high = stored_low.to(tl.float32), stored_high.to(tl.float32)
+    if HAS_NORMS:
+        low, high = _normed(low, high, query_weight, key_weight, is_query, dims, in_half, DIM, eps)
+    angles = token * DIM + dims
+    cos_low = tl.load(cos + angles, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + angles + DIM // 2, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + angles, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + angles + DIM // 2, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    turned_low = (low * cos_low - high * sin_low).to(query.dtype.element_ty)
+    turned_high = (high * cos_high + low * sin_high).to(query.dtype.element_ty)
+
+    row = tl.load(rows + token).to(tl.int64)
+    out = query + (token * NUM_HEADS + head)[:, None] * DIM + dims[None, :]
+    tl.store(out, turned_low, mask=is_query[:, None] & in_half[None, :])
+    tl.store(out + DIM // 2, turned_high, mask=is_query[:, None] & in_half[None, :])
+    key = keys + row * k_row + (head - NUM_HEADS).to(tl.int64)[:, None] * k_head + dims[None, :]
+    tl.store(key, turned_low, mask=is_key[:, None] & in_half[None, :])
+    tl.store(key + DIM // 2, turned_high, mask=is_key[:, None] & in_half[None, :])
+    value = values + row * v_row + (head - first_value).to(tl.int64)[:, None] * v_head + dims[None, :]
+    tl.store(value, stored_low, mask=is_value[:, None] & in_half[None, :])
+    tl.store(value + DIM // 2, stored_high, mask=is_value[:, None] & in_half[None, :])
+
+
+@triton.jit
+def gate_rows(gate_up, out, size, BLOCK: tl.constexpr):
+    """Gate BLOCK elements of one row of `size`. The grid is [R, blocks of a row]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < size
+    gate = tl.load(gate_up + 2 * row * size + column, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (2 * row + 1) * size + column, mask=exists, other=0.0).to(tl.float32)
+    gated = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * size + column, gated.to(out.dtype.element_ty), mask=exists)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Do what `add_norm_reference` does."""
+    assert x.is_contiguous()
+    assert delta is None or delta.is_contiguous()
+    total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+    size = x.shape[1]
+    add_norm_rows[(len(x),)](
+        x, x if delta is None else delta, weight, total, normed, size, eps,
+        BLOCK=triton.next_power_of_2(size), HAS_DELTA=delta is not None, num_warps=norm_warps(size),
+    )  # fmt: skip
+    return total, normed
+
+
+def rotate_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Tensor
+) -> Tensor:
+    """Do what `rotate_heads_reference` does; the host does not read `rows`."""
+    assert all(x.is_contiguous() for x in (qkv, cos, sin, rows))
+    assert keys.stride(2) == values.stride(2) == 1
+    num_tokens, num_all, head_dim = qkv.shape
+    num_heads = num_all - 2 * len(keys)
+    query = qkv.new_empty(num_tokens, num_heads, head_dim)
+    query_weight, key_weight, eps = (cos, cos, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+    rotate_rows[num_tokens, triton.cdiv(num_all, HEADS)](
+        qkv, cos, sin, query_weight, key_weight, query, keys, values, rows,
+        *keys.stride()[:2], *values.stride()[:2], eps,
+        NUM_HEADS=num_heads, NUM_KEY_HEADS=len(keys), DIM=head_dim, HALF=triton.next_power_of_2(head_dim // 2),
+        GROUP=HEADS, HAS_NORMS=norms is not None, num_warps=1,
+    )  # fmt: skip
+    return query
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """Do what `gate_reference` does."""
+    assert gate_up.is_contiguous()
+    size = gate_up.shape[1] // 2
+    out = gate_up.new_empty(len(gate_up), size)
+    gate_rows[len(gate_up), triton.cdiv(size, GATED)](gate_up, out, size, BLOCK=GATED, num_warps=4)
+    return out
+
+
+TRITON = LayerKernels(add_norm, rotate_heads, gate)

@@ -1,0 +1,131 @@
+"""Requests in the input format of OpenAI's Batch API, read as documents.
+
+A line names its request, and holds the body that `/v1/chat/completions` takes. The text of its one user message is the
+document. What a run can have only once, such as a system message, must be the same in all lines.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specextend.data.importers import check_characters, parse_json
+from specextend.data.inputs import InputError
+
+URL = "/v1/chat/completions"
+_SHARED = {
+    "temperature": "decoding.temperature",
+    "top_p": "decoding.top_p",
+    "seed": "decoding.seed",
+    "stop": "decoding.stop",
+}
+_OWN = ("model", "messages", "max_tokens", "max_completion_tokens")
+_ALWAYS: dict[str, Any] = {
+    "input.id_column": "id",
+    "input.passthrough": [],
+    "input.max_new_tokens_column": "max_new_tokens",
+    "prompt.instruction": "{document}",
+}
+
+
+class BatchRequests:
+    """The documents of a file of requests. Iterate once; `settings` then says what the run must be given."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the file; nothing is read before the iteration."""
+        self._path = path
+        self._shared: dict[str, Any] | None = None
+        self._lines: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Stream documents: `id`, `text` and `max_new_tokens`, None where the request names no limit.
+
+        Raises InputError, in one line, that names the line and what a run cannot do with it.
+        """
+        try:
+            with self._path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        document = self._document(place := f"{self._path.name}:{number}", line)
+                        self._check_unique(place, document["id"], number)
+                        yield document
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{self._path} cannot be read: {error}") from error
+
+    @property
+    def settings(self) -> str:
+        """Return the arguments of jobs/summarize.py for these requests, quoted for a shell."""
+        settings = _ALWAYS | {name: value for name, value in (self._shared or {}).items() if value is not None}
+        values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+        values |= {name: json.dumps(values[name]) for name in ("prompt.instruction", "prompt.system") if name in values}
+        return " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in values.items())
+
+    def _document(self, place: str, line: str) -> dict[str, Any]:
+        values = _parse(place, line)
+        body = values["body"]
+        if unknown := [name for name in body if name not in (*_OWN, *_SHARED)]:
+            raise InputError(f"{place}: body.{unknown[0]} is not served; remove it from the requests")
+        system, text = _messages(place, body.get("messages"))
+        stop = body.get("stop")
+        shared = {_SHARED[name]: body.get(name) for name in _SHARED}
+        shared |= {"prompt.system": system, "decoding.stop": [stop] if isinstance(stop, str) else stop}
+        self._check_shared(place, shared)
+        limit = body.get("max_completion_tokens", body.get("max_tokens"))
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InputError(f"{place}: body.max_tokens must be a whole number from 1, got {limit!r}")
+        check_characters(place, text, values["custom_id"], system or "")
+        return {"id": values["custom_id"], "text": text, "max_new_tokens": limit}
+
+    def _check_unique(self, place: str, custom_id: str, number: int) -> None:
+        """Raise InputError for a custom_id that an earlier line has: responses are told apart by it."""
+        if (first := self._lines.setdefault(custom_id, number)) != number:
+            raise InputError(f"{place} has the custom_id {custom_id!r} of line {first}; make them different")
+
+    def _check_shared(self, place: str, shared: dict[str, Any]) -> None:
+        """Raise InputError if a request differs from the first in what a run has only once."""
+        if self._shared is None:
+            self._shared = shared
+        for name, value in shared.items():
+            if value != self._shared[name]:
+                raise InputError(
+                    f"{place}: {name} would be {value!r} here and is {self._shared[name]!r} in the first request; a "
+                    "run has one value, so put such requests into files of their own"
+                )
+
+
+def _parse(place: str, line: str) -> dict[str, Any]:
+    values = parse_json(place, line)
+    if not isinstance(values, dict) or not isinstance(values.get("custom_id"), str) or not values["custom_id"]:
+        raise InputError(f"{place} has no custom_id; every request needs one, a string")
+    if (values.get("method"), values.get("url")) != ("POST", URL):
+        raise InputError(f"{place}: method and url must be POST and {URL}, which alone is served")
+    if not isinstance(values.get("body"), dict):
+        raise InputError(f"{place} has no body; it holds the messages")
+    return values
+
+
+def _messages(place: str, messages: Any) -> tuple[str | None, str]:
+    """Return the system message, if there is one, and the user's."""
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        raise InputError(f"{place}: body.messages must be a list of messages")
+    roles = ["system" if message.get("role") == "developer" else message.get("role") for message in messages]
+    if roles not in (["user"], ["system", "user"]):
+        raise InputError(
+            f"{place}: body.messages must be one user message, behind at most one system message; it has the roles "
+            f"{', '.join(map(str, roles)) or 'of none'}"
+        )
+    texts = [_text(place, message.get("content")) for message in messages]
+    return (texts[0] if len(texts) == 2 else None), texts[-1]
+
+
+def _text(place: str, content: Any) -> str:
+    """Return a message's text, which may come in parts."""
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = content if isinstance(content, list) else [None]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        raise InputError(f"{place}: a message's content must be text; images and sounds are not served")
+    return "".join(part["text"] for part in parts)

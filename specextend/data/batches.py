@@ -1,0 +1,89 @@
+"""Documents and results as Arrow tables, for a pipeline that hands over batches instead of files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from specextend.core import Document, DocumentKey
+from specextend.data.audit import check_columns
+from specextend.data.inputs import (
+    DocumentError,
+    InputError,
+    InputOptions,
+    Row,
+    check_max_new_tokens,
+    content_sha256,
+    decode_instruction,
+    decode_text,
+)
+from specextend.data.parquet import as_bytes
+from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
+
+BATCH_SCHEMA = pa.schema(
+    [*SUMMARY_SCHEMA, *(ERROR_SCHEMA.field(name) for name in ("error_class", "message", "stage", "retryable"))]
+)
+"""Our columns of a result: those of `summaries/`, then of `errors/`, which are null for a document that is done."""
+
+
+def check_batch_options(options: InputOptions) -> None:
+    """Raise InputError for options that batches cannot follow, before a model is loaded for them."""
+    if options.id_column is None:
+        raise InputError("input.id_column must be set: a document of a batch has no place in a file to be its id")
+    if options.selects:
+        chosen = [name for name in ("filter", "sample", "except_done_in", "limit") if getattr(options, name)]
+        raise InputError(
+            f"input.{chosen[0]} chooses rows of files, not of batches: leave it out, and choose them in the pipeline"
+        )
+    if taken := [name for name in options.passthrough if name in BATCH_SCHEMA.names]:
+        raise InputError(f"input.passthrough names {taken[0]}, which is a column of the result; rename it in the input")
+
+
+def read_batch(batch: pa.Table, options: InputOptions) -> list[Row | DocumentError]:
+    """Read the documents of a table; one that cannot be processed is its error. A row's key is its place in the table.
+
+    Raises InputError for something else than a table, and if a configured column is missing or has a wrong type.
+    """
+    if not isinstance(batch, pa.Table | pa.RecordBatch):
+        raise InputError(f'a batch must be a pyarrow.Table, got {type(batch).__name__}: give batch_format="pyarrow"')
+    assert options.id_column is not None
+    check_columns("the batch", batch.schema, options)
+    columns = {name: batch[name].to_pylist() for name in (options.id_column, options.max_new_tokens_column) if name}
+    for name in (options.text_column, options.reference_column, options.instruction_column):
+        if name is not None:
+            columns[name] = as_bytes(batch[name]).to_pylist()
+    return [_read_row(number, columns, options) for number in range(len(batch))]
+
+
+def _read_row(number: int, columns: Mapping[str, Sequence[Any]], options: InputOptions) -> Row | DocumentError:
+    def value(column: str | None) -> Any:
+        return None if column is None else columns[column][number]
+
+    doc_id = value(options.id_column)
+    if doc_id is None:
+        return DocumentError("NullId", f"the id in column {options.id_column!r} is null")
+    try:
+        text = decode_text(value(options.text_column))
+        max_new_tokens = check_max_new_tokens(value(options.max_new_tokens_column))
+        instruction = decode_instruction(value(options.instruction_column))
+    except DocumentError as error:
+        error.doc_id = str(doc_id)
+        return error
+    reference = value(options.reference_column)
+    text_of_reference = None if reference is None else reference.decode("utf-8", errors="replace")
+    content = content_sha256(text.encode(), max_new_tokens, (instruction or "").encode())
+    document = Document(DocumentKey(0, number), str(doc_id), text)
+    return Row(document, max_new_tokens, text_of_reference, content, instruction)
+
+
+def result_table(results: Sequence[dict[str, Any]], batch: pa.Table, passthrough: Sequence[str]) -> pa.Table:
+    """Make the table of a batch's results, in its order: BATCH_SCHEMA, then the passthrough columns.
+
+    results: of `result_row` or `error_row`, one for each row of the batch.
+    """
+    table = pa.Table.from_pylist(list(results), schema=BATCH_SCHEMA)
+    for name in passthrough:
+        table = table.append_column(batch.schema.field(name), batch[name])
+    return table

@@ -1,0 +1,105 @@
+"""What planning needs of each input row, from tables of a few columns: without the text, if its length is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from specextend.core import DocumentKey
+from specextend.data.inputs import DocumentError, InputOptions, check_max_new_tokens, decode_text
+from specextend.data.parquet import as_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedRow:
+    """The facts about a row that planning needs."""
+
+    key: DocumentKey
+    text: bytes | None
+    """None if it is null, or if `num_tokens_column` makes reading it unnecessary."""
+    num_bytes: int | None
+    """Bytes of the text, 0 if it is null; None if `num_tokens_column` makes reading it unnecessary."""
+    num_tokens: int | None
+    """Value of `num_tokens_column`; None without that column, and if it is null or below 1."""
+    max_new_tokens: int | None
+    error_class: str | None
+    """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
+    instruction: bytes | None = None
+    """The row's own instruction; like `reference`, only scanned with the text."""
+    reference: bytes | None = None
+
+
+def count_columns(options: InputOptions) -> list[str]:
+    """Choose the columns to scan in a file where every document has a token count."""
+    columns = (options.num_tokens_column, options.max_new_tokens_column)
+    return list(dict.fromkeys(name for name in columns if name is not None))
+
+
+def text_columns(options: InputOptions) -> list[str]:
+    """Choose the columns to scan in any other file: those with text, too."""
+    columns = (*count_columns(options), options.text_column, *_columns_beside(options))
+    return list(dict.fromkeys(name for name in columns if name is not None))
+
+
+def lacks_counts(counts: pa.ChunkedArray) -> bool:
+    """Return True if a value of `num_tokens_column` cannot be a document's length."""
+    return any(_usable(count) is None for count in counts.to_pylist())
+
+
+def scanned_rows(batch: pa.Table, keys: Iterator[DocumentKey], options: InputOptions) -> Iterator[ScannedRow]:
+    """Yield the facts about a table's rows, whose keys are the next ones of `keys`. A bad row raises nothing."""
+    limits = _column_or_none(batch, options.max_new_tokens_column)
+    counts = [_usable(count) for count in _column_or_none(batch, options.num_tokens_column)]
+    texts = _texts_without(counts, batch, options.text_column)
+    beside = zip(*(_texts_beside(batch, name) for name in _columns_beside(options)), strict=True)
+    for count, text, limit, others in zip(counts, texts, limits, beside, strict=True):
+        yield _scanned(next(keys), count, text, limit, *others)
+
+
+def _columns_beside(options: InputOptions) -> tuple[str | None, str | None]:
+    """Return the columns of text that belong to a document's text."""
+    return options.instruction_column, options.reference_column
+
+
+def _column_or_none(batch: pa.Table, column: str | None) -> list[int | None]:
+    return [None] * len(batch) if column is None else batch[column].to_pylist()
+
+
+def _usable(num_tokens: int | None) -> int | None:
+    """Return a document's own token count; None if it has none or an impossible one."""
+    return None if num_tokens is None or num_tokens < 1 else num_tokens
+
+
+def _texts_without(counts: list[int | None], batch: pa.Table, column: str) -> list[bytes | None]:
+    """Return the texts of documents without a token count, and None for the others."""
+    if all(count is not None for count in counts):
+        return [None] * len(counts)
+    texts = as_bytes(batch[column])
+    return [texts[i].as_py() if count is None else None for i, count in enumerate(counts)]
+
+
+def _texts_beside(batch: pa.Table, column: str | None) -> list[bytes | None]:
+    is_scanned = column is not None and column in batch.column_names
+    return as_bytes(batch[column]).to_pylist() if is_scanned else [None] * len(batch)
+
+
+def _scanned(
+    key: DocumentKey,
+    num_tokens: int | None,
+    text: bytes | None,
+    limit: int | None,
+    instruction: bytes | None,
+    reference: bytes | None,
+) -> ScannedRow:
+    """Collect what the plan needs of a row; `text` was not read if `num_tokens` is known."""
+    error_class = None
+    try:
+        if num_tokens is None:
+            decode_text(text)
+        check_max_new_tokens(limit)
+    except DocumentError as error:
+        error_class = error.error_class
+    num_bytes = len(text or b"") if num_tokens is None else None
+    return ScannedRow(key, text, num_bytes, num_tokens, limit, error_class, instruction, reference)

@@ -1,0 +1,254 @@
+"""Which rows of the input a run is about: filter, sample, what earlier runs have done, and a limit, in this order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from specextend.core import counted, one_line
+from specextend.data.earlier import EarlierOutput
+from specextend.data.in_order import in_order
+from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile, InputOptions, content_sha256
+from specextend.data.parquet import DAMAGED, as_bytes
+from specextend.data.row_filter import RowFilter
+from specextend.data.run_folder import selection_file
+from specextend.data.source import ChosenRows, Source
+from specextend.data.storage import Location, read_bytes, write_bytes
+
+Value = TypeVar("Value")
+Rows = list[NDArray[np.int64]]
+"""Row numbers in order, one array for each file of the whole input."""
+_DRAWS = 1 << 64
+
+
+def select_rows(
+    source: Source,
+    earlier: Sequence[EarlierOutput] = (),
+    notes: tuple[str, ...] = (),
+    checkpoint: Callable[[], object] = lambda: None,
+) -> Source:
+    """Choose the rows of a run; return the source of the files that hold some.
+
+    Reads the filter's columns, the ids if they are needed, and the texts of rows that an earlier run did from a file
+    that was written since. Raises InputError if filter or sample leave no row; that everything is done already is no
+    error. checkpoint: called between tables; may raise.
+    """
+    options = source.options
+    counts = {"input": source.num_rows}
+    rows: Rows = [np.arange(file.num_rows) for file in source.files]
+    if options.filter is not None:
+        rows = list(_of_each_file(source.files, partial(_matching, source, options.filter, checkpoint)))
+        counts["not_matching"] = counts["input"] - _size(rows)
+        _refuse_nothing(rows, f"input.filter {options.filter!r} matches none of {counted(counts['input'], 'row')}")
+    if options.sample is not None:
+        before, rows = _size(rows), _sampled(source, rows, options.sample, options.sample_seed)
+        counts["not_in_sample"] = before - _size(rows)
+        _refuse_nothing(rows, f"input.sample {options.sample} draws none of {counted(before, 'row')}")
+    states = [np.zeros(len(each), np.int8) for each in rows]
+    if options.except_done_in:
+        states = _compare(source, rows, earlier, checkpoint)
+        counts["unchanged"] = sum(int((each == _UNCHANGED).sum()) for each in states)
+        rows = [each[state != _UNCHANGED] for each, state in zip(rows, states, strict=True)]
+        states = [state[state != _UNCHANGED] for state in states]
+    if options.limit is not None:
+        before, rows = _size(rows), _first(rows, options.limit)
+        counts["over_limit"] = before - _size(rows)
+    if options.except_done_in:
+        counts["changed"] = sum(int(state[: len(each)].sum()) for state, each in zip(states, rows, strict=True))
+        counts["new"] = _size(rows) - counts["changed"]
+    return _limited(source, rows, counts | {"selected": _size(rows)}, notes)
+
+
+def _refuse_nothing(rows: Rows, what: str) -> None:
+    if not _size(rows):
+        raise InputError(f"{what}; change it, or leave it out")
+
+
+def _size(rows: Rows) -> int:
+    return sum(map(len, rows))
+
+
+def _limited(source: Source, rows: Rows, counts: Mapping[str, int], notes: tuple[str, ...]) -> Source:
+    """Return the source of the files that have rows left."""
+    numbers = [number for number, each in enumerate(rows) if len(each)]
+    chosen = {i: rows[number] for i, number in enumerate(numbers)}
+    names = [source.files[number].relative_path for number in numbers]
+    return source.limited_to(numbers, ChosenRows(chosen, _digest(names, chosen), counts, notes))
+
+
+def _digest(names: Sequence[str], rows: Mapping[int, NDArray[np.int64]]) -> str:
+    digest = hashlib.sha256()
+    for number, name in enumerate(names):
+        digest.update(f"{name}\0{len(rows[number])}\0".encode() + rows[number].astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _of_each_file(files: Sequence[InputFile], read: Callable[[InputFile], Value]) -> Iterator[Value]:
+    """Call a function that reads a file in small tables on many files at once; yield what it returns in their order."""
+    return in_order(read, files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES)
+
+
+def _matching(source: Source, text: str, checkpoint: Callable[[], object], file: InputFile) -> NDArray[np.int64]:
+    """Return the rows of a file that a filter matches."""
+    row_filter = RowFilter(text)
+    masks = [np.zeros(0, bool)]
+    for batch in source.batches(file.number, list(row_filter.columns), original=True):
+        checkpoint()
+        try:
+            masks.append(row_filter.mask(batch))
+        except ValueError as error:
+            raise InputError(f"{file.relative_path}: {error}") from error
+    return np.flatnonzero(np.concatenate(masks))
+
+
+def _sampled(source: Source, rows: Rows, sample: float, seed: int) -> Rows:
+    """Draw a fraction of the rows, or a number of them: those whose ids have the smallest hashes."""
+    if not _size(rows):
+        return rows
+    draws = list(_of_each_file(source.files, lambda file: _draws(source, file.number, rows[file.number], seed)))
+    if isinstance(sample, int):
+        every = np.sort(np.concatenate(draws))
+        bound = every[min(sample, len(every)) - 1]
+    else:
+        bound = np.uint64(int(sample * _DRAWS))
+    return [each[draw <= bound] for each, draw in zip(rows, draws, strict=True)]
+
+
+def _draws(source: Source, number: int, rows: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
+    """Return a number for each row that depends on seed and id alone."""
+    ids = source.ids(number).take(pa.array(rows)).to_pylist()
+    draws = (blake2b(f"{seed}:{each}".encode(), digest_size=8).digest() for each in ids)
+    return np.fromiter((int.from_bytes(each) for each in draws), np.uint64, len(ids))
+
+
+def _first(rows: Rows, limit: int) -> Rows:
+    kept = []
+    for each in rows:
+        kept.append(each[:limit])
+        limit -= len(kept[-1])
+    return kept
+
+
+_NEW, _CHANGED, _UNCHANGED = 0, 1, 2
+
+
+def _compare(
+    source: Source, rows: Rows, earlier: Sequence[EarlierOutput], checkpoint: Callable[[], object]
+) -> list[NDArray[np.int8]]:
+    """Say of each row whether an earlier run has done it, and whether it is still the same.
+
+    A file with size, footer and time of that run holds what it held. In any other file the row itself is read.
+    """
+    ids = pa.chunked_array(
+        [chunk for ids in _of_each_file(source.files, partial(_ids, source, rows)) for chunk in ids.chunks],
+        pa.large_string(),
+    )
+    ends = np.cumsum([len(each) for each in rows])
+    states = np.full(len(ids), _NEW, np.int8)
+    done = [each.done_rows() for each in earlier]
+    if not len(ids) or not sum(map(len, done)):
+        return [np.full(len(each), _NEW, np.int8) for each in rows]
+    table = pa.concat_tables(done)
+    origins = np.repeat(np.arange(len(done)), [len(each) for each in done])
+    at = pc.fill_null(pc.index_in(table["doc_id"], value_set=ids.combine_chunks()), -1).to_numpy()
+    known = np.flatnonzero(at >= 0)
+    at, origins, contents = at[known], origins[known], table["content_sha256"].take(pa.array(known))
+    files = np.searchsorted(ends, at, side="right")
+    same = np.array([[each.holds(file) for file in source.files] for each in earlier], bool)
+    states[at] = _CHANGED
+    states[at[same[origins, files]]] = _UNCHANGED
+    in_doubt = states[at] == _CHANGED
+
+    def unchanged(file: InputFile) -> NDArray[np.int64]:
+        mine = np.flatnonzero((files == file.number) & in_doubt)
+        begin = int(ends[file.number]) - len(rows[file.number])
+        before = _by_row(rows[file.number][at[mine] - begin], contents.take(pa.array(mine)).to_pylist())
+        found = _unchanged(source, file.number, before, checkpoint)
+        return begin + np.searchsorted(rows[file.number], np.array(found, np.int64))
+
+    written = [source.files[number] for number in np.unique(files[in_doubt]).tolist()]
+    for places in _of_each_file(written, unchanged):
+        states[places] = _UNCHANGED
+    return np.split(states, ends[:-1])
+
+
+def _ids(source: Source, rows: Rows, file: InputFile) -> pa.ChunkedArray:
+    return source.ids(file.number).take(pa.array(rows[file.number]))
+
+
+def _by_row(rows: NDArray[np.int64], contents: list[str | None]) -> dict[int, set[str | None]]:
+    grouped: dict[int, set[str | None]] = {}
+    for row, content in zip(rows.tolist(), contents, strict=True):
+        grouped.setdefault(row, set()).add(content)
+    return grouped
+
+
+def _unchanged(
+    source: Source, number: int, before: Mapping[int, set[str | None]], checkpoint: Callable[[], object]
+) -> list[int]:
+    """Return the rows of a file whose content is one of those that earlier runs had."""
+    contents = _contents(source, number, source.options, before, checkpoint)
+    return [row for row, content in contents if content in before[row]]
+
+
+def _contents(
+    source: Source,
+    number: int,
+    options: InputOptions,
+    wanted: Mapping[int, object],
+    checkpoint: Callable[[], object],
+) -> Iterator[tuple[int, str]]:
+    """Yield the wanted rows of a file that have a text, in order, each with the hash of its content."""
+    begin = 0
+    for batch in source.batches(number, options.content_columns, original=True):
+        checkpoint()
+        texts, missing = as_bytes(batch[options.text_column]), pa.nulls(len(batch))
+        limits = batch[options.max_new_tokens_column] if options.max_new_tokens_column else missing
+        instructions = as_bytes(batch[options.instruction_column]) if options.instruction_column else missing
+        for i in range(len(batch)):
+            if begin + i in wanted and (text := texts[i].as_py()) is not None:
+                yield begin + i, content_sha256(text, limits[i].as_py(), instructions[i].as_py())
+        begin += len(batch)
+
+
+def write_selection(source: Source, output: Location) -> None:
+    """Write down the rows of a run that leaves out what others have done, before its manifest is written.
+
+    Others may do more by the time that the run is resumed, and it must have the same rows then.
+    """
+    assert source.selection is not None
+    nothing, chosen = np.empty(0, np.int64), source.selection.rows
+    numbers = [np.full(len(rows), number, np.int32) for number, rows in chosen.items()]
+    columns = {"file": np.concatenate([nothing.astype(np.int32), *numbers])}
+    columns["row"] = np.concatenate([nothing, *chosen.values()])
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink, compression="zstd")
+    write_bytes(selection_file(output), sink.getvalue())
+
+
+def recall_selection(source: Source, output: Location, recorded: Mapping[str, int], sha256: str) -> Source:
+    """Return the source with the rows that `write_selection` wrote down.
+
+    source: of the files of the run. recorded: the counts in its manifest. Raises InputError if the file is damaged or
+    an input file is gone.
+    """
+    location = selection_file(output)
+    try:
+        table = pq.read_table(pa.BufferReader(read_bytes(location) or b""))
+        files, rows = (table[name].to_numpy() for name in ("file", "row"))
+    except (*DAMAGED, KeyError) as error:
+        raise InputError(f"{location.path} cannot be read ({one_line(error)}); use another output folder") from error
+    chosen = {file.number: rows[files == file.number] for file in source.files}
+    names = [file.relative_path for file in source.files]
+    if len(rows) != sum(map(len, chosen.values())) or _digest(names, chosen) != sha256:
+        raise InputError(f"{location.path} does not name rows of this input; restore the input, or use another output")
+    return source.limited_to(range(len(source.files)), ChosenRows(chosen, sha256, recorded))

@@ -1,0 +1,129 @@
+"""What differs between devices: the only module of `decoding/` that knows their names."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Outputs = tuple[Tensor, ...]
+
+_OUT_OF_MEMORY = ("can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA driver."""
+_DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
+"""Messages of libraries that raise a bare RuntimeError for any other failure of a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceTraits:
+    """Says what the engine does differently on a kind of device."""
+
+    prefill_chunk: int
+    """Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that hardly shows."""
+    fuses_layers: bool
+    """Whether decoder layers are replaced by those of `FusedLayer`, in torch's operators."""
+    packs_linears: bool
+    """Whether linear layers may be packed by oneDNN."""
+    largest_batch: int
+    """Sequences of the largest batch that is chosen by itself; more make no step of a sequence much cheaper."""
+    workspace_bytes: int
+    """Memory that no tensor of ours takes, roughly: CUDA's context, its libraries, captured graphs."""
+    probe_bytes: int
+    """Size of the tensor by which bandwidth is measured: more than a cache holds, and so much that starting a kernel
+    takes no share."""
+    probe_size: int
+    """Rows, inputs and outputs of the product by which the matrix rate is measured."""
+
+
+CPU = DeviceTraits(
+    prefill_chunk=1024,
+    fuses_layers=True,
+    packs_linears=True,
+    largest_batch=4,
+    workspace_bytes=0,
+    probe_bytes=512 << 20,
+    probe_size=2048,
+)
+GPU = DeviceTraits(
+    prefill_chunk=2048,
+    fuses_layers=False,
+    packs_linears=False,
+    largest_batch=16,
+    workspace_bytes=3 << 29,
+    probe_bytes=1 << 30,
+    probe_size=8192,
+)
+
+
+def traits_of(device: torch.device) -> DeviceTraits:
+    """Return the traits of a device; every one but a CPU is served as a GPU is."""
+    return CPU if device.type == "cpu" else GPU
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the operating system's name of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Return the memory of a GPU, whoever uses it; None for a CPU, whose memory is not the engine's alone."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a CPU's tensor on the device. A GPU takes it when its turn comes; the host does not wait."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def download(values: Tensor) -> Tensor:
+    """Begin to copy values to the host, which may read them once it has waited for the device."""
+    if values.device.type != "cuda":
+        return values
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+
+
+def capture(function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """Capture what a function asks of the current GPU as a CUDA graph; nothing runs before its first replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+        outputs = function()
+    return graph.replay, outputs
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for everything that the device was asked to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def release_cached(device: torch.device) -> None:
+    """Return the allocator's free blocks to the device, so that blocks of other sizes find room."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if the same work may succeed with less at once."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return True if every later call on the device will fail too, so that only a new process helps."""
+    if is_out_of_memory(error):
+        return False
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE)

@@ -1,0 +1,123 @@
+"""Prefill: the target reads a prompt in chunks, and a draft reads along.
+
+Shapes: `P` tokens of a prompt, `T` of a chunk, `C` hidden size, `F` features of a position, `H` query heads,
+`D` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan
+from specextend.decoding.drafter import Drafter
+from specextend.decoding.model import CachedModel
+from specextend.decoding.prefixes import LastPrompt, SharedStart
+from specextend.decoding.sequence import Sequence, Stopwatch
+
+
+class PromptEnd(NamedTuple):
+    """Holds what the last token of a prompt gives."""
+
+    hidden: Tensor
+    """[1, C], the target's output."""
+    features: Tensor
+    """[1, F], what a draft is given for it."""
+    queries: list[Tensor]
+    """[H, D] in each layer that scores chunks."""
+
+
+class PromptReader:
+    """Reads prompts for one engine. What a prompt has in common with the one before it is read once."""
+
+    def __init__(
+        self,
+        target: CachedModel,
+        drafter: Drafter | None,
+        hidden_layers: tuple[int, ...],
+        scored_layers: Items[int],
+        chunk_size: int,
+        watch: Stopwatch,
+        on_chunk: Callable[[], None],
+    ) -> None:
+        """Take the models, the target's layers that the draft reads and that score chunks, and the largest chunk.
+
+        Time is charged to `watch`; `on_chunk` is called for each chunk.
+        """
+        self._target, self._drafter, self._watch, self._on_chunk = target, drafter, watch, on_chunk
+        self._hidden_layers, self._scored_layers, self._chunk_size = hidden_layers, scored_layers, chunk_size
+        self._shared_start: SharedStart | None = None
+        self._last_prompt: LastPrompt | None = None
+
+    def share_start(self, token_ids: Items[int]) -> None:
+        """Read a start that most prompts will have only once, up to the largest chunk."""
+        self._shared_start = SharedStart(token_ids[: self._chunk_size]) if token_ids else None
+
+    def forget(self) -> None:
+        """Take nothing over from the last prompt."""
+        self._last_prompt = None
+
+    def read(self, sequence: Sequence, chunk_size: int, is_cancelled: Callable[[], bool]) -> PromptEnd | None:
+        """Read a sequence's prompt in chunks of `chunk_size`; return None if it is cancelled before its end."""
+        token_ids = sequence.request.prompt_token_ids
+        prompt = torch.tensor(token_ids, device=self._target.device)
+        sequence.stats.num_prompt_tokens = len(prompt)
+        start = self._read_start(sequence, prompt, chunk_size)
+        read = LastPrompt(tuple(token_ids), sequence.region.start, start)
+        self._let_draft_read(sequence, prompt, read.features)
+        for chunk in prompt[sequence.length :].split(chunk_size):
+            plan, hidden, features = self._read_chunk(sequence, chunk)
+            self._let_draft_read(sequence, chunk, [features])
+            read.features.append(features if self._drafter else features.new_empty(1, len(chunk), 0))
+            if is_cancelled():
+                return None
+        self._last_prompt = read
+        queries = [plan.queries[layer][0, -1] for layer in self._scored_layers]
+        return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
+
+    def _read_start(self, sequence: Sequence, prompt: Tensor, chunk_size: int) -> list[Tensor]:
+        """Copy the start of a prompt [P] that was read before; return its features in chunks [1, n, F].
+
+        It is that of the prompt before, or the shared one, which the target reads with the first prompt that has it. An
+        audit takes nothing from the decoding that it checks.
+        """
+        token_ids, cache, first_row = sequence.request.prompt_token_ids, self._target.cache, sequence.region.start
+        last, self._last_prompt = self._last_prompt, None  # from here on its rows may be written
+        if last is not None and sequence.request.audit_of is None and (n := last.length_in(token_ids)):
+            sequence.take_over(n)
+            return last.write(cache, first_row, n)
+        start = self._shared_start
+        if start is None or not (n := start.length_in(token_ids, chunk_size)):
+            return []
+        if start.features is None:
+            _, _, features = self._read_chunk(sequence, prompt[:n])
+            start.keep(cache, first_row, features)
+            return [features]
+        sequence.take_over(n)
+        return [start.write(cache, first_row)]
+
+    def _let_draft_read(self, sequence: Sequence, token_ids: Tensor, chunks: Items[Tensor]) -> None:
+        """Let the draft read tokens [T] of the prompt after the target, with features [1, n, F] of chunks of them."""
+        self._watch.charge("prefill_s", [sequence])
+        if self._drafter is None or not sequence.drafts:
+            return
+        first = 0
+        for features in chunks:
+            self._drafter.prefill(sequence.slot, token_ids[first : first + features.shape[1]], features[0])
+            first += features.shape[1]
+        self._watch.charge("draft_prefill_s", [sequence])
+
+    def _read_chunk(self, sequence: Sequence, chunk: Tensor) -> tuple[AttentionPlan, Tensor, Tensor]:
+        """Run the next `chunk` [T] of the prompt; return its plan, hidden [1, T, C] and features [1, T, F]."""
+        first = sequence.length
+        sequence.length += len(chunk)
+        layers = frozenset(self._scored_layers)
+        plan = AttentionPlan([sequence.region.start], [sequence.length], len(chunk), keep_layers=layers)
+        positions = torch.arange(first, sequence.length, device=chunk.device)
+        self._on_chunk()
+        token_ids, positions = chunk.unsqueeze(0), positions.unsqueeze(0)
+        return plan, *self._target.forward_with_features(token_ids, positions, plan, self._hidden_layers)

@@ -1,0 +1,158 @@
+"""Verification: one forward of the target over the trees of a batch, and what it accepts of them.
+
+Shapes: `B` sequences, `N` tree nodes (root included), `C` hidden size, `F` features of a position, `V` vocabulary, `W`
+nodes of a path, `H` query heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.decoding.device import upload
+from specextend.decoding.drafter import Decided
+from specextend.decoding.graphs import Graphs
+from specextend.decoding.model import CachedModel
+from specextend.decoding.sampling import choose_tokens
+from specextend.decoding.sequence import Sequence
+from specextend.decoding.step_costs import CostTable
+from specextend.decoding.tree import DraftTrees, Verdict, tree_mask, verify
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One verification: what it decided, and what later phases need of its forward."""
+
+    verdict: Verdict
+    new_token_ids: list[list[int]]
+    """The decided tokens of each sequence."""
+    features: Tensor
+    """[B, W, F], along the accepted paths"""
+    queries: tuple[Tensor, ...]
+    """[B, N, H, D] of each layer that scores"""
+    tree_attention: TreeAttention
+
+    def decided(self, places: list[int], *, whole: bool) -> Decided:
+        """Return what was decided for the sequences at `places` of the batch, for the draft to read.
+
+        `whole`: as wide as the longest possible path, so that its shape is that of every step.
+        """
+        token_ids = [self.new_token_ids[b] for b in places]
+        padded, features = self.verdict.token_ids, self.features
+        if len(places) < len(self.new_token_ids):
+            padded, features = padded[places], features[places]
+        if not whole:
+            width = max(len(new) for new in token_ids)
+            padded, features = padded[:, :width], features[:, :width]
+        return Decided(token_ids, padded, features)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Holds what the host knows of the sequences of a forward."""
+
+    starts: list[int]
+    lengths: list[int]
+    """Committed tokens."""
+    tree_attention: TreeAttention
+
+
+class Verifier:
+    """Runs the target over trees and commits to its cache what it accepts."""
+
+    def __init__(
+        self,
+        target: CachedModel,
+        hidden_layers: tuple[int, ...],
+        scored_layers: tuple[int, ...],
+        num_levels: int,
+        tree_attention: TreeAttention | CostTable,
+        graphs: Graphs,
+    ) -> None:
+        """Take the target, the layers whose outputs and whose queries are kept, and the deepest tree's levels.
+
+        With a table as `tree_attention` each step takes the kind that is faster by the table.
+        """
+        self._target, self._hidden_layers, self._scored_layers = target, hidden_layers, scored_layers
+        self._num_levels, self._tree_attention, self._graphs = num_levels, tree_attention, graphs
+
+    def verify(self, sequences: Items[Sequence], trees: DraftTrees) -> Verified:
+        """Run the target over all trees in one forward, choose, and commit the accepted paths to the cache."""
+        lengths = [sequence.length for sequence in sequences]
+        batch = _Batch([sequence.region.start for sequence in sequences], lengths, self._kind(lengths, trees.num_nodes))
+        places = upload(torch.tensor([[each.region.start, each.length] for each in sequences]), self._target.device)
+        inputs = places, trees.token_ids, trees.parents, trees.depths
+        if all(sequence.is_greedy for sequence in sequences):
+
+            def decide(*inputs: Tensor) -> tuple[Tensor, ...]:
+                logits, features, *queries = self._forward(batch, *inputs)
+                return *self._accept(logits.max(-1).indices, features, *inputs[:3]), *queries
+
+            paths, decided, along, *queries = self._graphs.run("verify", decide, *inputs)
+        else:
+            logits, features, *queries = self._graphs.run("score", lambda *each: self._forward(batch, *each), *inputs)
+            chosen = self._choose(sequences, trees, logits, places[:, 1:] + trees.depths + 1)
+            paths, decided, along = self._accept(chosen, features, *inputs[:3])
+        verdict = Verdict(paths, decided)
+        return Verified(verdict, verdict.decided(), along, tuple(queries), batch.tree_attention)
+
+    def _forward(
+        self, batch: _Batch, places: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Run trees [B, N] behind `places` [B, 2], first rows and lengths.
+
+        Returns logits [B, N, V], features [B, N, F], and queries [B, N, H, D] of each layer that scores.
+        """
+        num_nodes = token_ids.shape[1]
+        starts, lengths = places.split(1, 1)
+        plan = AttentionPlan(
+            starts=batch.starts,
+            lengths=[length + num_nodes for length in batch.lengths],
+            num_new=num_nodes,
+            mask=tree_mask(parents, self._num_levels) if num_nodes > 1 else None,
+            tree=batch.tree_attention,
+            keep_layers=frozenset(self._scored_layers),
+            on_device=(starts, starts + lengths + torch.arange(num_nodes, device=places.device)),
+        )
+        hidden, features = self._target.forward_with_features(token_ids, lengths + depths, plan, self._hidden_layers)
+        return self._target.logits(hidden), features, *(plan.queries[layer] for layer in self._scored_layers)
+
+    def _accept(
+        self, chosen: Tensor, features: Tensor, places: Tensor, token_ids: Tensor, parents: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Commit the paths that follow the target's `chosen` tokens [B, N]; features [B, N, F] become [B, W, F].
+
+        Returns them behind paths and decided tokens [B, W], as a `Verdict` has them.
+        """
+        num_nodes = token_ids.shape[1]
+        if num_nodes == 1:
+            return torch.zeros_like(chosen), chosen, features
+        verdict = verify(token_ids, parents, chosen, self._num_levels)
+        rows = places.sum(1, keepdim=True) + torch.arange(num_nodes, device=places.device)
+        self._target.cache.commit(rows, verdict.paths)
+        along = verdict.paths.unsqueeze(2).expand(-1, -1, features.shape[2])
+        return verdict.paths, verdict.token_ids, features.gather(1, along)
+
+    def _choose(self, sequences: Items[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor) -> Tensor:
+        """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""
+        chosen = []
+        for b, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
+            scores = logits[b]
+            if sequence.penalties is not None:
+                scores = sequence.penalties.apply(scores, *torch.stack([tree.token_ids, tree.parents]).tolist())
+            chosen.append(choose_tokens(scores, positions[b], sequence.request.sampling))
+            if sequence.request.audit_of is not None:
+                sequence.audit(scores[0], positions[b, 0], int(chosen[b][0]))
+        return torch.stack(chosen)
+
+    def _kind(self, lengths: list[int], num_nodes: int) -> TreeAttention:
+        """Return the kind of tree attention: the configured one, or the faster one at these lengths."""
+        if num_nodes == 1:
+            return "hybrid"
+        if isinstance(self._tree_attention, CostTable):
+            return self._tree_attention.tree_attention(num_nodes, [length + num_nodes for length in lengths])
+        return self._tree_attention

@@ -1,0 +1,153 @@
+"""Summaries of batches of documents, for pipelines other than the job: `ray.data.Dataset.map_batches` among them."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specextend.config import RunConfig
+from specextend.core import Completion, Request
+from specextend.data.batches import check_batch_options, read_batch, result_table
+from specextend.data.inputs import DocumentError, Row
+from specextend.data.prompts import Prompts
+from specextend.data.quality import assess
+from specextend.data.schema import result_row
+from specextend.decoding.device import is_device_error
+from specextend.decoding.engine import BatchError
+from specextend.document_requests import as_document_error
+from specextend.inbox import in_order
+from specextend.loading import load_engine
+from specextend.long_documents import Round, Rounds, Summary, advance, check_chunks, shared_start, summarize
+
+
+class Summarizer:
+    """Summarises Arrow tables of documents. Loads its models once, when it is made; one process needs one.
+
+    A call takes a table with the columns of `config.input` and returns one with a row for each of its rows, in the same
+    order: `data.batches.BATCH_SCHEMA`, then the passthrough columns. A document that fails has its error in
+    `error_class`, `message`, `stage` and `retryable`. `input.path`, `output` and `job` are not used.
+    """
+
+    def __init__(self, config: RunConfig, factory: Callable[[RunConfig], Any] = load_engine) -> None:
+        """Load the models. Raises ValueError if they cannot be found or served, or do not fit each other.
+
+        Also for options that no batch can follow: `input.id_column` must be set, and what selects rows must not.
+        """
+        check_batch_options(config.input)
+        self._config, self._engine = config, factory(config)
+        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
+        check_chunks(config, self._prompts)
+        self._engine.share_start(shared_start(config, self._prompts))
+        self._worker = f"{os.uname().nodename}:{os.getpid()}"
+
+    def __call__(self, batch: Any) -> Any:
+        """Summarise the documents of a `pyarrow.Table`; larger ones keep the engine's batch fuller.
+
+        Raises InputError for something else than a table and for missing or mistyped columns, and what makes the engine
+        unusable, such as a broken GPU.
+        """
+        received = time.monotonic()
+        found = read_batch(batch, self._config.input)
+        rows = {number: row for number, row in enumerate(found) if isinstance(row, Row)}
+        documents = {
+            number: _OnItsWay(summarize(self._config, self._prompts, row, str(number))) for number, row in rows.items()
+        }
+        for document in documents.values():
+            document.advance(None)
+        while requests := [request for document in documents.values() for request in document.requests]:
+            outcomes = self._decode(in_order(requests))
+            for document in documents.values():
+                if document.requests:
+                    document.advance([outcomes[request.request_id] for request in document.requests])
+        results = [
+            _failed(row.doc_id, row)
+            if isinstance(row, DocumentError)
+            else self._result(row, documents[number], received)
+            for number, row in enumerate(found)
+        ]
+        return result_table(results, batch, self._config.input.passthrough)
+
+    def _decode(self, requests: Sequence[Request]) -> dict[str, tuple[Completion | DocumentError, float]]:
+        """Decode requests; return each one's outcome and when it came. After a batch failed, its members run alone."""
+        outcomes: dict[str, tuple[Completion | DocumentError, float]] = {}
+
+        def on_error(request_id: str, error: Exception) -> None:
+            if is_device_error(error):
+                raise error
+            outcomes[request_id] = as_document_error(error), time.monotonic()
+
+        groups = [list(requests)]
+        while groups:
+            group = groups.pop()
+            try:
+                for completion in self._engine.generate(group, on_error):
+                    outcomes[completion.request_id] = completion, time.monotonic()
+            except BatchError as error:
+                if is_device_error(error.__cause__ or error):
+                    raise
+                open_ones = [request for request in group if request.request_id not in outcomes]
+                groups.append([each for each in open_ones if each.request_id not in error.request_ids])
+                groups += [[each] for each in open_ones if each.request_id in error.request_ids]
+        return outcomes
+
+    def _result(self, row: Row, document: _OnItsWay, received: float) -> dict[str, Any]:
+        """Make the row of a document."""
+        summary, doc_id = document.state, row.document.doc_id
+        if isinstance(summary, DocumentError):
+            return _failed(doc_id, summary)
+        assert isinstance(summary, Summary), "all rounds are done"
+        completion = summary.completion
+        text, options = row.document.text, self._config.quality
+        quality = assess(completion, text, row.reference, options, summary.is_incomplete)
+        total_s = completion.stats.total_s
+        return result_row(
+            row.document.key,
+            doc_id,
+            completion,
+            summary.prompt,
+            quality,
+            chunk_summaries=summary.chunk_rows,
+            num_requests=summary.num_requests,
+            content_sha256=row.content_sha256,
+            queue_s=max(0.0, document.ended - received - total_s),
+            started_at=time.time() - (time.monotonic() - document.ended) - total_s,
+            worker=self._worker,
+            attempts=1,
+        )
+
+
+@dataclass(slots=True)
+class _OnItsWay:
+    """A document on its way: the round that is to be decoded, and when its first one began and its last one ended."""
+
+    rounds: Rounds
+    state: Round | Summary | DocumentError | None = None
+    began: float = math.inf
+    ended: float = 0.0
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Return what is to be decoded for it; nothing once it is done or has failed."""
+        return self.state.requests if isinstance(self.state, Round) else ()
+
+    def advance(self, outcomes: Sequence[tuple[Completion | DocumentError, float]] | None) -> None:
+        """Take the outcomes of its requests in, with the times at which they came; None at first."""
+        for outcome, at in outcomes or ():
+            self.ended = max(self.ended, at)
+            if isinstance(outcome, Completion):
+                self.began = min(self.began, at - outcome.stats.total_s)
+        try:
+            step = advance(self.rounds, None if outcomes is None else [outcome for outcome, _ in outcomes])
+        except DocumentError as error:
+            self.state = error
+        else:
+            self.state = step.timed(self.ended - self.began) if isinstance(step, Summary) else step
+
+
+def _failed(doc_id: str, error: DocumentError) -> dict[str, Any]:
+    details = {name: getattr(error, name) for name in ("error_class", "message", "stage", "retryable")}
+    return {"doc_id": doc_id, **details, "attempts": 1}

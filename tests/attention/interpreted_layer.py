@@ -1,0 +1,34 @@
+"""The layers' Triton kernels on a CPU, by triton's interpreter: `test_interpreted.py` runs this file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specextend.attention.layer_kernels import TRITON, rotate_heads
+from specextend.attention.layer_reference import rotate_heads_reference
+from tests.attention.layer_calls import HEADS, assert_are_their_twins, rotate_call
+from tests.covering import covering
+
+CASES = covering([1, 5], [192, 1024, 1500], HEADS, [64, 128, 24], [True, False], [torch.float32, torch.float16])
+
+
+@pytest.mark.parametrize(("num_rows", "size", "heads", "head_dim", "norms", "dtype"), CASES)
+def test_they_are_their_twins(num_rows, size, heads, head_dim, norms, dtype):
+    """Sizes that are no power of two, heads that fill no program, with and without norms of queries and keys."""
+    assert_are_their_twins(TRITON, num_rows, size, heads, head_dim, norms, dtype=dtype)
+
+
+def test_rows_that_are_not_named_stay_as_they_are():
+    """They belong to other sequences; the cache is one of several layers' and its heads lie apart."""
+    call, cache = rotate_call(4, (4, 2), 64, norms=False, dtype=torch.float32)
+    wide = torch.full((2, 3, 20, 64), 7.0)
+    call[4:6] = wide[:, 1:]
+    rotate_heads(*call)
+    named = torch.zeros(20, dtype=torch.bool)
+    named[call[6]] = True
+    assert (wide[:, 0] == 7).all()
+    assert (wide[:, :, ~named] == 7).all()
+    call[4:6] = cache
+    rotate_heads_reference(*call)
+    torch.testing.assert_close(wide[:, 1:, named], cache[:, :, named[:12]], atol=1e-5, rtol=1e-5)

@@ -1,0 +1,71 @@
+"""The Triton kernels of a layer: compiled they fit the chips; `test_interpreted.py` holds them to their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specextend.attention.layer_reference import add_norm_reference, gate_reference, rotate_heads_reference
+from tests.attention.layer_calls import EPS, draw, rotate_call
+from tests.covering import covering
+
+pytest.importorskip("triton", reason="triton has wheels for Linux only")
+
+import triton
+
+from specextend.attention.layer_kernels import GATED, HEADS, add_norm_rows, gate_rows, norm_warps, rotate_rows
+from tests.attention.compiling import assert_fits, compile_kernel, inspect
+
+
+def test_the_twins_are_what_transformers_computes():
+    """The kernels are held to them, so they are held to torch's own norm and SiLU, and to RoPE by its definition."""
+    x, delta, weight = (draw(3, 32 + n, dtype=torch.float32)[:, :32] for n in range(3))
+    total, normed = add_norm_reference(x, delta, weight[0], EPS)
+    torch.testing.assert_close(total, x + delta)
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(x + delta, (32,), weight[0], EPS))
+    torch.testing.assert_close(gate_reference(x), torch.nn.functional.silu(x[:, :16]) * x[:, 16:])
+    call, cache = rotate_call(2, (4, 2), 8, norms=False, dtype=torch.float32)
+    query = rotate_heads_reference(*call)
+    qkv, cos, sin, *_, rows = call
+    pairs = torch.complex(qkv[..., :4], qkv[..., 4:])  # element i turns with i + D / 2, each by an angle of its own
+    low = pairs.real * cos[:, None, :4] - pairs.imag * sin[:, None, :4]
+    torch.testing.assert_close(query[..., :4], low[:, :4])
+    torch.testing.assert_close(cache[0][:, rows, :4], low[:, 4:6].transpose(0, 1))
+    torch.testing.assert_close(cache[1][:, rows], qkv[:, 6:].transpose(0, 1))
+
+
+@pytest.fixture(autouse=True)
+def _own_kernel_cache(tmp_path, monkeypatch):
+    """What is tested is compiled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+def compile_rotation(element: str, head_dim: int, norms: bool, capability: int):
+    names = ("qkv", "cos", "sin", "query_weight", "key_weight", "query", "keys", "values")
+    types = dict.fromkeys(names, element) | {"rows": "*i64", "eps": "fp32"}
+    constants = {"NUM_HEADS": 32, "NUM_KEY_HEADS": 8, "DIM": head_dim, "HALF": triton.next_power_of_2(head_dim // 2)}
+    return compile_kernel(rotate_rows, types, constants | {"GROUP": HEADS, "HAS_NORMS": norms}, capability, num_warps=1)
+
+
+def compile_norm(element: str, size: int, capability: int):
+    types = dict.fromkeys(("x", "delta", "weight", "total", "normed"), element) | {"eps": "fp32"}
+    constants = {"BLOCK": triton.next_power_of_2(size), "HAS_DELTA": True}
+    return compile_kernel(add_norm_rows, types, constants, capability, num_warps=norm_warps(size))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "norms", "size", "capability", "element"),
+    [
+        (128, True, 4096, 90, "*bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in covering([64, 128, 96], [True, False], [576, 4096, 16384], [80, 90], ["*bf16", "*fp16"])
+        ),
+    ],
+)
+def test_they_compile_and_fit(head_dim, norms, size, capability, element, tmp_path):
+    """A row that spills is written and read again, which is what joining the operators saves."""
+    assert_fits(inspect(compile_rotation(element, head_dim, norms, capability), tmp_path), capability)
+    assert_fits(inspect(compile_norm(element, size, capability), tmp_path), capability)
+    gated = compile_kernel(gate_rows, dict.fromkeys(("gate_up", "out"), element), {"BLOCK": GATED}, capability)
+    assert_fits(inspect(gated, tmp_path), capability)

@@ -1,0 +1,119 @@
+"""The end of a run, and nodes that are about to go: who is let go, and who gets what is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from specextend.cluster.leases import Lease, Limits
+from specextend.cluster.places import Place, Spot
+from specextend.cluster.polling import PollRound
+from specextend.cluster.roster import Roster
+from specextend.cluster.scheduler import IDLE_S, Scheduler
+from tests.cluster.lengths import rows_of_length
+
+
+def plan_of(lengths: list[int], workers: str, leases_per_worker: int = 2, **kinds: str) -> Scheduler:
+    """A scheduler with a worker for each letter, each on a node of its own."""
+    plan = Scheduler(rows_of_length(lengths), Limits(max_losses=2), leases_per_worker)
+    for name in workers:
+        plan.join(name, Place(f"node {name}", Spot(f"host {name}", "GPU 0")), 0, kinds.get(name, ""))
+    return plan
+
+
+def started(plan: Scheduler, grants: list[tuple[str, Lease]], now: float) -> None:
+    for worker in {worker for worker, _ in grants}:
+        plan.report(worker, 1, [lease.lease_id for name, lease in grants if name == worker], now)
+
+
+def test_idle_workers_are_let_go_while_the_last_documents_run() -> None:
+    """They held their GPUs until the longest document of the night was done."""
+    plan = plan_of([9, 8], "abcd")
+    grants = plan.assign(0)
+    started(plan, grants, 0)
+    assert plan.num_wanted == 2
+    assert plan.spare(IDLE_S - 1) == [], "a worker that dies may need one at once"
+    assert plan.spare(IDLE_S) == ["c", "d"]
+    for worker in ("c", "d"):
+        plan.release(worker)
+    assert plan.spare(9 * IDLE_S) == []
+    assert plan.leave("a", "WorkerDied", "gone") == []
+    assert plan.num_wanted == 2, "one for the document that is tried again, elsewhere"
+
+
+def test_nobody_is_let_go_while_documents_wait_or_may_move() -> None:
+    """A file that nobody can read for ten minutes leaves all workers idle; they will be needed."""
+    plan = plan_of([5, 5], "ab", leases_per_worker=1)
+    for _, lease in plan.assign(0):
+        plan.unread(lease.lease_id, 0)
+    assert plan.assign(5) == []
+    assert plan.spare(IDLE_S) == []
+
+
+def test_workers_that_are_not_built_yet_are_not_asked_for_any_more() -> None:
+    roster = Roster(4)
+    names = roster.due(0, 4)
+    roster.ready(names[0])
+    assert roster.not_needed(4) == []
+    assert set(roster.not_needed(2)) <= set(names[1:])
+    assert len(roster.not_needed(2)) == 2
+    for worker in roster.not_needed(1):
+        roster.let_go(worker)
+    assert roster.due(1, 1) == []
+    assert len(roster.due(1, 3)) == 2, "their seats are free again"
+
+
+def test_a_node_that_is_about_to_go_gets_nothing_and_gives_back_what_waits() -> None:
+    """What runs may end there; if it does not, the loss is not even counted."""
+    plan = plan_of([9, 8, 7], "a", leases_per_worker=3)
+    grants = plan.assign(0)
+    by_row = {lease.key.row: lease for _, lease in grants}
+    plan.report("a", 1, [by_row[0].lease_id, by_row[1].lease_id], 1)
+    assert [lease.key.row for lease in plan.drain("a")] == [2]
+    plan.closed("a")
+    assert plan.finish(by_row[0].lease_id)
+    assert plan.assign(2) == []
+    assert plan.lose("a", "reclaimed") == []
+    plan.join("b", Place("node b", Spot("host b", "GPU 0")), 3)
+    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(3)] == [(1, 1), (2, 1)]
+    plan.drain("b")
+    assert plan.lose("b", "reclaimed") == [], "two losses are the limit here"
+
+
+def test_a_draining_worker_is_let_go_once_it_is_empty() -> None:
+    plan = plan_of([9], "a")
+    [(_, lease)] = plan.assign(0)
+    started(plan, [("a", lease)], 0)
+    assert plan.drain("a") == []
+    assert plan.spare(1) == []
+    plan.finish(lease.lease_id)
+    assert plan.spare(1) == ["a"]
+
+
+@pytest.mark.parametrize("num_documents", range(100, 112))
+def test_a_slow_worker_gets_no_document_with_which_it_would_be_the_last(num_documents: int) -> None:
+    """A tenth as fast, it would begin one of the last documents and end it when all others had been idle for long."""
+    plan = plan_of([100] * num_documents, "fs", leases_per_worker=1, f="fast", s="slow")
+    seconds = {"f": 100.0, "s": 1000.0}
+    running: dict[str, tuple[float, Lease]] = {}
+    now = 0.0
+    while not plan.is_done:
+        running |= {worker: (now + seconds[worker], lease) for worker, lease in plan.assign(now)}
+        worker = min(running, key=lambda name: running[name][0])
+        now, lease = running.pop(worker)
+        plan.report(worker, 1, [], now)
+        plan.finish(lease.lease_id)
+    assert now <= num_documents / (1 / 100 + 1 / 1000) + 200
+
+
+@pytest.mark.parametrize(("num_workers", "polls"), [(10, 5), (1000, 100), (10_000, 100)])
+def test_polls_take_the_same_time_however_many_workers_there_are(num_workers: int, polls: int) -> None:
+    """Each worker every two seconds, as long as that is no more than a hundred a second; and each in its turn."""
+    rounds, counts = PollRound(2.0, polls_per_s=100), dict.fromkeys(map(str, range(num_workers)), 0)
+    for worker in counts:
+        rounds.add(worker, 0.0)
+    for turn in range(1, 2001):
+        for worker in rounds.due(0.1 * turn):
+            counts[worker] += 1
+            rounds.add(worker, 0.1 * turn)
+    assert sum(counts.values()) == pytest.approx(200 * polls, rel=0.05)
+    assert max(counts.values()) - min(counts.values()) <= 1

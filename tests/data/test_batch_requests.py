@@ -1,0 +1,87 @@
+"""Requests of OpenAI's Batch API as documents."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specextend.config import RunConfig
+from specextend.data.batch_requests import BatchRequests
+from specextend.data.inputs import InputError
+
+SYSTEM = {"role": "system", "content": "You write one sentence: {short}."}
+
+
+def line(custom_id: Any, *messages: dict[str, Any], **body: Any) -> dict[str, Any]:
+    values = {"model": "gpt-4o-mini", "messages": list(messages), **body}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": values}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def requests(folder: Path, *lines: Any) -> BatchRequests:
+    (folder / "in.jsonl").write_text("\n\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines))
+    return BatchRequests(folder / "in.jsonl")
+
+
+def test_requests_become_documents_and_the_settings_of_their_run(tmp_path: Path):
+    """The settings are a shell's arguments: what they give a run must be what the requests say."""
+    shared = {"temperature": 0.5, "stop": "END", "seed": 7}
+    parts = [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}]
+    found = requests(
+        tmp_path,
+        line("r-1", SYSTEM, user("one"), max_tokens=9, **shared),
+        line("r-2", SYSTEM, user(parts), max_completion_tokens=5, **shared),
+        line("r-3", SYSTEM | {"role": "developer"}, user("three"), **shared),
+    )
+    assert list(found) == [
+        {"id": "r-1", "text": "one", "max_new_tokens": 9},
+        {"id": "r-2", "text": "two parts", "max_new_tokens": 5},
+        {"id": "r-3", "text": "three", "max_new_tokens": None},
+    ]
+    least = "input: {path: in, passthrough: [title]}\noutput: {path: out}\ntarget: {model: owner/target}\n"
+    (tmp_path / "run.yaml").write_text(f"{least}draft: {{kind: ngram}}\n")
+    words = shlex.split(found.settings)
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    config = RunConfig.load(tmp_path / "run.yaml", words[1::2])
+    assert (config.input.id_column, config.input.max_new_tokens_column) == ("id", "max_new_tokens")
+    assert config.input.passthrough == (), "the demo's configuration names columns of its reports"
+    assert (config.prompt.instruction, config.prompt.system) == ("{document}", SYSTEM["content"])
+    assert (config.decoding.temperature, config.decoding.seed, config.decoding.stop) == (0.5, 7, ("END",))
+    assert config.decoding.top_p == 1.0, "not named, so the run's own"
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ("{", "is not JSON"),
+        ([], "has no custom_id"),
+        (line("", user("x")), "has no custom_id"),
+        (line(7, user("x")), "has no custom_id; every request needs one, a string"),
+        (line("a", user("x")), r"in.jsonl:3 has the custom_id 'a' of line 1; make them different"),
+        (line("b", user("x")) | {"url": "/v1/embeddings"}, "must be POST and /v1/chat/completions"),
+        (line("b", user("x")) | {"body": None}, "has no body"),
+        (line("b", user("x"), tools=[]), "body.tools is not served; remove it"),
+        (line("b", user("x"), temperature=1), "decoding.temperature would be 1 here and is None in the first request"),
+        (line("b", SYSTEM, user("x")), "prompt.system would be"),
+        (line("b", user("x"), user("y")), "it has the roles user, user"),
+        (line("b"), "it has the roles of none"),
+        (line("b", user([{"type": "image_url"}])), "images and sounds are not served"),
+        (line("b", user(None)), "a message's content must be text"),
+        (line("b", user("x"), max_tokens=0), "body.max_tokens must be a whole number from 1, got 0"),
+        (line("b", user("\ud83d")), "half of a surrogate pair"),
+    ],
+)
+def test_what_a_run_cannot_do_is_refused_by_line(second: Any, message: str, tmp_path: Path):
+    """A request that is silently answered otherwise than asked is worse than none."""
+    with pytest.raises(InputError) as refused:
+        list(requests(tmp_path, line("a", user("fine")), second))
+    assert message in str(refused.value)
+    assert str(refused.value).startswith("in.jsonl:3")
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,87 @@
+"""The filter's grammar: what it matches, and that nothing else gets through."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from specextend.data.row_filter import RowFilter
+
+DAYS = [datetime.date(2026, 11, day) for day in (20, 21, 22)] + [None]
+TABLE = pa.table(
+    {
+        "lang": pa.array(["en", "de", None, "en"]).dictionary_encode(),
+        "pages": [1, 2, 3, None],
+        "day": DAYS,
+        "public": [True, False, True, None],
+        "a b": pa.array(["x", "y", "z", "x"], pa.string_view()),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("lang == 'en'", [0, 3]),
+        ("lang != 'en'", [1]),
+        ("not lang == 'en'", [1]),
+        ("lang in ['en', 'fr']", [0, 3]),
+        ("lang not in ('en', null)", [1]),
+        ("lang is null or pages is null", [2, 3]),
+        ("lang is not None and 1 < pages <= 3", [1]),
+        ("pages >= 1.5 and not public", [1]),
+        ("public", [0, 2]),
+        ("day >= '2026-11-21'", [1, 2]),
+        ("col('a b') == 'x' and pages > -1", [0]),
+    ],
+)
+def test_rows_match_as_in_sql(text: str, rows: list[int]) -> None:
+    """A comparison with null is neither true nor false, so neither it nor its opposite matches."""
+    assert RowFilter(text).mask(TABLE).nonzero()[0].tolist() == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lang = 'en'", "cannot be parsed"),
+        ("", "cannot be parsed"),
+        ("__import__('os').system('true')", "which is not allowed"),
+        ("lang.upper() == 'EN'", "which is not allowed"),
+        ("pages + 1 == 2", "which is not allowed"),
+        ("lang is 'en'", "which is not allowed"),
+        ("lang in other", "which is not allowed"),
+        ("lang == null", "which is not allowed"),
+    ],
+)
+def test_what_is_not_of_the_grammar_is_refused(text: str, message: str) -> None:
+    """A configuration may come from somebody who must not run code here."""
+    with pytest.raises(ValueError, match=message) as refused:
+        RowFilter(text)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "types"),
+    [
+        ("pages == 'two'", "pages is int"),
+        ("pages", "pages is int"),
+        ("1 == 1", "it names none"),
+        ("day > 'soon' and pages > 1", "day is date32[day], pages is int"),
+        ("lang in [1, 2]", "lang is dictionary<values=string"),
+        ("pages < 99999999999999999999", "pages is int"),
+    ],
+)
+def test_a_filter_that_does_not_fit_its_columns_is_refused_with_their_types(text: str, types: str) -> None:
+    """Arrow speaks of kernels; a number beyond 64 bits ended in a traceback."""
+    with pytest.raises(ValueError, match=rf"does not fit its columns \(.*\); {re.escape(types)}") as refused:
+        RowFilter(text).mask(TABLE)
+    assert "\n" not in str(refused.value)
+
+
+def test_columns_are_those_it_reads_once() -> None:
+    names: Any = RowFilter("lang == 'a' or col('a b') == lang and pages < 3").columns
+    assert names == ("lang", "a b", "pages")

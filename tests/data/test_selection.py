@@ -1,0 +1,248 @@
+"""Which rows of its input a run is about: filter, sample, limit, and what earlier runs have done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.core import Completion, DocumentKey
+from specextend.data.earlier import find_earlier
+from specextend.data.finalize import finalize, is_finalized
+from specextend.data.fingerprint import build_manifest, differences, write_manifest
+from specextend.data.inputs import InputError, InputOptions, OutputOptions
+from specextend.data.parts import PartWriter
+from specextend.data.prompts import Prompt
+from specextend.data.quality import Quality
+from specextend.data.results import pending, read_parts
+from specextend.data.schema import error_row, result_row
+from specextend.data.selection import recall_selection, select_rows, write_selection
+from specextend.data.source import Source, open_source
+from specextend.data.storage import Location, resolve
+from specextend.report import build_report
+from specextend.stats import DecodingStats
+
+Write = Callable[..., Path]
+Corpus = Callable[..., InputOptions]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, write: Write) -> Corpus:
+    """Two files of a folder with partitions; keywords are options of the input."""
+    for number, lang in enumerate(("de", "en")):
+        ids = [f"{lang}{row}" for row in range(5)]
+        columns = {"id": ids, "text": [f"text of {each}" for each in ids], "pages": [*range(5)]}
+        write(f"in/lang={lang}/year=202{number}/a.parquet", columns)
+    return lambda **options: InputOptions(path=str(tmp_path / "in"), id_column="id", **options)
+
+
+def ids_of(source: Source) -> list[str]:
+    return [source.doc_id(key) for key in keys_of(source)]
+
+
+def keys_of(source: Source) -> list[DocumentKey]:
+    return [DocumentKey(file.number, row) for file in source.files for row in source.rows(file.number)]
+
+
+def test_filter_sample_and_limit_choose_rows_in_this_order(corpus: Corpus) -> None:
+    """Files without a chosen row are no part of the run, so they get no empty files of results."""
+    english = select_rows(open_source(corpus(filter="lang == 'en' and year >= 2021 and pages > 1")))
+    assert ids_of(english) == ["en2", "en3", "en4"]
+    assert [file.relative_path for file in english.files] == ["lang=en/year=2021/a.parquet"]
+    assert ids_of(select_rows(open_source(corpus(filter="pages > 2", limit=3)))) == ["de3", "de4", "en3"]
+    counted = select_rows(open_source(corpus(filter="pages > 0", sample=5, limit=4)))
+    assert counted.selection is not None
+    assert counted.selection.counts == {
+        "input": 10,
+        "not_matching": 2,
+        "not_in_sample": 3,
+        "over_limit": 1,
+        "selected": 4,
+    }
+
+
+def test_a_sample_depends_on_seed_and_ids_alone(corpus: Corpus, write: Write) -> None:
+    """A pilot on one document in two must not change its documents because others have arrived."""
+    before = ids_of(select_rows(open_source(corpus(sample=0.5))))
+    assert 0 < len(before) < 10
+    write("in/lang=fr/year=2022/a.parquet", {"id": ["fr0"], "text": ["t"], "pages": [1]})
+    assert [each for each in ids_of(select_rows(open_source(corpus(sample=0.5)))) if each != "fr0"] == before
+    assert ids_of(select_rows(open_source(corpus(sample=0.5, sample_seed=1)))) != before
+    assert len(ids_of(select_rows(open_source(corpus(sample=3))))) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filter": "pages > 9"}, "matches none of 10 rows"),
+        ({"filter": "page > 9"}, r"has no column 'page' \(input.filter\)"),
+        ({"filter": "pages == 'x'"}, "does not fit its columns"),
+        ({"passthrough": ("month",)}, r"has no column 'month' \(input.passthrough\)"),
+    ],
+)
+def test_a_selection_that_makes_no_sense_is_refused(corpus: Corpus, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        select_rows(open_source(corpus(**options)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample": 1.5}, "fraction between 0 and 1"),
+        ({"sample": 0}, "at least 1"),
+        ({"limit": 0}, "at least 1"),
+        ({"filter": "print(1)"}, "not allowed"),
+        ({"except_done_in": ("",)}, "empty path"),
+        ({"except_done_in": ("s3://key:secret@bucket/out",)}, "credentials"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        InputOptions(path="in", **options)
+
+
+def manifest_of(source: Source, max_new_tokens: int = 5) -> dict[str, Any]:
+    config = {"input": {"filter": source.options.filter}, "decoding": {"max_new_tokens": max_new_tokens}}
+    return build_manifest(source, config, {"target": "t"})
+
+
+def night(options: InputOptions, output: Location, *, failing: str = "", max_new_tokens: int = 5) -> Source:
+    """Do a night's work: select, commit a result for each row, finalize."""
+    whole = open_source(options)
+    earlier, notes = find_earlier(options.except_done_in, output, manifest_of(whole, max_new_tokens))
+    source = select_rows(whole, earlier, notes)
+    write_selection(source, output)
+    write_manifest(output, manifest_of(source, max_new_tokens))
+    PartWriter(output, "0" * 8).commit([result_of(source, key, failing) for key in keys_of(source)])
+    assert not list(pending([file.num_rows for file in source.files], read_parts(output), chosen=source.rows))
+    counts = finalize(source, output)
+    assert (counts.rows, counts.errors) == (source.num_rows, int(bool(failing)))
+    return source
+
+
+def result_of(source: Source, key: DocumentKey, failing: str) -> dict[str, Any]:
+    row = source.read(key)
+    doc_id = row.document.doc_id
+    if doc_id == failing:
+        facts = {"error_class": "Bad", "message": "why", "stage": "decode", "retryable": True}
+        return error_row(key, doc_id, **facts, attempts=1)
+    completion = Completion("0", [1], f"summary of {row.document.text}", "stop", DecodingStats())
+    marks = {"content_sha256": row.content_sha256, "worker": "w"}
+    times = {"queue_s": 0.0, "started_at": 0.0}
+    return result_row(
+        key, doc_id, completion, Prompt([1], 0, "middle"), Quality([], None), **times, **marks, attempts=1
+    )
+
+
+def counts_of(source: Source) -> dict[str, int]:
+    assert source.selection is not None
+    return {name: source.selection.counts[name] for name in ("unchanged", "changed", "new", "selected")}
+
+
+def rewrite(path: Path, **changed: str) -> None:
+    """Change the texts of some documents of a file."""
+    table = pq.read_table(path, partitioning=None)
+    texts = [changed.get(row["id"], row["text"]) for row in table.select(["id", "text"]).to_pylist()]
+    pq.write_table(table.set_column(1, "text", pa.array(texts)), path)
+
+
+def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus: Corpus, tmp_path: Path, write: Write) -> None:
+    """Rows are found by id, in whichever file they are by now, and compared by content; errors are tried again."""
+    nights = [resolve(str(tmp_path / "out" / str(number))) for number in range(4)]
+    options = corpus(except_done_in=(str(tmp_path / "out" / "*"),), passthrough=("lang", "pages"))
+    assert counts_of(night(options, nights[0], failing="de3")) == {
+        "unchanged": 0,
+        "changed": 0,
+        "new": 10,
+        "selected": 10,
+    }
+    rewrite(tmp_path / "in/lang=en/year=2021/a.parquet", en1="another text")
+    write("in/lang=en/year=2022/b.parquet", {"id": ["en9"], "text": ["text of en1"], "pages": [7]})
+    second = night(options, nights[1])
+    assert counts_of(second) == {"unchanged": 8, "changed": 1, "new": 2, "selected": 3}
+    found = pq.read_table(tmp_path / "out" / "1" / "summaries", partitioning=None).to_pylist()
+    assert [(row["doc_id"], row["summary"], row["lang"], row["pages"]) for row in found] == [
+        ("de3", "summary of text of de3", "de", 3),
+        ("en1", "summary of another text", "en", 1),
+        ("en9", "summary of text of en1", "en", 7),
+    ]
+    (tmp_path / "in/lang=en/year=2022/b.parquet").rename(tmp_path / "in/lang=en/moved.parquet")
+    assert counts_of(night(options, nights[2])) == {"unchanged": 11, "changed": 0, "new": 0, "selected": 0}
+    third = night(replace(options, limit=4), nights[3], max_new_tokens=6)
+    assert counts_of(third) == {"unchanged": 0, "changed": 0, "new": 4, "selected": 4}
+    assert third.selection is not None
+    which, why = (
+        f"2 outputs ({tmp_path}/out/0 to 1)",
+        "of another configuration: decoding.max_new_tokens: 5 there, 6 here",
+    )
+    assert third.selection.notes == (f"not counted as done: rows of {which}, {why}",)
+
+
+def test_only_files_that_were_written_since_are_read(corpus: Corpus, tmp_path: Path) -> None:
+    """Reading ten million texts every night to find out that they are the same would take the night.
+
+    Whoever changes a file and sets its old time again, byte for byte of the same size, is not found out.
+    """
+    options, file = corpus(except_done_in=(str(tmp_path / "out"),)), tmp_path / "in/lang=de/year=2020/a.parquet"
+    pq.write_table(pq.read_table(file, partitioning=None), file, compression="none")
+    night(options, resolve(str(tmp_path / "out")))
+    time = file.stat().st_mtime_ns
+    file.write_bytes(file.read_bytes().replace(b"text of de2", b"TEXT of de2"))
+    for changed_ns, num_changed in ((0, 0), (1, 1)):
+        os.utime(file, ns=(time, time + changed_ns))
+        whole = open_source(options)
+        earlier, _ = find_earlier(options.except_done_in, resolve(str(tmp_path / "other")), manifest_of(whole))
+        assert counts_of(select_rows(whole, earlier))["changed"] == num_changed
+
+
+def test_summaries_may_lie_in_the_folders_of_the_input(corpus: Corpus, tmp_path: Path) -> None:
+    """Whoever reads one language reads its folder; the columns are of the types that readers of such folders infer."""
+    options, out = corpus(passthrough=("year", "lang")), tmp_path / "out"
+    source = open_source(options, OutputOptions(path=str(out), partition_by=("lang",)))
+    write_manifest(resolve(str(out)), manifest_of(source))
+    PartWriter(resolve(str(out)), "0" * 8).commit([result_of(source, key, "") for key in keys_of(source)])
+    (out / "summaries" / "lang=de").mkdir(parents=True)
+    (out / "summaries" / "lang=de" / ".part.tmp").touch()
+    finalize(source, resolve(str(out)))
+    files = sorted(path.relative_to(out).as_posix() for path in (out / "summaries").rglob("*.*"))
+    assert files == ["summaries/lang=de/part-00000.parquet", "summaries/lang=en/part-00001.parquet"]
+    assert is_finalized(source, resolve(str(out)))
+    found = ds.dataset(out / "summaries", partitioning="hive").to_table(filter=ds.field("lang") == "en")
+    assert found["year"].to_pylist() == [2021] * 5
+    assert build_report(str(out))["rows"]["done"] == 10
+    earlier, _ = find_earlier([str(out)], resolve(str(tmp_path / "next")), manifest_of(source))
+    assert len(earlier[0].done_rows()) == 10
+    with pytest.raises(InputError, match=r"output.partition_by names month, but lang=de/year=2020/a.parquet is in no"):
+        open_source(options, OutputOptions(path=str(out), partition_by=("month",)))
+
+
+def test_rows_stay_those_of_the_first_start(corpus: Corpus, tmp_path: Path, write: Write) -> None:
+    """A night that is resumed must not take in what has arrived since, nor drop what another run has done since."""
+    options, output = corpus(except_done_in=(str(tmp_path / "out-*"),)), resolve(str(tmp_path / "out-1"))
+    source = night(options, output)
+    manifest = manifest_of(source)
+    write("in/new.parquet", {"id": ["n"], "text": ["t"], "pages": [1]})
+    again = open_source(options, only=manifest["identity"]["files"])
+    again = recall_selection(again, output, manifest["selection"], manifest["identity"]["selection"]["sha256"])
+    assert keys_of(again) == keys_of(source)
+    assert not differences(manifest, manifest_of(again))
+    with pytest.raises(InputError, match="use another output"):
+        recall_selection(again, output, manifest["selection"], "0")
+
+
+def test_an_earlier_output_must_be_one(corpus: Corpus, tmp_path: Path) -> None:
+    """A typing error in a path must not let a night do everything again; a glob may match nothing in the first."""
+    manifest, own = manifest_of(open_source(corpus())), resolve(str(tmp_path / "own"))
+    with pytest.raises(InputError, match="is no output folder"):
+        find_earlier([str(tmp_path / "typo")], own, manifest)
+    assert find_earlier([str(tmp_path / "night-*")], own, manifest) == ([], ())
+    write_manifest(resolve(str(tmp_path / "night-1")), manifest)
+    _, notes = find_earlier([str(tmp_path / "night-*")], own, manifest)
+    assert notes == (f"not counted as done: rows of {tmp_path}/night-1, which is not finished",)

@@ -1,0 +1,138 @@
+"""A prompt that begins as the one before it is read from where they differ, and nothing of its output tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specextend.attention.backends import cpu_kernels
+from specextend.decoding.prefixes import LEAST_REUSED
+from tests.alive import fresh
+from tests.covering import each_once_then_slow
+from tests.decoding.prompts import NEW, rows_read, run
+from tests.tiny_models import random_prompt, request, tiny_engine
+
+DRAFTS = ("good", "eagle", "eagle3", "merged-eagle", "self")
+BACKENDS = ("reference", *cpu_kernels(32, torch.float32))
+DOCUMENT = random_prompt(1100, seed=1)
+"""Longer than a chunk of prefill."""
+QUESTIONS = [random_prompt(length, seed=length) for length in (40, 3, 300)]
+OTHER = random_prompt(500, seed=2)
+PROMPTS = [OTHER, *(DOCUMENT + question for question in QUESTIONS), [*OTHER, 7], [*OTHER, 7]]
+CACHED = [0, 0, 1100, 1100, 0, 500]
+
+
+@pytest.mark.parametrize(("draft", "backend", "batch"), each_once_then_slow(DRAFTS, BACKENDS, [1, 3]))
+def test_output_and_acceptance_are_those_of_whole_prompts(draft, backend, batch, pair, alone):
+    changes = {"attention__backend": backend, "decoding__max_batch_size": batch, "cache__policy": "full"}
+    engine = tiny_engine(pair, draft, **changes)
+    reused = run(engine, *PROMPTS)
+    assert [each.token_ids for each in reused] == [alone(prompt) for prompt in PROMPTS]
+    assert [each.stats.num_cached_tokens for each in reused] == CACHED
+    assert [each.stats.num_prompt_tokens for each in reused] == [len(prompt) for prompt in PROMPTS]
+    if draft == "self" and batch > 1:
+        return  # its trees depend on those beside them
+    for one, prompt in zip(reused, PROMPTS, strict=True):
+        if one.stats.num_cached_tokens:
+            [whole] = run(engine, prompt)  # nothing is kept between two calls of `generate`
+            assert one.stats.acceptance_histogram == whole.stats.acceptance_histogram
+
+
+def test_the_target_reads_only_what_differs(pair):
+    engine = tiny_engine(pair, decoding__mode="autoregressive")
+    sizes = rows_read(engine)
+    run(engine, *PROMPTS)
+    assert [size for size in sizes if size > 1] == [500, 1024, 76 + 40, 3, 300, 501]
+    assert sizes.count(1) == 1 + len(PROMPTS) * (NEW - 1), "one more where the last prompt is repeated"
+
+
+def test_rows_may_move_to_a_region_that_overlaps_theirs(pair, alone):
+    """The first two end together, so that the third begins where the first one was, and overlaps the second."""
+    prompts = [OTHER, DOCUMENT + QUESTIONS[0], DOCUMENT + QUESTIONS[1]]
+    engine = tiny_engine(pair, decoding__mode="autoregressive", decoding__max_batch_size=2)
+    outputs = run(engine, *prompts)
+    assert outputs[2].stats.num_cached_tokens == len(DOCUMENT)
+    assert [each.token_ids for each in outputs] == [alone(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "cached"),
+    [
+        (LEAST_REUSED, 20, LEAST_REUSED),
+        (LEAST_REUSED - 1, 20, 0),
+        (400, 400, 400),
+        (400, 401, 0),
+    ],
+)
+def test_a_short_beginning_is_read_again(common, own, cached, pair):
+    """Half of the prompt, and as much as takes a while: documents may begin alike by chance."""
+    engine = tiny_engine(pair, decoding__mode="autoregressive")
+    start = DOCUMENT[:common]
+    _, second = run(engine, [*start, 5, 5, 5], [*start, 6, *random_prompt(own - 1)])
+    assert second.stats.num_cached_tokens == cached
+
+
+def test_an_audit_reads_the_whole_prompt(pair):
+    """It checks the decoding before it, and takes nothing from it."""
+    engine = tiny_engine(pair)
+    [first] = run(engine, DOCUMENT)
+    audit = replace(request("audit", DOCUMENT, NEW), audit_of=tuple(first.token_ids))
+    outputs = list(engine.generate([request("again", DOCUMENT, NEW), audit]))
+    assert {each.request_id: each.stats.num_cached_tokens for each in outputs} == {"again": 0, "audit": 0}
+
+
+def test_a_prompt_whose_reading_failed_is_not_taken_over(pair, alone):
+    """Nor the one before it, whose rows may have been written meanwhile."""
+    engine = tiny_engine(pair)
+    forward, calls = engine.target.forward_with_features, []
+
+    def fail_in_the_second_document(token_ids, *rest):
+        calls.append(token_ids)
+        if token_ids.shape[1] == len(OTHER):
+            raise RuntimeError("attention failed")
+        return forward(token_ids, *rest)
+
+    engine.target.forward_with_features = fail_in_the_second_document
+    prompts = {"a": DOCUMENT, "fails": OTHER, "b": [*DOCUMENT, 9]}
+    errors = []
+    requests = [request(name, prompt, NEW) for name, prompt in prompts.items()]
+    outputs = {each.request_id: each for each in engine.generate(requests, lambda name, _: errors.append(name))}
+    assert errors == ["fails"]
+    assert {name: each.token_ids for name, each in outputs.items()} == {name: alone(prompts[name]) for name in "ab"}
+    assert outputs["b"].stats.num_cached_tokens == 0
+
+
+def test_a_list_that_the_caller_goes_on_using_is_another_prompt(pair, alone):
+    """A conversation that grows in one list: what it held when it was read counts."""
+    engine, prompt = tiny_engine(pair), list(DOCUMENT)
+
+    def conversation():
+        yield request("a", prompt, NEW)
+        prompt.extend(QUESTIONS[0])
+        yield request("b", prompt, NEW)
+
+    outputs = {each.request_id: each for each in engine.generate(conversation())}
+    assert outputs["b"].stats.num_cached_tokens == len(DOCUMENT)
+    assert outputs["b"].token_ids == alone(DOCUMENT + QUESTIONS[0])
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 512), (512, 0), (256, 256), (0, 256)])
+def test_rows_are_copied_between_regions_that_overlap(source, target, pair):
+    cache = tiny_engine(pair, decoding__mode="autoregressive").target.cache
+    cache.stored.normal_(generator=torch.Generator().manual_seed(0))
+    before = cache.stored.clone()
+    cache.copy(source, target, 700)
+    assert torch.equal(cache.stored[:, :, :, target : target + 700], before[:, :, :, source : source + 700])
+    others = torch.ones(cache.stored.shape[3], dtype=torch.bool)
+    others[target : target + 700] = False
+    assert torch.equal(cache.stored[:, :, :, others], before[:, :, :, others])
+
+
+def test_nothing_is_left_when_the_requests_end(pair):
+    engine = tiny_engine(pair, "eagle")
+    run(engine, OTHER)
+    before = fresh(engine)
+    run(engine, *PROMPTS[1:4])
+    before.assert_nothing_is_left()

@@ -1,0 +1,120 @@
+"""`docs/nightly.md` and the schedulers' files of `deploy/`: what people copy must be what the code takes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from specextend.cluster import exits
+from specextend.cluster.metrics import exported_names
+from specextend.config import JobOptions, RunConfig
+from tests.job.conftest import ROOT
+
+DEPLOY = ROOT / "deploy"
+PAGE = (ROOT / "docs" / "nightly.md").read_text()
+RULES = yaml.safe_load((DEPLOY / "prometheus" / "specextend.rules.yaml").read_text())["groups"][0]["rules"]
+FINAL = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
+
+
+def cron_line() -> str:
+    [line] = re.findall(r"^[\d*].*$", (DEPLOY / "cron" / "specextend").read_text(), re.MULTILINE)
+    return line
+
+
+def dag() -> ast.Module:
+    return ast.parse((DEPLOY / "airflow" / "specextend_nightly.py").read_text())
+
+
+def constant(name: str) -> Any:
+    """A constant of the DAG's file, which cannot be imported without Airflow."""
+    [node] = [each for each in dag().body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name]
+    return ast.literal_eval(node.value)
+
+
+def cron_job() -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / "kubernetes" / "cronjob.yaml").read_text())
+
+
+def container() -> dict[str, Any]:
+    [found] = cron_job()["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def commands() -> list[str]:
+    """The commands in the form of a shell."""
+    return [
+        cron_line().replace("\\%", "%"),
+        shlex.join([*constant("COMMAND"), "--run-date", "2026-11-22"]),
+        container()["args"][0],
+        *re.findall(r"jobs/summarize\.py .*", PAGE),
+    ]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_job_takes_the_command(command: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Flags, keys and variables; the schedulers' files share the configuration of the page."""
+    for name in ("CORPUS", "SUMMARIES"):
+        monkeypatch.setenv(name, f"/data/{name.lower()}")
+    configuration = "".join(re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+    own, models = tmp_path / "nightly.yaml", {"target": {"model": "owner/t"}, "decoding": {"mode": "autoregressive"}}
+    own.write_text(yaml.safe_dump(models) + configuration)
+    command = command.replace("/etc/specextend/nightly.yaml", str(own)).replace("/home/ray/specextend", str(ROOT))
+    command = command.partition("jobs/summarize.py ")[2].partition(" 2>>")[0]
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
+    monkeypatch.setattr(sys, "argv", ["summarize.py", *words.stdout.split("\0")[:-1]])
+    parsed = script.parse()
+    config = RunConfig.load(parsed.config, script.overrides(parsed), allow_relative=False, run_date=parsed.run_date)
+    assert re.search(r"/\d{4}-\d\d-\d\d$", config.output.path)
+    assert config.input.except_done_in == (config.output.path[:-10] + "*",)
+    assert config.input.id_column == "id"
+
+
+def test_cron_reads_its_line():
+    """Five fields, a user, and no bare percent sign, which would end the command."""
+    fields = cron_line().split(maxsplit=6)
+    ranges = [r"\*|[\d,\-]+" for _ in range(5)]
+    assert all(re.fullmatch(each, field) for each, field in zip(ranges, fields, strict=False))
+    assert fields[5].isidentifier()
+    assert not re.search(r"(?<!\\)%", fields[6])
+    assert not re.search(r"\.", (DEPLOY / "cron" / "specextend").name), "cron.d passes over names with a dot"
+
+
+def test_airflow_repeats_what_may_succeed():
+    """A retry of a wrong configuration fills the night with the same line."""
+    compile(dag(), "specextend_nightly.py", "exec")
+    assert set(constant("FINAL")) == FINAL
+    assert set(constant("PATHS")) == {"CORPUS", "SUMMARIES"}
+
+
+def test_kubernetes_repeats_what_may_succeed_and_leaves_the_job_its_grace():
+    job = cron_job()
+    assert (job["apiVersion"], job["kind"], job["spec"]["concurrencyPolicy"]) == ("batch/v1", "CronJob", "Forbid")
+    spec = job["spec"]["jobTemplate"]["spec"]
+    [rule] = spec["podFailurePolicy"]["rules"]
+    assert (rule["action"], set(rule["onExitCodes"]["values"])) == ("FailJob", FINAL)
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never", "a failure policy asks for it"
+    assert pod["terminationGracePeriodSeconds"] > JobOptions().grace_s
+    assert container()["args"][0].startswith("exec "), "the shell would not pass SIGTERM on"
+    assert f"image: {container()['image']}" in (DEPLOY / "kuberay" / "rayjob.yaml").read_text()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_what_a_run_exports(rule: dict[str, Any]):
+    """An alert on a metric that is gone never fires."""
+    names = set(re.findall(r"ray_specextend_\w+", rule["expr"]))
+    assert names
+    assert names <= exported_names()
+    assert rule["expr"].count("(") == rule["expr"].count(")")
+    assert "run_id" in rule["expr"], "series of runs that have ended stay"
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert rule["annotations"]["summary"]

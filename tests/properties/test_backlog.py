@@ -1,0 +1,78 @@
+"""The documents that wait, against a list that is searched anew for every question."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specextend.cluster.backlog import Backlog
+from specextend.core import DocumentKey
+from tests.cluster.lengths import of_length
+
+FILES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3)
+STEP = st.sampled_from(["take", "take", "put", "leave"])
+STEPS = st.lists(st.tuples(st.sampled_from("abc"), STEP, st.integers(0, 2)))
+
+
+def group_of(key: DocumentKey, files: list[list[int]]) -> tuple[int, int]:
+    row = 0
+    for number, size in enumerate(files[key.file]):
+        row += size
+        if key.row < row:
+            return key.file, number
+    raise AssertionError(key)
+
+
+@given(st.data(), FILES, STEPS)
+def test_a_worker_stays_in_a_row_group_until_it_is_empty(data: st.DataObject, files: list, steps: list) -> None:
+    """Whatever others take, put back or leave, and whichever files it cannot read now; nothing is lost or doubled."""
+    every = [DocumentKey(file, row) for file, sizes in enumerate(files) for row in range(sum(sizes))]
+    lengths = {key: data.draw(st.integers(1, 50)) for key in every if data.draw(st.booleans()) or key == every[0]}
+    apart = [key for key in lengths if data.draw(st.integers(0, 5)) == 0]
+    backlog = Backlog(of_length(lengths), files, apart)
+    waiting, taken, used = set(lengths) - set(apart), list(apart), {}
+    for worker, step, file in steps:
+        if step == "take":
+            key = backlog.take(worker, {file})
+            own = used.get(worker)
+            visible = {each for each in waiting if each.file != file}
+            assert (key is None) == (not visible)
+            if key is None:
+                used.pop(worker, None)  # it stays nowhere if there is nothing for it
+                continue
+            if own is not None and any(group_of(each, files) == own for each in visible):
+                assert group_of(key, files) == own
+            assert key in visible
+            used[worker] = group_of(key, files)
+            waiting.remove(key)
+            taken.append(key)
+        elif step == "put" and taken:
+            waiting.add(key := taken.pop(0))
+            backlog.put(key)
+        elif step == "leave":
+            backlog.leave(worker)
+            used.pop(worker, None)
+        assert len(backlog) == len(waiting)
+        assert Counter(backlog.first(100)) == Counter(waiting)
+        assert len(backlog.first(2)) == min(2, len(waiting))
+
+
+def reads(num_workers: int, group_rows: list[int]) -> int:
+    """Row groups that workers begin, each taking a document in turn."""
+    lengths = {DocumentKey(0, row): 1 + row * 7919 % 1000 for row in range(sum(group_rows))}
+    backlog = Backlog(of_length(lengths), [group_rows])
+    begun = set()
+    while len(backlog):
+        for worker in map(str, range(num_workers)):
+            if (key := backlog.take(worker)) is not None:
+                begun.add((worker, group_of(key, [group_rows])))
+    return len(begun)
+
+
+def test_a_row_group_is_read_by_one_worker_until_none_is_left_to_begin() -> None:
+    """With longest first over the whole corpus, 64 workers read each of 665 times."""
+    assert reads(8, [16] * 40) == 40
+    assert reads(8, [16] * 41) <= 41 + 8
+    assert reads(8, [100]) == 8, "one group is shared by all"

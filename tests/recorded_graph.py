@@ -1,0 +1,108 @@
+"""A CUDA graph without a GPU: operators are recorded once, and replayed on the memory that they had then.
+
+What a capture bakes in, such as numbers of the host, stays as it was; what it may not do fails: read a tensor's values
+on the host, make a tensor of the host's numbers, or have shapes that depend on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specextend.attention.backends import attend_reference
+from specextend.attention.plan import KeySpan
+from specextend.attention.tree_reference import MAX_MASKED, attend_tree_reference, masked_rows
+from specextend.decoding.adaptive import Adaptive
+from specextend.decoding.engine import Engine
+from specextend.decoding.graphs import Graphs
+from tests.step_trace import DOWNLOADS, has_mask
+from tests.tiny_models import Pair, engine_with, tiny_config
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator, with the tensors that it reads and the memory of its result."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    def replay(self) -> None:
+        """Run it again, into the same memory. Views need no copy, nor does what is written in place."""
+        new = self.operator(*self.args, **self.kwargs)
+        for mine, again in zip(tree_leaves(self.result), tree_leaves(new), strict=True):
+            if isinstance(mine, Tensor) and mine.data_ptr() != again.data_ptr():
+                mine.copy_(again)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Return the operator, shapes and dtypes of what it reads and returns, and all else that it takes."""
+        leaves = tree_leaves((self.args, self.kwargs, self.result))
+        return str(self.operator), *((each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves)
+
+
+class Recorder(TorchDispatchMode):
+    """Records operators; refuses those that a capture would refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return result
+        name = func.overloadpacket.__name__
+        reads = name.startswith(DOWNLOADS) or (name.startswith("index") and has_mask(args))
+        if reads or name == "lift_fresh":
+            raise RuntimeError(f"{name} cannot be captured: it waits for the device, or reads the host's memory")
+        result = func(*args, **kwargs)
+        self.calls.append(Call(func, args, kwargs, result))
+        return result
+
+
+def record(function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """Record a function as `capture_cuda` captures it."""
+    recorder = Recorder()
+    with recorder:
+        outputs = function()
+
+    def replay() -> None:
+        for call in recorder.calls:
+            call.replay()
+
+    return replay, outputs
+
+
+@torch.library.custom_op("specextend_tests::attend_tree", mutates_args=())
+def _attend_tree(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, visible: Tensor, num_masked: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    return attend_tree_reference(q, k, v, starts, lengths, visible, num_masked, scale)
+
+
+def captured_engine(pair: Pair, draft: str, graphs: Graphs, adaptive: Adaptive | None = None, **changes: Any) -> Engine:
+    """An engine as on a GPU with `decoding.cuda_graphs`, whose steps go through `graphs`."""
+    config = tiny_config(pair, draft, attention__backend="reference", attention__tree="dense", **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specextend.loading.load_backend", lambda name, device: attend_on_device)
+        return engine_with(config, graphs=graphs, adaptive=adaptive)
+
+
+def attend_on_device(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend as backend `triton` does: places and masks are read from tensors, in one operator."""
+    if q.shape[1] > MAX_MASKED or (span.mask is not None and span.mask.shape[2] > MAX_MASKED):
+        return attend_reference(q, k, v, span, scale)
+    starts, lengths = span.places(q.device)
+    return _attend_tree(q, k, v, starts, lengths, *masked_rows(span, q), scale)

@@ -1,0 +1,97 @@
+"""Configurations for pairs that fit one card or a laptop, held to the published sizes of their models.
+
+The figures are those of each model's `config.json` on the Hugging Face Hub, as of November 2026. No weight is needed:
+memory follows from the shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from specextend.config import RunConfig
+from specextend.loading import GIB, longest_request, memory_bytes, rows_per_sequence, target_rows
+from specextend.models import num_parameters, read_facts
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+GUIDE = (Path(__file__).parent.parent / "docs" / "choosing-a-pair.md").read_text(encoding="utf-8")
+QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "use_sliding_window": False}
+LLAMA32 = {
+    "model_type": "llama",
+    "max_position_embeddings": 131072,
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+SHAPE = [
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+]
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": (QWEN2, 24, 896, 4864, 14, 2, 151936, True),
+    "Qwen/Qwen2.5-1.5B-Instruct": (QWEN2, 28, 1536, 8960, 12, 2, 151936, True),
+    "Qwen/Qwen2.5-7B-Instruct": (QWEN2, 28, 3584, 18944, 28, 4, 152064, False),
+    "meta-llama/Llama-3.2-1B-Instruct": (LLAMA32, 16, 2048, 8192, 32, 8, 128256, True),
+    "meta-llama/Llama-3.2-3B-Instruct": (LLAMA32, 28, 3072, 8192, 24, 8, 128256, True),
+}
+BILLIONS = {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21}
+"""Parameters, tied ones counted once, by the models' cards."""
+ROOM_GIB = {"qwen2.5-1.5b-cpu": 12, "qwen2.5-7b-24gb": 22, "llama3.2-3b-24gb": 22}
+"""Memory for weights, caches, a forward pass and its libraries: an A10 and an L4 have 22.5 GiB."""
+
+
+@pytest.fixture
+def shipped(request, tmp_path) -> tuple[RunConfig, str]:
+    """A configuration with folders for its models that hold the published config, and the file's text."""
+    file = CONFIGS / f"{request.param}.yaml"
+    config = RunConfig.load(file)
+    overrides = []
+    for section, model in (("target", config.target.model), ("draft", config.draft.model)):
+        family, *shape = PUBLISHED[model]
+        (tmp_path / section).mkdir()
+        values = family | dict(zip(SHAPE, shape, strict=True))
+        (tmp_path / section / "config.json").write_text(json.dumps(values))
+        overrides.append(f"{section}.model={tmp_path / section}")
+    return RunConfig.load(file, overrides), file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_the_published_shapes_add_up_to_the_published_sizes(model, tmp_path):
+    """A wrong figure in the table above would make every other check here worthless."""
+    family, *shape = PUBLISHED[model]
+    (tmp_path / "config.json").write_text(json.dumps(family | dict(zip(SHAPE, shape, strict=True))))
+    size = BILLIONS[re.search(r"-([\d.]+B)-", model).group(1)]
+    assert num_parameters(str(tmp_path)) / 1e9 == pytest.approx(size, abs=0.006)
+
+
+@pytest.mark.parametrize("shipped", ROOM_GIB, indirect=True)
+def test_a_pair_fits_the_machine_it_is_named_for(shipped, request):
+    """Weights, both caches and a full batch of the longest prompts; the comments in the file say the same figures."""
+    config, text = shipped
+    facts = read_facts(config.target.model)
+    per_token = facts.kv_bytes_per_token(config.target.dtype)
+    assert f"{per_token // 1024} KiB per token" in text
+    assert f"context {facts.context_length:,}" in text
+    device = torch.device("cuda" if config.job.gpus_per_worker else "cpu")
+    sizes = {name: size / GIB for name, size in memory_bytes(config, facts, device).items()}
+    assert sum(sizes.values()) < ROOM_GIB[request.node.callspec.id]
+    if another := re.search(r"another ([\d.]+) GiB", text):
+        assert sizes["draft_caches"] == pytest.approx(float(another.group(1)), abs=0.06)
+    held = [f"{sizes[name]:.1f}" for name in ("target_weights", "target_cache", "draft_weights", "draft_caches")]
+    assert f" | {' | '.join(held)} | {sum(sizes.values()):.1f} | " in GUIDE, "docs/choosing-a-pair.md has other figures"
+    longest = rows_per_sequence(config, longest_request(config, facts))
+    assert config.decoding.max_batch_size * longest <= target_rows(config, facts)
