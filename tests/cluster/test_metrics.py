@@ -6,6 +6,7 @@ import json
 import re
 import time
 import urllib.request
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.metrics import GAUGES, exported_names
+from specextend.cluster.metrics import COUNTED, GAUGES, HISTOGRAMS, exported_names
 from specextend.cluster.progress import Snapshot
 from specextend.stats import PHASES
 from tests.cluster.conftest import ROOT, Screen
@@ -25,6 +26,8 @@ from tests.cluster.fakes import SpeculatingEngine
 DASHBOARD = ROOT / "deploy" / "grafana" / "specextend.json"
 GOOD = [f"text number {number}" for number in range(4)]
 LONGEST_S = 600
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""A metric's name and the labels that choose its series."""
 
 
 def dashboard() -> dict[str, Any]:
@@ -86,13 +89,20 @@ def value(samples: list[Sample], name: str, run_id: str, **labels: str) -> float
     )
 
 
-def scrape_until(run_id: str, num_ended: int) -> list[Sample]:
-    """Ray passes metrics on every ten seconds."""
+def scrape_until(run_id: str, expected: dict[Series, float]) -> list[Sample]:
+    """Ray passes metrics on every ten seconds, and may do so while a run is raising one counter after the other."""
     give_up_at = time.monotonic() + LONGEST_S
-    while value(samples := scrape(), "documents_total", run_id) < num_ended:
-        assert time.monotonic() < give_up_at, f"{num_ended} documents ended, Ray shows {samples}"
+    while True:
+        samples = scrape()
+        shown = {(name, labels): value(samples, name, run_id, **dict(labels)) for name, labels in expected}
+        if shown == pytest.approx(expected):
+            return samples
+        assert time.monotonic() < give_up_at, f"wanted {expected}, Ray shows {shown}"
         time.sleep(0.5)
-    return samples
+
+
+def series(name: str, **labels: str) -> Series:
+    return name, tuple(labels.items())
 
 
 @dataclass
@@ -130,20 +140,27 @@ def test_ray_exports_every_metric_with_its_true_value(job, tmp_path: Path):
     watcher = run.screen.on_show = Watcher(tmp_path / "holds", len(GOOD), run.screen)
     assert run.run(SpeculatingEngine) == EXIT_TOO_MANY_ERRORS
     run_id, done = run.screen.run_id, run.summaries().values()
-    samples = scrape_until(run_id, len(texts))
+    expected = {
+        series("documents_total", outcome="done"): len(done) - 1,
+        series("documents_total", outcome="copied"): 1,
+        series("documents_total", outcome="failed"): 1,
+        series("errors_total", error_class="ValueError"): 1,
+        series("worker_deaths_total", cause="died"): 1,
+        **{series(f"{name}_total"): total(done, f"num_{name}") for name in COUNTED},
+        **{series("busy_seconds_total", phase=phase.removesuffix("_s")): total(done, phase) for phase in PHASES},
+        **{series(f"{name}_count"): 6 for name in HISTOGRAMS},
+        # Six documents of two tokens a step.
+        **{series("acceptance_length_bucket", le=bound): num for bound, num in (("1.75", 0), ("2.0", 6), ("+Inf", 6))},
+    }
+    assert len(done) == 7
+    assert expected[series("spec_steps_total")] == expected[series("accepted_tokens_total")] == 12
+    samples = scrape_until(run_id, expected)
     names = {sample.name for sample in samples if sample.labels.get("run_id") == run_id}
     assert {name.removesuffix("_created") for name in names} | watcher.gauges.keys() == exported_names()
-    assert value(samples, "documents_total", run_id, outcome="done") == len(done) - 1 == 6
-    assert value(samples, "documents_total", run_id, outcome="copied") == 1
-    assert value(samples, "errors_total", run_id, error_class="ValueError") == 1
-    assert value(samples, "worker_deaths_total", run_id, cause="died") == 1
-    assert value(samples, "prompt_tokens_total", run_id) == sum(row["num_prompt_tokens"] for row in done)
-    assert value(samples, "output_tokens_total", run_id) >= sum(row["num_output_tokens"] for row in done)
-    assert (value(samples, "spec_steps_total", run_id), value(samples, "accepted_tokens_total", run_id)) == (12, 12)
-    lengths = [value(samples, "acceptance_length_bucket", run_id, le=bound) for bound in ("1.75", "2.0", "+Inf")]
-    assert lengths == [0, 6, 6], "six documents of two tokens a step"
-    for phase in PHASES:
-        seconds = sum(row[phase] for row in done)
-        assert value(samples, "busy_seconds_total", run_id, phase=phase.removesuffix("_s")) == pytest.approx(seconds)
+    assert value(samples, "output_tokens_total", run_id) >= total(done, "num_output_tokens")
     assert watcher.gauges["ray_specextend_workers"] in (1, 2)
     assert 0 < watcher.gauges["ray_specextend_work_fraction"] < 1
+
+
+def total(rows: Collection[dict[str, Any]], column: str) -> float:
+    return sum(row[column] for row in rows)
