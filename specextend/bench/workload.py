@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,7 +145,6 @@ def _rendered(source: Source, prompts: Prompts, max_new_tokens: int) -> Iterable
 
 
 _PACKAGES = ("specextend", "torch", "transformers")
-_CPU_MODEL = ("cpu family", "model", "stepping")
 
 
 def use_configured_threads(config: RunConfig) -> None:
@@ -166,18 +164,8 @@ def describe_machine(config: RunConfig) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average_1min": round(os.getloadavg()[0], 2),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu": _cpu_model(),
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": {"python": platform.python_version(), **{name: package_version(name) for name in _PACKAGES}},
         "commit": code_commit(),
         "code_sha256": code_sha256(),
     }
-
-
-def _cpu_model() -> str | None:
-    """Return family, model and stepping of an x86 processor, which tell generations of one name apart."""
-    info = Path("/proc/cpuinfo")
-    first, *_ = info.read_text().split("\n\n") if info.exists() else [""]
-    values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-    named = [f"{name} {values[name]}" for name in _CPU_MODEL if name in values]
-    return ", ".join(named) if named else None

@@ -16,6 +16,8 @@ _OUT_OF_MEMORY = ("can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: 
 """Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA driver."""
 _DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
 """Messages of libraries that raise a bare RuntimeError for any other failure of a GPU."""
+_GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
+"""Fields of /proc/cpuinfo that tell processors apart: clouds give several generations one name, such as `AMD EPYC`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +67,23 @@ def traits_of(device: torch.device) -> DeviceTraits:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the operating system's name of the processor."""
+    """Return the name of the GPU, or that of the processor with its generation."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return processor_name(info.read_text() if info.exists() else "")
+
+
+def processor_name(cpuinfo: str) -> str:
+    """Return the name of the first processor in the text of /proc/cpuinfo, and what tells its generation.
+
+    Of an x86 processor that is `AMD EPYC (cpu family 25, model 17)`.
+    """
+    pairs = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
+    values = {name.strip(): value.strip() for name, _, value in pairs}
+    name = values.get("model name") or platform.processor() or platform.machine()
+    generation = [f"{field} {values[field]}" for field in _GENERATION if field in values]
+    return f"{name} ({', '.join(generation)})" if generation else name
 
 
 def device_bytes(device: torch.device) -> int | None:

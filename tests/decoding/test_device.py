@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
 from specextend.decoding import device
-from specextend.decoding.device import CPU, GPU, traits_of, upload
+from specextend.decoding.device import CPU, GPU, device_name, processor_name, traits_of, upload
 
 
 def test_every_device_but_a_cpu_is_served_as_a_gpu_is():
@@ -23,6 +25,23 @@ def test_an_upload_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch):
     for name in ("cpu", "cuda"):
         upload(torch.tensor([1]), torch.device(name))
     assert calls == [(torch.device("cpu"), {}), "pinned", (torch.device("cuda"), {"non_blocking": True})]
+
+
+def test_generations_of_processors_with_one_name_are_told_apart():
+    """What was measured of one is no measurement of the other: clouds call all of AMD's servers `AMD EPYC`."""
+    core = "processor\t: {}\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\n"
+    older = core.format(0) + core.format(1)
+    newer = older.replace(": 25", ": 26").replace(": 17", ": 2")
+    assert processor_name(older) == "AMD EPYC (cpu family 25, model 17)"
+    assert processor_name(newer) == "AMD EPYC (cpu family 26, model 2)"
+    arms = [f"processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: {part}\n" for part in ("0xd0c", "0xd40")]
+    assert len({processor_name(arm) for arm in arms}) == 2
+    assert processor_name(arms[0]).endswith(" (CPU implementer 0x41, CPU part 0xd0c)")
+    assert processor_name("") == (platform.processor() or platform.machine())
+
+
+def test_this_machine_has_a_name():
+    assert device_name(torch.device("cpu")).strip()
 
 
 @pytest.mark.parametrize("call", [device.synchronise, device.release_cached, device.device_bytes])
