@@ -14,11 +14,8 @@ Shapes: `B` sequences, `T` queries, `M` masked keys, `R` cache rows, `H` query h
 
 from __future__ import annotations
 
-import ctypes
 import math
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +26,7 @@ from specextend.attention import vector_ir
 from specextend.attention.block_kernels import BLOCK, HEADER
 from specextend.attention.item_kernels import LAYOUT, SPLIT, divide, kernel
 from specextend.attention.plan import KeySpan
+from specextend.attention.threads import num_workers, run_on
 
 ROWS = 96
 """Rows of an item at most; a multiple of TILE."""
@@ -48,19 +46,6 @@ def can_compile(dtype: torch.dtype) -> bool:
     except (NumbaError, OSError, RuntimeError):
         return False
     return True
-
-
-@cache
-def thread_pool() -> Any:
-    """Return `GOMP_parallel` of the OpenMP library that torch uses, or None: then one thread does all.
-
-    A second pool, such as numba's own, would slow torch's down: idle threads spin for milliseconds.
-    """
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        return ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
-        return None
 
 
 def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
@@ -91,7 +76,7 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
         shares.rows, shares.num_row_blocks, shares.num_splits, shares.num_parts,
         counters.data_ptr(), workspace, workspace + shares.num_workers * own, scale, scale / math.log(2),
     )  # fmt: skip
-    _run(kernel(ELEMENTS[q.dtype]), LAYOUT.pack(*call), shares.num_workers)
+    run_on(shares.num_workers, kernel(ELEMENTS[q.dtype]), LAYOUT.pack(*call))
     return out, lse
 
 
@@ -112,10 +97,10 @@ def share(num_sequences: int, num_key_heads: int, num_rows: int, num_keys: int) 
     rows = min(ROWS, num_rows)
     num_row_blocks = -(-num_rows // rows)
     num_groups = num_sequences * num_key_heads * num_row_blocks
-    num_workers = torch.get_num_threads() if thread_pool() else 1
     num_splits = max(1, -(-num_keys // SPLIT))
-    enough = num_workers == 1 or num_groups >= ITEMS_PER_WORKER * num_workers
-    return Shares(rows, num_row_blocks, num_splits, 1 if enough else num_splits, num_groups, num_workers)
+    threads = num_workers()
+    enough = threads == 1 or num_groups >= ITEMS_PER_WORKER * threads
+    return Shares(rows, num_row_blocks, num_splits, 1 if enough else num_splits, num_groups, threads)
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -176,10 +161,3 @@ def _workspace(span: KeySpan, num_bytes: int) -> int:
     if key not in span.made or span.made[key].numel() < num_bytes:
         span.made[key] = torch.empty(num_bytes, dtype=torch.uint8)
     return span.made[key].data_ptr()
-
-
-def _run(entry: Any, record: bytes, num_workers: int) -> None:
-    if num_workers == 1:
-        entry.ctypes(record)
-    else:
-        thread_pool()(ctypes.c_void_p(entry.address), record, num_workers, 0)

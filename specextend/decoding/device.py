@@ -29,7 +29,7 @@ class DeviceTraits:
     fuses_layers: bool
     """Whether decoder layers are replaced by those of `FusedLayer`, in torch's operators."""
     packs_linears: bool
-    """Whether linear layers may be packed by oneDNN."""
+    """Whether the weights of linear layers may be laid out anew."""
     largest_batch: int
     """Sequences of the largest batch that is chosen by itself; more make no step of a sequence much cheaper."""
     workspace_bytes: int

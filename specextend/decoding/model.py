@@ -34,7 +34,8 @@ class CachedModel:
         """What decoding with it takes."""
         if traits_of(self.device).fuses_layers or kernels is not None:
             fuse(model, kernels)
-        pack_if_faster(model)
+        self.linears = pack_if_faster(model)
+        """How linear layers are multiplied, see `packing`."""
         self.cache = KVCache(
             self.config.num_hidden_layers,
             num_rows,

@@ -212,6 +212,7 @@ def _device_key(target: CachedModel) -> dict[str, Any]:
         "torch": torch.__version__,
         "kernels_version": KERNELS_VERSION,
         "dtype": str(target.dtype),
+        "linears": target.linears,
         "head_dim": target.head_dim,
         **{name: getattr(target.config, name) for name in _SHAPE},
     }
