@@ -139,12 +139,18 @@ def test_cancelling_works_from_another_thread(pair):
     """A driver's deadline runs beside the engine, which sits in a step at that moment."""
     engine = tiny_engine(pair, "bad")
     before = fresh(engine)
-    reached = threading.Event()
-    at_call(engine, 20, reached.set)
+    reached, cancelled = threading.Event(), threading.Event()
+
+    def sit_in_the_step() -> None:
+        reached.set()
+        assert cancelled.wait(600)
 
     def cancel() -> None:
         reached.wait()
         engine.cancel("long")
+        cancelled.set()
+
+    at_call(engine, 20, sit_in_the_step)
 
     thread = threading.Thread(target=cancel)
     thread.start()

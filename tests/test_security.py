@@ -14,6 +14,7 @@ import tempfile
 import tomllib
 import unicodedata
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -165,8 +166,11 @@ def hostile_corpus(folder: Path) -> list[str]:
 
 def token_of(driver: psutil.Process) -> str:
     """The token that its Ray was started with."""
-    raylets = [child for child in driver.children(recursive=True) if child.name() == "raylet"]
-    return raylets[0].environ()["RAY_AUTH_TOKEN"]
+    for child in driver.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it may have ended
+            if child.name() == "raylet":
+                return child.environ()["RAY_AUTH_TOKEN"]
+    raise AssertionError("no raylet")
 
 
 def contents(folder: Path) -> Iterator[tuple[Path, bytes]]:

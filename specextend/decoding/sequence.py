@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Sequence:
     stopper: StopChecker
     policy: CachePolicy
     started_at: float
-    """`time.perf_counter()` at the start of prefill."""
+    """`perf_counter()` at the start of prefill."""
     drafts: bool
     """True if a draft reads along, whether it proposes now or not."""
     penalties: Penalties | None
@@ -129,17 +129,17 @@ class Stopwatch:
     """Charges every second of the engine to a phase of the sequences that it worked for, in equal shares."""
 
     def __init__(self) -> None:
-        self.mark = time.perf_counter()
+        self.mark = perf_counter()
         """The moment up to which time is charged."""
 
     def restart(self) -> float:
         """Charge the time since the mark to no sequence; return the current time."""
-        self.mark = time.perf_counter()
+        self.mark = perf_counter()
         return self.mark
 
     def charge(self, phase: Phase, sequences: Items[Sequence]) -> float:
         """Charge the time since the mark to a phase of these sequences; return the current time."""
-        now = time.perf_counter()
+        now = perf_counter()
         for sequence in sequences:
             stats = sequence.stats
             setattr(stats, phase, getattr(stats, phase) + (now - self.mark) / len(sequences))

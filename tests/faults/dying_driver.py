@@ -1,6 +1,7 @@
 """`jobs/summarize.py`, killed as it writes: `dying_driver.py SIGNAL before|after PATTERN NUMBER ARGUMENT...`.
 
-Its process gets the signal before or after the NUMBERth file that matches PATTERN is renamed to its final name.
+Its process gets the signal before or after the NUMBERth file that matches PATTERN is renamed to its final name. With
+`HANG` in place of a signal, the thread that renames never goes on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,7 +21,7 @@ SUMMARIZE = Path(__file__).parents[2] / "jobs" / "summarize.py"
 Rename = Callable[[str, str], None]
 
 
-def mortal(rename: Rename, death: signal.Signals, when: str, pattern: str, number: int) -> Rename:
+def mortal(rename: Rename, death: str, when: str, pattern: str, number: int) -> Rename:
     seen = []
 
     def renames(source: str, target: str) -> None:
@@ -27,17 +29,23 @@ def mortal(rename: Rename, death: signal.Signals, when: str, pattern: str, numbe
         seen.extend([target] * matches)
         is_due = matches and len(seen) == number
         if is_due and when == "before":
-            os.kill(os.getpid(), death)
+            strike(death)
         rename(source, target)
         if is_due and when == "after":
-            os.kill(os.getpid(), death)
+            strike(death)
 
     return renames
+
+
+def strike(death: str) -> None:
+    if death == "HANG":
+        threading.Event().wait()
+    os.kill(os.getpid(), signal.Signals[death])
 
 
 if __name__ == "__main__":
     _, death, when, pattern, number, *arguments = sys.argv
     for name in ("replace", "link"):
-        setattr(os, name, mortal(getattr(os, name), signal.Signals[death], when, pattern, int(number)))
+        setattr(os, name, mortal(getattr(os, name), death, when, pattern, int(number)))
     sys.argv = [str(SUMMARIZE), *arguments]
     runpy.run_path(str(SUMMARIZE), run_name="__main__")

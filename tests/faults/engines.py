@@ -7,22 +7,29 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request
 from specextend.decoding.engine import Engine
 from specextend.loading import load_engine
+from tests.cluster.conftest import Screen
 from tests.cluster.fakes import FakeEngine
+from tests.job.conftest import wait_for
 
 
 class MortalEngine(Engine):
     """Its process is killed at a moment: in the prefill of a document whose neighbours decode already, while all
     of a batch decode, or with a document finished whose result has not left the process.
+
+    The driver has the documents before by then; `note_received` tells it.
     """
 
     moment: str
     marker: Path
     """A file to leave behind: who finds it lives on."""
+    num_decoded = 0
+    """Documents that have left the engine."""
     _counted: int = 0
 
     @property
@@ -48,12 +55,37 @@ class MortalEngine(Engine):
         for number, completion in enumerate(super().generate(source, on_error)):
             if self.moment == "finished" and number == 2:
                 self.die()
+            self.num_decoded += not is_audit(completion.request_id)
             yield completion
 
     def die(self) -> None:
+        received = received_beside(self.marker)
+        wait_for(lambda: self.marker.exists() or received.stat().st_size >= self.num_decoded, "results")
         if not self.marker.exists():
             self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_audit(request_id: str) -> bool:
+    return request_id.startswith("audit of")
+
+
+def received_beside(marker: Path) -> Path:
+    """A file with a byte for each document that the driver has."""
+    return marker.with_name("received")
+
+
+def note_received(screen: Screen, marker: Path) -> None:
+    """Let a mortal engine know which documents the driver has."""
+    received = received_beside(marker)
+    received.touch()
+
+    def note(name: str, facts: dict[str, Any]) -> None:
+        if name == "document_done":
+            with received.open("a") as file:
+                file.write(".")
+
+    screen.on_event = note
 
 
 @dataclass(frozen=True)

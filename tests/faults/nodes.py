@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -11,6 +12,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+from tests.job.nodes import kill_machine
 
 CPUS = 5
 """More than the first node has: a worker that asks for so many lands on another."""
@@ -33,9 +36,8 @@ class Node:
         return psutil.Process(self._raylet.process.pid).children(recursive=True)
 
     def kill(self) -> None:
-        """The machine is gone. The dead raylet must be reaped, or its workers write on."""
-        self._raylet.process.kill()
-        self._raylet.process.wait()
+        """The machine is gone, and all that ran on it."""
+        kill_machine(self._node)
 
     def drain(self, seconds: int) -> None:
         """The cloud gives notice that it reclaims the machine."""
@@ -47,10 +49,13 @@ class Node:
         assert is_accepted, why
 
     def freeze(self) -> list[psutil.Process]:
-        """The machine hangs; returns what hangs."""
-        frozen = [*self.workers(), psutil.Process(self._raylet.process.pid)]
+        """The machine hangs; returns what hangs. The raylet does so first: it starts no process any more."""
+        raylet = psutil.Process(self._raylet.process.pid)
+        raylet.suspend()
+        frozen = [raylet, *self.workers()]
         for process in frozen:
-            process.suspend()
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
         return frozen
 
     def close(self) -> None:
@@ -78,7 +83,7 @@ class Nodes:
 def thaw(frozen: list[psutil.Process]) -> None:
     """The machine goes on as if nothing had been."""
     for process in frozen:
-        if process.is_running():
+        with suppress(psutil.NoSuchProcess):
             process.resume()
 
 

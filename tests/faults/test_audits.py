@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from specextend.cluster.exits import EXIT_DONE, Interrupt
 from specextend.cluster.run import run
 from specextend.config import RunConfig
-from specextend.core import Completion, Request
 from specextend.data.audit_rows import read_audits
 from specextend.data.storage import resolve
 from specextend.decoding.engine import Engine
 from specextend.loading import load_engine
 from tests.faults.conftest import CONFIG, NUM_ROWS, RealJob
-from tests.faults.engines import MortalEngine
-from tests.job.conftest import wait_for
+from tests.faults.engines import MortalEngine, is_audit, note_received
 
 pytestmark = pytest.mark.slow
 SETTINGS = ["decoding.audit_fraction=1", "decoding.max_batch_size=3"]
@@ -29,30 +25,9 @@ class DiesAuditing(MortalEngine):
     """Its process is killed in the third step of a batch of audits, once the driver has all that was decoded before."""
 
     moment = "auditing"
-    num_decoded = 0
-
-    @property
-    def received(self) -> Path:
-        """A file with a byte for each document that the driver has."""
-        return self.marker.with_name("received")
-
-    def generate(
-        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Completion]:
-        for completion in super().generate(source, on_error):
-            self.num_decoded += not is_audit(completion.request_id)
-            yield completion
-
-    def die(self) -> None:
-        wait_for(lambda: self.marker.exists() or self.received.stat().st_size >= self.num_decoded, "results")
-        super().die()
 
     def is_moment(self, outputs: dict[str, int]) -> bool:
         return any(map(is_audit, outputs)) and max(outputs.values()) > 2
-
-
-def is_audit(request_id: str) -> bool:
-    return request_id.startswith("audit of")
 
 
 class FailsAuditing(Engine):
@@ -87,15 +62,7 @@ def run_with(real_job: RealJob, kind: type[Engine]) -> int:
 
 def test_a_worker_that_is_killed_in_an_audit_costs_no_summary(real_job: RealJob, undisturbed):
     """Its documents were done; those that waited behind the audit had not begun, and are charged nothing."""
-    received = real_job.folder / "received"
-    received.touch()
-
-    def note(name: str, facts: dict[str, Any]) -> None:
-        if name == "document_done":
-            with received.open("a") as file:
-                file.write(".")
-
-    real_job.screen.on_event = note
+    note_received(real_job.screen, real_job.folder / "died")
     assert run_with(real_job, DiesAuditing) == EXIT_DONE
     assert (real_job.folder / "died").exists()
     assert real_job.result() == undisturbed

@@ -15,6 +15,7 @@ from specextend.cluster.exits import EXIT_DONE, OutputError, RefusedError
 from tests.cluster.conftest import Job
 from tests.faults.conftest import parts, twice
 from tests.faults.engines import WordyEngine
+from tests.job.conftest import wait_for
 
 TEXTS = [f"text number {number} " * 5 for number in range(30)]
 SLOWLY = {"commit_every_rows": 1}
@@ -62,12 +63,13 @@ class Full:
 
 
 class ReadOnly:
-    """The kernel does so after an error of the disk."""
+    """The kernel does so after an error of the disk; for us it waits until no file is open, such as a heartbeat's."""
 
     error = "Read-only file system"
 
     def happens(self, folder: Path) -> None:
-        mount("-o", "remount,ro", str(folder))
+        remount = ["mount", "-o", "remount,ro", str(folder)]
+        wait_for(lambda: subprocess.run(remount, check=False).returncode == 0, "read-only file system")
 
     def is_mended(self, folder: Path) -> None:
         mount("-o", "remount,rw", str(folder))

@@ -8,10 +8,11 @@ import signal
 from specextend.cluster.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_LOCKED
 from specextend.report import build_report
 from tests.faults.conftest import RealJob, committed, parts, start, twice
-from tests.job.conftest import DYING_DRIVER, LONGEST_S
+from tests.job.conftest import DYING_DRIVER, LONGEST_S, is_paused, wait_for
 
 MOMENTS = {
     "writes a part": ("before", "*/_run/parts/part-*", "2"),
+    "has written its first part": ("after", "*/_run/parts/part-*", "1"),
     "has written a part": ("after", "*/_run/parts/part-*", "2"),
     "writes the manifest": ("before", "*/_run/manifest.json", "1"),
     "writes summaries": ("before", "*/summaries/part-00000.parquet", "1"),
@@ -82,17 +83,26 @@ def test_a_run_told_to_stop_while_it_writes_summaries_says_75_and_the_next_start
 
 @twice("two starts", fast=0)
 def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(real_job: RealJob, undisturbed, kind: str):
-    """A scheduler that fires twice: two writers would double rows."""
-    racers = [start(real_job, "jobs/summarize.py") for _ in range(2)]
-    said = [racer.communicate(timeout=LONGEST_S)[1] for racer in racers]
-    [loser] = [text for text in said if f"{real_job.output} is held by run " in text]
-    code = racers[said.index(loser)].returncode
-    assert [racer.returncode for racer in racers if racer is not racers[said.index(loser)]] == [EXIT_DONE], said
-    if "complete already" in loser:  # the winner came to its end before it gave the next sign of life
-        assert code == EXIT_DONE
+    """A scheduler that fires twice: two writers would double rows. The winner waits until the other has seen it."""
+    racers = [start(real_job, DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"]) for _ in range(2)]
+    winner = wait_for(lambda: next((racer for racer in racers if is_paused(racer.pid)), None), "winner")
+    [loser] = set(racers) - {winner}
+    said = ""
+    with loser.stderr:
+        while f"{real_job.output} is held by run " not in said:
+            line = loser.stderr.readline()
+            assert line, said
+            said += line
+        winner.send_signal(signal.SIGCONT)
+        said += loser.stderr.read()
+    loser.wait(LONGEST_S)
+    _, won = winner.communicate(timeout=LONGEST_S)
+    assert winner.returncode == EXIT_DONE, won
+    if "complete already" in said:  # the winner came to its end before it gave the next sign of life
+        assert loser.returncode == EXIT_DONE
     else:
-        assert code == EXIT_LOCKED
-        assert f"error: {real_job.output} " in loser
-    assert "Traceback" not in loser
+        assert loser.returncode == EXIT_LOCKED
+        assert f"error: {real_job.output} " in said
+    assert "Traceback" not in said
     assert real_job.result() == undisturbed
     assert json.loads((real_job.output / "_SUCCESS").read_text())["done"] == len(undisturbed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -31,7 +32,15 @@ def during(run: Job, *actions) -> None:
 
 def is_worker(process: psutil.Process) -> bool:
     """It names itself after its class."""
-    return "ray::Worker" in " ".join(process.cmdline())
+    with suppress(psutil.NoSuchProcess):  # it may have ended
+        return "ray::Worker" in " ".join(process.cmdline())
+    return False
+
+
+def is_head(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.name() == "gcs_server"
+    return False
 
 
 def noted(run: Job, text: str) -> bool:
@@ -96,7 +105,7 @@ def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, 
     frozen: list[psutil.Process] = []
 
     def hang(snapshot) -> bool:
-        if snapshot.num_done < 3:
+        if snapshot.num_done < 3 or not snapshot.num_workers:
             return False
         run.screen.notes.clear()
         frozen.extend(first.freeze())
@@ -170,8 +179,8 @@ def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, u
     process = start(real_job, DYING_DRIVER, *moment, address=address, commit_every_rows=1)
     wait_for_pause(process)
     family = cluster.children(recursive=True)
-    [head] = [each for each in family if each.name() == "gcs_server"]
-    workers = [each for each in family if is_worker(each)]
+    [head] = filter(is_head, family)
+    workers = list(filter(is_worker, family))
     for worker in workers:
         worker.suspend()  # or all might be done before Ray misses its head
     head.kill()

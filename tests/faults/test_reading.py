@@ -27,6 +27,7 @@ from specextend.data.inputs import InputUnreachableError
 from specextend.data.source import Source
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine
+from tests.job.conftest import wait_for
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changing a process's root needs root")
 TEXTS = [f"text number {number} " * (number + 1) for number in range(12)]
@@ -78,22 +79,8 @@ def test_what_most_workers_cannot_read_another_one_does(attempt, job, tmp_path: 
     assert not done_by & unread_by
 
 
-@dataclass(frozen=True)
-class Spoils:
-    """Makes engines, and has bytes of a file other ones from then on; its size and time stay what they were."""
-
-    path: Path
-    span: slice
-
-    def __call__(self, config: RunConfig) -> FakeEngine:
-        data = bytearray(self.path.read_bytes())
-        data[self.span] = b"\xff" * (self.span.stop - self.span.start)
-        write_unnoticed(self.path, bytes(data))
-        return FakeEngine(config)
-
-
 def write_unnoticed(path: Path, data: bytes) -> None:
-    """As a disk does it that loses its mind, or who puts back a file with its times."""
+    """As a disk does it that loses its mind, or who puts back a file with its times: those and the size stay."""
     times, written = os.stat(path), path.with_name(f"{os.getpid()}.tmp")
     written.write_bytes(data)
     os.utime(written, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -110,7 +97,14 @@ def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(attem
     pq.write_table(pq.read_table(path), path, row_group_size=3)
     whole, texts = path.read_bytes(), pq.read_metadata(path).row_group(1).column(1)
     begin = texts.dictionary_page_offset or texts.data_page_offset
-    assert run.run(Spoils(path, slice(begin, begin + texts.total_compressed_size))) == EXIT_TOO_MANY_ERRORS
+    end = begin + texts.total_compressed_size
+
+    def after_planning(snapshot: Snapshot) -> None:
+        write_unnoticed(path, whole[:begin] + b"\xff" * (end - begin) + whole[end:])
+        run.screen.on_show = lambda snapshot: None
+
+    run.screen.on_show = after_planning
+    assert run.run() == EXIT_TOO_MANY_ERRORS
     assert [(name, row["stage"], row["retryable"], row["attempts"]) for name, row in run.errors().items()] == [
         (f"d{row}", "read", True, 2) for row in range(3, 6)
     ]
@@ -135,6 +129,7 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_p
     def after_planning(snapshot: Snapshot) -> None:
         patch.setattr(Source, "check_unchanged", answers_nothing)
         run.screen.on_show = lambda snapshot: None
+        wait_for((tmp_path / "empty-0").exists, "engine")  # of this the driver's clock counts ten seconds at most
 
     run.screen.on_show = after_planning
     with monkeypatch.context() as patch, pytest.raises(StalledRunError, match=r"input.parquet:11") as said:

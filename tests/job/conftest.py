@@ -24,7 +24,6 @@ CONFIG = ROOT / "configs" / "tiny-random.yaml"
 LONGEST_S = 600
 """Far more than anything takes, also on a slow machine with much else to do."""
 DYING_DRIVER = str(ROOT / "tests" / "faults" / "dying_driver.py")
-AT_FIRST_PART = ("SIGSTOP", "after", "*/_run/parts/part-*", "1")
 
 
 @dataclass(frozen=True)
@@ -40,15 +39,24 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "jobs" / "summarize.py"), *arguments]
 
 
+def dying_command(death: str, part: int, *arguments: str) -> list[str]:
+    """The job, to which `dying_driver.py` does something once so many parts are there."""
+    return [sys.executable, DYING_DRIVER, death, "after", "*/_run/parts/part-*", str(part), *arguments]
+
+
 def pausing_command(*arguments: str) -> list[str]:
     """The job, which suspends itself once its first part is there: what is done to it then never comes too late."""
-    return [sys.executable, DYING_DRIVER, *AT_FIRST_PART, *arguments]
+    return dying_command("SIGSTOP", 1, *arguments)
+
+
+def is_paused(pid: int) -> bool:
+    """Whether a process has suspended itself."""
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
 def wait_for_pause(process: subprocess.Popen[str]) -> None:
     """Wait until the job has suspended itself; SIGCONT lets it go on."""
-    stopped = psutil.STATUS_STOPPED
-    wait_for(lambda: process.poll() is not None or psutil.Process(process.pid).status() == stopped, "first part")
+    wait_for(lambda: process.poll() is not None or is_paused(process.pid), "pause")
     assert process.poll() is None, process.communicate()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from typing import Any
 
+import psutil
 from ray.cluster_utils import Cluster
 
 
@@ -15,12 +18,24 @@ def main() -> None:
         if line.strip() == "add":
             node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
         else:
-            [raylet] = node.all_processes["raylet"]
-            raylet.process.kill()
-            raylet.process.wait()
+            kill_machine(node)
         say("done")
     for node in cluster.list_all_nodes():
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+def kill_machine(node: Any) -> None:
+    """Kill all that runs on a node, as a power cut does.
+
+    The raylet goes first, since it would tell of its workers' deaths, and is reaped, or they would write on.
+    """
+    [raylet] = node.all_processes["raylet"]
+    children = psutil.Process(raylet.process.pid).children(recursive=True)
+    raylet.process.kill()
+    raylet.process.wait()
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def say(line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -13,15 +14,25 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.job.conftest import LONGEST_S, ROOT, environment, parts, rows, wait_for, write_corpus
+from tests.job.conftest import (
+    LONGEST_S,
+    ROOT,
+    environment,
+    is_paused,
+    parts,
+    pausing_command,
+    rows,
+    wait_for,
+    write_corpus,
+)
 from tests.job.test_summarize import long_corpus
 
 pytestmark = pytest.mark.slow
@@ -33,11 +44,16 @@ TINY = ["--config", "configs/tiny-random.yaml"]
 TINY += ["--set", f"target.model={MODELS}/target", "--set", f"draft.model={MODELS}/draft-model"]
 
 
-def free_port() -> int:
-    """One below those that the system hands out: another process could be given such a one before Ray takes it."""
+def free_ports(number: int) -> list[int]:
+    """Different ones, below those that the system hands out: another process could be given such a one before Ray."""
+    with ExitStack() as stack:
+        return [draw_port(stack.enter_context(socket.socket())) for _ in range(number)]
+
+
+def draw_port(server: socket.socket) -> int:
     while True:
         port = random.randrange(20_000, 32_000)
-        with socket.socket() as server, suppress(OSError):
+        with suppress(OSError):
             server.bind(("127.0.0.1", port))
             return port
 
@@ -75,10 +91,10 @@ class Cluster:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return ended.stdout
 
-    def submit(self, name: str, *arguments: str) -> None:
+    def submit(self, name: str, *arguments: str, job: Sequence[str] = ("jobs/summarize.py",)) -> None:
         settings = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}})
         options = ["--submission-id", name, "--no-wait", "--working-dir", ".", "--runtime-env-json", settings]
-        self.ray("submit", *options, "--", "python", "jobs/summarize.py", *TINY, *arguments)
+        self.ray("submit", *options, "--", "python", *job, *TINY, *arguments)
 
     def ended(self, name: str) -> tuple[str, int | None]:
         """Status and the driver's own exit code, once it has ended; Ray keeps none of a job that it stopped."""
@@ -89,7 +105,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Ports of its own: the agents of a killed node hold Ray's usual ones for a minute."""
-    port, dashboard, agent = free_port(), free_port(), free_port()
+    port, dashboard, agent = free_ports(3)
     folder = tempfile.mkdtemp(prefix="sx", dir="/tmp")  # socket paths must stay short
     options = [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"]
     options += [f"--dashboard-agent-listen-port={agent}"]
@@ -113,15 +129,23 @@ def answers(cluster: Cluster) -> bool:
     return True
 
 
+def is_told_to_stop(pid: int) -> bool:
+    """Whether SIGTERM waits for a suspended process to go on."""
+    [pending] = re.findall(r"ShdPnd:\t(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(pending, 16) & 1 << signal.SIGTERM - 1)
+
+
 def test_a_stopped_job_commits_what_is_finished_and_a_second_submission_resumes_it(cluster: Cluster, tmp_path: Path):
     """`ray job stop`, a preempted driver: the attempt's record says 75, the next job does the rest."""
     output = tmp_path / "out"
     arguments = [*long_corpus(tmp_path), "--output", str(output)]
-    cluster.submit("first", *arguments)
+    _, *pausing_job = pausing_command()
+    cluster.submit("first", *arguments, job=pausing_job)
     wait_for(lambda: parts(output), "part")
     driver = json.loads((output / "_run" / "lock").read_text())["pid"]
-    os.kill(driver, signal.SIGSTOP)  # or all might be done before `ray job stop` has come up
+    wait_for(lambda: is_paused(driver), "pause")
     cluster.ray("stop", "--no-wait", "first")
+    wait_for(lambda: is_told_to_stop(driver), "SIGTERM")
     os.kill(driver, signal.SIGCONT)
     assert cluster.ended("first") == ("STOPPED", None)
     [attempt] = (output / "_run" / "attempts").glob("*.json")

@@ -7,6 +7,8 @@ import re
 import shutil
 import signal
 from collections import Counter
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,6 +25,7 @@ from tests.job.conftest import (
     LONGEST_S,
     ROOT,
     Ended,
+    dying_command,
     parts,
     pausing_command,
     rows,
@@ -205,7 +208,10 @@ def summaries(output: Path) -> list[str]:
 def listening(process: psutil.Process) -> set[str]:
     """Addresses that a process and its descendants listen on."""
     family = [process, *process.children(recursive=True)]
-    found = [connection for each in family for connection in each.net_connections("inet")]
+    found = []
+    for each in family:
+        with suppress(psutil.NoSuchProcess):  # it may have ended
+            found += each.net_connections("inet")
     return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
@@ -254,10 +260,10 @@ def test_documents_that_end_in_a_loop_are_counted_and_finish_for_that_reason(tmp
 def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path: Path, start):
     """Who reads the log in the morning, or the folder, must not have to guess."""
     arguments, output = long_corpus(tmp_path), tmp_path / "out"
-    process = start(*arguments, "--output", str(output), "--set", "job.grace_s=0", command=pausing_command)
-    wait_for_pause(process)
+    hanging_command = partial(dying_command, "HANG", 1)
+    process = start(*arguments, "--output", str(output), "--set", "job.grace_s=0", command=hanging_command)
+    wait_for(lambda: parts(output) or process.poll() is not None, "part")
     process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGCONT)
     said, _ = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 75
     assert "the run did not stop within job.grace_s: ended by force; what was committed is there" in said
@@ -270,8 +276,8 @@ def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path: Path
 def test_a_killed_driver_is_resumed_without_a_double(tmp_path: Path, start, undisturbed):
     """Kill -9 leaves a lock, half a batch and orphans: the next start clears the lock and does the rest."""
     arguments, output = long_corpus(tmp_path), tmp_path / "out"
-    process = start(*arguments, "--output", str(output))
-    wait_for(lambda: len(parts(output)) >= 3, "three parts")
+    process = start(*arguments, "--output", str(output), command=partial(dying_command, "SIGSTOP", 3))
+    wait_for_pause(process)
     process.kill()
     process.wait(LONGEST_S)
     assert (output / "_run" / "lock").exists()
@@ -284,7 +290,7 @@ def test_a_killed_driver_is_resumed_without_a_double(tmp_path: Path, start, undi
 def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path: Path):
     """A nightly window: exit 75, run again tomorrow."""
     arguments, output = long_corpus(tmp_path, 5000), tmp_path / "out"
-    ended = summarize(*arguments, "--output", str(output), "--set", "job.deadline_s=15")
+    ended = summarize(*arguments, "--output", str(output), "--set", "job.deadline_s=15", "--set", "job.grace_s=600")
     assert ended.code == 75, ended.stderr
     assert "job.deadline_s has passed" in ended.stderr
     assert not (output / "_SUCCESS").exists()
