@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pyarrow as pa
 import pytest
+import ray
 
 from specextend import Summarizer, load_engine
 from specextend.data.batches import BATCH_SCHEMA
 from specextend.data.inputs import InputError
+from tests.cluster.conftest import local_ray as local_ray
 from tests.tiny_models import random_prompt, tiny_config
 
 INPUT = {"input__id_column": "name", "input__max_new_tokens_column": "most", "input__passthrough": ["year"]}
@@ -149,28 +151,22 @@ def test_a_column_of_any_type_may_be_passed_on_and_numbers_may_be_ids(pairs, eng
 
 
 @pytest.mark.slow
-def test_ray_data_maps_batches_with_it(config):
+def test_ray_data_maps_batches_with_it(config, local_ray: None):
     """As in docs/pipelines.md: actors that load the models once, blocks in, blocks out."""
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False)
-    try:
-        found = (
-            ray.data.from_arrow(documents())
-            .repartition(3)
-            .map_batches(
-                Summarizer,
-                fn_constructor_args=[config],
-                batch_format="pyarrow",
-                batch_size=4,
-                concurrency=1,
-                num_cpus=1,
-            )
-            .sort("year")
-            .take_all()
+    found = (
+        ray.data.from_arrow(documents())
+        .repartition(3)
+        .map_batches(
+            Summarizer,
+            fn_constructor_args=[config],
+            batch_format="pyarrow",
+            batch_size=4,
+            concurrency=1,
+            num_cpus=1,
         )
-    finally:
-        ray.shutdown()
+        .sort("year")
+        .take_all()
+    )
     engine = load_engine(config)
     assert [row["doc_id"] for row in found] == list(TEXTS)
     expected = Summarizer(config, lambda _: engine)(documents()).to_pylist()

@@ -31,7 +31,7 @@ STOPPED_S = 3.0
 """Seconds that all of this may still take if the run is told to stop meanwhile."""
 _LAST_WORDS_BYTES = 400
 """What is quoted of a command that fails: the end of its stderr."""
-_LAST_WORDS_S = 1.0
+LAST_WORDS_S = 1.0
 """Seconds to wait for them; a process that a command has left behind may hold its stderr open for ever."""
 Value = TypeVar("Value")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -125,7 +125,7 @@ def _run_command(command: tuple[str, ...], data: bytes, patience: _Patience) -> 
         process.wait()
         raise subprocess.SubprocessError(f"{error}, so it was killed") from None
     if code:
-        reader.join(_LAST_WORDS_S)
+        reader.join(LAST_WORDS_S)
         said = b"".join(last_words).decode(errors="replace").strip().rsplit("\n", 1)[-1]
         raise subprocess.SubprocessError(f"exit {code}" + (f", {said}" if said else ""))
 

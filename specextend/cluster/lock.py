@@ -130,7 +130,7 @@ class FolderLock:
             return self._settle()
         if self._output.is_local:
             os.makedirs(records_folder(self._output).path, exist_ok=True)
-        with _exclusive(self._output) as is_exclusive:
+        with exclusive(self._output) as is_exclusive:
             found = self._read_any()
             if found is not None and not self._is_dead(found):
                 return False
@@ -168,7 +168,7 @@ class FolderLock:
 
     def beat(self) -> None:
         """Beat once, and find out whether the lock is still ours. Raises OSError."""
-        with self._mutex, _exclusive(self._output):
+        with self._mutex, exclusive(self._output):
             if self._lost is not None:
                 return
             data = read_bytes(lock_file(self._output))
@@ -283,7 +283,7 @@ class OutputLock(FolderLock):
 
 
 @contextmanager
-def _exclusive(output: Location) -> Iterator[bool]:
+def exclusive(output: Location) -> Iterator[bool]:
     """Keep other processes out while a lock is examined and taken; yields False if the file system cannot."""
     folder = records_folder(output).path
     if not output.is_local or not os.path.isdir(folder):

@@ -6,9 +6,10 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -23,7 +24,7 @@ from specextend.cluster.exits import EXIT_DONE, EXIT_LOCKED, EXIT_REFUSED, Inter
 from specextend.cluster.run import run
 from specextend.config import JobOptions, RunConfig
 from tests.cluster.conftest import Screen
-from tests.job.conftest import wait_for
+from tests.job.conftest import LONGEST_S, wait_for
 
 REPORT = {"rows": {"done": 3}}
 
@@ -73,6 +74,19 @@ def keeps(path: Path) -> list[str]:
     return [sys.executable, "-c", code, str(path)]
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that this one has started, each of which the hook makes the leader of a group."""
+    started, popen = [], subprocess.Popen
+
+    def noted(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    return started
+
+
 def members(group: int) -> list[str]:
     """Processes of a group that are alive."""
     found = []
@@ -99,7 +113,10 @@ def test_command_and_address_get_code_and_report(
     assert not screen.notes
 
 
-def test_a_failure_to_tell_is_said_and_changes_nothing(tmp_path: Path, address: tuple[str, list[Any]]) -> None:
+def test_a_failure_to_tell_is_said_and_changes_nothing(
+    tmp_path: Path, address: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(end_hook, "LAST_WORDS_S", LONGEST_S)
     url, posted = address
     command = [sys.executable, "-c", "import sys; sys.exit('no mail today')"]
     config, screen = config_of(tmp_path, on_end_command=command, on_end_url=f"{url}/bad"), Screen()
@@ -112,43 +129,36 @@ def test_a_failure_to_tell_is_said_and_changes_nothing(tmp_path: Path, address: 
 
 
 def test_a_command_that_prints_without_end_takes_no_memory_and_is_killed_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that it printed was held: `yes` took gigabytes of the driver, and the shell's child printed on."""
     monkeypatch.setattr(end_hook, "HOOK_S", 1.0)
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    screen, pid = Screen(), tmp_path / "pid"
-    endless = f"echo $$ > {pid}; yes >&2; true"
-    tell_end(
-        config_of(tmp_path, on_end_command=["sh", "-c", endless]),
-        screen,
-        Interrupt(60.0),
-        EXIT_DONE,
-        None,
-        has_report=False,
-    )
+    config, screen = config_of(tmp_path, on_end_command=["sh", "-c", "yes >&2; true"]), Screen()
+    tell_end(config, screen, Interrupt(60.0), EXIT_DONE, None, has_report=False)
     assert screen.notes == ["warning: job.on_end_command failed: no answer for 1 s, so it was killed"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 64 * 1024  # KiB
-    wait_for(lambda: not members(int(pid.read_text())), "end of the group")
+    [shell] = started
+    wait_for(lambda: not members(shell.pid), "end of the group")
 
 
 def test_a_stop_while_a_command_runs_ends_it_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that goes down gives half a minute, and the command had a whole one."""
+    monkeypatch.setattr(end_hook, "HOOK_S", LONGEST_S)
     monkeypatch.setattr(end_hook, "STOPPED_S", 0.2)
     interrupt, screen, begun = Interrupt(60.0), Screen(), tmp_path / "begun"
     interrupt.disarm()  # as after a run that has ended by itself
-    config = config_of(tmp_path, on_end_command=["sh", "-c", f"touch {begun}; sleep 50"])
+    config = config_of(tmp_path, on_end_command=["sh", "-c", f"touch {begun}; sleep 600"])
 
     def stop() -> None:
         wait_for(begun.exists, "the command")
         interrupt.tell("SIGTERM received")
 
-    stopping, begin = threading.Thread(target=stop), time.monotonic()
+    stopping = threading.Thread(target=stop)
     stopping.start()
     tell_end(config, screen, interrupt, EXIT_DONE, None, has_report=False)
     stopping.join()
     assert screen.notes == ["warning: job.on_end_command failed: the run was told to stop, so it was killed"]
-    assert time.monotonic() - begin < 30
 
 
 def test_a_stop_while_an_address_does_not_answer_ends_the_wait(
@@ -169,23 +179,32 @@ def test_a_stop_while_an_address_does_not_answer_ends_the_wait(
     assert screen.notes == ["warning: job.on_end_url failed: the run was told to stop"]
 
 
-def test_a_command_that_leaves_a_process_behind_has_ended(tmp_path: Path) -> None:
-    """Nobody waits for what it sent into the background, and of what it printed the end is quoted."""
-    script = (
-        f"(sleep 30; echo late) & echo $! > {tmp_path}/pid; head -c 3000000 /dev/zero >&2; echo no mail >&2; exit 7"
-    )
-    screen = Screen()
+def test_a_command_that_leaves_a_process_behind_has_ended(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what it sent into the background, and of what it printed the end is quoted.
+
+    It ends once its words were read: how long that takes is up to the machine.
+    """
+    read = tmp_path / "read"
+
+    class Words(deque[bytes]):
+        """What was read of a stream."""
+
+        def append(self, words: bytes) -> None:
+            super().append(words)
+            if words.endswith(b"no mail\n"):
+                read.touch()
+
+    monkeypatch.setattr(end_hook, "deque", Words)
+    monkeypatch.setattr(end_hook, "HOOK_S", LONGEST_S)
+    script = "sleep 3600 & head -c 3000000 /dev/zero >&2; echo no mail >&2; "
+    script += f"until [ -e {read} ]; do sleep 0.1; done; exit 7"
+    config, screen = config_of(tmp_path, on_end_command=["sh", "-c", script]), Screen()
     try:
-        tell_end(
-            config_of(tmp_path, on_end_command=["sh", "-c", script]),
-            screen,
-            Interrupt(60.0),
-            EXIT_DONE,
-            None,
-            has_report=False,
-        )
+        tell_end(config, screen, Interrupt(60.0), EXIT_DONE, None, has_report=False)
     finally:
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+        os.killpg(started[0].pid, signal.SIGKILL)
     [note] = screen.notes
     assert note.startswith("warning: job.on_end_command failed: exit 7, ")
     assert note.endswith("no mail")

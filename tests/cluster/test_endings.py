@@ -235,10 +235,10 @@ def test_an_output_store_that_never_answers_ends_the_run(ended: Ended, name: str
     """A pipe without a writer hangs whoever opens it, as a dead mount does: the job hung with it, all night."""
     (ended.output / "_run" / "manifest.json").unlink()
     os.mkfifo(ended.output / name)
-    process = summarize(ended, **{"job.store_s": 1})
+    process = summarize(ended, **{"job.store_s": 12})
     _, stderr = process.communicate(timeout=LONGEST_S)
     assert process.returncode == EXIT_FAILED, stderr
     said = stderr.splitlines()[-1]
     assert said.startswith("error: ")
-    for part in (str(ended.output), "no answer", "for 1 s", "run again"):
+    for part in (str(ended.output), "no answer", "for 12 s", "run again"):
         assert part in said

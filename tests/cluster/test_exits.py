@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -61,7 +60,7 @@ def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_that_does_not_stop_in_time_is_ended_with_the_promised_code():
     """Whoever asked is going to send SIGKILL: then nobody would know that it can be resumed."""
-    process = ended(STUCK)
+    process = ended(f"from specextend.cluster import exits\nexits.LAST_S = {LONGEST_S}\n{STUCK}")
     assert process.returncode == 75
     assert process.stdout == "last\n"
 
@@ -86,29 +85,21 @@ library.pthread_mutex_lock(mutex)  # for ever, and no signal ends it
 """
 
 
-@contextmanager
-def deaf(deadline_s: float) -> Iterator[subprocess.Popen[str]]:
-    """A process whose main thread is inside a library and does not come back."""
-    command = [sys.executable, "-c", DEAF.format(deadline_s=deadline_s)]
+def test_a_signal_is_heard_while_the_main_thread_is_inside_a_library():
+    """Python runs its handlers in that thread, between two lines: a store that did not answer made a job deaf."""
+    command = [sys.executable, "-c", DEAF.format(deadline_s=0.0)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "waiting\n"
         try:
-            yield process
+            assert process.stdout.readline() == "waiting\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LONGEST_S) == 75
         finally:
             process.kill()
 
 
-def test_a_signal_is_heard_while_the_main_thread_is_inside_a_library():
-    """Python runs its handlers in that thread, between two lines: a store that did not answer made a job deaf."""
-    with deaf(0.0) as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LONGEST_S) == 75
-
-
 def test_a_deadline_holds_while_nobody_asks_for_it():
     """It was looked at between documents only: planning and writing summaries ran into the morning."""
-    with deaf(0.5) as process:
-        assert process.wait(LONGEST_S) == 75
+    assert ended(DEAF.format(deadline_s=0.5)).returncode == 75
 
 
 RAY = """
@@ -130,13 +121,16 @@ def when(condition):
     thread.start()
     return thread
 
+begins = sys.argv[1] == "begins"
 interrupt = Interrupt(grace_s=600)
 interrupt.install()
 try:
-    if sys.argv[1] == "begins":
-        when(raylets)
+    if begins:
+        striker = when(raylets)
     with connected(interrupt):
-        assert sys.argv[1] == "ends"
+        if begins:
+            striker.join()
+            interrupt.check()
         [raylet] = raylets()
         striker = when(lambda: not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE)
     striker.join()

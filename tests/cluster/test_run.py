@@ -51,7 +51,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> Iterator[Job]:
     """A run of a folder to which nothing happens, by rates that are kept. Tests only read it."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = Job(folder, GOOD, {"commit_every_rows": 4})
+    run = Job(folder, GOOD, {"commit_every_rows": 4, "commit_every_s": 3600})
     run.max_batch_size = "auto"
     (folder / "in").mkdir()
     run.input = run.input.rename(folder / "in" / "a.pq").parent

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import threading
-import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specextend.cluster import stores
 from specextend.cluster.exits import OutputError
-from specextend.cluster.stores import Arbiter, OutputGate, Ruling, using, within, writing
+from specextend.cluster.stores import CHECKS, Arbiter, OutputGate, Ruling, using, within, writing
 from specextend.core import DocumentKey
 from specextend.data import source as source_module
 from specextend.data.inputs import InputChangedError, InputOptions
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
+from tests.job.conftest import LONGEST_S, wait_for
 
 
 def test_a_call_that_never_returns_is_left_behind():
@@ -50,17 +55,42 @@ def test_a_request_that_does_not_come_back_is_given_up(output: Location):
         assert given_up.wait(60)
 
 
-def test_many_requests_may_take_long_together_and_time_between_blocks_does_not_count(output: Location):
+@dataclass
+class Checks:
+    """Stands where a gate has the event that its watch waits for between two checks: a script is played there, which
+    yields when it is time for a check.
+    """
+
+    script: Future[Iterator[bool]] = field(default_factory=Future)
+
+    def wait(self, seconds: float) -> bool:
+        return next(self.script.result(), True)
+
+
+def test_many_requests_may_take_long_together_and_time_between_blocks_does_not_count(output: Location, monkeypatch):
     """Ten thousand parts are read in an hour; decoding takes a night."""
-    given_up = threading.Event()
+    checks, given_up, survived = Checks(), threading.Event(), []
+    monkeypatch.setattr(stores, "threading", SimpleNamespace(Event=lambda: checks, Thread=threading.Thread))
     gate = OutputGate(1.5, given_up.set)
-    with using(output.behind(gate)):
-        for _ in range(10):
-            output.behind(gate).touch()
-            time.sleep(0.2)  # requests that take a while: that is the case
-    time.sleep(2.0)
-    gate.close()
-    assert not given_up.is_set()
+    watched = output.behind(gate)
+
+    def script() -> Iterator[bool]:
+        with using(watched):
+            for _ in range(10):
+                watched.touch()
+                yield from repeat(False, CHECKS - 5)
+        survived.append("many requests")
+        yield from repeat(False, 2 * CHECKS)
+        survived.append("a night")
+        with using(watched):
+            yield from repeat(False, CHECKS)  # the first one sees that the block has begun
+            survived.append("a slow request")
+            yield False
+            survived.append("a request without an answer")
+
+    checks.script.set_result(script())
+    assert given_up.wait(LONGEST_S)
+    assert survived == ["many requests", "a night", "a slow request"]
 
 
 def test_what_a_file_system_has_against_a_write_is_one_line_and_other_errors_are_themselves(output: Location):
@@ -149,6 +179,7 @@ def test_a_store_that_never_answers_is_asked_once_and_holds_nobody():
     assert arbiter.is_spent
     assert arbiter.judge(DocumentKey(0, 2)) is Ruling.OUT_OF_REACH
     assert arbiter.doc_id(DocumentKey(0, 2)) == "a.parquet:2"
+    wait_for(lambda: store.asked, "question")
     assert len(store.asked) == 1
     arbiter.begin_turn()
     assert not arbiter.is_spent

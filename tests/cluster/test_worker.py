@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
+import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from specextend.document_requests import document_seed
 from specextend.inbox import Inbox
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, NotingEngine, QuotingEngine
-from tests.job.conftest import LONGEST_S
+from tests.job.conftest import LONGEST_S, wait_for
 
 
 def request(name: str, length: int) -> Request:
@@ -78,14 +79,13 @@ def test_a_document_keeps_its_seed_wherever_and_whenever_it_runs():
     assert document_seed(7, "govreport-1k-00") == 1394459061051453103
 
 
-def test_a_text_that_an_error_quotes_cannot_drive_the_terminal_that_shows_the_log(job, capsys):
+def test_a_text_that_an_error_quotes_cannot_drive_the_terminal_that_shows_the_log(job, monkeypatch):
     """Ray shows what a worker writes on the driver's terminal, and keeps it in files that people print."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
     assert job(["one text", "another text"]).run(QuotingEngine) == EXIT_DONE
-    shown, give_up_at = "", time.monotonic() + LONGEST_S
-    while "ValueError: cannot read" not in shown and time.monotonic() < give_up_at:
-        shown += capsys.readouterr().err
-        time.sleep(0.1)
-    assert r"ValueError: cannot read \x1b[2J\u202ethis\rok" in shown
+    wait_for(lambda: "ValueError: cannot read" in shown.getvalue(), "error in the log")
+    assert r"ValueError: cannot read \x1b[2J\u202ethis\rok" in shown.getvalue()
 
 
 def prompts_kept(lease: str) -> int:

@@ -17,7 +17,8 @@ MODELS = ROOT / ".models" / "tiny-random"
 MIB = 1 << 20
 
 READ_IT_ALL = """
-import resource, sys
+import sys
+from pathlib import Path
 from specextend.core import DocumentKey
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
@@ -28,7 +29,8 @@ from specextend.data.source import open_source
 from specextend.data.storage import resolve
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":") for line in lines)["VmHWM"].split()[0]) >> 10
 
 before = peak()
 output = resolve(sys.argv[2])

@@ -16,7 +16,7 @@ def test_a_worker_killed_at_any_moment_changes_no_summary(real_job: RealJob, und
     note_received(real_job.screen, marker)
     assert real_job.run(DiesOnce(kind, marker), commit_every_rows=64) == EXIT_DONE
     assert marker.exists()
-    assert any("died: its process ended" in note for note in real_job.screen.notes)
+    assert len(real_job.screen.told("worker_died")) == 1
     assert real_job.result() == undisturbed
     assert max(real_job.column("attempts")) <= 2
     assert real_job.column("attempts").count(2) <= 3, "no more than a batch was charged"

@@ -204,5 +204,5 @@ def test_a_dead_device_ends_its_process_and_another_takes_over(attempt, real_job
     """After a device error every later call fails: the worker must go, and is not asked again."""
     assert real_job.run(Breaks("device", tmp_path / "broken"), max_attempts=5) == EXIT_DONE
     assert real_job.result() == undisturbed
-    assert len([note for note in real_job.screen.notes if "died: its process ended" in note]) == 1
+    assert len(real_job.screen.told("worker_died")) == 1
     assert max(real_job.column("attempts")) <= 2, "charged once at most, and not at all where it was not seen to start"

@@ -12,7 +12,7 @@ from specextend.cluster.driver import Driver
 from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt
 from specextend.cluster.leases import Lease, Limits, Tried
-from specextend.cluster.lock import OutputLock
+from specextend.cluster.lock import FolderLock
 from specextend.cluster.messages import Done, Failed, Suspected, WorkerInfo, WorkerReport
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned, StartFailed
@@ -223,7 +223,7 @@ def driver_of(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
     limits = Limits(max_attempts=job.max_attempts, deadline_base_s=job.deadline_base_s, stall_s=job.stall_s)
-    lock = OutputLock(output, run_id, clock=lambda: 0.0)
+    lock = FolderLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
     planned = Estimates.of(estimates)
     return Driver(
         scheduler=Scheduler(planned, limits, LEASES, f"{run_id}-", tried),
