@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from specextend.decoding import graphs
+from specextend.decoding import graphs, tuning
 from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.engine import Engine
 from specextend.decoding.speculation import FIRST_PAUSE
@@ -248,8 +248,13 @@ def test_dear_rows_make_small_trees(batch, pair, references):
     assert sizes["dear"] < 4
 
 
-def test_a_configuration_turns_it_on(pair, references):
-    """With measured costs: a draft as large as the target that is never right is given up after its first steps."""
+def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):
+    """With costs from the start-up: a draft as large as the target that is never right is given up after a few steps.
+
+    The clock is told what a row takes, since a stall in the measurement of a plain step would make trees look cheap.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no other test finds these times
+    monkeypatch.setattr(tuning, "time_step", lambda target, kind, size, *_: 0.001 * size)
     engine = tiny_engine(pair, "bad", tree__nodes="auto", tree__max_nodes=8, attention__tree="auto")
     for completion in run(engine):
         assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids

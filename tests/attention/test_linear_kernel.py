@@ -11,7 +11,7 @@ from tests.covering import covering
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
 from specextend.attention import linear_kernel
-from specextend.attention.linear_kernel import BLOCK, DEPTH, ROWS, can_multiply, kernel, lay_out, multiply, takes
+from specextend.attention.linear_kernel import BLOCK, DEPTH, ROWS, can_multiply, lay_out, multiply, takes
 from specextend.attention.vector_ir import processor_features
 
 pytestmark = pytest.mark.skipif(
@@ -87,7 +87,6 @@ def test_a_kernel_that_cannot_be_made_or_is_wrong_is_not_offered(monkeypatch):
     def fail() -> None:
         raise RuntimeError("no compiler for this processor")
 
-    kernel.cache_clear()
     monkeypatch.setattr(linear_kernel, "kernel", fail)
     assert not can_multiply()
 

@@ -58,9 +58,11 @@ def test_the_form_that_is_fastest_for_few_rows_is_taken_unless_prompts_pay_for_i
 
 
 @needs_bf16
-@pytest.mark.parametrize("name", packings())
+@pytest.mark.parametrize("name", ["torch", "onednn", "compiled"])
 def test_a_module_keeps_its_results_in_every_form(name, monkeypatch):
     """Whatever a layer's sizes are: the compiled kernel takes the first and the last layer only."""
+    if name not in packings():
+        pytest.skip("the compiled kernel needs numba and a processor with avx512_bf16")
     torch.manual_seed(0)
     layers = [layer(64, 64, bias=True), nn.SiLU(), nn.Sequential(layer(40, 64), layer(128, 40))]
     module, x = nn.Sequential(*layers), torch.randn(5, 64).bfloat16()
