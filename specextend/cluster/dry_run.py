@@ -225,6 +225,8 @@ def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     found += [(check, 0, "refused") for check in refused]
     if skipped := prepared.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
+    if repeated := prepared.source.num_repeated:
+        found.append(("symbolic links to files that are read already", None, f"skipped: {repeated:,}"))
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
 
 
