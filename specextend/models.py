@@ -62,6 +62,8 @@ class TargetOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("target.model must not be empty")
+        if "://" in self.model:  # not repeated: an address may hold a token
+            raise ValueError("target.model must be a Hub id or a local path, not an address")
         if self.dtype not in DTYPES:
             raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         kind, _, number = self.device.partition(":")

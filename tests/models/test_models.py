@@ -386,7 +386,7 @@ def write_index(folder, name) -> None:
 
 @pytest.mark.parametrize("name", ["weights.bin", "../model.safetensors", "shards/model.safetensors", 1])
 def test_an_index_that_leads_elsewhere_is_refused(write_model, name):
-    """transformers loads what the index names: neither checked nor hashed, it could be swapped between two starts."""
+    """Transformers loads what the index names: neither checked nor hashed, it could be swapped between two starts."""
     folder = write_model()
     write_index(folder, name)
     assert "weights must be safetensors files in the same folder" in refusal(folder, check_model)
