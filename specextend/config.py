@@ -56,8 +56,9 @@ class JobOptions:
     """Number of Ray actors, from 1 to 10,000. Each holds its own target, draft and batch."""
     gpus_per_worker: float = 0.0
     """GPUs reserved for each worker, at most 1; workers can share one (0.5), and 0 runs the models on the CPU."""
-    cpus_per_worker: int = 1
-    """CPU cores reserved for each worker; on a CPU also the number of torch threads."""
+    cpus_per_worker: int | Literal["auto"] = "auto"
+    """CPU cores reserved for each worker; on a CPU also the number of torch threads. `auto`: as many as leave room for
+    all workers, so all cores of a machine divided by its workers. Nodes that a cluster adds later do not count."""
     max_attempts: int = 3
     """Failed attempts after which a document becomes an error row: a dead or hung worker, a failed batch, a passed
     deadline, text that neither a worker nor the driver can read. Attempts that are lost with their whole node do not
@@ -100,8 +101,10 @@ class JobOptions:
     environment when it is used, so that no file holds a secret address."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "cpus_per_worker", "max_attempts"):
+        for name in ("workers", "max_attempts"):
             at_least(f"job.{name}", getattr(self, name), 1)
+        if self.cpus_per_worker != "auto":
+            at_least("job.cpus_per_worker", self.cpus_per_worker, 1)
         if self.commit_every_rows != "auto":
             at_least("job.commit_every_rows", self.commit_every_rows, 1)
         if self.workers > MAX_WORKERS:
@@ -128,6 +131,12 @@ class JobOptions:
         for name in ("max_error_fraction", "stop_error_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"job.{name} must be in [0, 1], got {getattr(self, name)}")
+
+    @property
+    def num_cores(self) -> int:
+        """Return `cpus_per_worker` once it is a number: a start replaces `auto` when it knows its nodes."""
+        assert isinstance(self.cpus_per_worker, int)
+        return self.cpus_per_worker
 
     @property
     def rows_per_commit(self) -> int:
