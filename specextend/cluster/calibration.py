@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from specextend.cluster.cluster import connected
+from specextend.cluster.cluster import connected, settle_cores
 from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.leases import Lease
@@ -76,6 +76,7 @@ def calibrate(
         raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
     begin = time.monotonic()
     with connected(interrupt):
+        config = settle_cores(config)
         batch_size = config.decoding.batch_size
         pool = Pool(
             config, prepared.source, CheckedFactory(factory, prepared.manifest["identity"]["hashes"]), batch_size

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from specextend.cluster.cluster import claimed, connected, say_no_node
+from specextend.cluster.cluster import claimed, connected, say_no_node, settle_cores
 from specextend.cluster.committing import Committer
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Driver
@@ -97,6 +97,7 @@ class RowDecoding:
     def _decode(self, source: Source, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
         begin = time.monotonic()
         with connected(self.interrupt), claimed(self.prepared.output.path):
+            self.prepared = replace(self.prepared, config=settle_cores(self.prepared.config))
             self._say_what_fits()
             driver = self._driver(source, plan, ledger, tried)
             connect_s = time.monotonic() - begin

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specextend.core import Document, one_line, printable
 from specextend.data.row_filter import RowFilter
-from specextend.data.storage import holds_secret
+from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
 MOST_AHEAD_BYTES = 256 << 20
 """Memory of the input files that are read at once, or wait to be taken."""
@@ -110,7 +110,7 @@ class InputOptions:
                 raise ValueError(f"input.{name} must not be empty")
         for name, path in [("path", self.path), *(("except_done_in", path) for path in self.except_done_in)]:
             if holds_secret(path):
-                raise ValueError(f"input.{name} must not hold credentials; give them in the environment")
+                raise ValueError(f"input.{name} {NO_CREDENTIALS}")
         if not all(self.except_done_in):
             raise ValueError("input.except_done_in must not hold an empty path")
         self._check_selection()
@@ -163,7 +163,7 @@ class OutputOptions:
         if not self.path:
             raise ValueError("output.path must not be empty")
         if holds_secret(self.path):
-            raise ValueError("output.path must not hold credentials; give them in the environment")
+            raise ValueError(f"output.path {NO_CREDENTIALS}")
         if len(set(self.partition_by)) < len(self.partition_by):
             raise ValueError("output.partition_by names a column more than once")
 

@@ -106,6 +106,15 @@ def test_rates_of_another_device_are_not_those_of_a_run_here(call: Call, corpus:
     assert ahead(call, corpus, tmp_path, "--set", "tree.nodes=5")[0]["forecast"] is None
 
 
+def test_a_file_with_a_column_of_texts_needs_no_settings(call: Call, corpus: Path, tmp_path: Path):
+    """The default configuration named columns of the example reports, and more cores than small machines have."""
+    config = str(ROOT / "configs" / "smollm2.yaml")
+    ended = call("--config", config, "--input", str(corpus), "--output", str(tmp_path / "out"), "--dry-run")
+    assert ended.code == 0, ended.stderr
+    assert "here no run can start" not in ended.stdout
+    assert RunConfig.load(config).job.cpus_per_worker == "auto"
+
+
 def test_a_laptop_plans_for_machines_that_it_is_not(call: Call, corpus: Path, tmp_path: Path):
     """It has neither the cores nor the GPU nor flash-attn, and needs none of them to say what the night will take."""
     settings = ["job.cpus_per_worker=4096", "job.gpus_per_worker=1", "target.device=cuda", "attention.backend=flash"]
