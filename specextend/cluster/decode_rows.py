@@ -32,11 +32,9 @@ from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.core import DocumentKey, counted
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.chunk_rows import ChunkWriter, read_chunks
-from specextend.data.parts import PartWriter
+from specextend.data.fingerprint import provenance
+from specextend.data.parts import PartWriter, Progress
 from specextend.data.plan_record import PlanRecord
-from specextend.data.provenance import provenance
-from specextend.data.regrouping import regroup
-from specextend.data.results import Progress
 from specextend.data.source import Source
 from specextend.loading import load_engine
 
@@ -60,11 +58,8 @@ class RowDecoding:
 
     def plan(self, keys: RowSet) -> tuple[Source, Plan]:
         """Return the source from which to read, and the plan. Raises InputError for a file that breaks off."""
-        output = self.prepared.output
-        with writing(output):
-            source = regroup(self.prepared.source, output, self.checkpoint)
-        with using(output):
-            return source, self._make_plan(source, keys)
+        with using(self.prepared.output):
+            return self.prepared.source, self._make_plan(self.prepared.source, keys)
 
     def _make_plan(self, source: Source, keys: RowSet) -> Plan:
         decoding = self.prepared.config.decoding
@@ -162,7 +157,7 @@ class RowDecoding:
             stall_s=job.stall_s,
         )
         num_leases = config.decoding.batch_size + EXTRA_LEASES
-        group_rows = [source.group_rows(file.number) for file in source.files]
+        group_rows = [file.group_rows for file in source.files]
         output, manifest = self.prepared.output, self.prepared.manifest
         with writing(output):
             origin = provenance(manifest, [self.attempt.start], [self.run_id])

@@ -31,10 +31,10 @@ from specextend.cluster.rates import Rates, find_rates, keep_rates, pair_key
 from specextend.cluster.records import describe_age
 from specextend.cluster.stores import reading
 from specextend.core import counted
-from specextend.data.audit import describe_skipped
 from specextend.data.equal_texts import EqualTexts
 from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.results import Progress, Retry, pending
+from specextend.data.listing import describe_skipped
+from specextend.data.parts import Progress, Retry, pending
 from specextend.data.source import Source
 
 NOT_MEASURED = "not measured"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from specextend.cluster.estimates import Estimates
 from specextend.core import DocumentKey
-from specextend.data.chunk_prompts import ChunkPrompts
+from specextend.data.chunks import ChunkPrompts
 from specextend.data.equal_texts import EqualRows, EqualTexts
 from specextend.data.inputs import DocumentError
 from specextend.data.plan_record import PlanRecord

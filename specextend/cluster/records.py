@@ -22,7 +22,7 @@ from specextend.cluster.messages import WorkerInfo
 from specextend.cluster.places import Spot
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.fingerprint import num_input_rows, read_manifest
-from specextend.data.results import Progress, read_parts
+from specextend.data.parts import Progress, read_parts
 from specextend.data.run_folder import (
     RELEASED,
     Start,

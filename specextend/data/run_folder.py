@@ -52,11 +52,6 @@ def starts_folder(output: Location) -> Location:
     return output.child("_run", "attempts")
 
 
-def copies_folder(output: Location) -> Location:
-    """Return the folder of the copies of input files with large row groups."""
-    return output.child("_run", "input")
-
-
 def selection_file(output: Location) -> Location:
     """Return the place of the rows that a run is about, if it leaves out what earlier runs have done."""
     return output.child("_run", "selection.parquet")

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specextend.data.audit_rows import read_audits
-from specextend.data.fingerprint import num_input_rows, read_manifest
-from specextend.data.provenance import models_of
+from specextend.data.fingerprint import models_of, num_input_rows, read_manifest
 from specextend.data.run_folder import Start, read_heartbeat, read_starts, report_file, time_text
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice

@@ -20,7 +20,7 @@ from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
-from specextend.data.results import Retry
+from specextend.data.parts import Retry
 from tests.cluster.fakes import FakeEngine
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import pytest
 from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, Interrupt, InterruptedRunError
 from specextend.cluster.prepare import prepare
 from specextend.cluster.progress import Snapshot
-from specextend.data.chunk_prompts import ChunkPrompts
+from specextend.data.chunks import ChunkPrompts
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import NotingEngine
 
@@ -87,12 +87,3 @@ def test_a_part_that_fails_is_found_and_named_and_a_worker_that_dies_loses_no_pa
     assert error["message"].startswith("part ")
     assert error["message"].endswith("this document cannot be done")
     assert len(run.summaries()["d1"]["chunk_summaries"]) > 2
-    (tmp_path / "lenient").mkdir()
-    lenient = Job(
-        tmp_path / "lenient", texts, {"max_attempts": 1}, sections=SECTIONS | {"chunks": {"on_error": "leave_out"}}
-    )
-    assert lenient.run() == EXIT_DONE
-    row = lenient.summaries()["d0"]
-    assert "incomplete" in row["quality_flags"]
-    assert 0 < row["coverage"] < 1
-    assert [chunk["text"] for chunk in row["chunk_summaries"]].count(None) >= 1

@@ -16,8 +16,7 @@ from specextend.cluster.planning import SAMPLE_BYTES, SAMPLE_SIZE, Plan, make_pl
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.plan_record import PlanRecord
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.run_folder import equal_texts_file, plan_file
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve, write_bytes

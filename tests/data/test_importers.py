@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pypdf
 import pytest
@@ -238,6 +239,24 @@ def test_without_the_hub_a_data_set_is_one_clear_line(tmp_path: Path) -> None:
 def test_an_unknown_data_set_is_refused_with_those_known() -> None:
     with pytest.raises(InputError, match=f"known are {', '.join(HUB_DATASETS)}"):
         next(read_hub("cnn", "test"))
+
+
+def test_files_with_large_row_groups_are_written_in_smaller_ones(tmp_path: Path) -> None:
+    """What the job asks for where a worker could not hold a row group. Every column and type stays."""
+    table = pa.table(
+        {"text": [f"{row} " * 500_000 for row in range(40)], "kind": pa.array(["a", "b"] * 20).dictionary_encode()}
+    )
+    for name in ("in/a.parquet", "in/deep/b.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, tmp_path / name, compression="none", use_dictionary=["kind"])
+    done = prepare(tmp_path, "repartition", "in", "--output", "out")
+    assert (done.returncode, done.stdout) == (0, "2 files in out\n"), done.stderr
+    for name in ("a.parquet", "deep/b.parquet"):
+        metadata = pq.read_metadata(tmp_path / "out" / name)
+        assert metadata.num_row_groups > 2
+        assert max(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)) < 20 << 20
+        assert pq.read_table(tmp_path / "out" / name).to_pylist() == table.to_pylist()
+    assert prepare(tmp_path, "repartition", "in", "--output", "in/out").returncode == 2
 
 
 def test_row_groups_are_small_so_that_one_document_reads_quickly(tmp_path: Path) -> None:

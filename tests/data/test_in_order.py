@@ -35,12 +35,6 @@ def test_results_come_in_order_and_no_more_is_held_than_allowed(costs: list[int]
     assert highest <= most
 
 
-def test_calls_run_at_once() -> None:
-    """Each waits for the others: one after the other, none would ever come back."""
-    barrier = threading.Barrier(4, timeout=30)
-    assert len(list(in_order(lambda number: barrier.wait(), range(4)))) == 4
-
-
 def test_an_error_comes_in_its_place_and_what_has_not_begun_never_does() -> None:
     """A thousand files are not written after the first could not be."""
     begun = []
@@ -56,12 +50,3 @@ def test_an_error_comes_in_its_place_and_what_has_not_begun_never_does() -> None
     with pytest.raises(ValueError, match="3"):
         next(results)
     assert max(begun) <= 3 + 2
-
-
-def test_a_caller_that_stops_stops_the_rest() -> None:
-    """A run that is told to stop while it reads a hundred thousand commits."""
-    begun = []
-    for number in in_order(begun.append, iter(range(1000)), num_threads=4):
-        assert number is None
-        break
-    assert len(begun) <= 8

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specextend.data.audit import glob_matches, list_input
 from specextend.data.inputs import InputError, InputOptions, OutputOptions
+from specextend.data.listing import glob_matches, list_input
 from specextend.data.source import open_source
 
 Write = Callable[..., Path]

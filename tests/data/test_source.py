@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -14,11 +14,10 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specextend.core import Document, DocumentKey
-from specextend.data.inputs import DocumentError, InputError, InputOptions, content_sha256, decode_text
+from specextend.data.inputs import DocumentError, InputError, InputOptions, content_sha256
+from specextend.data.parquet import stream
 from specextend.data.source import Source, open_source
 
 Write = Callable[..., Path]
@@ -65,14 +64,6 @@ def test_of_many_bad_files_some_are_named_and_all_are_counted(tmp_path: Path, wr
         write(f"in/{number}.parquet", {"body": ["one"]})
     with pytest.raises(InputError, match=r"^0\.parquet has .*; 4\.parquet has .*; and 4 more such files$"):
         open_source(InputOptions(path=str(tmp_path / "in")))
-
-
-def test_a_key_that_is_not_in_the_input_is_our_own_mistake(write: Write) -> None:
-    source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x"]}))))
-    with pytest.raises(IndexError):
-        source.read(DocumentKey(0, 1))
-    with pytest.raises(IndexError):
-        source.read(DocumentKey(1, 0))
 
 
 @pytest.mark.parametrize(
@@ -153,18 +144,47 @@ def test_a_mistyped_column_is_a_run_error(write: Write, option: str, column: str
     assert f"column '{column}' (input.{option}) is " in run_error(path, **options)
 
 
-def test_the_second_file_is_audited_like_the_first(tmp_path: Path, write: Write) -> None:
-    write("in/a.parquet", {"text": ["x"], "topic": [1]})
-    write("in/b.parquet", {"text": ["x"], "topic": ["one"]})
-    assert "'topic' is int64 in a.parquet but string in b.parquet" in run_error(tmp_path / "in", passthrough=("topic",))
-    write("in/b.parquet", {"text": [1], "topic": [1]})
-    assert run_error(tmp_path / "in").startswith("b.parquet: column 'text'")
-
-
 def test_two_columns_of_one_name_are_a_run_error(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "a.parquet")
     assert "2 columns named 'text'" in run_error(tmp_path / "a.parquet")
+
+
+def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker reads all of it for one document. Only columns of documents count; a name with dots is one of them."""
+    path = write("a.parquet", {"a.text": [f"{i}" * 300_000 for i in range(60)], "a": [b"y" * 999_999] * 60}, 60)
+    options = InputOptions(path=str(path), text_column="a.text")
+    monkeypatch.setattr("specextend.data.audit.MAX_GROUP_BYTES", 100 << 20)
+    assert open_source(options).num_rows == 60
+    monkeypatch.setattr("specextend.data.audit.MAX_GROUP_BYTES", 20 << 20)
+    with pytest.raises(InputError, match=r"a.parquet has a row group that takes 0\.0 GiB to read; .*repartition INPUT"):
+        open_source(options)
+
+
+@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
+def test_what_a_row_group_takes_is_what_reading_it_takes(tmp_path: Path, encoding: str) -> None:
+    """A repeated text is held once where it is in a dictionary, and as often as it is there where it is a prefix."""
+    options = {"column_encoding": {"text": encoding}} if encoding == "DELTA_BYTE_ARRAY" else {}
+    table = pa.table({"text": ["a text " * 500] * 60})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=not options, **options)
+    source = open_source(InputOptions(path=str(tmp_path / "a.parquet")))
+    assert (source.files[0].largest_group_bytes > 60 * 3500) is bool(options)
+
+
+def test_a_column_that_turns_out_not_to_be_a_dictionary_is_read_from_there_on(tmp_path: Path) -> None:
+    """Some writers begin with one encoding and go on with another."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"text {row}" for row in range(1000)]}), path)
+
+    class TurnsOut(pq.ParquetFile):
+        def iter_batches(self, *arguments: Any, **options: Any) -> Iterator[pa.RecordBatch]:
+            yield next(super().iter_batches(*arguments, **options))
+            raise OSError("Not yet implemented: DecodeArrow")
+
+    tables = stream(TurnsOut(path), ["text"], plain=lambda: pq.ParquetFile(path))
+    assert [text for table in tables for text in table["text"].to_pylist()] == [f"text {row}" for row in range(1000)]
 
 
 def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
@@ -333,15 +353,6 @@ def test_an_error_survives_the_way_from_a_worker() -> None:
     assert (again.error_class, again.message, again.stage, again.retryable, again.doc_id) == (
         "PromptTooLong", "too long", "prompt", False, "one",
     )  # fmt: skip
-
-
-@given(st.text(max_size=20))
-def test_text_is_decoded_exactly_or_refused(text: str) -> None:
-    if text.strip():
-        assert decode_text(text.encode()) == text
-    else:
-        with pytest.raises(DocumentError, match="EmptyText"):
-            decode_text(text.encode())
 
 
 def test_no_text_passes_for_another_one_with_an_instruction() -> None:

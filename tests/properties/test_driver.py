@@ -22,7 +22,7 @@ from specextend.core import DocumentKey
 from specextend.data import equal_texts
 from specextend.data.equal_texts import EqualTexts
 from specextend.data.finalize import finalize
-from specextend.data.results import pending, read_parts
+from specextend.data.parts import pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import resolve
