@@ -271,7 +271,7 @@ class RunConfig(BaseModel):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file's mapping. Raises ConfigError for what is not one, a repeated key or an alias."""
+    """Read a YAML file's mapping. Raises ConfigError for anything else, a repeated key and an alias."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
