@@ -125,6 +125,18 @@ def test_the_summary_needs_the_standard_library_alone():
 
 
 @pytest.mark.slow
+def test_a_check_in_which_nothing_ran_has_failed(tmp_path):
+    """A system's Python without torch skips every stage, and the script ended as if the GPU were proven."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(bare), "OUT": str(tmp_path / "out")}
+    ended = subprocess.run(["scripts/gpu_check.sh"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    stages = json.loads((tmp_path / "out" / "summary.json").read_text())["stages"]
+    assert {stage["status"] for stage in stages.values()} == {"skipped"}
+
+
 def test_no_stage_needs_a_package_that_a_bare_machine_lacks():
     """The machine with the GPU has no network: what is missing there stays missing."""
     done = imports_without([stage.source.partition(":")[0] for stage in STAGES], [*ABSENT])
