@@ -29,9 +29,10 @@ from specextend.cluster.prepare import prepare
 from specextend.cluster.rates import find_rates, keep_rates, pair_key
 from specextend.document_requests import document_seed
 from specextend.pairing import pair_hashes
-from tests.cluster.conftest import Job, Screen, kept_handlers
+from tests.cluster.conftest import Job, Screen
 from tests.cluster.fakes import LoadsLater, NeverLoads, SwapsWeights
 from tests.cluster.test_forecast import RATES
+from tests.job.conftest import kept_handlers
 
 MANY_ATTEMPTS = {"max_attempts": 9, "silence_s": 6000}
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]

@@ -19,7 +19,6 @@ from specextend.cluster.prepare import prepare
 from specextend.cluster.rates import Rates, keep_rates, pair_key
 from specextend.config import JobOptions, RunConfig
 from specextend.loading import GIB
-from tests.cluster.conftest import local_ray as local_ray
 from tests.job.conftest import CONFIG, ROOT, Ended, rows, summarize, write_corpus
 
 Call = Callable[..., Ended]
