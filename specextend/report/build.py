@@ -85,7 +85,7 @@ def build_report(
         "source": source,
         "run": _run(manifest),
         "selection": None if manifest is None else manifest.get("selection"),
-        "rows": _row_counts(manifest, done.num_rows, done.num_copied, errors.num_rows),
+        "rows": _row_counts(manifest, done.num_rows, errors.num_rows),
         "wall_clock": wall_clock_section(starts, documents, _price([timed.start for timed in starts])),
         "starts": [start_section(timed) for timed in starts],
         "limits": limits_section(done.timed, [timed.start for timed in starts]),
@@ -159,8 +159,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _row_counts(manifest: dict[str, Any] | None, done: int, copied: int, errors: int) -> dict[str, int | None]:
-    """Return the rows by outcome; those `copied` are `done`, too."""
+def _row_counts(manifest: dict[str, Any] | None, done: int, errors: int) -> dict[str, int | None]:
+    """Return the rows by outcome."""
     rows = None if manifest is None else num_input_rows(manifest)
     pending = None if rows is None else rows - done - errors
-    return {"input": rows, "done": done, "copied": copied, "errors": errors, "pending": pending}
+    return {"input": rows, "done": done, "errors": errors, "pending": pending}

@@ -31,7 +31,7 @@ TIMED = tuple(dict.fromkeys(("started_at", "total_s", "num_output_tokens", *PHAS
 """Columns that the wall clock and the limits need of each document, beside RUN_ID."""
 _SLOWEST = ("doc_id", "worker", "attempts", "num_prompt_tokens", "num_output_tokens", "finish_reason", "queue_s")
 DONE_COLUMNS = [
-    *dict.fromkeys([*COLUMNS, *_OF_WORK, *_TEXT, *TIMED, *_SLOWEST, "quality_flags", "copied_from"]),
+    *dict.fromkeys([*COLUMNS, *_OF_WORK, *_TEXT, *TIMED, *_SLOWEST, "quality_flags"]),
 ]
 """Columns of a finished document that the report needs."""
 ERROR_COLUMNS = ["doc_id", "error_class", "message", "stage", "retryable"]
@@ -41,13 +41,9 @@ NUM_SLOWEST = 10
 
 @dataclass(slots=True)
 class DoneFigures:
-    """Figures of the finished documents, collected table by table.
-
-    A row that is a copy of another one counts where summaries are counted and measured, not where work is.
-    """
+    """Figures of the finished documents, collected table by table."""
 
     num_rows: int = 0
-    num_copied: int = 0
     tally: Tally = field(default_factory=Tally)
     buckets: defaultdict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
     values: defaultdict[str, list[NDArray[np.float64]]] = field(default_factory=lambda: defaultdict(list))
@@ -59,13 +55,11 @@ class DoneFigures:
     def add(self, rows: pa.Table) -> None:
         """Add rows of DONE_COLUMNS and RUN_ID."""
         rows = _without_nan(rows)
-        is_decoded = rows["copied_from"].is_null()
-        self._add_work(rows.filter(is_decoded) if rows["copied_from"].null_count < len(rows) else rows)
+        self._add_work(rows)
         self._add_texts(rows)
 
     def _add_texts(self, rows: pa.Table) -> None:
         self.num_rows += len(rows)
-        self.num_copied += len(rows) - rows["copied_from"].null_count
         for name in _TEXT:
             self.values[name].append(rows[name].drop_null().to_numpy())
         self.counts["finish_reason"].update(rows["finish_reason"].drop_null().to_pylist())

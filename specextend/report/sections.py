@@ -120,7 +120,6 @@ def _summary(report: dict[str, Any]) -> Section:
         "rows in that had changed": number(chosen.get("changed")),
         "rows in that were new": number(chosen.get("new")),
         "rows done": number(rows["done"]),
-        "rows copied from rows with an equal text": number(rows.get("copied") or None),
         "rows failed": number(rows["errors"]),
         "rows to do": number(rows["pending"]),
         "prompt tokens": number(tokens["prompt"]),

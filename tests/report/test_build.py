@@ -111,7 +111,7 @@ def run(tmp_path: Path) -> str:
 def test_totals_are_sums_and_ratios_are_divisions_of_sums(run):
     """A mean of means would weigh a document of ten tokens like one of a thousand."""
     report = build_report(run)
-    assert report["rows"] == {"input": None, "done": 2, "copied": 0, "errors": 1, "pending": None}
+    assert report["rows"] == {"input": None, "done": 2, "errors": 1, "pending": None}
     assert report["tokens"] == {"prompt": 5_000, "cached": 0, "output": 32, "dropped": 50}
     assert report["acceptance"]["mean_acceptance_length"] == pytest.approx(1 + 19 / 15)
     assert report["acceptance"]["draft_acceptance_rate"] == pytest.approx(19 / 240)
@@ -275,7 +275,7 @@ def test_rows_to_do_come_from_the_manifest(run):
     attempts.joinpath("b.json").write_text(json.dumps({"run_id": "b", "begin": "2025-01-02", "exit_code": None}))
     attempts.joinpath("a.json").write_text(json.dumps({"run_id": "a", "begin": "2025-01-01", "exit_code": 75}))
     report = build_report(run)
-    assert report["rows"] == {"input": 5, "done": 2, "copied": 0, "errors": 1, "pending": 2}
+    assert report["rows"] == {"input": 5, "done": 2, "errors": 1, "pending": 2}
     assert report["run"]["decoding"] == {"mode": "specextend"}
     assert [start["run_id"] for start in report["starts"]] == ["a", "b"]
 
