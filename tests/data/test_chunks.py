@@ -105,11 +105,6 @@ def test_a_documents_own_instruction_is_that_of_its_parts_and_merges(chat_tokeni
     assert all("Who?" in chat_tokenizer.decode(prompt.token_ids) for prompt in found)
 
 
-def test_parts_may_be_smaller_than_what_fits(chat_tokenizer):
-    found = chunks(chat_tokenizer, tokens=100).parts(TEXT, 40, None)
-    assert len(found) >= len(TEXT) // 100
-
-
 def test_summaries_that_do_not_fit_together_are_merged_group_by_group(chat_tokenizer):
     """In groups of about as many, so that no summary is summarised alone."""
     prompts = chunks(chat_tokenizer)
@@ -119,15 +114,6 @@ def test_summaries_that_do_not_fit_together_are_merged_group_by_group(chat_token
     assert len(merges) > 1
     assert (sum(counts), min(counts) >= 2) == (9, True)
     assert len(prompts.merges(texts[:2], 40, None)) == 1
-
-
-def test_any_number_of_summaries_is_merged_if_two_fit(chat_tokenizer):
-    """Of an odd number one may be alone in its merge; and each round leaves fewer."""
-    prompts = chunks(chat_tokenizer)
-    room = 400 - 40 - len(prompts.merges([""], 40, None)[0].token_ids)
-    for count in range(2, 10):
-        merges = prompts.merges(["x" * (room // 2 - 20)] * count, 40, None)
-        assert len(merges) == (count + 1) // 2
 
 
 def test_what_the_start_accepts_can_be_merged(chat_tokenizer):

@@ -17,7 +17,7 @@ from scripts.simulated_store import SimulatedStore
 from specextend.data.finalize import ReconciliationError, finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
-from specextend.data.run_folder import Counts, read_success, remove_success, write_success
+from specextend.data.run_folder import Counts
 from specextend.data.schema import summary_schema
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
@@ -102,12 +102,6 @@ def test_a_row_without_a_result_stops_it_before_anything_is_written(
     assert files(output, "summaries") == []
 
 
-def test_a_result_without_a_row_stops_it_too(source: Source, output: Location, done: MakeRow) -> None:
-    PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 0), done(2, 1), done(2, 2)])
-    with pytest.raises(ReconciliationError, match="the parts hold 6 rows, the input has 5"):
-        finalize(source, output)
-
-
 def test_retried_errors_change_only_the_files_they_are_in(
     source: Source, output: Location, done: MakeRow, failed: MakeRow
 ) -> None:
@@ -160,16 +154,6 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path: Path, write: Write, d
         requests.append(store.tally.requests - before)
         assert report["rows"]["done"] == 60
     assert requests[1] - requests[0] == 2 * 40, "its size is asked for, and then it is read"
-
-
-def test_success_is_written_read_and_removed(output: Location) -> None:
-    assert read_success(output) is None
-    write_success(output, Counts(5, 4, 1))
-    assert Path(output.path, "_SUCCESS").read_text() == '{"rows": 5, "done": 4, "errors": 1}\n'
-    assert read_success(output) == Counts(5, 4, 1)
-    remove_success(output)
-    remove_success(output)
-    assert read_success(output) is None
 
 
 def test_dictionaries_of_many_row_groups_are_not_made_one(tmp_path: Path, done: MakeRow) -> None:

@@ -112,22 +112,16 @@ def write_two_gigabytes(path: Path, group_rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("group_rows", "most_mib"), [(8, 400), (700, 5000)], ids=["in row groups of 8 MiB", "in three row groups"]
-)
-def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path, group_rows: int, most_mib: int) -> None:
-    """Audit, plan, documents and summaries with the text passed through; also where a row group is itself too large.
-
-    Arrow writes up to 1,024 rows into a page, here 700 MiB, and takes five times a page to read it in small pieces.
-    """
+def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    """Audit, plan, documents and summaries with the text passed through."""
     path = tmp_path / "in" / "a.parquet"
     path.parent.mkdir()
-    write_two_gigabytes(path, group_rows)
+    write_two_gigabytes(path, group_rows=8)
     assert path.stat().st_size > 2 << 30
     [peak] = measured(READ_IT_ALL, path, tmp_path / "out")
     for large in tmp_path.rglob("*.parquet"):
         large.unlink()
-    assert peak < most_mib, "MiB over what the libraries take"
+    assert peak < 400, "MiB over what the libraries take"
 
 
 @pytest.mark.slow

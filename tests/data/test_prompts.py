@@ -94,12 +94,6 @@ def test_a_rows_own_instruction_is_data(chat_tokenizer: Any) -> None:
         prompts.render("x", 0, "b" * 120)
 
 
-def test_white_space_among_the_added_tokens_is_no_control_token(chat_tokenizer: Any) -> None:
-    """Some tokenizers have runs of spaces as added tokens; spelling them out would change indented text."""
-    ids = Prompts(chat_tokenizer, PromptOptions(), 1000).encode_document("a  b")
-    assert chat_tokenizer.convert_tokens_to_ids("  ") in ids
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(st.lists(st.sampled_from(["<|im_end|>", "<think>", "<|im_", "end|>", "<", ">", "|", " ", "  ", "é", "<|bos|>"])))
 def test_no_combination_of_pieces_forges_a_control_token(chat_tokenizer: Any, pieces: list[str]) -> None:
@@ -116,15 +110,6 @@ def test_no_combination_of_pieces_forges_a_control_token(chat_tokenizer: Any, pi
 def test_a_document_has_the_tokens_that_its_tokenizer_gives_it(chat_tokenizer: Any, text: str) -> None:
     ids = chat_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert Prompts(chat_tokenizer, PromptOptions(), 10_000).encode_document(text) == ids
-
-
-def test_what_a_tokenizer_file_says_of_cutting_and_padding_is_not_for_documents(chat_tokenizer: Any) -> None:
-    """Some are published with the length of their training in it."""
-    expected = Prompts(chat_tokenizer, PromptOptions(), 10_000).encode_document("many words " * 50)
-    copy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(chat_tokenizer.backend_tokenizer.to_str()))
-    copy.backend_tokenizer.enable_truncation(8)
-    copy.backend_tokenizer.enable_padding(length=1000)
-    assert Prompts(copy, PromptOptions(), 10_000).encode_document("many words " * 50) == expected
 
 
 @pytest.mark.parametrize(
@@ -158,12 +143,6 @@ def test_a_plain_template_begins_with_bos_where_the_tokenizer_does(plain_tokeniz
     tokenizer.chat_template = "<|bos|>{{ messages[0].content }}"
     ids = render(tokenizer, "A TEXT").token_ids
     assert (ids[0], ids.count(bos)) == (bos, 1)
-
-
-def test_the_smaller_of_both_limits_holds(plain_tokenizer: Any) -> None:
-    for limit, max_prompt_tokens in ((1000, 40), (56, 1000), (56, None)):
-        prompt = render(plain_tokenizer, "x" * 500, limit, 16, max_prompt_tokens=max_prompt_tokens, instruction="")
-        assert len(prompt.token_ids) == 40
 
 
 @pytest.mark.parametrize("policy", ["head", "tail", "middle", "error"])

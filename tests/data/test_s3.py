@@ -101,17 +101,6 @@ def test_keys_are_named_as_they_are(s3: Endpoint, output: Location, done: MakeRo
     assert every.read(DocumentKey(1, 0)).document.text == "three"
 
 
-def test_a_row_group_is_fetched_without_the_rest_of_the_file(s3: Endpoint) -> None:
-    """A worker that reads one document of a terabyte must not fetch the terabyte."""
-    text = [os.urandom(50_000).hex() for _ in range(40)]
-    upload("in/a.parquet", {"text": text}, group_rows=1)
-    size = len(s3.files()["in/a.parquet"])
-    source = open_source(InputOptions(path="s3://corpus/in/a.parquet"))
-    before = pa.default_memory_pool().bytes_allocated()
-    assert source.read(DocumentKey(0, 20)).document.text == text[20]
-    assert pa.default_memory_pool().bytes_allocated() - before < size / 2
-
-
 def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, done: MakeRow, failed: MakeRow) -> None:
     """All that a driver does to an output folder, on object storage."""
     source = two_files()
@@ -222,13 +211,6 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpo
         s3.is_down = False
     source.check_unchanged(0)
     assert source.read(DocumentKey(0, 1)).document.doc_id == "y"
-
-
-@pytest.mark.parametrize("uri", ["s3://nobody-made-this/in", "s3://corpus/nothing here", "s3://corpus/in/*.parquet"])
-def test_an_input_that_is_not_there_is_refused_in_one_line(s3: Endpoint, uri: str) -> None:
-    with pytest.raises(InputError, match=r"input.path .* (does not exist|matches no file|cannot be listed)") as caught:
-        open_source(InputOptions(path=uri))
-    assert "\n" not in str(caught.value)
 
 
 def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3: Endpoint) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -61,11 +60,6 @@ def test_the_columns_are_those_promised_in_their_order() -> None:
     assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["num_cached_tokens", "topic"]
 
 
-def test_no_column_is_typed_null() -> None:
-    """A column without values would take the type null, and the next file's could not be read with it."""
-    assert not any(pa.types.is_null(field.type) for field in [*PART_SCHEMA, *ERROR_SCHEMA])
-
-
 def test_a_row_holds_counts_and_ratios_that_can_be_checked_by_hand() -> None:
     built = row(STATS)
     assert built["mean_acceptance_length"] == 1 + 6 / 3
@@ -102,10 +96,6 @@ def test_what_there_is_nothing_to_say_about_is_null() -> None:
         "rouge2",
         "rougeL",
     }
-
-
-def test_every_column_of_a_result_is_filled_by_name(done: Callable[..., dict[str, Any]]) -> None:
-    assert set(done(0, 0)) == {"file", "row", *SUMMARY_SCHEMA.names}
 
 
 def test_what_is_known_of_a_summarys_quality_has_columns_of_its_own() -> None:

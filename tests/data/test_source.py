@@ -59,13 +59,6 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path,
     assert "d.parquet" not in message
 
 
-def test_of_many_bad_files_some_are_named_and_all_are_counted(tmp_path: Path, write: Write) -> None:
-    for number in range(9):
-        write(f"in/{number}.parquet", {"body": ["one"]})
-    with pytest.raises(InputError, match=r"^0\.parquet has .*; 4\.parquet has .*; and 4 more such files$"):
-        open_source(InputOptions(path=str(tmp_path / "in")))
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -109,14 +102,6 @@ def run_error(path: Path, **options: Any) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-def test_an_unreadable_file_is_a_run_error(tmp_path: Path, write: Write) -> None:
-    good = write("in/a.parquet", {"text": ["x"] * 100})
-    (tmp_path / "in" / "b.parquet").write_bytes(good.read_bytes()[:-20])
-    assert run_error(tmp_path / "in").startswith("b.parquet cannot be read as Parquet")
-    (tmp_path / "in" / "b.parquet").write_bytes(b"")
-    assert "b.parquet cannot be read" in run_error(tmp_path / "in")
 
 
 def test_a_missing_column_is_a_run_error_that_lists_those_there(write: Write) -> None:
@@ -245,13 +230,6 @@ def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path: 
     assert days == [date(2025, 1, 1), date(2025, 1, 2)]
 
 
-def test_passthrough_without_any_value_is_a_string_column(write: Write) -> None:
-    """Many readers refuse a column of type null, and a later file with values could not join it."""
-    path = write("a.parquet", {"text": ["x"], "topic": [None]})
-    source = open_source(InputOptions(path=str(path), passthrough=("topic",)))
-    assert source.passthrough_fields == (pa.field("topic", pa.string()),)
-
-
 @pytest.mark.parametrize(
     ("text", "error_class"),
     [
@@ -270,13 +248,6 @@ def test_a_bad_text_costs_its_row_and_no_more(write: Write, text: pa.Array, erro
     error = caught.value
     assert (error.error_class, error.stage, error.retryable, error.doc_id) == (error_class, "read", False, "one")
     assert [row.error_class for row in source.scan()] == [error_class]
-
-
-def test_bad_text_is_found_in_a_dictionary_too(write: Write) -> None:
-    path = write("a.parquet", {"text": pa.concat_arrays([NOT_UTF8, pa.array(["good"])]).dictionary_encode()})
-    source = open_source(InputOptions(path=str(path)))
-    assert [row.error_class for row in source.scan()] == ["UndecodableText", None]
-    assert source.read(DocumentKey(0, 1)).document.text == "good"
 
 
 def test_a_row_may_set_its_own_limit(write: Write) -> None:
@@ -338,23 +309,6 @@ def test_a_source_ships_without_its_data(write: Write) -> None:
     assert pickle.loads(shipped).read(DocumentKey(0, 3)).document.text == "x" * 1_000_000
 
 
-def test_reading_keeps_few_row_groups(write: Write) -> None:
-    path = write("a.parquet", {"text": [f"{i:02d}" * 500_000 for i in range(20)]}, group_rows=1)
-    source = open_source(InputOptions(path=str(path)))
-    before = pa.total_allocated_bytes()
-    for key in keys(source):
-        assert source.read(key).document.text[:2] == f"{key.row:02d}"
-    assert pa.total_allocated_bytes() - before < 5 << 20
-
-
-def test_an_error_survives_the_way_from_a_worker() -> None:
-    error = DocumentError("PromptTooLong", "too long", stage="prompt", doc_id="one")
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.error_class, again.message, again.stage, again.retryable, again.doc_id) == (
-        "PromptTooLong", "too long", "prompt", False, "one",
-    )  # fmt: skip
-
-
 def test_no_text_passes_for_another_one_with_an_instruction() -> None:
     """A document that was crafted to have the hash of an earlier one would be left out of the night as unchanged."""
     pieces = (b"a", b"1", b"\0instruction=", b"\0max_new_tokens=", b"\0bytes=", b"1,1")
@@ -363,14 +317,6 @@ def test_no_text_passes_for_another_one_with_an_instruction() -> None:
     assert len({content_sha256(*row) for row in rows}) == len(rows)
     ordinary = hashlib.sha256(b"text\0instruction=ask\0max_new_tokens=7").hexdigest()
     assert content_sha256(b"text", 7, b"ask") == ordinary, "as older versions wrote it"
-
-
-@pytest.mark.parametrize("name", ["path", "text_column", "id_column"])
-def test_empty_options_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"input.{name} must not be empty"):
-        InputOptions(**{"path": "x", name: ""})
-    with pytest.raises(ValueError, match="names a more than once"):
-        InputOptions(path="x", passthrough=("a", "a"))
 
 
 def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
