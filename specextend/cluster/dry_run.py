@@ -14,7 +14,7 @@ import numpy as np
 
 from specextend.cluster.environment import is_local, say_room, worker_device
 from specextend.cluster.estimates import RowSet
-from specextend.cluster.exits import RefusedError, StoreError
+from specextend.cluster.exits import RefusedError, StoreError, reading
 from specextend.cluster.forecast import Forecast, Outlook, cost_of
 from specextend.cluster.memory_plan import plan_memory, settle_batch_size
 from specextend.cluster.planning import Plan, make_plan
@@ -29,7 +29,6 @@ from specextend.cluster.prepare import (
 from specextend.cluster.progress import describe_duration
 from specextend.cluster.rates import Rates, find_rates, keep_rates, pair_key
 from specextend.cluster.records import describe_age
-from specextend.cluster.stores import reading
 from specextend.core import counted
 from specextend.data.audit import describe_skipped
 from specextend.data.equal_texts import EqualTexts

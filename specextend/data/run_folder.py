@@ -42,11 +42,6 @@ def audits_folder(output: Location) -> Location:
     return output.child("_run", "audits")
 
 
-def chunks_folder(output: Location) -> Location:
-    """Return the folder of what was decoded of documents that are summarised in parts."""
-    return output.child("_run", "chunks")
-
-
 def starts_folder(output: Location) -> Location:
     """Return the folder of the records of starts."""
     return output.child("_run", "attempts")

@@ -27,7 +27,7 @@ def leased(run: Job) -> set[int]:
 @pytest.mark.slow
 def test_of_rows_with_equal_texts_one_is_decoded_and_the_others_end_like_it(job: Callable[..., Job]) -> None:
     """With it, in one commit. Rows that are refused anyway are each refused."""
-    run = job(TEXTS, commit_every_rows=1)
+    run = job(TEXTS, commit_every_s=0)
     seen: list[tuple[int, int]] = []
     run.screen.on_show = lambda snapshot: seen.append((snapshot.num_done + snapshot.num_errors, snapshot.num_rows))
     assert run.run() == EXIT_TOO_MANY_ERRORS

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -36,7 +32,6 @@ from tests.job.conftest import (
     command,
     environment,
     summarize,
-    wait_for,
     write_corpus,
 )
 
@@ -441,62 +436,6 @@ def test_a_stdout_that_takes_no_more_is_said_in_one_line(job: tuple[str, ...], t
     assert process.returncode == 1
     [line] = process.stderr.splitlines()
     assert line.startswith("error: stdout cannot be written: [Errno 28]")
-
-
-@pytest.fixture
-def silent() -> Iterator[int]:
-    """The port of a server that takes calls and never answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        yield server.getsockname()[1]
-
-
-def black_hole(port: int) -> str:
-    return f"gs://anonymous@bucket/in?scheme=http&endpoint_override=127.0.0.1%3A{port}&retry_limit_seconds=600"
-
-
-@pytest.mark.parametrize(("what", "store_s"), [("--input", 1), pytest.param("--output", 10, marks=pytest.mark.slow)])
-def test_a_store_that_never_answers_the_first_call_is_exit_1(
-    corpus: Path, tmp_path: Path, silent: int, what: str, store_s: int
-):
-    """Without a network Google's client tries for a quarter of an hour, once for every call.
-
-    A local input is asked before the output, and must not be the one that is slow.
-    """
-    paths = {"--input": str(corpus), "--output": str(tmp_path / "out")} | {what: black_hole(silent)}
-    arguments = [part for pair in paths.items() for part in pair]
-    ended = summarize(*arguments, "--set", "input.id_column=doc", "--set", f"job.store_s={store_s}")
-    assert ended.code == 1
-    [line] = ended.stderr.splitlines()
-    assert line.startswith(f"error: {what[2:]}.path gs://anonymous@bucket/in")
-    assert line.endswith(f"cannot be reached: no answer for {store_s} s; run again")
-
-
-def test_the_status_of_a_run_whose_store_never_answers_is_exit_1(call, script, tmp_path: Path, monkeypatch):
-    """A script that asks every minute must not pile up."""
-    pipe = tmp_path / "_run" / "manifest.json"
-    pipe.parent.mkdir()
-    os.mkfifo(pipe)  # hangs who opens it until somebody writes
-    monkeypatch.setattr(script, "STATUS_S", 0.2)
-    ended = call("--status", str(tmp_path))
-    pipe.write_text("")
-    assert ended.code == 1
-    assert ended.stderr == f"error: --status {tmp_path} cannot be read: no answer for 0.2 s\n"
-
-
-def test_a_run_that_waits_for_a_store_can_be_told_to_stop(tmp_path: Path, silent: int, start):
-    """SIGTERM was not heard while the library waited: whoever preempts a machine had to kill."""
-    process = start("--input", black_hole(silent), "--output", str(tmp_path / "out"))
-    wait_for(lambda: connections(process.pid, silent), "call to the store")
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=LONGEST_S)
-    assert process.returncode == 75
-    assert said.startswith("interrupted: SIGTERM received")
-
-
-def connections(pid: int, port: int) -> list[str]:
-    """What the process and all others of this machine have open to a port of loopback."""
-    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()
-    return [line for line in lines if f"0100007F:{port:04X} 01" in line]
 
 
 def test_a_hub_that_is_away_is_exit_1(call, hub, corpus: Path, tmp_path: Path, monkeypatch):

@@ -178,7 +178,7 @@ def long_corpus(folder: Path, num_documents: int = 40) -> list[str]:
     """Arguments of a run that takes a while, and commits each row at once."""
     corpus = write_corpus(folder / "in.parquet", long_texts(num_documents))
     arguments = ["--input", str(corpus), "--set", "input.id_column=null", "--set", "decoding.max_new_tokens=64"]
-    return [*arguments, "--set", "job.commit_every_rows=1"]
+    return [*arguments, "--set", "job.commit_every_s=0"]
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def listening(process: psutil.Process) -> set[str]:
 def test_a_stopped_run_is_resumed_and_ends_as_if_it_had_not_been_stopped(tmp_path: Path, start, undisturbed):
     """SIGTERM, exit 75 within the grace, finished rows kept; the resumed summaries equal an undisturbed run's."""
     arguments, output = long_corpus(tmp_path), tmp_path / "out"
-    process = start(*arguments, "--output", str(output), "--set", "job.grace_s=300", command=pausing_command)
+    process = start(*arguments, "--output", str(output), command=pausing_command)
     wait_for_pause(process)
     holder = json.loads((output / "_run" / "lock").read_text())
     assert holder["pid"] == process.pid
@@ -261,12 +261,12 @@ def test_a_run_that_is_ended_by_force_says_so_and_holds_no_folder(tmp_path: Path
     """Who reads the log in the morning, or the folder, must not have to guess."""
     arguments, output = long_corpus(tmp_path), tmp_path / "out"
     hanging_command = partial(dying_command, "HANG", 1)
-    process = start(*arguments, "--output", str(output), "--set", "job.grace_s=0", command=hanging_command)
+    process = start(*arguments, "--output", str(output), command=hanging_command)
     wait_for(lambda: parts(output) or process.poll() is not None, "part")
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 75
-    assert "the run did not stop within job.grace_s: ended by force; what was committed is there" in said
+    assert "the run did not stop within 1 s: ended by force; what was committed is there" in said
     [attempt] = (output / "_run" / "attempts").iterdir()
     assert json.loads(attempt.read_text())["exit_code"] == 75
     assert not (output / "_run" / "lock").exists()
@@ -287,12 +287,14 @@ def test_a_killed_driver_is_resumed_without_a_double(tmp_path: Path, start, undi
 
 
 @pytest.mark.slow
-def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path: Path):
+def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path: Path, start):
     """A nightly window: exit 75, run again tomorrow."""
     arguments, output = long_corpus(tmp_path, 5000), tmp_path / "out"
-    ended = summarize(*arguments, "--output", str(output), "--set", "job.deadline_s=15", "--set", "job.grace_s=600")
-    assert ended.code == 75, ended.stderr
-    assert "job.deadline_s has passed" in ended.stderr
+    patient = partial(dying_command, "SIGSTOP", 10_000)  # which no run gets as far as
+    process = start(*arguments, "--output", str(output), "--set", "job.deadline_s=15", command=patient)
+    said, _ = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == 75, said
+    assert "job.deadline_s has passed" in said
     assert not (output / "_SUCCESS").exists()
 
 
