@@ -105,7 +105,6 @@ def read_part(
     our writers leaves such a part. Raises StrangePartError if it names another run than `fingerprint`.
     """
     location = parts_folder(output).child(name)
-    location.touch()
     try:
         with location.filesystem.open_input_file(location.path) as file:
             contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file

@@ -152,9 +152,6 @@ def test_a_run_is_found_wherever_in_a_long_document_it_is(gap: str) -> None:
         assert copied_fraction(list(marked), text) == 1.0
 
 
-WORDS = st.lists(st.sampled_from(["a", "b", "c", "dd"]), max_size=25)
-
-
 PUBLISHED = [
     (
         "The quick brown fox jumps over the lazy dog.",

@@ -76,10 +76,9 @@ class RealJob:
             "input.passthrough": f"[{', '.join(PASSTHROUGH)}]",
             "output.path": self.output,
             "prompt.max_prompt_tokens": 400,
-            "job.commit_every_rows": 2,
-            "job.grace_s": 600,
+            "job.commit_every_s": 0,
             "job.stall_s": 600,  # a busy machine is no fault
-            "job.deadline_base_s": 600,
+            "job.document_deadline_s": 600,
         }
         values |= {f"job.{name}": value for name, value in options.items()}
         return [f"{name}={value}" for name, value in values.items()]
