@@ -85,9 +85,9 @@ def job(arguments: argparse.Namespace) -> int:
 
 def look_ahead(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
-    from specextend.cluster.calibration import calibrate
     from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
+    from specextend.cluster.forecast import calibrate
     from specextend.cluster.prepare import prepare
 
     try:
@@ -107,20 +107,20 @@ def look_ahead(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def conclude(output: str) -> None:
-    """Print what people want to see of a finished run: its tables, two summaries, and where the rest is."""
+    """Print what people want to see of a finished run: what it did, where the rest is, and two summaries."""
     from specextend.data.parquet import open_parquet, stream
     from specextend.data.run_folder import list_results, summaries_folder
     from specextend.data.storage import resolve
-    from specextend.report import read_report, render
+    from specextend.report import read_report, render_outcome
 
-    print(render(read_report(output)), end="")
+    shown = printable(output)
+    print(render_outcome(read_report(output)), end="")
+    print(f"summaries: {shown}/summaries\nreport: {shown}/report.html; python jobs/report.py {shown} prints it")
     folder = summaries_folder(resolve(output))
     tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in list_results(folder))
     found = (row for each in tables for table in each for row in table.slice(0, SHOWN).to_pylist())
     for row in islice(found, SHOWN):
         print(f"\nSummary of {printable(row['doc_id'])}:\n{printable(row['summary'], keep=chr(10))}")
-    shown = printable(output)
-    print(f"\nsummaries: {shown}/summaries\nreport: {shown}/report.html")
 
 
 def status(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ import importlib
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -224,19 +223,6 @@ def test_a_module_is_named_for_what_it_holds():
     """`utils` is where nouns go to be forgotten."""
     wrong = [name_of(path) for path in SOURCES if path.stem in ("utils", "helpers", "common", "misc")]
     assert not wrong, f"name each for its noun: {', '.join(wrong)}"
-
-
-def test_no_two_modules_or_classes_share_a_name():
-    """Whoever searches for a name must find one thing; an underscore before it makes no other name."""
-    modules = Counter(path.stem for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
-    classes = Counter(
-        node.name.lstrip("_")
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ClassDef)
-    )
-    twice = [name for names in (modules, classes) for name, count in names.items() if count > 1]
-    assert not twice, f"rename one of each: {', '.join(twice)}"
 
 
 def private_names(paths: list[Path]) -> set[str]:

@@ -19,6 +19,7 @@ from specextend.data.parts import StrangePartError
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
 from specextend.data.results import Progress, read_parts
+from specextend.data.run_folder import check_kinds
 from specextend.data.selection import recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
@@ -62,6 +63,7 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
     check_device(config.target, config.job)
     with _refusals():
         output = resolve(config.output.path)
+        check_kinds(output)
     recorded = read_recorded(output)
     with _refusals():
         begun = _begun_selection(config, recorded)

@@ -2,7 +2,7 @@
 
 from specextend.report.build import build_report, read_report, write_report
 from specextend.report.figures import RunFigures
-from specextend.report.sections import render
+from specextend.report.sections import render, render_outcome
 from specextend.report.side_by_side import compare, render_comparison
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "read_report",
     "render",
     "render_comparison",
+    "render_outcome",
     "write_report",
 ]

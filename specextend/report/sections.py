@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from specextend.core import counted
 from specextend.report.tables import (
     Section,
     duration,
@@ -12,9 +13,14 @@ from specextend.report.tables import (
     number,
     percent,
     shortened,
+    to_grid,
     to_text,
 )
 
+MOST_FINDINGS = 3
+"""Findings that the end of a run shows."""
+MOST_CLASSES = 5
+"""Classes of errors that the end of a run names."""
 PHASE_NAMES = {
     "prefill": "target prefill",
     "draft_prefill": "draft prefill",
@@ -38,6 +44,35 @@ KIND_NAMES = {
 def render(report: dict[str, Any], width: int = 110) -> str:
     """Render the report as tables for a terminal, without colours."""
     return to_text(sections(report), advice_lines(report), width)
+
+
+def render_outcome(report: dict[str, Any], width: int = 110) -> str:
+    """Render in about fifteen lines what a run has done: rows, failures and why, speed, the first findings."""
+    rows, clock, advice = report["rows"], report["wall_clock"], advice_lines(report)
+    length, more = report["acceptance"]["mean_acceptance_length"], len(advice) - MOST_FINDINGS
+    of_all = "" if rows["input"] is None else f" of {rows['input']:,}"
+    known = {
+        "rows done": number(rows["done"]) + of_all,
+        "rows failed": _failures(report),
+        "time of all starts": duration(clock["seconds"]),
+        "documents an hour": number(clock["documents_per_hour"], 1),
+        "mean acceptance length": number(length),
+        "decode tokens/s": number(report["speed"]["decode_tokens_per_s"], 1),
+    }
+    outcome = [(name, value) for name, value in known.items() if value != "-"]
+    outcome += [("finding", says) for says in advice[:MOST_FINDINGS]]
+    if more > 0:
+        outcome.append(("", f"{counted(more, 'more finding')} in the report"))
+    return to_grid(outcome, width)
+
+
+def _failures(report: dict[str, Any]) -> str:
+    """Count the failed rows by class, with an example of the most frequent one."""
+    failed, errors = number(report["rows"]["errors"]), report["errors"]
+    if not errors:
+        return failed
+    classes = ", ".join(f"{error['rows']:,} {error['error_class']}" for error in errors[:MOST_CLASSES])
+    return f"{failed}: {classes}{', ...' if errors[MOST_CLASSES:] else ''}; for example {_example(errors[0])}"
 
 
 def to_markdown(report: dict[str, Any]) -> str:

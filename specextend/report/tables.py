@@ -30,12 +30,22 @@ class Section:
 
 def to_text(sections: Iterable[Section], sentences: Iterable[str] = (), width: int = 110) -> str:
     """Render tables, then sentences, for a terminal, without colours."""
+    return _print([*map(_table, sections), *map(printable, sentences)], width)
+
+
+def to_grid(rows: Iterable[tuple[str, str]], width: int = 110) -> str:
+    """Render names and what is said of each, without lines between them, for a terminal."""
+    grid = Table.grid(padding=(0, 2))
+    for row in rows:
+        grid.add_row(*map(printable, row))
+    return _print([grid], width)
+
+
+def _print(parts: Iterable[Table | str], width: int) -> str:
     text = io.StringIO()
     console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-    for section in sections:
-        console.print(_table(section))
-    for sentence in sentences:
-        console.print(printable(sentence))
+    for part in parts:
+        console.print(part)
     return text.getvalue()
 
 

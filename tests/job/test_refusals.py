@@ -157,6 +157,28 @@ def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus: Path
     assert "part-00000001-000000.parquet is damaged" in ended.stderr
 
 
+@pytest.mark.parametrize("name", ["_run", "_run/parts", "_run/attempts", "summaries", "errors"])
+def test_a_file_in_the_place_of_a_folder_is_refused(call, corpus: Path, tmp_path: Path, name: str):
+    """Somebody copied half a run, or the folder is another program's: nothing there is ours to replace."""
+    (tmp_path / "out" / name).parent.mkdir(parents=True)
+    (tmp_path / "out" / name).touch()
+    assert_mixed_up(call, corpus, tmp_path / "out", f"{tmp_path / 'out' / name} must be a folder of the run")
+
+
+@pytest.mark.parametrize("name", ["_run/plan.parquet", "_run/lock", "_run/manifest.json", "report.html", "_SUCCESS"])
+def test_a_folder_in_the_place_of_a_file_is_refused(call, corpus: Path, tmp_path: Path, name: str):
+    (tmp_path / "out" / name).mkdir(parents=True)
+    assert_mixed_up(call, corpus, tmp_path / "out", f"{tmp_path / 'out' / name} must be a file of the run")
+
+
+def assert_mixed_up(call, corpus: Path, output: Path, said: str) -> None:
+    for arguments in ([], ["--dry-run"]):
+        where = ["--input", str(corpus), "--output", str(output), "--set", "input.id_column=doc"]
+        ended = call("--config", str(CONFIG), *where, *arguments)
+        assert (ended.code, ended.stderr.count("\n")) == (2, 1), ended.stderr
+        assert said in ended.stderr
+
+
 def test_an_output_inside_the_input_is_refused(call, corpus: Path):
     """The next run would summarise summaries."""
     output = corpus.parent / "out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.data.schema import SUMMARY_SCHEMA, error_row, result_row
 from specextend.data.storage import resolve
-from specextend.report import build_report, render, write_report
+from specextend.report import build_report, render, render_outcome, write_report
 from specextend.stats import DecodingStats
 from tests.damage import DAMAGES, damage
 
@@ -232,6 +233,18 @@ def test_report_files_are_written_and_say_the_same(run):
     text = Path(run, "report.md").read_text()
     assert "| mean acceptance length | 2.27 |" in text
     assert "60% of the work is prefill: with decoding for free the run would be 1.7 times as fast" in text
+
+
+def test_the_end_of_a_run_is_shown_in_few_lines(report: dict[str, Any]):
+    """Twelve tables had scrolled away what everybody asks first: how many failed, and why."""
+    text = render_outcome(report, width=200)
+    lines = {" ".join(line.split()) for line in text.splitlines()}
+    assert len(lines) <= 15
+    assert "rows done 302 of 309" in lines
+    assert "rows failed 7: 6 PromptTooLong, 1 <b>Bad</b>; for example doc-0292: it is too long" in lines
+    assert "documents an hour 1,924.8" in lines
+    assert len([line for line in lines if line.startswith("finding ")]) == 3
+    assert re.search(r"\d+ more findings in the report", text)
 
 
 def test_the_job_prints_the_tables_and_writes_the_files(run, capsys):
