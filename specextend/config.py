@@ -38,10 +38,10 @@ class ConfigError(ValueError):
 
 MAX_WORKERS = 10_000
 """Largest value of `job.workers`; one driver could not coordinate more."""
-LEAST_SILENCE_S = 3600.0
-"""Seconds without a token from any worker after which the run ends, unless its workers may take longer."""
 MOST_SHOWN = 200
 """Characters of a value that a message repeats."""
+LEAST_SILENCE_S = 3600.0
+"""Seconds without a token from any worker after which the run ends, unless its workers may take longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,18 +100,18 @@ class JobOptions:
                 raise ValueError(f"job.{name} must be in [0, 1], got {getattr(self, name)}")
 
     @property
+    def num_cores(self) -> int:
+        """Return `cpus_per_worker` once it is a number: a start replaces `auto` when it knows its nodes."""
+        assert isinstance(self.cpus_per_worker, int)
+        return self.cpus_per_worker
+
+    @property
     def silence_s(self) -> float:
         """Return the seconds without a token from any worker after which the run ends.
 
         One document that hangs at every attempt is abandoned before.
         """
         return max(LEAST_SILENCE_S, 2 * self.max_attempts * self.stall_s)
-
-    @property
-    def num_cores(self) -> int:
-        """Return `cpus_per_worker` once it is a number: a start replaces `auto` when it knows its nodes."""
-        assert isinstance(self.cpus_per_worker, int)
-        return self.cpus_per_worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,8 +24,9 @@ from specextend.cluster.exits import (
 )
 from specextend.document_requests import document_seed
 from specextend.pairing import pair_hashes
-from tests.cluster.conftest import Job, Screen, kept_handlers
+from tests.cluster.conftest import Job, Screen
 from tests.cluster.fakes import LoadsLater, NeverLoads, SwapsWeights
+from tests.job.conftest import kept_handlers
 
 MANY_ATTEMPTS = {"max_attempts": 9}
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
