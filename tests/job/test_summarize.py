@@ -86,7 +86,6 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(demo: tuple[Ended, Path]
     expected = {
         "_SUCCESS",
         "report.json",
-        "report.md",
         "report.html",
         "summaries/part-00000.parquet",
         "_run/manifest.json",
