@@ -20,7 +20,9 @@ from specextend.data.batch_requests import BatchRequests
 from specextend.data.importers import (
     DOCUMENT_SCHEMA,
     HUB_DATASETS,
+    PDF_FILES,
     REQUEST_SCHEMA,
+    other_files,
     read_hub,
     read_jsonl,
     read_pdf_folder,
@@ -31,6 +33,9 @@ from specextend.data.importers import (
 from specextend.data.inputs import InputError
 from specextend.data.storage import resolve
 from specextend.terminal import complain, guard_streams
+
+_MOST_NAMED = 5
+"""Most files of another kind that are named; the others are counted."""
 
 
 class LeftOut:
@@ -49,7 +54,7 @@ class LeftOut:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 2 with one line on stderr if the input or output is unusable."""
     options = _parser().parse_args(arguments)
-    left_out = LeftOut()
+    left_out, others = LeftOut(), _others(options)
     requests = BatchRequests(options.input) if options.command == "openai" else None
     documents, schema = (
         (_documents(options, left_out), DOCUMENT_SCHEMA) if requests is None else (requests, REQUEST_SCHEMA)
@@ -61,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     note = f"; unreadable files left out: {left_out.count}" if left_out.count else ""
     print(printable(f"{counted(count, 'document')} in {options.output}{note}"))
+    if others:
+        print(printable(f"of another kind, left out: {_name_some(others)}"), file=sys.stderr)
     if requests is not None:
         print(printable(f"give jobs/summarize.py: {requests.settings}"))
     return 0
@@ -95,6 +102,18 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
     return int(text)
+
+
+def _others(options: argparse.Namespace) -> list[str]:
+    """List the files in a folder that the command does not take; none if it reads no folder."""
+    patterns = {"text": getattr(options, "pattern", ""), "pdf": PDF_FILES}
+    return other_files(options.input, patterns[options.command]) if options.command in patterns else []
+
+
+def _name_some(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    said = ", ".join(names[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+    return f"{counted(len(names), 'file')} ({said})"
 
 
 def _documents(options: argparse.Namespace, left_out: LeftOut) -> Iterator[dict[str, Any]]:

@@ -87,9 +87,9 @@ def job(arguments: argparse.Namespace) -> int:
 
 def look_ahead(config: RunConfig, arguments: argparse.Namespace) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
-    from specextend.cluster.calibration import calibrate
     from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
+    from specextend.cluster.forecast import calibrate
     from specextend.cluster.prepare import prepare
 
     try:

@@ -30,7 +30,7 @@ from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
 from specextend.cluster.estimates import RowSet
-from specextend.cluster.planning import make_plan
+from specextend.cluster.plan import make_plan
 from specextend.config import JobOptions
 from specextend.core import Completion, DocumentKey
 from specextend.data.audit import Listing, audit
@@ -39,7 +39,6 @@ from specextend.data.finalize import finalize
 from specextend.data.in_order import NUM_THREADS
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
-from specextend.data.plan_record import PlanRecord
 from specextend.data.prompt_options import PromptOptions
 from specextend.data.prompts import Prompt, Prompts
 from specextend.data.quality import Quality
@@ -127,11 +126,8 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
         progress = read_parts(there)
         rows = [file.num_rows for file in source.files]
         keys = RowSet(rows, pending(rows, progress))
-    for name in ("first start: plan", "resume: plan"):
-        with meter.step(name):
-            record = PlanRecord(source, there, "")
-            equal = record.equal_texts()
-            record.keep(make_plan(record, prompts, keys, 128, 0, lambda: None, equal).tokens_per_byte, equal)
+    with meter.step("plan"):
+        make_plan(source, prompts, keys, 128, 0, lambda: None)
     figures = RunFigures()
     with meter.step("end: summaries and errors"):
         counts = finalize(source, there, observe=figures.add)

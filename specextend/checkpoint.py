@@ -14,6 +14,8 @@ from specextend.file_hashes import file_sha256
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
+INDEX = "model.safetensors.index.json"
+"""Says in which file each tensor is, if there are several."""
 _VERSION_KEYS = ("transformers_version", "_name_or_path")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _NOT_WEIGHTS = ("training_args.", "optimizer.", "scheduler.", "rng_state")
@@ -65,10 +67,31 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         for entry in header.values():
-            _ = entry["data_offsets"][1], entry["dtype"], entry["shape"]
-    except (ValueError, AttributeError, KeyError, IndexError, TypeError):
+            if not {type(number) for number in (*entry["data_offsets"], *entry["shape"])} <= {int}:
+                raise ValueError("an offset or a size is not a whole number")
+            _ = entry["data_offsets"][1], entry["dtype"]
+    except (ValueError, AttributeError, KeyError, IndexError, TypeError, RecursionError):
         raise ValueError(f"{path} is not a safetensors file: its header cannot be read") from None
     return header
+
+
+def indexed_names(folder: Path) -> list[str]:
+    """List the names that a folder's index gives for its weight files, in order; none without an index.
+
+    Raises ValueError in one line if the index is broken, or names anything but safetensors files in the same folder:
+    what lies elsewhere is neither checked nor hashed.
+    """
+    if not (folder / INDEX).is_file():
+        return []
+    named = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise ValueError(f"{folder / INDEX} has no weight_map")
+    for name in named.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{folder / INDEX} names {name!r}; weights must be safetensors files in the same folder as their index"
+            )
+    return sorted(set(named.values()))
 
 
 def pickled_files(folder: Path) -> list[Path]:
@@ -108,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ValueError in one line if it is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} does not contain a JSON object")

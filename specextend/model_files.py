@@ -7,14 +7,15 @@ from pathlib import Path
 
 from specextend import hub
 from specextend.checkpoint import (
+    INDEX,
     ModelError,
     TensorInfo,
     combine_hashes,
     convert_pickles,
     hash_file,
     hash_files,
+    indexed_names,
     pickled_files,
-    read_json,
     read_safetensors_header,
 )
 from specextend.core import first_line
@@ -32,7 +33,6 @@ _TOKENIZER_FILES = (
     "merges.txt",
 )
 _WEIGHTS = "*.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def find_files(model: str, revision: str | None, *, weights: bool, also: str | N
         return ModelFiles(path)
     if looks_like_path(model):
         raise ModelError(f"{model} does not exist; a model is a Hub id, a local folder or a .gguf file")
-    patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, _INDEX, *([_WEIGHTS] if weights else []), *([also] if also else [])]
+    patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX, *([_WEIGHTS] if weights else []), *([also] if also else [])]
     return ModelFiles(hub.fetch(model, revision, patterns))
 
 
@@ -112,6 +112,7 @@ def read_tensors(files: ModelFiles, model: str, revision: str | None) -> dict[st
     """
     if not is_hub_id(model) or _has_weights(files.folder):
         return _read_folder(files.folder, model)
+    _indexed_names(files.folder)
     names = hub.digests(model, revision, _WEIGHTS)
     return hub.tensors(model, revision, names) if names else _read_folder(files.folder, model)
 
@@ -146,22 +147,25 @@ def published_hashes(model: str, revision: str | None = None) -> dict[str, str]:
 
 
 def _hashes(folder: Path, weights: dict[str, str]) -> dict[str, str]:
-    """Combine the hashes of weights with those of the folder's configs, and those of its tokenizer files."""
+    """Combine the hashes of weights with those of the folder's configs and index, and those of its tokenizer files."""
     configs, tokenizer = (
         {name: hash_file(folder / name) for name in names if (folder / name).is_file()}
-        for names in (_CONFIG_FILES, _TOKENIZER_FILES)
+        for names in ((*_CONFIG_FILES, INDEX), _TOKENIZER_FILES)
     )
     return {"weights": combine_hashes(weights | configs), "tokenizer": combine_hashes(tokenizer)}
 
 
 def _read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
     """Read the headers of a folder's safetensors files. Raises ModelError if one is not whole, or there is none."""
+    names = _indexed_names(folder)
     files = sorted(folder.glob(_WEIGHTS))
     if not files:
         found = "none (to convert a Hub repository's pickles, fetch it with: hf download ID --local-dir DIR)"
         if pickled := pickled_files(folder):
             found = f"only a pickle ({pickled[0].name}), {convert_pickles(pickled, folder / 'model.safetensors')}"
         raise ModelError(f"{model} must have weights as safetensors; it has {found}")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelError(f"{model} has no {missing[0]}, which its {INDEX} names")
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         try:
@@ -175,9 +179,15 @@ def _has_weights(folder: Path | None) -> bool:
     """Return True if a folder of the Hub's cache has the weights that transformers would load."""
     if folder is None:
         return False
-    if not (folder / _INDEX).is_file():
-        return (folder / "model.safetensors").is_file()
-    return all((folder / name).is_file() for name in set(read_json(folder / _INDEX).get("weight_map", {}).values()))
+    return all((folder / name).is_file() for name in _indexed_names(folder) or ["model.safetensors"])
+
+
+def _indexed_names(folder: Path) -> list[str]:
+    """List what `indexed_names` does. Raises ModelError."""
+    try:
+        return indexed_names(folder)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
 
 
 def _check_gguf(file: Path) -> None:

@@ -33,6 +33,15 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -53,6 +62,8 @@ class TargetOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("target.model must not be empty")
+        if "://" in self.model:  # not repeated: an address may hold a token
+            raise ValueError("target.model must be a Hub id or a local path, not an address")
         if self.dtype not in DTYPES:
             raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         kind, _, number = self.device.partition(":")
@@ -233,32 +244,37 @@ def rope_frequencies(values: dict[str, Any], head_dim: int, model: str) -> tuple
 
     Raises ModelError if that RoPE is not served.
     """
-    try:
-        with _quiet():
-            config = LlamaConfig(head_dim=head_dim, **values)
-            check_supported(config, model)
-            rotary = LlamaRotaryEmbedding(config)
-    except ModelError:
-        raise
-    except Exception as error:  # noqa: BLE001  on a broken config third parties raise anything
-        raise ModelError(f"{model} has a RoPE that transformers cannot read: {first_line(error)}") from None
+    with _reading(f"{model} has a RoPE"):
+        config = LlamaConfig(head_dim=head_dim, **values)
+        check_supported(config, model)
+        rotary = LlamaRotaryEmbedding(config)
     return rotary.inv_freq, rotary.attention_scaling
 
 
 def _read_config(location: ModelFiles, model: str) -> PreTrainedConfig:
     """Read a model's config and check it, as `check_supported` does."""
-    if not location.gguf_file:
-        if not (location.folder / "config.json").is_file():
-            raise ModelError(f"{model} has no config.json")
-        _check_raw_config(read_json(location.folder / "config.json"), model)
+    if not location.gguf_file and not (location.folder / "config.json").is_file():
+        raise ModelError(f"{model} has no config.json")
+    with _reading(f"{model} has a config"):
+        if not location.gguf_file:
+            _check_raw_config(read_json(location.folder / "config.json"), model)
+        load = partial(AutoConfig.from_pretrained, trust_remote_code=False, attn_implementation="eager")
+        config: PreTrainedConfig = _load_part(location, "config", load, load)
+        _check_sizes(config, model)
+        check_supported(config, model)
+    return config
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn whatever third parties raise on a broken file into a ModelError of one line."""
     try:
         with _quiet():
-            load = partial(AutoConfig.from_pretrained, trust_remote_code=False)
-            config: PreTrainedConfig = _load_part(location, "config", load, load)
-    except Exception as error:  # noqa: BLE001  on a broken file third parties raise anything
-        raise ModelError(f"{model} has a config that transformers cannot read: {first_line(error)}") from None
-    check_supported(config, model)
-    return config
+            yield
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001  they raise anything
+        raise ModelError(f"{what} that transformers cannot read: {first_line(error)}") from None
 
 
 def _load_part(
@@ -290,9 +306,21 @@ def _check_raw_config(raw: dict[str, Any], model: str) -> None:
     named = raw.get("architectures") or [ARCHITECTURES[model_type]]
     if named != [ARCHITECTURES[model_type]]:
         raise ModelError(f"{model} is a {', '.join(map(str, named))}; served is {ARCHITECTURES[model_type]}")
+    if "transformers_weights" in raw:
+        raise ModelError(f"{model} names its weights in config.json (transformers_weights), which is not served")
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(f"{model} has quantized weights ({method}); served are bfloat16, float16 and float32")
+
+
+def _check_sizes(config: PreTrainedConfig, model: str) -> None:
+    """Raise ModelError for a size that no model has."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    for name in _SIZES:
+        if getattr(config, name) < 1:
+            raise ModelError(f"{model} has {name} {getattr(config, name)}, which must be at least 1")
+    if heads % kv_heads:
+        raise ModelError(f"{model} has num_attention_heads {heads}, which num_key_value_heads {kv_heads} must divide")
 
 
 def check_supported(config: PreTrainedConfig, model: str) -> None:
@@ -329,7 +357,7 @@ def _check_shapes(location: ModelFiles, model: str, found: dict[str, TensorInfo]
 
 def _without_weights(config: PreTrainedConfig) -> torch.nn.Module:
     """Build the model of a config with tensors that have a shape and no storage."""
-    with torch.device("meta"), _quiet():
+    with torch.device("meta"), _reading(f"{config.name_or_path} has a config"):
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 
@@ -337,8 +365,11 @@ def _without_weights(config: PreTrainedConfig) -> torch.nn.Module:
 def _eos_token_ids(location: ModelFiles, config: PreTrainedConfig) -> tuple[int, ...]:
     eos = config.eos_token_id
     if (location.folder / "generation_config.json").is_file() and not location.gguf_file:
-        named = GenerationConfig.from_pretrained(location.folder).eos_token_id
+        with _reading(f"{location.folder} has a generation_config.json"):
+            named = GenerationConfig.from_pretrained(location.folder).eos_token_id
         eos = eos if named is None else named
+    if not {type(token_id) for token_id in (eos if isinstance(eos, list) else [eos])} <= {int, type(None)}:
+        raise ModelError(f"{location.folder} has the eos_token_id {eos!r}, which must be a number or a list of them")
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
 

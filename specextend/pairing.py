@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.checkpoint import ModelError, hash_files, read_safetensors_header
+from specextend.checkpoint import INDEX, ModelError, hash_files, read_safetensors_header
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
@@ -253,7 +253,8 @@ def _check_equal(what: str, draft: str, theirs: object, target: str, ours: objec
 
 def _hash_eagle(draft: DraftOptions, hashes_of: HashesOf) -> str:
     folder = Path(draft.model)
-    return hash_files([folder / "config.json", *weight_files(folder)])
+    index = [folder / INDEX] if (folder / INDEX).is_file() else []
+    return hash_files([folder / "config.json", *index, *weight_files(folder)])
 
 
 def _hash_model(draft: DraftOptions, hashes_of: HashesOf) -> str:

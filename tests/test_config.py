@@ -29,7 +29,7 @@ KEYS = {
     "target": "model revision dtype device",
     "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
-    "no_repeat_ngram_size repetition_scope max_batch_size cache_gib cuda_graphs audit_fraction",
+    "no_repeat_ngram_size repetition_scope max_batch_size cache_gib audit_fraction",
     "attention": "backend tree",
     "tree": "nodes max_nodes depth ngram_depth threshold",
     "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers",
@@ -136,10 +136,6 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
             "draft.model and draft.ngram must not be set with draft.kind ngram",
         ),
         ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
-        (
-            "decoding.cuda_graphs=true",
-            "decoding.cuda_graphs needs a GPU, attention.backend triton, which alone reads lengths",
-        ),
         ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
         ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
         ("job.workers=0", "job.workers must be at least 1, got 0"),
@@ -151,7 +147,13 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("input.path.deep=3", "--set input.path.deep: path is a value, not a section"),
         ("input.text_column=the text #1", "--set input.text_column: '#1' is a comment in YAML and would be left out"),
         ("input.id_column=#id", "--set input.id_column: '#id' is a comment in YAML and would be left out"),
-        ("input.id_column=&a [*a]", "a value contains itself; write it without the YAML alias"),
+        ("input.id_column=&a [*a]", "an alias is not taken, write the value itself"),
+        (
+            "input.id_column=" + "9" * 5000,
+            "--set input.id_column: a value of type str is not a valid YAML value (Exceeds",
+        ),
+        ("input.id_column=0x" + "f" * 5000, "a value cannot be read: Exceeds the limit"),
+        ("input.id_column=" + "[" * 5000 + "]" * 5000, "is not a valid YAML value (maximum recursion depth"),
         ("input.path=[", "--set input.path: '[' is not a valid YAML value"),
     ],
 )
@@ -183,13 +185,31 @@ def test_a_missing_section_or_key_is_named(config_file):
         ("- a\n", "must hold sections (input, output, target"),
         ("", "must hold sections"),
         (None, "cannot be read"),
+        (
+            "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
+            "an alias is not taken, write the value itself (line 2, column",
+        ),
+        ("a: " + "[" * 5000 + "]" * 5000, "is not valid YAML: maximum recursion depth"),
     ],
-    ids=["repeated key", "broken", "list", "empty", "no file"],
+    ids=["repeated key", "broken", "list", "empty", "no file", "alias bomb", "deep"],
 )
 def test_a_file_that_is_no_configuration_is_said_in_one_line(config_file, text, message):
     """YAML itself would keep the last of two equal sections without a word."""
     config_file.unlink() if text is None else config_file.write_text(text)
     assert message in refusal(config_file)
+
+
+@pytest.mark.parametrize("key", ["input", "input.path", "output.path", "target.model", "draft.model", "job.on_end_url"])
+@pytest.mark.parametrize("value", ["{}", "[{}]", "'{}", "{{x: {}}}", "{} #x"])
+def test_no_message_repeats_an_address_that_is_refused(config_file, key, value):
+    """It may hold a password, and messages are kept in logs."""
+    address = "ftp://user:SECRET@host/path"
+    for file_text, overrides in (
+        (config_file.read_text(), [f"{key}={value.format(address)}"]),
+        (f"{key}: {value.format(address)}\n{key}: 1\nx: [", []),
+    ):
+        config_file.write_text(file_text)
+        assert "SECRET" not in refusal(config_file, *overrides)
 
 
 def test_a_draft_without_a_model_is_a_whole_section(config_file):

@@ -33,13 +33,13 @@ from tests.job.conftest import (
     CONFIG,
     LONGEST_S,
     ROOT,
+    TEXT,
     call,  # noqa: F401
+    listening,
     pausing_command,
     rows,
-    script,  # noqa: F401
     wait_for_pause,
 )
-from tests.job.test_summarize import TEXT, listening
 
 SOURCES = [path for folder in ("specextend", "jobs", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 MODELS = ROOT / ".models" / "tiny-random"

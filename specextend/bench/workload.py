@@ -150,7 +150,8 @@ _PACKAGES = ("specextend", "torch", "transformers")
 def use_configured_threads(config: RunConfig) -> None:
     """Let torch use as many threads as a worker of the job has, if the device is a CPU."""
     if resolve_device(config.target.device).type == "cpu":
-        torch.set_num_threads(config.job.cpus_per_worker)
+        cores = config.job.cpus_per_worker
+        torch.set_num_threads((os.cpu_count() or 1) if cores == "auto" else cores)
 
 
 def describe_machine(config: RunConfig) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from specextend.cluster.pool import (
     StartFailed,
 )
 from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, StallGuard
-from specextend.cluster.rates import CostSample, DocumentCost
 from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
@@ -69,8 +68,6 @@ class Driver:
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     chunks: dict[DocumentKey, dict[str, Completion]] = field(default_factory=dict)
     """What was decoded for open documents that are summarised in parts, by the digest of the request."""
-    costs: CostSample = field(default_factory=CostSample)
-    """Costs of the documents that this start has done."""
     _guard: StallGuard = field(init=False)
     _errors: ErrorGuard = field(init=False)
     _arbiter: Arbiter = field(init=False)
@@ -279,7 +276,6 @@ class Driver:
         self.roster.ready(worker)
         self._hosts[worker] = info.host
         self.attempt.worker_ready(worker, info)
-        self.costs.worker_ready(info.device, now)
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
         place = Place(info.node_id, Spot(info.host, device))
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
@@ -320,8 +316,7 @@ class Driver:
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
             num_copies = self._commit(lease.key, outcome.row, now)
             self.metrics.done(worker, lease.lease_id, outcome, num_copies)
-            estimate = self.ledger.finish(lease.key, outcome.stats, worker, num_copies)
-            self.costs.offer(DocumentCost.of(outcome, estimate.max_new_tokens))
+            self.ledger.finish(lease.key, outcome.stats, worker, num_copies)
         else:
             self._fail(lease.key, lease.attempt, outcome, worker, now)
 

@@ -21,6 +21,7 @@ from specextend.data.parts import StrangePartError
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
 from specextend.data.results import Progress, read_parts
+from specextend.data.run_folder import check_kinds
 from specextend.data.selection import recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
@@ -66,6 +67,7 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         knock(key, path, config.job.store_s, checkpoint)
     with _refusals():
         output = resolve(config.output.path)
+        check_kinds(output)
     recorded = _recorded_in_time(output, config.job.store_s, checkpoint)
     with _refusals():
         begun = _begun_selection(config, recorded)

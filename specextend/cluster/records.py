@@ -84,7 +84,6 @@ class Attempt:
             "report": asdict(config.report),
             "workers": [],
             "charges": {},
-            "forecast": None,
             "memory": None,
         }
 
@@ -125,11 +124,6 @@ class Attempt:
         for worker, entry in self._workers.items():
             if entry["gone"] is None:
                 self.worker_gone(worker, RELEASED)
-
-    def expect(self, forecast: Mapping[str, Any]) -> None:
-        """Write how long the documents should take that were open when the start began: a `Forecast` as JSON values."""
-        self._record["forecast"] = dict(forecast)
-        self.write()
 
     def plan(self, memory: Mapping[str, Any]) -> None:
         """Keep the memory that a worker was planned to take (`plan_memory`) until the record is written."""

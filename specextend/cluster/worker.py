@@ -146,7 +146,7 @@ class Worker:
     def load(self) -> str:
         """Load the models and start the engine. Returns the name of their device."""
         if not self._config.job.gpus_per_worker:
-            torch.set_num_threads(self._config.job.cpus_per_worker)
+            torch.set_num_threads(self._config.job.num_cores)
         self._engine = self._factory(self._config)
         config = self._config
         self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
@@ -377,7 +377,7 @@ def _num_outputs(done: Iterable[ChunkDone]) -> int:
 def worker_actor(config: RunConfig, num_leases: int) -> Any:
     """Make the actor class with the resources of one worker. The driver replaces actors that die, Ray does not."""
     return ray.remote(Worker).options(
-        num_cpus=config.job.cpus_per_worker,
+        num_cpus=config.job.num_cores,
         num_gpus=config.job.gpus_per_worker,
         max_restarts=0,
         max_task_retries=0,

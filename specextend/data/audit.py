@@ -19,7 +19,7 @@ from specextend.core import counted, one_line
 from specextend.data.in_order import in_order
 from specextend.data.inputs import InputError, InputFile, InputOptions, InputUnreachableError, unreadable
 from specextend.data.parquet import DAMAGED, is_text, largest_group_bytes, open_parquet, plain_text
-from specextend.data.partitions import partition_types, partition_values
+from specextend.data.partitions import partition_column, partition_types, partition_values
 from specextend.data.run_folder import SUMMARIES, result_name
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import Location, is_uri, resolve
@@ -45,6 +45,8 @@ class Listing:
     """Bytes of each file."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Number of files in a folder that are not read, by extension; hidden files (`_`, `.`) are not counted."""
+    num_repeated: int = 0
+    """Paths that symbolic links give to files which are in `relative_paths` already."""
 
     def only(self, wanted: Collection[str]) -> Listing:
         """Return the listing without the files that are not wanted."""
@@ -66,7 +68,7 @@ def list_input(path: str) -> Listing:
         return _list_glob(path, location)
     except InputError:
         raise
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise InputError(f"input.path {path} contains a name that is not UTF-8; rename it") from error
     except (OSError, ValueError) as error:
         is_away = isinstance(error, OSError) and is_uri(path)
@@ -78,20 +80,18 @@ def list_input(path: str) -> Listing:
 
 def _list_folder(path: str, folder: Location) -> Listing:
     found = [
-        (name, size)
-        for name, size in _files_below(folder, recursive=True)
-        if not any(_is_hidden(part) for part in name.split("/"))
+        file for file in _files_below(folder, recursive=True) if not any(map(_is_hidden, file.relative_path.split("/")))
     ]
-    files = [(name, size) for name, size in found if name.lower().endswith(_SUFFIXES)]
-    skipped = Counter(_ending(name) for name, _ in found if not name.lower().endswith(_SUFFIXES))
+    names = [file.relative_path for file in found]
+    files = [file for file in found if file.relative_path.lower().endswith(_SUFFIXES)]
+    skipped = Counter(_ending(name) for name in names if not name.lower().endswith(_SUFFIXES))
     if not files:
         there = f", only {describe_skipped(skipped)}" if skipped else ""
         raise InputError(
             f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a folder that holds some, "
             "or a glob (jobs/prepare.py makes Parquet of JSONL and text)"
         )
-    names, sizes = zip(*files, strict=True)
-    return Listing(folder, (), True, names, sizes, skipped)
+    return _listing(folder, (), True, files, skipped)
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
@@ -112,14 +112,25 @@ def _list_glob(path: str, location: Location) -> Listing:
     first = next(i for i, part in enumerate(parts) if _has_wildcard(part))
     root, pattern = Location(location.filesystem, "/".join(parts[:first]) or "/"), tuple(parts[first:])
     files = [
-        (name, size)
-        for name, size in _files_below(root, recursive=len(pattern) > 1 or pattern == ("**",))
-        if glob_matches(tuple(name.split("/")), pattern)
+        file
+        for file in _files_below(root, recursive=len(pattern) > 1 or pattern == ("**",))
+        if glob_matches(tuple(file.relative_path.split("/")), pattern)
     ]
     if not files:
         raise InputError(f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` does not)")
-    names, sizes = zip(*files, strict=True)
-    return Listing(root, pattern, False, names, sizes)
+    return _listing(root, pattern, False, files, {})
+
+
+def _listing(
+    root: Location, pattern: tuple[str, ...], is_folder: bool, files: list[_Found], skipped: Mapping[str, int]
+) -> Listing:
+    """List each real file once: by its own path, or else by the first path that a symbolic link gives it."""
+    once: dict[str, _Found] = {}
+    for file in sorted(files, key=lambda file: (file.is_linked, file.relative_path)):
+        once.setdefault(file.real_path, file)
+    kept = sorted(once.values(), key=lambda file: file.relative_path)
+    names, sizes = tuple(file.relative_path for file in kept), tuple(file.size for file in kept)
+    return Listing(root, pattern, is_folder, names, sizes, skipped, len(files) - len(kept))
 
 
 def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
@@ -165,11 +176,41 @@ def _real_parts(location: Location) -> tuple[str, ...]:
     return tuple(part for part in path.split("/") if part)
 
 
-def _files_below(folder: Location, *, recursive: bool) -> list[tuple[str, int]]:
-    """List a folder's files as (path relative to the folder, bytes), in path order."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file below the root."""
+
+    relative_path: str
+    size: int
+    real_path: str
+    is_linked: bool = False
+
+
+def _files_below(folder: Location, *, recursive: bool) -> list[_Found]:
+    """List a folder's files, in path order."""
+    if folder.is_local:
+        real = os.path.realpath(folder.path)
+        return sorted(_local_files(folder.path, "", (real,), recursive), key=lambda file: file.relative_path)
     infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True))
     prefix = folder.path.rstrip("/") + "/"
-    return sorted((info.path.removeprefix(prefix), info.size) for info in infos if info.is_file)
+    names = sorted((info.path.removeprefix(prefix), info.size) for info in infos if info.is_file)
+    return [_Found(name, size, name) for name, size in names]
+
+
+def _local_files(folder: str, prefix: str, real: tuple[str, ...], recursive: bool) -> Iterator[_Found]:
+    """Yield a local folder's files. real: its real path behind those of the folders above, into which no link leads."""
+    if not os.path.isdir(folder):
+        return
+    with os.scandir(folder) as found:
+        entries = list(found)
+    for entry in entries:
+        name, is_link = prefix + entry.name, entry.is_symlink()
+        name.encode()
+        real_path = os.path.realpath(entry.path) if is_link else os.path.join(real[-1], entry.name)
+        if entry.is_file():
+            yield _Found(name, entry.stat().st_size, real_path, real_path != os.path.join(real[0], name))
+        elif recursive and entry.is_dir() and real_path not in real:
+            yield from _local_files(entry.path, f"{name}/", (*real, real_path), recursive)
 
 
 def _is_hidden(name: str) -> bool:
@@ -363,13 +404,26 @@ def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing
             (file_fields[position].type, name) for file_fields, name in zip(fields, listing.relative_paths, strict=True)
         ]
         typed = [(kind, name) for kind, name in kinds if not pa.types.is_null(kind)]
-        kind, first = (typed or [(in_paths.get(column, pa.string()), "")])[
-            0
-        ]  # no values anywhere: a type that every reader knows
+        # Without values anywhere: a type that every reader knows.
+        kind, first = (typed or [(in_paths.get(column, pa.string()), "")])[0]
         for other, name in typed:
             if other != kind:
                 raise InputError(
                     f"input.passthrough {column!r} is {kind} in {first} but {other} in {name}; make them one type"
                 )
+        for other, name in kinds:
+            if pa.types.is_null(other) and column in partition_values(name):
+                _check_value_in_path(name, column, kind, first)
         unified.append(pa.field(column, kind))
     return tuple(unified)
+
+
+def _check_value_in_path(name: str, column: str, kind: pa.DataType, first: str) -> None:
+    """Raise InputError unless the value in a file's path can stand in a column of the type that `first` has."""
+    try:
+        partition_column(name, column, kind, 1)
+    except pa.ArrowException as error:
+        raise InputError(
+            f"input.passthrough {column!r} is {kind} in {first}, but {name} has "
+            f"{partition_values(name)[column]!r} in its path ({one_line(error)}); make them one type"
+        ) from error

@@ -23,6 +23,8 @@ DOCUMENT_SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string()), ("refer
 REQUEST_SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string()), ("max_new_tokens", pa.int32())])
 """The columns of requests that name their own limits."""
 
+PDF_FILES = "*.[pP][dD][fF]"
+"""Pattern of the names of PDF files."""
 _GROUP_ROWS = 64
 _GROUP_BYTES = 1 << 20
 
@@ -150,7 +152,14 @@ def read_pdf_folder(folder: Path, on_unreadable: Callable[[InputError], None] = 
     except ImportError as error:
         raise InputError("the package `pypdf` is missing; pip install 'pypdf[crypto]'") from error
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it logs what it repaired; what it could not, it raises
-    yield from _read_folder(folder, "*.[pP][dD][fF]", "*.pdf", _pdf_text, on_unreadable)
+    yield from _read_folder(folder, PDF_FILES, "*.pdf", _pdf_text, on_unreadable)
+
+
+def other_files(folder: Path, pattern: str) -> list[str]:
+    """List the files below a folder that a pattern does not match, but no hidden ones (`.`)."""
+    matched = set(folder.rglob(pattern))
+    others = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path not in matched)
+    return sorted(path.as_posix() for path in others if not any(part.startswith(".") for part in path.parts))
 
 
 def _read_folder(

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from specextend.core import Document, one_line, printable
 from specextend.data.row_filter import RowFilter
-from specextend.data.storage import holds_secret
+from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
 MOST_AHEAD_BYTES = 256 << 20
 """Memory of the input files that are read at once, or wait to be taken."""
 _SMALL_BYTES = 16 << 20
+MOST_TOKENS = 1 << 40
+"""More than any document has; an unsigned column may hold what overflows our sums."""
 PLACEHOLDER = "{document}"
 """Stands for the document in an instruction."""
 
@@ -77,7 +79,8 @@ class InputOptions:
     """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
     num_tokens_column: str | None = None
     """An integer column with the documents' lengths in tokens, so that planning need not read the text. If a file has a
-    value that is null or below 1, its text is read after all, and the lengths of those documents are estimated."""
+    value that is null, below 1 or above 2^40, its text is read after all, and the lengths of those documents are
+    estimated."""
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
     instruction_column: str | None = None
@@ -107,7 +110,7 @@ class InputOptions:
                 raise ValueError(f"input.{name} must not be empty")
         for name, path in [("path", self.path), *(("except_done_in", path) for path in self.except_done_in)]:
             if holds_secret(path):
-                raise ValueError(f"input.{name} must not hold credentials; give them in the environment")
+                raise ValueError(f"input.{name} {NO_CREDENTIALS}")
         if not all(self.except_done_in):
             raise ValueError("input.except_done_in must not hold an empty path")
         self._check_selection()
@@ -160,7 +163,7 @@ class OutputOptions:
         if not self.path:
             raise ValueError("output.path must not be empty")
         if holds_secret(self.path):
-            raise ValueError("output.path must not hold credentials; give them in the environment")
+            raise ValueError(f"output.path {NO_CREDENTIALS}")
         if len(set(self.partition_by)) < len(self.partition_by):
             raise ValueError("output.partition_by names a column more than once")
 
@@ -259,7 +262,7 @@ def decode_instruction(data: bytes | None) -> str | None:
 
 
 def check_max_new_tokens(value: int | None) -> int | None:
-    """Return a row's own limit. Raises DocumentError if it is below 1."""
-    if value is not None and value < 1:
-        raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1, got {value}")
+    """Return a row's own limit. Raises DocumentError if it is below 1, or more than any model takes."""
+    if value is not None and not 1 <= value <= MOST_TOKENS:
+        raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1 and at most 2^40, got {value}")
     return value

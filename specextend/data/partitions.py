@@ -35,11 +35,9 @@ def _are_integers(values: Iterable[str]) -> bool:
 
 
 def partition_column(relative_path: str, column: str, kind: pa.DataType, num_rows: int) -> pa.Array:
-    """Return a file's value of a column in its path, once for each row."""
-    value = partition_values(relative_path)[column]
-    if value is None:
-        return pa.nulls(num_rows, kind)
-    return pa.repeat(pa.scalar(int(value) if pa.types.is_integer(kind) else value, kind), num_rows)
+    """Return a file's value of a column in its path, once for each row. Raises ArrowException for another type."""
+    value = pa.array([partition_values(relative_path)[column]], pa.string()).cast(kind)[0]
+    return pa.repeat(value, num_rows)
 
 
 def partition_folders(relative_path: str, columns: Iterable[str]) -> tuple[str, ...]:

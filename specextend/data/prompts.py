@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import signal
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -24,6 +27,9 @@ _WINDOW = 2048
 """Characters on either side of a cut that are tokenized with and without it, to see that it changes nothing."""
 _MOST_TRIES = 64
 """Most places that are tried for a cut."""
+
+TEMPLATE_S = 10.0
+"""Seconds that a chat template may take, which needs milliseconds; one made to never end is given up."""
 
 _SENTINEL = "\u2063DOCUMENT\u2063"
 _ANCHOR = "\n"
@@ -282,12 +288,37 @@ def _chat(tokenizer: Any, system: str, content: str) -> str:
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": content})
     try:
-        rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        with _at_most(TEMPLATE_S):
+            rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TimeoutError:
+        raise ValueError(f"the chat template does not end within {TEMPLATE_S:g} s") from None
     except Exception as error:
         raise ValueError(
             f"the chat template refuses the prompt ({error}); if it takes no system message, leave out prompt.system"
         ) from error
     return rendered
+
+
+@contextmanager
+def _at_most(limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer.
+
+    Only the main thread can be interrupted. A run renders its template there before any other thread or process does.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _plain(system: str, content: str) -> str:

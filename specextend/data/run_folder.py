@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from pyarrow.fs import FileType
+
 from specextend.data.storage import Location, delete, list_files, read_bytes, write_bytes
 
 SUMMARIES, ERRORS = "summaries", "errors"
@@ -90,6 +92,20 @@ def report_file(output: Location, ending: str) -> Location:
 def success_file(output: Location) -> Location:
     """Return the place of `_SUCCESS`."""
     return output.child("_SUCCESS")
+
+
+def check_kinds(output: Location) -> None:
+    """Raise ValueError if a file stands where the run has a folder, or the other way round; object stores have none."""
+    if not output.is_local:
+        return
+    folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
+    folders += [each(output) for each in (parts_folder, audits_folder, chunks_folder, starts_folder, copies_folder)]
+    files = [each(output) for each in (manifest_file, lock_file, selection_file, plan_file, success_file)]
+    files += [report_file(output, ending) for ending in ("json", "md", "html")]
+    for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
+        for info in output.filesystem.get_file_info([place.path for place in places]):
+            if info.type == wrong:
+                raise ValueError(f"{info.path} must be a {right} of the run; move it away, or give another output.path")
 
 
 def result_name(number: int) -> str:

@@ -90,6 +90,7 @@ class Source:
         partitions: Mapping[str, pa.DataType] | None = None,
         selection: ChosenRows | None = None,
         partition_by: tuple[str, ...] = (),
+        num_repeated: int = 0,
     ) -> None:
         self.options = options
         self.root = root
@@ -97,6 +98,7 @@ class Source:
         self.passthrough_fields = passthrough_fields
         self.copies = dict(copies or {})
         self.skipped = dict(skipped or {})  # number of files in the input's folder that are not read, by extension
+        self.num_repeated = num_repeated  # paths that are left out, because they lead to a file that is read already
         self.partitions = dict(partitions or {})  # type of each column in the files' paths
         self.partition_by = partition_by  # columns in the files' paths that are folders of the summaries
         self.selection = selection  # the driver's: workers get the keys of single rows
@@ -160,7 +162,10 @@ class Source:
     @property
     def warning(self) -> str:
         """Describe what may surprise a user about the input; empty if there is nothing."""
-        return f"files not read in {self.root.path}: {describe_skipped(self.skipped)}" if self.skipped else ""
+        said = [f"files not read in {self.root.path}: {describe_skipped(self.skipped)}"] if self.skipped else []
+        if self.num_repeated:
+            said.append(f"{counted(self.num_repeated, 'path')} through symbolic links to files that are read already")
+        return "; ".join(said)
 
     def place(self, key: DocumentKey) -> str:
         """Describe the place of a row: `<path relative to the root>:<row in file>`. Reads nothing."""
@@ -271,7 +276,8 @@ class Source:
 
     def _with(self, **changes: Any) -> Source:
         names = ("options", "root", "files", "passthrough_fields", "copies", "skipped", "partitions", "selection")
-        return Source(**{name: changes.get(name, getattr(self, name)) for name in (*names, "partition_by")})
+        kept = {name: getattr(self, name) for name in (*names, "partition_by", "num_repeated")}
+        return Source(**(kept | changes))
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
         """Add the columns that the file's path holds, and put all into the order of `columns`."""
@@ -283,7 +289,13 @@ class Source:
         return batch.select(columns)
 
     def _scanned_tables(self, file: InputFile) -> Iterable[pa.Table]:
-        """Read the scanned columns of a small file; those of a large one are read as they are iterated over."""
+        """Read the scanned columns of a small file; those of a large one are read as they are iterated over.
+
+        Before them, the passthrough columns are read and dropped: nothing is decoded if they are damaged.
+        """
+        if self.passthrough_fields:
+            for _ in self.batches(file.number, [field.name for field in self.passthrough_fields], original=True):
+                pass
         batches = self.chosen_batches(file.number, self._scanned_columns(file.number))
         return list(batches) if file.is_small else batches
 
@@ -365,6 +377,7 @@ def open_source(
         files,
         passthrough_fields,
         skipped=listing.skipped,
+        num_repeated=listing.num_repeated,
         partitions=partition_types(listing.relative_paths),
         partition_by=() if output is None else _partition_by(output, files),
     )

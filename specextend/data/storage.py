@@ -18,9 +18,16 @@ from pyarrow import fs
 from specextend.core import first_line
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
-_SECRET_QUERY = ("access_key", "secret_key", "session_token", "client_secret", "account_key", "sas_token", "sig")
-"""Parameters of a URI that are secrets."""
-_QUERY = re.compile(r"\?\w+=[^&]*(&\w+=[^&]*)*$")
+_PARAMETERS = {
+    *("scheme", "endpoint_override", "region", "tls_ca_file_path", "allow_bucket_creation", "allow_bucket_deletion"),
+    *("allow_delayed_open", "check_directory_existence_before_creation", "retry_limit_seconds", "enable_tls"),
+    *("blob_storage_authority", "dfs_storage_authority", "blob_storage_scheme", "dfs_storage_scheme", "tenant_id"),
+    *("client_id", "user", "replication", "buffer_size", "default_block_size"),
+}
+"""Parameters of a URI that are no secrets; any other may be one."""
+NO_CREDENTIALS = "must not hold credentials; give them in the environment (an unknown parameter counts as one)"
+"""What is wrong with an address that `holds_secret` finds. The address itself is not repeated."""
+_QUERY = re.compile(r"\?[\w.-]+=[^&]*(&[\w.-]+=[^&]*)*$")
 """The parameters at the end of a URI; any other `?` belongs to the path."""
 _GCS_RETRY_S = 60
 """Seconds for which Google's client repeats a request; its own default is 15 minutes."""
@@ -92,13 +99,22 @@ def is_uri(path: str) -> bool:
 
 
 def holds_secret(uri: str) -> bool:
-    """Return True if a URI contains a password, an access key or a client secret."""
+    """Return True if a URI may contain a password, a key or a token: as its user, or as a parameter that is not known.
+
+    Users that are none: a container (`abfs://container@account`), `gs://anonymous@bucket`, and the user of HDFS.
+    """
     if not is_uri(uri):
         return False
     scheme, authority, _, _ = _split(uri)
-    user, at, _ = authority.rpartition("@")
-    is_secret = (bool(at) and ":" in user) or (scheme == "s3" and (bool(at) or ":" in authority))
-    return is_secret or any(name.lower() in _SECRET_QUERY for name, _ in parse_qsl(uri.partition("?")[2]))
+    user, at, host = unquote(authority).rpartition("@")
+    is_name = ":" not in user and (
+        scheme in ("abfs", "abfss", "hdfs", "viewfs") or (scheme, user) == ("gs", "anonymous")
+    )
+    if (at and not is_name) or (scheme == "s3" and ":" in host):
+        return True
+    parameters = parse_qsl(uri.partition("?")[2])
+    named = ((name, value) for name, value in parameters if re.fullmatch(r"[\w.-]+", name))
+    return any(name not in _PARAMETERS or re.search("[@;=]", value) for name, value in named)
 
 
 def resolve(uri: str) -> Location:
@@ -112,7 +128,7 @@ def resolve(uri: str) -> Location:
     if not uri:
         raise ValueError("a path must not be empty")
     if holds_secret(uri):  # its text would be in messages, manifests and reports, so it is not repeated here either
-        raise ValueError("a URI must not hold credentials; give them in the environment, as the store's own tools do")
+        raise ValueError(f"a URI {NO_CREDENTIALS}")
     if uri.startswith("file://"):
         uri = _local_path(uri)
     if not is_uri(uri):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import venv
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,14 @@ def test_the_summary_needs_the_standard_library_alone():
     package = "specextend.bench.gpu_check"
     done = imports_without([f"{package}.__main__", f"{package}.stage_process"], ["torch", "numpy", *ABSENT])
     assert done.returncode == 0, done.stderr
+
+
+def test_a_check_in_which_nothing_ran_has_failed(tmp_path):
+    """With a Python that has no torch every stage is skipped; an exit code of 0 would look like a proof."""
+    venv.create(tmp_path / "bare", symlinks=True, with_pip=False)
+    environment = os.environ | {"PYTHON": str(tmp_path / "bare" / "bin" / "python"), "OUT": str(tmp_path / "out")}
+    done = subprocess.run(["scripts/gpu_check.sh"], cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert done.returncode == 1
 
 
 @pytest.mark.slow

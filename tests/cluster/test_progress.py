@@ -142,17 +142,6 @@ def test_a_suspended_driver_holds_nobody_for_silent():
     assert plan.stalled(clock()) == ["a"], "and yet it is looked after"
 
 
-def test_until_there_is_a_rate_the_forecast_is_counted_down():
-    """Models load for minutes, and a long document takes as long: what earlier runs took is better than nothing."""
-    book = Ledger(Estimates.of({key(0): TokenEstimate(1000, 100)}), 0, 0, expected_s=60.0)
-    assert book.snapshot(5.0, 0).eta_s == pytest.approx(60.0)
-    assert book.snapshot(25.0, 0).eta_s == pytest.approx(40.0)
-    assert book.snapshot(95.0, 0).eta_s is None, "it was wrong"
-    assert ledger((1000, 100)).snapshot(0.0, 0).eta_s is None
-    book.running("a", [(key(0), 50)])
-    assert book.snapshot(105.0, 1).eta_s == pytest.approx(100.0 * 50 * 10 / (1000 + 50 * 10)), "by the rate from now on"
-
-
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0, "0:00:00"), (59.2, "0:01:00"), (3723, "1:02:03"), (360_000, "100:00:00")]
 )

@@ -346,23 +346,3 @@ def test_the_code_of_a_working_copy_has_a_commit():
     if not (root / ".git").exists() or asked.returncode:
         pytest.skip("this is no working copy of a git repository")
     assert (code_commit() or "").removesuffix("-dirty") == asked.stdout.strip()
-
-
-def test_a_start_records_what_was_expected_of_it(tmp_path: Path):
-    """So that a report can say how far off it was; null says that nothing was known."""
-    config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
-    attempt = Attempt(output, "0000000a", config)
-    attempt.begin()
-    record = tmp_path / "output" / "_run" / "attempts" / "0000000a.json"
-    assert json.loads(record.read_text())["forecast"] is None
-    expected = {
-        "seconds": 9.0,
-        "seconds_low": 8.0,
-        "seconds_high": 10.0,
-        "documents": 3,
-        "workers": 1,
-        "basis": "a run",
-    }
-    attempt.expect(expected)
-    attempt.end(0)
-    assert json.loads(record.read_text())["forecast"] == expected

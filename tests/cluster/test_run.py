@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 
 from specextend.cluster import lock as lock_module
 from specextend.cluster import roster
-from specextend.cluster.environment import worker_device
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_TOO_MANY_ERRORS,
@@ -25,13 +22,11 @@ from specextend.cluster.exits import (
     OtherRunError,
     WorkersFailError,
 )
-from specextend.cluster.prepare import prepare
-from specextend.cluster.rates import find_rates, keep_rates, pair_key
 from specextend.document_requests import document_seed
 from specextend.pairing import pair_hashes
-from tests.cluster.conftest import Job, Screen, kept_handlers
+from tests.cluster.conftest import Job, Screen
 from tests.cluster.fakes import LoadsLater, NeverLoads, SwapsWeights
-from tests.cluster.test_forecast import RATES
+from tests.job.conftest import kept_handlers
 
 MANY_ATTEMPTS = {"max_attempts": 9, "silence_s": 6000}
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
@@ -48,8 +43,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> Iterator[Job]:
-    """A run of a folder to which nothing happens, by rates that are kept. Tests only read it."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> Job:
+    """A run of a folder to which nothing happens. Tests only read it."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run = Job(folder, GOOD, {"commit_every_rows": 4, "commit_every_s": 3600})
     run.max_batch_size = "auto"
@@ -57,20 +52,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> It
     run.input = run.input.rename(folder / "in" / "a.pq").parent
     for name in ("b.csv", "c.CSV", "_SUCCESS"):
         (run.input / name).write_text("")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        keep_rates(rates_key(run), replace(RATES, device=worker_device(run.config().job)))
-        with kept_handlers():
-            assert run.run() == EXIT_DONE
-        yield run
-
-
-def rates_key(run: Job) -> str:
-    prepared = prepare(run.config())
-    config = prepared.config.model_copy(
-        update={"decoding": replace(prepared.config.decoding, max_batch_size=CHOSEN_BATCH)}
-    )
-    return pair_key(config, prepared.manifest["identity"]["hashes"])
+    with kept_handlers():
+        assert run.run() == EXIT_DONE
+    return run
 
 
 def records_of(run: Job) -> list[dict[str, Any]]:
@@ -101,15 +85,6 @@ def test_a_run_over_a_folder_says_which_files_it_does_not_read(undisturbed: Job)
     """Once, and not a word about hidden ones."""
     said = [note for note in undisturbed.screen.notes if "not read" in note]
     assert said == [f"warning: files not read in {undisturbed.input}: 1 .CSV, 1 .csv"]
-
-
-def test_a_start_records_how_long_it_should_take(undisturbed: Job):
-    """By rates that are kept; a report can say afterwards how far off they were."""
-    [forecast] = [record["forecast"] for record in records_of(undisturbed)]
-    assert (forecast["documents"], forecast["workers"]) == (6, 1)
-    assert forecast["basis"].startswith("a calibration of 100 documents on ")
-    assert any(note.startswith("expected to take 0:00:") for note in undisturbed.screen.notes)
-    assert find_rates(rates_key(undisturbed), None).num_documents == 100, "another engine than ours leaves no rates"
 
 
 @pytest.fixture(scope="module")

@@ -150,6 +150,17 @@ def test_unreadable_files_are_left_out_by_choice_named_and_counted(tmp_path: Pat
         assert line.startswith(f"left out: in/{reasons[name]}")
 
 
+def test_files_of_another_kind_are_named_and_counted(tmp_path: Path) -> None:
+    """Somebody whose reports are DOCX beside text should not find out from the number of summaries."""
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    for name in ("a.txt", "b.docx", "sub/c.html", ".hidden", *(f"{number}.doc" for number in range(5))):
+        (tmp_path / "in" / name).write_text("text")
+    done = prepare(tmp_path, "text", "in", "--output", "in/out.parquet")
+    assert (done.returncode, done.stdout) == (0, "1 document in in/out.parquet\n")
+    said = "7 files (0.doc, 1.doc, 2.doc, 3.doc, 4.doc and 2 more)"
+    assert done.stderr == f"of another kind, left out: {said}\n"
+
+
 def test_a_text_file_that_is_not_utf8_is_refused_or_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("schön".encode("latin-1"))
     (tmp_path / "b.txt").write_text("fine")

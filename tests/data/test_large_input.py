@@ -48,7 +48,7 @@ print(peak() - before)
 READ_ONE_LONG_DOCUMENT = """
 import sys
 from pathlib import Path
-from specextend.cluster.planning import make_plan
+from specextend.cluster.plan import make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompt_options import PromptOptions

@@ -76,6 +76,32 @@ def test_double_stars_cross_folders_and_single_ones_do_not(path: str, pattern: s
     assert glob_matches(tuple(path.split("/")), tuple(pattern.split("/"))) is matches
 
 
+@pytest.mark.parametrize("pattern", ["", "/**/*.parquet"])
+def test_what_symbolic_links_lead_to_is_read_once(tmp_path: Path, write: Write, pattern: str) -> None:
+    """`latest` beside the nights doubled a night, and two loops made a listing without an end."""
+    for name in ("in/2026-11-22/a.parquet", "in/2026-11-23/a.parquet", "elsewhere/b.parquet"):
+        write(name, {"text": ["x"]})
+    folder = tmp_path / "in"
+    for link, target in (("1st", "2026-11-22/a.parquet"), ("latest", "2026-11-23"), ("loop", "."), ("other", ".")):
+        (folder / link).symlink_to(target)
+    (folder / "2026-11-22" / "up").symlink_to(folder)
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "dangling.parquet").symlink_to("nowhere")
+    source = open_source(InputOptions(path=f"{folder}{pattern}"))
+    names = ["2026-11-22/a.parquet", "2026-11-23/a.parquet", "linked/b.parquet"]
+    assert [file.relative_path for file in source.files] == names
+    assert source.warning.endswith("1 path through symbolic links to files that are read already")
+
+
+def test_a_file_that_only_links_lead_to_is_read_by_the_first(tmp_path: Path, write: Write) -> None:
+    """As in a mounted volume whose files are links into a hidden folder."""
+    write("in/..data/a.parquet", {"text": ["x"]})
+    for link in ("a.parquet", "b.parquet"):
+        (tmp_path / "in" / link).symlink_to("..data/a.parquet")
+    listing = list_input(str(tmp_path / "in"))
+    assert (listing.relative_paths, listing.num_repeated) == (("a.parquet",), 1)
+
+
 def test_missing_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="does not exist; give a Parquet file"):

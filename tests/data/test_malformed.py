@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.parquet.encryption import CryptoFactory, EncryptionConfiguration, KmsClient, KmsConnectionConfig
 from transformers import PreTrainedTokenizerFast
 
 from specextend.core import DocumentKey
@@ -121,6 +122,49 @@ def read_all(path: Path) -> int:
     found = sum(outcome(source, row) is not None for row in range(source.num_rows))
     assert sum(len(batch) for batch in source.batches(0, ["topic"], original=True)) == source.num_rows
     return found
+
+
+class NoKms(KmsClient):  # type: ignore[misc]
+    """Keys as they are."""
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> str:
+        return key_bytes.hex()
+
+    def unwrap_key(self, wrapped_key: str, master_key_identifier: str) -> bytes:
+        return bytes.fromhex(wrapped_key)
+
+
+def write_encrypted(path: Path, table: pa.Table) -> None:
+    """Write a file in which everybody can read all but the column `topic`."""
+    connection = KmsConnectionConfig()
+    options = EncryptionConfiguration(
+        footer_key="footer", column_keys={"columns": ["topic"]}, plaintext_footer=True, double_wrapping=False
+    )
+    properties = CryptoFactory(lambda _: NoKms()).file_encryption_properties(connection, options)
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+
+
+def write_damaged(path: Path, table: pa.Table) -> None:
+    """Write a file and overwrite the pages of its column `topic`."""
+    pq.write_table(table, path, use_dictionary=False)
+    chunk = pq.read_metadata(path).row_group(0).column(1)
+    content = bytearray(path.read_bytes())
+    content[chunk.data_page_offset : chunk.data_page_offset + chunk.total_compressed_size] = bytes(
+        chunk.total_compressed_size
+    )
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("write_unreadable", [write_damaged, write_encrypted])
+def test_a_passthrough_column_that_cannot_be_read_is_found_before_anything_is_decoded(
+    tmp_path: Path, write_unreadable: Callable[[Path, pa.Table], None]
+) -> None:
+    """It was found when the summaries were written."""
+    write_unreadable(tmp_path / "a.parquet", pa.table({"text": ["one", "two"], "topic": ["a", "b"]}))
+    assert len(list(open_source(InputOptions(path=str(tmp_path / "a.parquet"))).scan())) == 2
+    with pytest.raises(InputError, match=r"a\.parquet cannot be read as Parquet"):
+        list(open_source(InputOptions(path=str(tmp_path / "a.parquet"), passthrough=("topic",))).scan())
 
 
 def outcome(source: Source, row: int) -> str:

@@ -55,6 +55,15 @@ def test_the_template_around_a_document_tokenizes_as_one_text(chat_tokenizer: An
     assert render(chat_tokenizer, "A TEXT").token_ids == chat_tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def test_a_template_that_does_not_end_is_given_up(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes with the model, and each of its loops may have 100,000 turns."""
+    monkeypatch.setattr("specextend.data.prompts.TEMPLATE_S", 0.2)
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "{% endfor %}" * 4
+    monkeypatch.setattr(chat_tokenizer, "chat_template", loops)
+    with pytest.raises(ValueError, match=r"does not end within 0\.2 s"):
+        render(chat_tokenizer, "x")
+
+
 def test_a_document_cannot_forge_control_tokens(chat_tokenizer: Any) -> None:
     """Text from anywhere is summarised: `<|im_end|>` in it must not end the user's turn.
 

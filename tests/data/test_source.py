@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable
+from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -194,6 +196,35 @@ def test_passthrough_takes_its_type_from_the_file_that_has_values(tmp_path: Path
     assert source.passthrough_fields == (pa.field("topic", pa.list_(pa.string())),)
 
 
+@pytest.mark.parametrize(
+    ("values", "path_value"),
+    [
+        (pa.array([2025]), "unknown"),
+        (pa.array([25], pa.int8()), "300"),
+        (pa.array([True]), "2025"),
+        (pa.array([1.5]), "n/a"),
+        (pa.array(["2025-01-01"]).cast(pa.date32()), "2025"),
+        (pa.array(["2025-01-01"]).cast(pa.timestamp("us")), "2025-01-01T25"),
+    ],
+)
+def test_a_folder_s_value_that_does_not_fit_the_column_of_other_files_is_a_run_error(
+    tmp_path: Path, write: Write, values: pa.Array, path_value: str
+) -> None:
+    """It was found when everything was decoded, and the summaries could never be written."""
+    write("in/year=2025/a.parquet", {"text": ["x"], "year": values})
+    write(f"in/year={quote(path_value, safe='')}/b.parquet", {"text": ["y"]})
+    with pytest.raises(InputError, match=rf"'year' is .* in year=2025/a.*, but .* has '{path_value}' in its path"):
+        open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("year",)))
+
+
+def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path: Path, write: Write) -> None:
+    write("in/day=2025-01-01/a.parquet", {"text": ["x"], "day": pa.array(["2025-01-01"]).cast(pa.date32())})
+    write("in/day=2025-01-02/b.parquet", {"text": ["y"]})
+    source = open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("day",)))
+    days = [day for number in (0, 1) for table in source.batches(number, ["day"]) for day in table["day"].to_pylist()]
+    assert days == [date(2025, 1, 1), date(2025, 1, 2)]
+
+
 def test_passthrough_without_any_value_is_a_string_column(write: Write) -> None:
     """Many readers refuse a column of type null, and a later file with values could not join it."""
     path = write("a.parquet", {"text": ["x"], "topic": [None]})
@@ -237,7 +268,7 @@ def test_a_row_may_set_its_own_limit(write: Write) -> None:
     assert [(row.max_new_tokens, row.error_class) for row in source.scan()] == [
         (16, None),
         (None, None),
-        (0, "BadMaxNewTokens"),
+        (None, "BadMaxNewTokens"),
     ]
 
 
@@ -249,6 +280,16 @@ def test_a_row_may_have_a_reference(write: Write, kind: pa.DataType) -> None:
     source = open_source(InputOptions(path=str(path), reference_column="abstract"))
     assert [source.read(key).reference for key in keys(source)] == ["first", None, "\ufffd\ufffd"]
     assert open_source(InputOptions(path=str(path))).read(DocumentKey(0, 0)).reference is None
+
+
+def test_numbers_beyond_every_length_are_an_error_row_or_an_estimate(write: Write) -> None:
+    """An unsigned column holds what no signed one takes."""
+    path = write("in.parquet", {"text": ["a b", "c"], "n": pa.array([(1 << 64) - 1, 7], pa.uint64())})
+    source = open_source(InputOptions(path=str(path), max_new_tokens_column="n", num_tokens_column="n"))
+    rows = [(row.num_bytes, row.num_tokens, row.max_new_tokens, row.error_class) for row in source.scan()]
+    assert rows == [(3, None, None, "BadMaxNewTokens"), (None, 7, 7, None)]
+    with pytest.raises(DocumentError, match="BadMaxNewTokens: max_new_tokens must be at least 1 and at most 2\\^40"):
+        source.read(DocumentKey(0, 0))
 
 
 def test_known_lengths_spare_reading_the_text(write: Write) -> None:

@@ -121,7 +121,7 @@ def test_parameters_of_a_uri_are_no_part_of_its_path() -> None:
     location = resolve("s3://bucket/a#1?region=eu-west-1&endpoint_override=http%3A%2F%2Fhost%3A9000")
     assert location.path == "bucket/a#1"
     assert location.filesystem.region == "eu-west-1"
-    with pytest.raises(ValueError, match=r"^cannot open s3://bucket/a\?regoin=x: .*regoin"):
+    with pytest.raises(ValueError, match="an unknown parameter counts as one"):
         resolve("s3://bucket/a?regoin=x")
 
 

@@ -23,7 +23,6 @@ from specextend.config import RunConfig
 from specextend.loading import load_engine
 from tests.cluster.conftest import Screen
 from tests.cluster.conftest import job as job  # as here: a fixture of this folder, too
-from tests.cluster.conftest import local_ray as local_ray
 from tests.faults.nodes import nodes as nodes
 
 ROOT = Path(__file__).parents[2]

@@ -9,6 +9,11 @@ from safetensors.torch import save_file
 from specextend.checkpoint import TensorInfo, hash_files, read_json, read_safetensors_header
 
 
+def header(text: str) -> bytes:
+    """A safetensors file without a tensor's bytes."""
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
 def test_a_header_names_tensors_with_type_and_shape(tmp_path):
     """What a format check needs, without a byte of weights."""
     file = tmp_path / "a.safetensors"
@@ -18,8 +23,16 @@ def test_a_header_names_tensors_with_type_and_shape(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\x01", b"\xff" * 64, (5).to_bytes(8, "little") + b"[1,2]", (8).to_bytes(8, "little") + b'{"a": 1}'],
-    ids=["empty", "shorter than a length", "endless header", "no object", "no tensors"],
+    [
+        b"",
+        b"\x01",
+        b"\xff" * 64,
+        header("[1,2]"),
+        header('{"a": 1}'),
+        header('{"a": {"dtype": "F32", "shape": [], "data_offsets": [0, "x"]}}'),
+        header('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+    ],
+    ids=["empty", "shorter than a length", "endless header", "no object", "no tensors", "no offset", "deep"],
 )
 def test_what_is_no_safetensors_file_is_said_in_one_line(tmp_path, content):
     """A pickle renamed, an error page saved as a model."""

@@ -1,26 +1,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyarrow import fs
 
-from scripts.simulated_store import SimulatedStore
-from specextend.cluster.estimates import Estimates, RowSet, TokenEstimate
-from specextend.cluster.planning import SAMPLE_BYTES, SAMPLE_SIZE, Plan, make_plan
+from specextend.cluster.estimates import Estimates, TokenEstimate
+from specextend.cluster.plan import SAMPLE_SIZE, Plan, make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
-from specextend.data.plan_record import PlanRecord
 from specextend.data.prompt_options import PromptOptions
 from specextend.data.prompts import Prompts
-from specextend.data.run_folder import equal_texts_file, plan_file
 from specextend.data.source import Source, open_source
-from specextend.data.storage import Location, resolve, write_bytes
 from specextend.models import load_tokenizer
 from tests.cluster.conftest import MODELS
 
@@ -95,13 +89,6 @@ def test_a_document_without_a_token_count_is_measured_like_any_other(tmp_path: P
     assert plan.tokens_per_byte is not None
 
 
-def test_a_sample_is_cut_between_characters(tmp_path: Path, tokenizer: Any):
-    """Half a character would be a token of its own, and no bytes of the text."""
-    whole = planned(source(tmp_path, {"text": ["x" + "é" * (SAMPLE_BYTES // 2 - 1)]}), tokenizer)
-    cut = planned(source(tmp_path, {"text": ["x" + "é" * SAMPLE_BYTES]}), tokenizer)
-    assert cut.tokens_per_byte == whole.tokens_per_byte
-
-
 def test_only_rows_that_are_left_are_planned(tmp_path: Path, tokenizer: Any):
     """A resumed run is ordered and measured by what it still has to do."""
     corpus = source(tmp_path, {"text": ["a", "b", "c"]})
@@ -133,67 +120,6 @@ def test_the_sample_is_seeded_and_small(tmp_path: Path, tokenizer: Any):
     plan = make_plan(corpus, prompts, keys, 10, 0, lambda: checkpoints.append(None))
     assert len(checkpoints) == num_rows + SAMPLE_SIZE, "one for each row, and one for each text that is tokenized"
     assert plan.tokens_per_byte == planned(corpus, tokenizer).tokens_per_byte
-
-
-COLUMNS = {
-    "text": ["summer rain " * 5, None, "", "snow", b"\xff", "summer rain " * 5],
-    "tokens": pa.array([None, 3, None, 40, 0, None], pa.int32()),
-    "length": pa.array([None, 7, 0, 9, None, None], pa.int32()),
-}
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"num_tokens_column": "tokens"}, {"max_new_tokens_column": "length"}], ids=lambda each: str(each)
-)
-def test_a_resumed_run_plans_from_the_record_and_reads_no_text(tmp_path: Path, tokenizer: Any, options: dict[str, str]):
-    """Ten million texts were read again by every start, for hours if the store is far away."""
-    text = pa.array([each.encode() if isinstance(each, str) else each for each in COLUMNS["text"]], pa.binary())
-    columns = COLUMNS | {"text": text.cast(pa.string(), safe=False)}
-    local = source(tmp_path, columns, **options)
-    store = SimulatedStore(latency_s=0.0)
-    root = Location(fs.PyFileSystem(store), local.root.path)
-    corpus, output = Source(local.options, root, local.files, ()), resolve(str(tmp_path / "output"))
-    prompts, keys = Prompts(tokenizer, PromptOptions(), 1000), {DocumentKey(0, row) for row in range(6)}
-    plans, bytes_read = [], []
-    for fingerprint in ("a run", "a run", "another run"):
-        before = store.tally.bytes_read
-        record = PlanRecord(corpus, output, fingerprint)
-        equal = record.equal_texts()
-        plans.append(make_plan(record, prompts, keys, 10, 0, lambda: None, equal))
-        record.keep(plans[-1].tokens_per_byte, equal)
-        bytes_read.append(store.tally.bytes_read - before)
-    assert plans[0] == plans[1] == plans[2]
-    assert dict(plans[0].equal) == {DocumentKey(0, 0): [(DocumentKey(0, 5), "input.parquet:5")]}
-    assert (len(plans[0].estimates), plans[0].num_rows) == (5, 6), "a copy is no document to decode"
-    assert bytes_read[0] > 0
-    assert bytes_read[1] == 0
-    assert bytes_read[2] == bytes_read[0], "a record of another input is of no use"
-
-
-@pytest.mark.parametrize("place", [plan_file, equal_texts_file])
-@pytest.mark.parametrize("content", [b"", b"PAR1 and no more"])
-def test_a_record_that_cannot_be_read_is_replaced(tmp_path: Path, content: bytes, place: Callable[..., Location]):
-    """It says nothing that the input does not say."""
-    corpus, output = source(tmp_path, {"text": ["rain"] * 2}), resolve(str(tmp_path / "output"))
-    for tokens_per_byte, texts in ((0.5, [b"rain"] * 2), (0.6, [b"rain"] * 2), (0.7, [None] * 2)):
-        record = PlanRecord(corpus, output, "a run")
-        equal, rows = record.equal_texts(), list(record.scan())
-        for row in rows:
-            equal.add(row)
-        record.keep(tokens_per_byte, equal)
-        assert [row.text for row in rows] == texts
-        assert equal.table()["row"].to_pylist() == [1]
-        if tokens_per_byte == 0.5:
-            write_bytes(place(output), content)
-    assert record.tokens_per_byte == 0.6
-
-
-def test_a_row_that_no_file_has_is_in_no_set_of_rows():
-    """Somebody copied a part of another run there: the end of the run says so, and the start must not fail before."""
-    rows = RowSet([2, 3], [DocumentKey(1, 2), DocumentKey(0, 1)])
-    assert list(rows) == [DocumentKey(0, 1), DocumentKey(1, 2)]
-    assert DocumentKey(1, 2) in rows
-    assert not any(key in rows for key in (DocumentKey(1, 3), DocumentKey(2, 0), DocumentKey(1, -1)))
 
 
 def test_documents_are_counted_by_length():

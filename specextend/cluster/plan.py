@@ -1,4 +1,4 @@
-"""The plan of a start: its documents with their tokens, estimated from a sample."""
+"""The plan of a start: its documents with their tokens, estimated from a sample, and the memory that a worker takes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,31 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from specextend.cluster.environment import is_local
 from specextend.cluster.estimates import Estimates
+from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.chunk_prompts import ChunkPrompts
-from specextend.data.equal_texts import EqualRows, EqualTexts
 from specextend.data.inputs import DocumentError
-from specextend.data.plan_record import PlanRecord
 from specextend.data.prompts import Prompts
 from specextend.data.scanning import ScannedRow
 from specextend.data.source import Source
+from specextend.loading import (
+    GIB,
+    longest_request,
+    memory_bytes,
+    rows_per_sequence,
+    usable_bytes,
+    with_batch_size,
+)
+from specextend.models import ModelFacts
 
 SAMPLE_SIZE = 200
 """Documents that are tokenized to estimate tokens per byte."""
@@ -45,13 +57,6 @@ class Plan:
     """Number of rows that are sure to become error rows, by error class."""
     num_over_length: int
     """Number of rows whose estimate exceeds the prompt limit, so that the length policy applies to them."""
-    equal: EqualRows = field(default_factory=EqualRows.none)
-    """Rows that are not decoded, but get a copy of another one's result. They are not among `estimates`."""
-
-    @property
-    def num_rows(self) -> int:
-        """Count the rows to do: documents and copies."""
-        return len(self.estimates) + self.equal.num_rows
 
     def num_prompt_tokens(self) -> int:
         """Sum the estimated prompt tokens of all documents."""
@@ -62,6 +67,38 @@ class Plan:
         places = np.searchsorted(BUCKETS, self.estimates.num_prompt_tokens)
         counts = np.bincount(places, minlength=len(BUCKETS) + 1).tolist()
         return {_bucket_name(place): count for place, count in enumerate(counts) if count}
+
+
+def make_plan(
+    source: Source,
+    prompts: Prompts,
+    keys: Collection[DocumentKey],
+    max_new_tokens: int,
+    seed: int,
+    checkpoint: Callable[[], None],
+) -> Plan:
+    """Estimate the documents of `keys` in one streaming pass over the input.
+
+    max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called for every row; may
+    raise.
+    """
+    lengths = _Lengths()
+    rejected: Counter[str] = Counter()
+    sample = _TokenSample(random.Random(seed))
+    for row in source.scan():
+        checkpoint()
+        if row.key not in keys:
+            continue
+        own = max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
+        error_class = row.error_class or _without_room(prompts, own)
+        lengths.add(row, own if error_class is None else REFUSED)
+        if error_class is not None:
+            rejected[error_class] += 1
+        elif row.text is not None:
+            sample.offer(row.text)
+    per_byte = sample.tokens_per_byte(prompts, checkpoint) if sample.texts else None
+    estimates, num_over_length = lengths.estimates(prompts, per_byte)
+    return Plan(estimates, per_byte, rejected, num_over_length)
 
 
 @dataclass(slots=True)
@@ -84,13 +121,13 @@ class _Lengths:
         self.num_tokens.append(-1 if row.num_tokens is None else min(row.num_tokens, MOST_TOKENS))
         self.max_new_tokens.append(max_new_tokens)
 
-    def estimates(self, prompts: Prompts, per_byte: float | None, equal: EqualRows) -> tuple[Estimates, int]:
+    def estimates(self, prompts: Prompts, per_byte: float | None) -> tuple[Estimates, int]:
         """Estimate template and document, cut or in parts as the policy says; nothing for a row that will be refused.
 
-        equal: copies, which are left out. Returns the estimates, and how many rows have to be cut.
+        Returns the estimates, and how many rows have to be cut.
         """
-        columns = (self.num_tokens, self.num_bytes, self.max_new_tokens, self.rows)
-        counts, num_bytes, limits, rows = (np.array(column, np.int64) for column in columns)
+        columns = (self.num_tokens, self.num_bytes, self.max_new_tokens)
+        counts, num_bytes, limits = (np.array(column, np.int64) for column in columns)
         measured = np.round(num_bytes * (per_byte or 0.0)).astype(np.int64)
         uncut = prompts.num_template_tokens + np.where(counts < 0, measured, counts)
         is_kept = limits != REFUSED
@@ -98,54 +135,11 @@ class _Lengths:
         is_long = is_kept & (uncut > most)
         kept = np.where(is_kept, np.clip(uncut, 0, np.maximum(most, 0)), 0)
         outputs = np.maximum(limits, 0)
-        decoded = [np.array(self.files, np.int64), rows, kept, outputs]
         if prompts.options.length_policy == "chunk":
-            lengths, requests = uncut[is_long] - prompts.num_template_tokens, np.ones_like(kept)
-            work = ChunkPrompts(prompts).work(lengths, limits[is_long])
-            kept[is_long], outputs[is_long], requests[is_long] = work
-            decoded.append(requests)
-        if equal:
-            mask = ~equal.are_copies(*decoded[:2])
-            decoded = [column[mask] for column in decoded]
-        return Estimates(*decoded), int(np.sum(is_long))
-
-
-def make_plan(
-    source: Source | PlanRecord,
-    prompts: Prompts,
-    keys: Collection[DocumentKey],
-    max_new_tokens: int,
-    seed: int,
-    checkpoint: Callable[[], None],
-    equal_texts: EqualTexts | None = None,
-) -> Plan:
-    """Estimate the documents of `keys` in one streaming pass over the input, or over the record of an earlier pass.
-
-    max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called for every row; may
-    raise. equal_texts: finds the rows that are copies; without it every row is decoded.
-    """
-    lengths = _Lengths()
-    rejected: Counter[str] = Counter()
-    sample = _TokenSample(random.Random(seed))
-    for row in source.scan():
-        checkpoint()
-        if equal_texts is not None:
-            equal_texts.add(row)
-        if row.key not in keys:
-            continue
-        own = max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
-        error_class = row.error_class or _without_room(prompts, own)
-        lengths.add(row, own if error_class is None else REFUSED)
-        if error_class is not None:
-            rejected[error_class] += 1
-        elif row.text is not None:
-            sample.offer(row.text)
-    per_byte = sample.tokens_per_byte(prompts, checkpoint) if sample.texts else None
-    if isinstance(source, PlanRecord) and source.tokens_per_byte is not None:
-        per_byte = source.tokens_per_byte
-    equal = EqualRows.none() if equal_texts is None else equal_texts.among(keys, checkpoint)
-    estimates, num_over_length = lengths.estimates(prompts, per_byte, equal)
-    return Plan(estimates, per_byte, rejected, num_over_length, equal)
+            lengths = uncut[is_long] - prompts.num_template_tokens
+            kept[is_long], outputs[is_long], _ = ChunkPrompts(prompts).work(lengths, limits[is_long])
+        files, rows = np.array(self.files, np.int64), np.array(self.rows, np.int64)
+        return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
 
 
 @dataclass(slots=True)
@@ -201,3 +195,57 @@ def _bucket_name(index: int) -> str:
     if index == len(BUCKETS):
         return f"over {BUCKETS[-1]}"
     return f"{BUCKETS[index - 1] + 1} to {BUCKETS[index]}"
+
+
+def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> dict[str, Any]:
+    """Plan a worker's memory in GiB, as JSON values: `memory_gib` of `memory_bytes`, and `cache`.
+
+    `cache` is the memory of the median and of the longest document in the target's cache, and how many of each fit;
+    None if there is no document.
+    """
+    sizes = {name: size / GIB for name, size in memory_bytes(config, facts, _device(config)).items()}
+    totals, decoding = np.sort(_request_lengths(config, facts, plan)), config.decoding
+    if not len(totals):
+        return {"memory_gib": sizes, "cache": None}
+    per_token = facts.kv_bytes_per_token(config.target.dtype)
+    middle = totals[[(len(totals) - 1) // 2, len(totals) // 2]].tolist()
+    median_gib, longest_gib = (
+        mean(rows_per_sequence(config, total) for total in of) * per_token / GIB for of in (middle, [int(totals[-1])])
+    )
+    cache = {
+        "bytes_per_token": per_token,
+        "median_sequence_gib": median_gib,
+        "median_sequences_that_fit": int(decoding.cache_gib / median_gib),
+        "longest_sequence_gib": longest_gib,
+        "longest_sequences_that_fit": int(decoding.cache_gib / longest_gib),
+        "cache_gib": decoding.cache_gib,
+        "max_batch_size": decoding.batch_size,
+    }
+    return {"memory_gib": sizes, "cache": cache}
+
+
+def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunConfig:
+    """Return the configuration with a number in the place of `decoding.max_batch_size: auto`.
+
+    It is the same for all workers. Only if they run on this machine is the memory of their GPUs known, else
+    `decoding.cache_gib` alone counts.
+    """
+    device, lengths = _device(config), _request_lengths(config, facts, plan)
+    longest = int(lengths.max()) if len(lengths) else longest_request(config, facts)
+    budget = usable_bytes(config, device) if is_local() and torch.cuda.is_available() else None
+    return with_batch_size(config, facts, longest, device, budget)
+
+
+def _device(config: RunConfig) -> torch.device:
+    """Return the kind of device that a worker computes on, which this machine need not have."""
+    return torch.device("cuda" if config.job.gpus_per_worker else "cpu")
+
+
+def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> NDArray[np.int64]:
+    """Return the tokens of each document that will be decoded, prompt and output; in parts, those of one request."""
+    totals = plan.estimates.totals[plan.estimates.num_prompt_tokens > 0]
+    if config.prompt.length_policy != "chunk":
+        return totals
+    has_own_limits = config.input.max_new_tokens_column is not None
+    longest = config.max_tokens(facts.context_length) if has_own_limits else longest_request(config, facts)
+    return np.minimum(totals, longest)
