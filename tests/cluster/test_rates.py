@@ -23,7 +23,7 @@ from specextend.cluster.rates import (
     pair_key,
 )
 from specextend.config import RunConfig
-from specextend.file_hashes import cache_folder
+from specextend.decoding.kept import cache_folder
 from specextend.stats import DecodingStats
 
 HASHES = {"target": "1", "tokenizer": "2", "draft": "3"}
