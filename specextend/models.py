@@ -313,10 +313,10 @@ def _check_shapes(config: PreTrainedConfig, model: str, found: dict[str, TensorI
             raise ModelError(f"{model}: {name} is {list(info.shape)}, config.json says {list(tensor.shape)}")
 
 
-def _without_weights(config: PreTrainedConfig) -> torch.nn.Module:
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model of a config with tensors that have a shape and no storage."""
     with torch.device("meta"), _reading(f"{config.name_or_path} has a config"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 
 
