@@ -22,10 +22,10 @@ LEAST = {
 KEYS = {
     "input": "path text_column id_column passthrough max_new_tokens_column num_tokens_column reference_column "
     "instruction_column "
-    "filter sample sample_seed except_done_in limit",
-    "output": "path partition_by",
+    "filter sample except_done_in limit",
+    "output": "path",
     "prompt": "instruction system length_policy max_prompt_tokens",
-    "chunks": "tokens overlap_tokens instruction merge_instruction max_new_tokens on_error",
+    "chunks": "tokens instruction merge_instruction",
     "target": "model revision dtype device",
     "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
@@ -33,7 +33,7 @@ KEYS = {
     "attention": "backend tree",
     "tree": "nodes max_nodes depth ngram_depth threshold",
     "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers",
-    "quality": "max_repeated_ngrams max_copied min_words max_words language",
+    "quality": "language",
     "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction stop_error_fraction "
     "commit_every_s document_deadline_s stall_s deadline_s",
     "report": "price_per_worker_hour",
@@ -112,7 +112,6 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("decoding.repetition_penalty=0", "decoding.repetition_penalty must be above 0, got 0.0"),
         ("decoding.no_repeat_ngram_size=-1", "decoding.no_repeat_ngram_size must be at least 0, got -1"),
         ("decoding.repetition_scope=prompt", "decoding.repetition_scope must be 'all' or 'output', got 'prompt'"),
-        ("quality.max_copied=2", "quality.max_copied must be in [0, 1], got 2.0"),
         ("input.reference_column=''", "input.reference_column must not be empty"),
         ("tree.nodes=many", "tree.nodes must be an integer, got 'many'; tree.nodes must be 'auto', got 'many'"),
         ("input.passthrough=[1]", "input.passthrough.0 must be a string, got 1"),

@@ -12,15 +12,13 @@ from specextend.cluster.environment import check_device, check_resources, is_loc
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
-from specextend.data.earlier import find_earlier
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputUnreachableError
-from specextend.data.parts import StrangePartError
+from specextend.data.parts import Progress, StrangePartError, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
-from specextend.data.results import Progress, read_parts
 from specextend.data.run_folder import check_kinds
-from specextend.data.selection import recall_selection, select_rows
+from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
