@@ -153,7 +153,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> li
         signal.signal(number, handler)
     result = calm.result()
     assert len({row["summary"] for row in result}) > NUM_ROWS / 2, "equal summaries would prove nothing"
-    assert [row["copied_from"] for row in rows(calm.output / "summaries")][-1] == result[EQUAL]["doc_id"]
     assert result[-1]["summary"] == result[EQUAL]["summary"]
     assert {row["num_dropped_tokens"] > 0 for row in result} == {False, True}
     return result

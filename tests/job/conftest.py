@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -11,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from specextend.cli.run import main
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-random.yaml"
@@ -98,25 +98,15 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate(timeout=LONGEST_S)
 
 
-@pytest.fixture(scope="session")
-def script() -> ModuleType:
-    """The job as a module of this process: what decodes nothing needs none of its own."""
-    spec = importlib.util.spec_from_file_location("summarize", ROOT / "jobs" / "summarize.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def call(script: ModuleType, capsys, monkeypatch) -> Iterator[Callable[..., Ended]]:
+def call(capsys, monkeypatch) -> Iterator[Callable[..., Ended]]:
     """Call the job's main with arguments. It must not get as far as to start a Ray."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     monkeypatch.setattr("ray.init", None)
 
     def call(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["summarize.py", *arguments])
         try:
-            code = script.main(script.parse())
+            code = main(arguments)
         except SystemExit as error:
             code = error.code
         captured = capsys.readouterr()

@@ -493,12 +493,12 @@ def test_a_store_that_never_answers_the_first_call_is_exit_1(
     assert line.endswith(f"cannot be reached: no answer for {store_s} s; run again")
 
 
-def test_the_status_of_a_run_whose_store_never_answers_is_exit_1(call, script, tmp_path: Path, monkeypatch):
+def test_the_status_of_a_run_whose_store_never_answers_is_exit_1(call, tmp_path: Path, monkeypatch):
     """A script that asks every minute must not pile up."""
     pipe = tmp_path / "_run" / "manifest.json"
     pipe.parent.mkdir()
     os.mkfifo(pipe)  # hangs who opens it until somebody writes
-    monkeypatch.setattr(script, "STATUS_S", 0.2)
+    monkeypatch.setattr("specextend.cli.run.STATUS_S", 0.2)
     ended = call("--status", str(tmp_path))
     pipe.write_text("")
     assert ended.code == 1

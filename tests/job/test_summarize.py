@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from specextend import Request, RunConfig, load_engine
+from specextend.cli.run import conclude
 from specextend.data.prompts import Prompts
 from specextend.data.quality import copied_fraction, rouge, split_words
 from tests.job.conftest import (
@@ -90,7 +91,6 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(demo: tuple[Ended, Path]
         "report.html",
         "summaries/part-00000.parquet",
         "_run/manifest.json",
-        "_run/plan.parquet",
     }
     expected |= {f"_run/attempts/{run_id}.json" for run_id in run_ids}
     assert names == expected | {f"_run/parts/{path.name}" for path in parts(output)}
@@ -126,12 +126,12 @@ def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path], call):
 
 
 @pytest.mark.slow
-def test_somebody_elses_file_among_the_summaries_is_not_read(demo: tuple[Ended, Path], tmp_path: Path, script, capsys):
+def test_somebody_elses_file_among_the_summaries_is_not_read(demo: tuple[Ended, Path], tmp_path: Path, capsys):
     """The run was a success; a note of somebody's must not turn that into a traceback."""
     output = tmp_path / "copy"
     shutil.copytree(demo[1], output)
     pq.write_table(pa.table({"text": ["mine"]}), output / "summaries" / "a-note.parquet")
-    script.conclude(str(output))
+    conclude(str(output))
     assert "Summary of " in capsys.readouterr().out
 
 
