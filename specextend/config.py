@@ -178,16 +178,6 @@ class RunConfig(BaseModel):
     report: ReportOptions = Field(default_factory=ReportOptions)
 
     @model_validator(mode="after")
-    def _graphs_need_a_kernel(self) -> Self:
-        attention = self.attention
-        if self.decoding.cuda_graphs and (attention.backend != "triton" or attention.tree == "hybrid"):
-            raise ValueError(
-                "decoding.cuda_graphs needs a GPU, attention.backend triton, which alone reads lengths from it, and "
-                "attention.tree auto or dense; without a GPU leave it false"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _needs_a_draft(self) -> Self:
         if self.draft is None and self.decoding.mode != "autoregressive":
             raise ValueError(

@@ -29,7 +29,7 @@ KEYS = {
     "target": "model revision dtype device",
     "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
-    "no_repeat_ngram_size repetition_scope max_batch_size cache_gib cuda_graphs audit_fraction",
+    "no_repeat_ngram_size repetition_scope max_batch_size cache_gib audit_fraction",
     "attention": "backend tree",
     "tree": "nodes max_nodes depth ngram_depth threshold",
     "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers",
@@ -136,10 +136,6 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
             "draft.model and draft.ngram must not be set with draft.kind ngram",
         ),
         ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
-        (
-            "decoding.cuda_graphs=true",
-            "decoding.cuda_graphs needs a GPU, attention.backend triton, which alone reads lengths",
-        ),
         ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
         ("cache.recent=7", "cache.recent must be at least 8, tree.depth + 2"),
         ("job.workers=0", "job.workers must be at least 1, got 0"),

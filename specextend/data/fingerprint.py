@@ -23,7 +23,6 @@ _FREE = (
     "report",
     "decoding.max_batch_size",
     "decoding.cache_gib",
-    "decoding.cuda_graphs",
     "decoding.audit_fraction",
     "attention.backend",
     "target.device",
