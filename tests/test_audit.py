@@ -18,7 +18,6 @@ from specextend.decoding.sampling import FARTHEST, choice_gap, choose_tokens, gu
 from specextend.loading import load_engine
 from tests.covering import covering
 from tests.faults.conftest import CONFIG, rows
-from tests.faults.conftest import local_ray as local_ray
 from tests.faults.conftest import real_job as real_job
 from tests.tiny_models import random_prompt, request, tiny_engine
 

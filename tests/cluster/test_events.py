@@ -13,7 +13,8 @@ from specextend.cluster.display import open_display
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
 from specextend.data.run_folder import RELEASED, parse_time, read_starts
 from specextend.data.storage import resolve
-from tests.cluster.conftest import Job, kept_handlers
+from tests.cluster.conftest import Job
+from tests.job.conftest import kept_handlers
 
 GOOD = [f"secret text {number} " * (number + 1) for number in range(5)]
 

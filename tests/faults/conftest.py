@@ -23,7 +23,6 @@ from specextend.config import RunConfig
 from specextend.loading import load_engine
 from tests.cluster.conftest import Screen
 from tests.cluster.conftest import job as job  # as here: a fixture of this folder, too
-from tests.cluster.conftest import local_ray as local_ray
 from tests.faults.nodes import nodes as nodes
 
 ROOT = Path(__file__).parents[2]
@@ -79,10 +78,9 @@ class RealJob:
             "input.passthrough": f"[{', '.join(PASSTHROUGH)}]",
             "output.path": self.output,
             "prompt.max_prompt_tokens": 400,
-            "job.commit_every_rows": 2,
-            "job.grace_s": 600,
+            "job.commit_every_s": 0,
             "job.stall_s": 600,  # a busy machine is no fault
-            "job.deadline_base_s": 600,
+            "job.document_deadline_s": 600,
         }
         values |= {f"job.{name}": value for name, value in options.items()}
         return [f"{name}={value}" for name, value in values.items()]

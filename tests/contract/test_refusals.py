@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,15 +17,6 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from specextend.cluster.prepare import prepare
-from specextend.config import RunConfig
-from specextend.core import DocumentKey
-from specextend.data.fingerprint import build_manifest, fingerprint, write_manifest
-from specextend.data.inputs import InputOptions
-from specextend.data.parts import PartWriter
-from specextend.data.schema import error_row
-from specextend.data.source import open_source
-from specextend.data.storage import resolve, write_bytes
 from tests.job.conftest import (
     CONFIG,
     LONGEST_S,
@@ -147,7 +136,6 @@ def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus: Path
     """No writer of ours leaves such: somebody must look, and needs no traceback for it."""
     arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
     arguments += ["--set", "input.id_column=doc"]
-    assert call(*arguments, "--dry-run", "--json", str(tmp_path / "plan.json")).code == 0
     manifest = tmp_path / "out" / "_run" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{")
@@ -255,7 +243,9 @@ def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_p
 
     def beat() -> None:
         while not ended_already.wait(0.1):
-            write_bytes(resolve(str(lock)), json.dumps(holder | {"heartbeat": time.time()}).encode())
+            own = lock.with_name("feedbeef")
+            own.write_text(json.dumps(holder | {"heartbeat": time.time()}))
+            own.replace(lock)
 
     other = threading.Thread(target=beat)
     other.start()
@@ -266,111 +256,6 @@ def test_a_folder_that_another_driver_holds_is_refused(call, corpus: Path, tmp_p
     assert ended.code == 4
     assert "is held by run feedbeef (process 1 on another-host)" in ended.stderr
     assert json.loads(lock.read_text())["run_id"] == "feedbeef"
-
-
-def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: Path, monkeypatch):
-    """Before a night on eight GPUs: rows, tokens, memory; and no time that nobody measured."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # a run of another test may have kept its rates
-    texts = ["short", "word " * 600, None, "word " * 3000]
-    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts)
-    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
-    ended = call("--config", str(CONFIG), *arguments, "--dry-run", "--json", str(tmp_path / "plan.json"))
-    assert ended.code == 0
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert (plan["rows"], plan["rows_to_do"], plan["rows_rejected"]) == (4, 4, {"NullText": 1})
-    assert sum(plan["prompt_lengths"].values()) == 4
-    assert plan["output_tokens_at_most"] == 3 * 24
-    assert (plan["rows_over_length"], plan["length_policy"]) == (0, "middle")
-    cache = plan["cache"]
-    assert cache["longest_sequences_that_fit"] == int(cache["cache_gib"] / cache["longest_sequence_gib"]) > 0
-    assert plan["time"] == "not measured"
-    assert "4 of 4 rows to do" in ended.stdout
-    assert "time: not measured" in ended.stdout
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_dry_run_is_an_audit_of_the_input(call, tmp_path: Path):
-    """What was looked for, and how much of it there is, as a table and as JSON."""
-    texts = ["short", None, " ", "word " * 3000, "no room"]
-    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, limit=[None, None, None, None, 10**6], n=[9] * 5)
-    arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), "--dry-run"]
-    arguments += ["--json", str(tmp_path / "plan.json"), "--set", "input.id_column=null"]
-    arguments += ["--set", "input.max_new_tokens_column=limit", "--set", "prompt.max_prompt_tokens=100"]
-    ended = call(*arguments)
-    assert ended.code == 0, ended.stderr
-    audit = {each["check"]: each["rows"] for each in json.loads((tmp_path / "plan.json").read_text())["audit"]}
-    assert audit == {
-        "null text": 1, "empty text": 1, "text not UTF-8": 0, "max_new_tokens below 1": 0, "no room for a document": 1,
-        "over the prompt limit": 1, "columns of a wrong type": 0, "null ids": 0, "repeated ids": 0,
-    }  # fmt: skip
-    lines = [line.split() for line in ended.stdout.splitlines()]
-    assert ["null", "text", "1", "error", "rows"] in lines
-    assert ["over", "the", "prompt", "limit", "1", "cut", "(middle)"] in lines
-    assert ["up", "to", "512", "5"] in lines
-    ended = call(*arguments, "--set", "input.num_tokens_column=n")
-    assert ["null", "text", "not", "read", "error", "rows"] in [line.split() for line in ended.stdout.splitlines()]
-
-
-def test_a_dry_run_of_a_retry_says_which_error_rows_it_leaves_out(call, corpus: Path, tmp_path: Path):
-    """A thousand null texts would be planned, read and refused again with every outage that is made good."""
-    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
-    output = resolve(str(tmp_path / "out"))
-    write_manifest(output, prepare(RunConfig.load(CONFIG, [f"input.path={corpus}", "input.id_column=doc"])).manifest)
-    told = {"error_class": "E", "message": "", "stage": "read", "attempts": 1}
-    rows = [error_row(DocumentKey(0, row), "b", **told, retryable=bool(row)) for row in range(2)]
-    PartWriter(output, "00000001").commit(rows)
-    left_out = "not tried again: 1 error row whose `retryable` is false"
-    for flags, num_to_do, is_said in ((), 0, False), (["--retry-errors"], 1, True), (["--retry-errors=all"], 2, False):
-        ended = call("--config", str(CONFIG), *arguments, "--dry-run", *flags)
-        assert ended.code == 0, ended.stderr
-        assert ended.stdout.startswith(f"{num_to_do} of 2 rows to do")
-        assert (left_out in ended.stdout) == is_said
-    assert call("--config", str(CONFIG), *arguments, "--retry-errors=some").code == 2
-
-
-def test_a_dry_run_says_which_files_it_does_not_read(call, tmp_path: Path):
-    """A folder may hold the other half of a corpus in another format."""
-    folder = write_corpus(tmp_path / "in" / "a.parquet", ["one", "two"]).parent
-    (folder / "b.jsonl").write_text("{}")
-    (folder / "c.csv").write_text("text")
-    arguments = ["--config", str(CONFIG), "--input", str(folder), "--output", str(tmp_path / "out"), "--dry-run"]
-    ended = call(*arguments, "--set", "input.id_column=null")
-    assert ended.code == 0, ended.stderr
-    said = ["files", "of", "another", "kind", "not", "read", "skipped:", "1", ".csv,", "1", ".jsonl"]
-    assert said in [line.split() for line in ended.stdout.splitlines()]
-
-
-def test_the_status_of_a_run_is_read_from_its_folder(call, corpus: Path, tmp_path: Path):
-    """On any machine, while it runs and after: rows, who drives it, every start."""
-    output = tmp_path / "out"
-    source = open_source(InputOptions(path=str(corpus)))
-    write_manifest(resolve(str(output)), build_manifest(source, {"input": {"path": str(corpus)}}, {}))
-    failed = {"error_class": "NullText", "message": "", "stage": "read", "retryable": False, "attempts": 1}
-    PartWriter(resolve(str(output)), "00000001").commit([error_row(DocumentKey(0, 1), "b", **failed)])
-    ended = call("--status", str(output))
-    assert ended.code == 0
-    assert "stopped, run again to resume: 0 of 2 rows done, 1 failed, 1 left" in ended.stdout
-    holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
-    (output / "_run" / "lock").write_text(json.dumps(holder))
-    assert "running: 0 of 2 rows done" in (said := call("--status", str(output)).stdout)
-    assert "driver: run feedbeef (process 1 on another-host), last heartbeat " in said
-
-
-def test_a_run_is_finished_when_it_has_said_so_and_not_before(call, corpus: Path, tmp_path: Path):
-    """Killed between the last commit and the summaries: nothing is left to decode, and still it has to run again."""
-    output = tmp_path / "out"
-    source = open_source(InputOptions(path=str(corpus)))
-    write_manifest(resolve(str(output)), build_manifest(source, {"input": {"path": str(corpus)}}, {}))
-    failed = {"error_class": "NullText", "message": "", "stage": "read", "retryable": False, "attempts": 1}
-    rows = [error_row(DocumentKey(0, row), "b", **failed) for row in range(2)]
-    PartWriter(resolve(str(output)), "00000001").commit(rows)
-    start = {"run_id": "00000001", "begin": "2026-01-01T00:00:00+00:00", "end": None, "exit_code": None}
-    record = output / "_run" / "attempts" / "00000001.json"
-    record.parent.mkdir()
-    record.write_text(json.dumps(start))
-    assert "stopped, run again to resume: 0 of 2 rows done, 2 failed, 0 left" in call("--status", str(output)).stdout
-    record.write_text(json.dumps(start | {"end": start["begin"], "exit_code": 3}))
-    assert "finished with errors: 0 of 2 rows done, 2 failed" in call("--status", str(output)).stdout
 
 
 def test_the_status_of_no_run_is_refused(call, tmp_path: Path):
@@ -401,20 +286,6 @@ def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder
     assert not (tmp_path / "out" / "_run" / "lock").exists()
 
 
-def test_a_call_that_never_ends_does_not_hold_the_process():
-    """Its thread is inside a library that Python waits for when a process ends."""
-    ending = (
-        "import runpy, threading\n"
-        "script = runpy.run_path('jobs/summarize.py')\n"
-        "threading.Thread(target=threading.Event().wait).start()\n"
-        "script['end'](3)\n"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", ending], cwd=ROOT, env=environment(), timeout=LONGEST_S, check=False
-    )
-    assert process.returncode == 3
-
-
 def test_a_refusal_is_json_where_json_was_asked_for(call, tmp_path: Path):
     """A log collector reads stderr: the last line of a run that never began is an object too."""
     ended = call("--config", str(tmp_path / "nowhere.yaml"), "--log", "json")
@@ -442,29 +313,6 @@ def test_a_plan_that_cannot_be_written_is_refused_in_one_line(call, corpus: Path
     assert len(ended.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("job", [("summarize.py", "--status"), ("report.py",)])
-def test_a_stdout_that_takes_no_more_is_said_in_one_line(job: tuple[str, ...], tmp_path: Path):
-    """`--status out > file` on a full disk: an empty file and exit 0 would look like an empty run."""
-    row = error_row(DocumentKey(0, 0), "a", error_class="E", message="", stage="read", retryable=True, attempts=1)
-    PartWriter(resolve(str(tmp_path)), "00000001").commit([row])
-    identity = {"files": {"a.parquet": {"rows": 1, "size": 1, "footer_sha256": "0" * 64}}, "hashes": {}, "config": {}}
-    manifest = {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": {}}
-    (tmp_path / "_run" / "manifest.json").write_text(json.dumps(manifest))
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        process = subprocess.run(
-            [sys.executable, str(ROOT / "jobs" / job[0]), *job[1:], str(tmp_path)],
-            env=environment(),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=LONGEST_S,
-            check=False,
-        )
-    assert process.returncode == 1
-    [line] = process.stderr.splitlines()
-    assert line.startswith("error: stdout cannot be written: [Errno 28]")
-
-
 @pytest.fixture
 def silent() -> Iterator[int]:
     """The port of a server that takes calls and never answers."""
@@ -474,35 +322,6 @@ def silent() -> Iterator[int]:
 
 def black_hole(port: int) -> str:
     return f"gs://anonymous@bucket/in?scheme=http&endpoint_override=127.0.0.1%3A{port}&retry_limit_seconds=600"
-
-
-@pytest.mark.parametrize(("what", "store_s"), [("--input", 1), pytest.param("--output", 10, marks=pytest.mark.slow)])
-def test_a_store_that_never_answers_the_first_call_is_exit_1(
-    corpus: Path, tmp_path: Path, silent: int, what: str, store_s: int
-):
-    """Without a network Google's client tries for a quarter of an hour, once for every call.
-
-    A local input is asked before the output, and must not be the one that is slow.
-    """
-    paths = {"--input": str(corpus), "--output": str(tmp_path / "out")} | {what: black_hole(silent)}
-    arguments = [part for pair in paths.items() for part in pair]
-    ended = summarize(*arguments, "--set", "input.id_column=doc", "--set", f"job.store_s={store_s}")
-    assert ended.code == 1
-    [line] = ended.stderr.splitlines()
-    assert line.startswith(f"error: {what[2:]}.path gs://anonymous@bucket/in")
-    assert line.endswith(f"cannot be reached: no answer for {store_s} s; run again")
-
-
-def test_the_status_of_a_run_whose_store_never_answers_is_exit_1(call, tmp_path: Path, monkeypatch):
-    """A script that asks every minute must not pile up."""
-    pipe = tmp_path / "_run" / "manifest.json"
-    pipe.parent.mkdir()
-    os.mkfifo(pipe)  # hangs who opens it until somebody writes
-    monkeypatch.setattr("specextend.cli.run.STATUS_S", 0.2)
-    ended = call("--status", str(tmp_path))
-    pipe.write_text("")
-    assert ended.code == 1
-    assert ended.stderr == f"error: --status {tmp_path} cannot be read: no answer for 0.2 s\n"
 
 
 def test_a_run_that_waits_for_a_store_can_be_told_to_stop(tmp_path: Path, silent: int, start):
