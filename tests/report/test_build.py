@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.report import main
+from specextend.cli.report import main
 from specextend.core import Completion, DocumentKey, FinishReason
 from specextend.data.fingerprint import fingerprint
 from specextend.data.parts import PartWriter
