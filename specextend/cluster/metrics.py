@@ -18,7 +18,7 @@ from specextend.stats import PHASES
 EVERY_S = 1.0
 """Seconds between two values of a gauge."""
 COUNTERS = {
-    "documents": ("Rows that ended, by outcome: done or failed.", ("outcome",)),
+    "documents": ("Documents that ended, by outcome: done or failed.", ("outcome",)),
     "errors": ("Documents that became error rows, by class.", ("error_class",)),
     "worker_deaths": ("Workers that were lost, by cause: died, node or stalled.", ("cause",)),
     "prompt_tokens": ("Prompt tokens of documents done.", ()),

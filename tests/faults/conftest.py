@@ -91,7 +91,7 @@ class RealJob:
         return same_columns(self.output)
 
     def column(self, name: str) -> list[Any]:
-        """The values of the documents that were decoded."""
+        """The values of all documents."""
         return [row[name] for row in rows(self.output / "summaries")]
 
 
