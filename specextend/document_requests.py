@@ -41,7 +41,6 @@ def document_request(
         stop_repetition=decoding.stop_repetition,
         repetition_penalty=decoding.repetition_penalty,
         no_repeat_ngram_size=decoding.no_repeat_ngram_size,
-        repetition_scope=decoding.repetition_scope,
     )
     return Request(
         request_id=request_id,

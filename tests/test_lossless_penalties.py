@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from transformers import LogitsProcessor, LogitsProcessorList
-from transformers import NoRepeatNGramLogitsProcessor as NoRepeat
-from transformers import RepetitionPenaltyLogitsProcessor as Penalty
 
 from tests.covering import covering
 from tests.reference_outputs import Ties, generate
 from tests.tiny_models import load_reference, random_prompt, request, tiny_engine, write_looping_pair
 
 MAX_NEW_TOKENS = 40
-LENGTHS = {"penalty": 60, "reward": 25, "ngrams": 20, "both": 300, "output": 90, "none": 37}
+LENGTHS = {"penalty": 60, "reward": 25, "ngrams": 20, "both": 300, "none": 37}
 OPTIONS = {
     "penalty": {"repetition_penalty": 1.3},
     "reward": {"repetition_penalty": 0.7},
     "ngrams": {"no_repeat_ngram_size": 1},
     "both": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2},
-    "output": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "repetition_scope": "output"},
     "none": {},
 }
 AXES = (("autoregressive", "tree", "streaming", "retrieval"), ("good", "bad", "eagle", "ngram", "merged-good"), (4, 1))
 FAST = covering(*AXES, strength=1)
 SLOW = [case for case in covering(*AXES) if case not in FAST]
-
-
-class OutputAlone(LogitsProcessor):
-    """Shows a processor of transformers nothing of the prompt."""
-
-    def __init__(self, processor: LogitsProcessor, num_prompt_tokens: int) -> None:
-        self.processor, self.num_prompt_tokens = processor, num_prompt_tokens
-
-    def __call__(self, input_ids, scores):
-        return self.processor(input_ids[:, self.num_prompt_tokens :], scores)
-
-
-def reference_of(model, name: str) -> list[int]:
-    """What transformers makes of a request; its `generate` has no option for the output alone."""
-    options, prompt = dict(OPTIONS[name]), random_prompt(LENGTHS[name])
-    if options.pop("repetition_scope", "all") == "output":
-        alone = [Penalty(options["repetition_penalty"]), NoRepeat(options["no_repeat_ngram_size"])]
-        options = {"logits_processor": LogitsProcessorList(OutputAlone(each, len(prompt)) for each in alone)}
-    return generate(model, prompt, MAX_NEW_TOKENS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +31,10 @@ def pair(pairs):
 def own(pair):
     """Each request's output by transformers."""
     model = load_reference(pair)
-    return {name: reference_of(model, name) for name in OPTIONS}
+    return {
+        name: generate(model, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS, **options)
+        for name, options in OPTIONS.items()
+    }
 
 
 def engine_of(pair, mode: str, draft: str, batch: int):

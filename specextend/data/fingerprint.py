@@ -37,7 +37,6 @@ ADDED: dict[str, Any] = {
     "decoding.stop_repetition": False,
     "decoding.repetition_penalty": 1.0,
     "decoding.no_repeat_ngram_size": 0,
-    "decoding.repetition_scope": "all",
     "input.reference_column": None,
     "input.instruction_column": None,
     "input.filter": None,
