@@ -47,9 +47,21 @@ def _own_cache_folder(tmp_path_factory):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        if tuning := sys.modules.get("specextend.decoding.tuning"):
-            patch.setattr(tuning, "measure_undisturbed", lambda measure: (measure()[0], True))
+        for name in ("model", "step_costs"):
+            if module := sys.modules.get(f"specextend.decoding.{name}"):
+                patch.setattr(module, "measure_undisturbed", lambda measure: (measure(), True))
         yield
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One Ray for all tests of a process: starting one takes five seconds."""
+    import ray
+
+    options = {"include_dashboard": False, "object_store_memory": 80 << 20, "ignore_reinit_error": True}
+    ray.init(address="local", num_cpus=4, **options)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture

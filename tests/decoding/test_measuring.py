@@ -13,6 +13,7 @@ from specextend.decoding import model as model_module
 from specextend.decoding import step_costs as costs_module
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.graphs import Graphs
+from specextend.decoding.kept import cache_folder
 from specextend.decoding.model import CachedModel
 from specextend.decoding.step_costs import (
     BUDGET_S,
@@ -22,7 +23,6 @@ from specextend.decoding.step_costs import (
     make_grid,
     measure,
 )
-from specextend.file_hashes import cache_folder
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
 GRID = TuningGrid(("dense", "hybrid"), (1, 4, 16), (512, 1500))
