@@ -12,7 +12,7 @@ import sys
 
 from specextend.core import counted, printable
 from specextend.data.storage import resolve
-from specextend.report.batch_responses import write_responses
+from specextend.report.rows import write_responses
 from specextend.terminal import complain, guard_streams
 
 
