@@ -311,7 +311,7 @@ class _Session:
     def _hand_out(self, key: DocumentKey) -> str:
         lease = Lease(f"calibration-{next(self._numbers)}", key, self.sample[key].total, 1)
         self._running.add(lease.lease_id)
-        self.pool.run(_WORKER, lease, {})
+        self.pool.run(_WORKER, lease)
         return lease.lease_id
 
     def _turn(self) -> None:
@@ -319,7 +319,7 @@ class _Session:
         for event in self.pool.wait(TICK_S):
             self._handle(event)
         if self.guard.is_stalled(self.pool.clock()):
-            raise WorkersFailError("the worker of the calibration reads and writes no token (job.silence_s)")
+            raise WorkersFailError("the worker of the calibration reads and writes no token")
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -55,7 +55,7 @@ DONE_COLUMNS = tuple(
     dict.fromkeys(
         (
             *(*_SLOWEST, *_SUMS, *_OF_WORK, *_OF_TEXT, "acceptance_histogram", "retrieval_coverage", "retrieval_churn"),
-            *("started_at", "num_forwards", "num_requests", "quality_flags", "copied_from"),
+            *("started_at", "num_forwards", "num_requests", "quality_flags"),
         )
     )
 )
@@ -112,18 +112,9 @@ class RunFigures:
         self._waiting = []
 
 
-def decoded(documents: pa.Table) -> pa.Table:
-    """Select the documents on which work was done: not those that are copies of another one."""
-    is_decoded = documents["copied_from"].is_null()
-    return documents.filter(is_decoded) if documents["copied_from"].null_count < len(documents) else documents
-
-
 def document_figures(documents: pa.Table) -> dict[str, Any]:
-    """Compute the sections of the report that follow from the finished documents (DONE_COLUMNS) alone.
-
-    A copy of another document counts where summaries are counted and measured, not where work is.
-    """
-    work = _with_weights(decoded(documents))
+    """Compute the sections of the report that follow from the finished documents (DONE_COLUMNS) alone."""
+    work = _with_weights(documents)
     sums = _sums(work)
     busy_s = _busy_s(sums)
     histogram = _histogram(work["acceptance_histogram"])

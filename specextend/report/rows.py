@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 from specextend.core import one_line
 from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.parquet import DAMAGED, is_damaged
-from specextend.data.parts import KEY_COLUMNS, ORIGIN, list_parts, run_id_of
-from specextend.data.results import read_results
+from specextend.data.parts import KEY_COLUMNS, ORIGIN, list_parts, read_results, run_id_of
 from specextend.data.run_folder import errors_folder, summaries_folder
 from specextend.data.schema import PART_SCHEMA
 from specextend.data.storage import Location, atomic_output, list_files

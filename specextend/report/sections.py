@@ -100,7 +100,6 @@ RUN: Figures = {
     "rows in that had changed": ("selection.changed", number),
     "rows in that were new": ("selection.new", number),
     "rows done": ("rows.done", number),
-    "rows copied from rows with an equal text": ("rows.copied", number),
     "rows failed": ("rows.errors", number),
     "rows to do": ("rows.pending", number),
     "rows that took several attempts": ("retries.documents", number),

@@ -17,7 +17,7 @@ from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
-from specextend.data.results import Retry
+from specextend.data.parts import Retry
 from tests.cluster.fakes import FakeEngine
 from tests.job.conftest import kept_handlers
 
@@ -95,7 +95,7 @@ class Job:
                     "max_batch_size": self.max_batch_size,
                     "cache_gib": self.cache_gib,
                 },
-                "job": {"cpus_per_worker": 1, "max_attempts": 2, "grace_s": 60, **self.job, **job},
+                "job": {"cpus_per_worker": 1, "max_attempts": 2, **self.job, **job},
                 **self.sections,
             }
         )
