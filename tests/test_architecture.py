@@ -62,7 +62,7 @@ OWNERS = {
     "xllamacpp": ("specextend/bench/llama_cpp.py", "specextend/bench/llama_server.py"),
     "matplotlib": ("specextend/bench/plot.py", "specextend/report/plots.py"),
     "jinja2": ("specextend/report/page.py",),
-    "pydantic": ("specextend/config.py",),
+    "pydantic": ("specextend/config.py", "specextend/drafters/"),
     "yaml": ("specextend/config.py",),
     "regex": ("specextend/data/quality.py",),
     "rapidfuzz": ("specextend/data/quality.py",),
