@@ -33,7 +33,6 @@ LAYERS = (
     {"models", "data", "drafters"},
     {"config"},
     {"pairing", "document_requests", "inbox"},
-    {"long_documents"},
     {"loading"},
     {"summarizer"},
     {"cluster", "bench", "training", "report"},
