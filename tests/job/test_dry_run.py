@@ -99,17 +99,6 @@ def test_a_file_with_a_column_of_texts_needs_no_settings(call: Call, corpus: Pat
     assert RunConfig.load(config).job.cpus_per_worker == "auto"
 
 
-def test_a_laptop_plans_for_machines_that_it_is_not(call: Call, corpus: Path, tmp_path: Path):
-    """It has neither the cores nor the GPU nor flash-attn, and needs none of them to say what the night will take."""
-    settings = ["job.cpus_per_worker=4096", "job.gpus_per_worker=1", "target.device=cuda", "attention.backend=flash"]
-    plan, said = ahead(call, corpus, tmp_path, *(part for each in settings for part in ("--set", each)))
-    assert "here no run can start: job.cpus_per_worker is 4096 but this machine has" in plan["this_machine"]
-    assert "here no run can start" in said
-    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
-    refused = call("--config", str(CONFIG), *arguments, "--set", settings[0], "--dry-run", "--calibrate", "2")
-    assert (refused.code, refused.stderr.count("\n")) == (2, 1), "measuring is another matter"
-
-
 def test_memory_is_that_of_weights_and_caches(call: Call, corpus: Path, tmp_path: Path):
     """By hand, for the tiny pair in float32; n-gram drafts hold nothing."""
     sizes = ahead(call, corpus, tmp_path)[0]["memory_gib"]
@@ -154,12 +143,6 @@ def test_wrong_arguments_are_refused(call: Call, arguments: list[str], said: str
 def test_a_time_is_that_of_the_clock_on_the_wall(text: str, expected: datetime):
     """`HH:MM` is the next time that it shows it: at noon, seven is tomorrow's."""
     assert parse_time(text, NOON) == expected.astimezone()
-
-
-def test_a_time_with_a_zone_is_of_that_zone():
-    """For a cluster whose clocks are elsewhere."""
-    found = parse_time("2026-11-24T08:00+02:00", NOON)
-    assert found.utcoffset() == timedelta(hours=2)
 
 
 @pytest.mark.slow
