@@ -21,8 +21,6 @@ from specextend.terminal import guard_streams
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
 
-STATUS_S = 300.0
-"""Seconds in which the state of a run must have been read."""
 SHOWN = 2
 """Summaries that a finished run prints."""
 
@@ -66,7 +64,7 @@ def job(arguments: argparse.Namespace) -> int:
         raise RefusedError(str(error)) from error
     if arguments.dry_run:
         return look_ahead(config, arguments)
-    interrupt = Interrupt(config.job.grace_s, config.job.deadline_s)
+    interrupt = Interrupt(deadline_s=config.job.deadline_s)
     interrupt.install()
     display = open_display(log=arguments.log)
     figures = RunFigures()
@@ -99,7 +97,7 @@ def look_ahead(config: RunConfig, arguments: argparse.Namespace) -> int:
     measure = None
     if arguments.calibrate is not None:
         told = partial(say, event="calibration", arguments=arguments)
-        interrupt = Interrupt(config.job.grace_s)
+        interrupt = Interrupt()
         measure = partial(calibrate, num_documents=arguments.calibrate, interrupt=interrupt, say=told)
     plan = dry_run(prepare(config), retry_errors=arguments.retry_errors, by=by, calibrate=measure)
     show(describe_dry_run(plan))
@@ -129,12 +127,11 @@ def status(arguments: argparse.Namespace) -> int:
     """Print the status of the run in an output folder. Returns the exit code."""
     from specextend.cluster.exits import RefusedError, StoreError
     from specextend.cluster.records import describe_status, read_status
-    from specextend.cluster.stores import within
     from specextend.core import first_line
     from specextend.data.storage import resolve
 
     try:
-        found = within(STATUS_S, lambda: read_status(resolve(arguments.status)))
+        found = read_status(resolve(arguments.status))
     except ValueError as error:
         raise RefusedError(first_line(error)) from error
     except OSError as error:

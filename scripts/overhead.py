@@ -182,7 +182,6 @@ def configuration(options: OverheadOptions) -> RunConfig:
         "decoding.mode": "autoregressive",
         "decoding.max_batch_size": 16,
         "job.workers": options.workers,
-        "job.commit_every_rows": 64,
         "job.commit_every_s": 30,
     }
     return RunConfig.load(CONFIG, [f"{key}={json.dumps(value)}" for key, value in settings.items()])

@@ -29,9 +29,9 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
+from specextend.cluster.committing import rows_per_commit
 from specextend.cluster.estimates import RowSet
 from specextend.cluster.plan import make_plan
-from specextend.config import JobOptions
 from specextend.core import Completion, DocumentKey
 from specextend.data.audit import Listing, audit
 from specextend.data.compaction import compact
@@ -66,7 +66,7 @@ class StorageScale:
     rows_per_file: int = 1000
     workers: int = 1000
     rows_per_part: int = 0
-    """Rows of a commit; 0 takes what `job.commit_every_rows: auto` is for so many workers."""
+    """Rows of a commit; 0 takes what a run of so many workers writes."""
     merge: bool = False
     """Merge the commits before they are read, however many there are."""
     latency_ms: float = 20.0
@@ -174,7 +174,7 @@ def write_commits(options: StorageScale, output: Location) -> None:
 
 def rows_per_part(options: StorageScale) -> int:
     """Return the rows of a commit."""
-    return options.rows_per_part or JobOptions(workers=options.workers).rows_per_commit
+    return options.rows_per_part or rows_per_commit(options.workers)
 
 
 def made_up_row(key: DocumentKey, draw: random.Random) -> dict[str, Any]:

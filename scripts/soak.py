@@ -197,7 +197,6 @@ def started(options: SoakOptions) -> Iterator[subprocess.Popen[bytes]]:
     settings = {
         "input.passthrough": ["number"],
         "job.workers": options.workers,
-        "job.commit_every_rows": 8,
         "job.commit_every_s": 1,
         "job.max_attempts": 10,
     }

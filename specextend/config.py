@@ -20,7 +20,6 @@ from specextend.core import first_line
 from specextend.data.inputs import InputOptions, OutputOptions
 from specextend.data.prompt_options import ChunkOptions, PromptOptions
 from specextend.data.quality import QualityOptions
-from specextend.data.storage import holds_secret
 from specextend.decoding.decoding_options import (
     AttentionOptions,
     CacheOptions,
@@ -39,10 +38,10 @@ class ConfigError(ValueError):
 
 MAX_WORKERS = 10_000
 """Largest value of `job.workers`; one driver could not coordinate more."""
-LEAST_COMMIT_ROWS, COMMIT_ROWS_PER_WORKER = 64, 8
-"""`job.commit_every_rows: auto`."""
 MOST_SHOWN = 200
 """Characters of a value that a message repeats."""
+LEAST_SILENCE_S = 3600.0
+"""Seconds without a token from any worker after which the run ends, unless its workers may take longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,65 +68,33 @@ class JobOptions:
     """Share of failed documents, from 0 to 1, above which a run stops early with exit 3, if it is also above
     `max_error_fraction`. Each start of the command counts anew, and checks the share once 100 documents and 1% of
     those to process have finished; 1 never stops a run."""
-    commit_every_rows: int | Literal["auto"] = "auto"
-    """Finished documents after which the driver writes them to disk. `auto`: 64, or 8 for each worker if that is more,
-    so that a large run leaves thousands of files, not hundreds of thousands; what a killed driver loses is then bounded
-    by `commit_every_s`."""
     commit_every_s: float = 30.0
     """Longest time, in seconds, that a finished document waits before the driver writes it to disk."""
-    deadline_base_s: float = 600.0
-    """Seconds that a document may take from the start of its prefill, whatever its length."""
-    deadline_s_per_token: float = 1.0
-    """Seconds added to a document's deadline for each token of its prompt and of its longest possible output."""
-    start_s: float = 1800.0
-    """Seconds that a worker may take to load its models, counted from when it has a process, before it is replaced."""
+    document_deadline_s: float = 600.0
+    """Seconds that a document may take from the start of its prefill, and as much again for each 1,000 tokens of its
+    prompt and its longest possible output; one that takes longer is charged an attempt."""
     stall_s: float = 600.0
     """Seconds without a prefill chunk or decoding step after which a worker counts as hung and is replaced."""
-    silence_s: float = 3600.0
-    """Seconds without a token from any worker after which the run ends with exit 1 and names what was being
-    decoded or waited. Must be above `max_attempts` x `stall_s`, so that one document that hangs is abandoned first."""
     deadline_s: float = 0.0
     """Time limit of one start in seconds; the run then stops with exit 75 and can be resumed. 0 sets no limit."""
-    grace_s: float = 20.0
-    """Seconds that an interrupted run has to commit finished work before its process is ended by force."""
-    store_s: float = 300.0
-    """Seconds that a file system or object store may take to answer before the run ends with exit 1. The limit applies
-    to the input at start-up only, and to the output at all times."""
-    on_end_command: tuple[str, ...] = ()
-    """A command, as a list of words, that is run at the end of each start, with exit code and report as JSON on its
-    standard input. Its failure is logged and changes nothing."""
-    on_end_url: str = ""
-    """An address (`https://...`) to which the same JSON is posted; `${NAME}` is replaced by a variable of the
-    environment when it is used, so that no file holds a secret address."""
 
     def __post_init__(self) -> None:
         for name in ("workers", "max_attempts"):
             at_least(f"job.{name}", getattr(self, name), 1)
         if self.cpus_per_worker != "auto":
             at_least("job.cpus_per_worker", self.cpus_per_worker, 1)
-        if self.commit_every_rows != "auto":
-            at_least("job.commit_every_rows", self.commit_every_rows, 1)
         if self.workers > MAX_WORKERS:
             raise ValueError(f"job.workers must be at most {MAX_WORKERS}, got {self.workers}")
-        for name in ("gpus_per_worker", "commit_every_s", "deadline_s_per_token", "deadline_s", "grace_s"):
+        for name in ("gpus_per_worker", "commit_every_s", "deadline_s"):
             at_least(f"job.{name}", getattr(self, name), 0)
         if self.gpus_per_worker > 1:
             raise ValueError(
                 f"job.gpus_per_worker must be at most 1, got {self.gpus_per_worker:g}: a model runs on one GPU; set "
                 "job.workers to the number of GPUs"
             )
-        for name in ("deadline_base_s", "start_s", "stall_s", "store_s"):
+        for name in ("document_deadline_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name} must be above 0, got {getattr(self, name)}")
-        if self.on_end_url and not self.on_end_url.startswith(("https://", "http://", "${")):
-            raise ValueError("job.on_end_url must begin with https:// or http://")
-        if holds_secret(self.on_end_url):
-            raise ValueError("job.on_end_url must not hold credentials; write ${NAME} and set it in the environment")
-        if self.silence_s <= self.max_attempts * self.stall_s:
-            raise ValueError(
-                f"job.silence_s must be above job.max_attempts x job.stall_s = {self.max_attempts * self.stall_s:g}, "
-                f"got {self.silence_s:g}"
-            )
         for name in ("max_error_fraction", "stop_error_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"job.{name} must be in [0, 1], got {getattr(self, name)}")
@@ -139,11 +106,12 @@ class JobOptions:
         return self.cpus_per_worker
 
     @property
-    def rows_per_commit(self) -> int:
-        """Return the finished documents after which the driver writes them to disk."""
-        if self.commit_every_rows == "auto":
-            return max(LEAST_COMMIT_ROWS, COMMIT_ROWS_PER_WORKER * self.workers)
-        return self.commit_every_rows
+    def silence_s(self) -> float:
+        """Return the seconds without a token from any worker after which the run ends.
+
+        One document that hangs at every attempt is abandoned before.
+        """
+        return max(LEAST_SILENCE_S, 2 * self.max_attempts * self.stall_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

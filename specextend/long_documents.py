@@ -6,10 +6,8 @@ decodes those of many documents at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specextend.config import RunConfig
@@ -28,7 +26,7 @@ class Round:
 
     requests: tuple[Request, ...]
     is_last: bool
-    """True if the summary comes of it, so that nothing is gained by keeping its outcome for a later start."""
+    """True if the summary comes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Summary:
     chunks: tuple[ChunkSummary, ...] = ()
     """Of a document that was read in parts, in order."""
     num_requests: int = 1
-    """Parts and merges, those of earlier starts and the failed ones included."""
+    """Parts and merges, the failed ones included."""
 
     @property
     def is_incomplete(self) -> bool:
@@ -125,12 +123,6 @@ def shared_start(config: RunConfig, prompts: Prompts) -> list[int]:
     """Return the tokens that all prompts of a run begin with: rows and parts may have instructions of their own."""
     has_others = config.input.instruction_column is not None or config.prompt.length_policy == "chunk"
     return prompts.frame_token_ids if has_others else prompts.start_token_ids
-
-
-def request_digest(request: Request) -> str:
-    """Hash what a request asks for, so that its outcome is used only for the same request again."""
-    parts = (request.prompt_token_ids, request.max_new_tokens, asdict(request.sampling))
-    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 class _Chunked:

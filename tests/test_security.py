@@ -159,7 +159,7 @@ def hostile_corpus(folder: Path) -> list[str]:
     path = folder / "in" / "%2E%2E%2F%2E%2E%2Fescaped;$(touch escaped)\x1b[2J\u202e.parquet"
     path.parent.mkdir()
     pq.write_table(pa.table({"text": [*texts, None, "", None, ""], **columns}), path)
-    settings = ["input.id_column=name", r'input.passthrough=["other\x1b[2J"]', "job.commit_every_rows=1"]
+    settings = ["input.id_column=name", r'input.passthrough=["other\x1b[2J"]', "job.commit_every_s=0"]
     settings += ["job.max_error_fraction=0.5", "decoding.max_batch_size=1", "decoding.max_new_tokens=64"]
     return ["--input", str(path.parent), *(part for setting in settings for part in ("--set", setting))]
 

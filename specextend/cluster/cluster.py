@@ -155,11 +155,11 @@ def _nodes() -> list[dict[str, float]]:
 def say_no_node(job: JobOptions) -> str | None:
     """Say that no node of the cluster that was joined could hold a worker, even an idle one; None if one could.
 
-    A cluster that grows may start such a node. In any other the job would wait in silence until `job.silence_s`.
+    A cluster that grows may start such a node. In any other the job would wait in silence until `JobOptions.silence_s`.
     """
     needed = {"CPU": job.num_cores, "GPU": job.gpus_per_worker}
     if any(all(node.get(name, 0.0) >= number for name, number in needed.items()) for node in _nodes()):
         return None
     wanted = f"job.cpus_per_worker {job.cpus_per_worker} and job.gpus_per_worker {job.gpus_per_worker:g}"
-    end = f"unless it grows, the run ends after {job.silence_s:g} s (job.silence_s)"
+    end = f"unless it grows, the run ends after {job.silence_s:g} s"
     return f"no node of the cluster has room for a worker of {wanted}; {end}"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from specextend.cluster.cluster import claimed, connected, say_no_node, settle_cores
-from specextend.cluster.committing import Committer
+from specextend.cluster.committing import Committer, rows_per_commit
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Driver
 from specextend.cluster.environment import is_local, say_room
 from specextend.cluster.estimates import RowSet
-from specextend.cluster.exits import Interrupt
+from specextend.cluster.exits import Interrupt, reading, writing
 from specextend.cluster.leases import Limits, Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.metrics import Metrics
@@ -23,11 +23,9 @@ from specextend.cluster.progress import Ledger
 from specextend.cluster.records import Attempt, tried_before
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.stores import reading, using, writing
 from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.core import DocumentKey, counted
 from specextend.data.audit_rows import AuditWriter
-from specextend.data.chunk_rows import ChunkWriter, read_chunks
 from specextend.data.parts import PartWriter
 from specextend.data.provenance import provenance
 from specextend.data.regrouping import regroup
@@ -57,8 +55,7 @@ class RowDecoding:
         output = self.prepared.output
         with writing(output):
             source = regroup(self.prepared.source, output, self.checkpoint)
-        with using(output):
-            return source, self._make_plan(source, keys)
+        return source, self._make_plan(source, keys)
 
     def _make_plan(self, source: Source, keys: RowSet) -> Plan:
         decoding = self.prepared.config.decoding
@@ -111,8 +108,7 @@ class RowDecoding:
         config, job = self.prepared.config, self.prepared.config.job
         limits = Limits(
             max_attempts=job.max_attempts,
-            deadline_base_s=job.deadline_base_s,
-            deadline_s_per_token=job.deadline_s_per_token,
+            deadline_s=job.document_deadline_s,
             stall_s=job.stall_s,
         )
         num_leases = config.decoding.batch_size + EXTRA_LEASES
@@ -121,13 +117,12 @@ class RowDecoding:
         with writing(output):
             origin = provenance(manifest, [self.attempt.start], [self.run_id])
             writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
-            audits, chunks = AuditWriter(output, self.run_id), ChunkWriter(output, self.run_id)
-            known = read_chunks(output, plan.estimates)
+            audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(plan.estimates, limits, num_leases, f"{self.run_id}-", tried, group_rows),
             pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),
             roster=Roster(job.workers),
-            committer=Committer(output, writer, audits, chunks, self.lock, job.rows_per_commit, job.commit_every_s),
+            committer=Committer(output, writer, audits, self.lock, rows_per_commit(job.workers), job.commit_every_s),
             ledger=ledger,
             display=self.display,
             metrics=Metrics(self.run_id),
@@ -135,6 +130,5 @@ class RowDecoding:
             attempt=self.attempt,
             source=source,
             job=job,
-            chunks=known,
             is_auditing=config.decoding.audit_fraction > 0,
         )

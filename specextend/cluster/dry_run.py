@@ -14,7 +14,7 @@ import numpy as np
 
 from specextend.cluster.environment import is_local, say_room
 from specextend.cluster.estimates import Estimates, RowSet
-from specextend.cluster.exits import RefusedError, StoreError
+from specextend.cluster.exits import RefusedError, StoreError, reading
 from specextend.cluster.forecast import Forecast, Outlook, Rates, cost_of
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.prepare import (
@@ -26,7 +26,6 @@ from specextend.cluster.prepare import (
     say_left_out,
 )
 from specextend.cluster.progress import describe_duration
-from specextend.cluster.stores import reading
 from specextend.core import counted
 from specextend.data.audit import describe_skipped
 from specextend.data.inputs import InputError, InputUnreachableError

@@ -311,7 +311,7 @@ class _Session:
     def _hand_out(self, key: DocumentKey) -> str:
         lease = Lease(f"calibration-{next(self._numbers)}", key, self.sample[key].total, 1)
         self._running.add(lease.lease_id)
-        self.pool.run(_WORKER, lease, {})
+        self.pool.run(_WORKER, lease)
         return lease.lease_id
 
     def _turn(self) -> None:

@@ -96,7 +96,7 @@ class Metrics:
         if num_copies:
             self._count("documents", num_copies, outcome="copied")
         counted = self._outputs.get(worker, {}).pop(lease_id, 0)
-        self._count("output_tokens", stats.num_output_tokens - done.num_known_tokens - counted, worker=worker)
+        self._count("output_tokens", stats.num_output_tokens - counted, worker=worker)
         for name in COUNTED:
             self._count(name, getattr(stats, f"num_{name}"))
         for phase in PHASES:

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specextend.attention.backends import load_backend
-from specextend.cluster.end_hook import check_hook
 from specextend.cluster.environment import check_device, check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
-from specextend.cluster.stores import knock, within
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
 from specextend.data.earlier import find_earlier
@@ -60,15 +58,13 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
     """Check input, models and prompt without writing anything. Raises RefusedError, StoreError, OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine` checks that.
-    checkpoint: called while a store is waited for; may raise.
+    checkpoint: called between the steps of long operations; may raise.
     """
     check_device(config.target, config.job)
-    for key, path in (("input.path", config.input.path), ("output.path", config.output.path)):
-        knock(key, path, config.job.store_s, checkpoint)
     with _refusals():
         output = resolve(config.output.path)
         check_kinds(output)
-    recorded = _recorded_in_time(output, config.job.store_s, checkpoint)
+    recorded = read_recorded(output)
     with _refusals():
         begun = _begun_selection(config, recorded)
         source = open_source(config.input, config.output, only=None if begun is None else begun["identity"]["files"])
@@ -96,7 +92,6 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
 def check_machine(config: RunConfig) -> None:
     """Raise RefusedError if the job would start a private Ray and no worker could ever run on this machine."""
     check_device(config.target, config.job)
-    check_hook(config.job)
     if is_local():
         check_resources(config.job)
         with _refusals():
@@ -132,14 +127,6 @@ def read_recorded(output: Location) -> dict[str, Any] | None:
         return None  # the output is a file, as the check of the input will say
     except OSError as error:
         raise StoreError(f"{output.path} cannot be read: {first_line(error)}") from error
-
-
-def _recorded_in_time(output: Location, limit_s: float, checkpoint: Callable[[], object]) -> dict[str, Any] | None:
-    """Return what `read_recorded` does; raise StoreError if the store does not answer within `limit_s`."""
-    try:
-        return within(limit_s, lambda: read_recorded(output), checkpoint)
-    except TimeoutError as error:
-        raise StoreError(f"{output.path} cannot be read: {error}; run again") from error
 
 
 def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfig, Models, tuple[str, ...]]:

@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.leases import Tried
+from specextend.cluster.leases import Spot, Tried
 from specextend.cluster.lock import LockHolder, read_lock
 from specextend.cluster.messages import WorkerInfo
-from specextend.cluster.places import Spot
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.results import Progress, read_parts

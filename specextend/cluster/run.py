@@ -12,13 +12,12 @@ from typing import Any
 
 from specextend.cluster.decode_rows import RowDecoding
 from specextend.cluster.display import Display
-from specextend.cluster.end_hook import tell_end
 from specextend.cluster.estimates import RowSet
 from specextend.cluster.exits import (
     EXIT_DONE,
-    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TOO_MANY_ERRORS,
+    GRACE_S,
     Interrupt,
     LockGoneError,
     LockHeldError,
@@ -26,8 +25,9 @@ from specextend.cluster.exits import (
     OutputError,
     RefusedError,
     StoreError,
-    end_process,
     exit_code,
+    reading,
+    writing,
 )
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.prepare import (
@@ -40,11 +40,9 @@ from specextend.cluster.prepare import (
     say_left_out,
 )
 from specextend.cluster.records import Attempt, version_changes
-from specextend.cluster.stores import OutputGate, reading, using, writing
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
-from specextend.data.chunk_rows import remove_chunks
 from specextend.data.compaction import compact
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import write_manifest
@@ -55,7 +53,6 @@ from specextend.data.results import Retry, pending
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
-    chunks_folder,
     read_success,
     records_folder,
     remove_success,
@@ -79,58 +76,24 @@ def run(
     observe: Callable[[Any], object] = lambda results: None,
     factory: EngineFactory = load_engine,
 ) -> int:
-    """Run or resume a job, and tell `job.on_end_*` how it ended. Returns the exit code, 0 or 3.
+    """Run or resume a job. Returns the exit code, 0 or 3.
 
     report: writes the run's report; takes what `write_report` takes. observe: called before that with all results, as
     `finalize` reads them. factory: makes a worker's engine, on the worker.
-    Raises the exceptions of `exits.py`, and any that nobody foresaw. Ends the process if the output's store does not
-    answer.
+    Raises the exceptions of `exits.py`, and any that nobody foresaw.
     """
-    try:
-        code = _run(config, display, interrupt, retry_errors, report, observe, factory)
-    except BaseException as error:
-        tell_end(config, display, interrupt, exit_code(error), first_line(error), has_report=False)
-        raise
-    tell_end(config, display, interrupt, code, None, has_report=True)
-    return code
-
-
-def _run(
-    config: RunConfig,
-    display: Display,
-    interrupt: Interrupt,
-    retry_errors: Retry,
-    report: Callable[..., object],
-    observe: Callable[[Any], object],
-    factory: EngineFactory,
-) -> int:
     check_machine(config)
     prepared = prepare(config, interrupt.check)
     interrupt.check()
-    gate = OutputGate(config.job.store_s, lambda: _give_up(config, display))
-    prepared = replace(prepared, output=prepared.output.behind(gate))
     run_id = secrets.token_hex(4)
-    try:
-        with reading(prepared.output):
-            check_same_run(prepared)
-        with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
-            gate.fence = lock
-            attempt = Attempt(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
-            interrupt.last = _last(lock, attempt, display)
-            locked = _LockedRun(prepared, lock, run_id, attempt, display, interrupt, report, observe, factory)
-            return locked.run_recorded(retry_errors)
-    finally:
-        gate.close()
-
-
-def _give_up(config: RunConfig, display: Display) -> None:
-    """End the process: the call for which it waits may never return, and cannot be stopped."""
-    what = f"no answer from the store of {config.output.path}, or of the input, for {config.job.store_s:g} s"
-    reason = f"{what}; what was committed is there, run again to resume"
-    end_process(
-        EXIT_FAILED,
-        lambda: display.note(f"error: {reason}", "run_ended", exit_code=EXIT_FAILED, reason=reason),
-    )
+    with reading(prepared.output):
+        check_same_run(prepared)
+    with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
+        prepared = replace(prepared, output=prepared.output.behind(lock))
+        attempt = Attempt(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
+        interrupt.last = _last(lock, attempt, display)
+        locked = _LockedRun(prepared, lock, run_id, attempt, display, interrupt, report, observe, factory)
+        return locked.run_recorded(retry_errors)
 
 
 def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], None]:
@@ -138,7 +101,7 @@ def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], 
 
     def last() -> None:
         lock.release()
-        display.note(f"the run did not stop within job.grace_s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
+        display.note(f"the run did not stop within {GRACE_S:g} s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
         attempt.end(EXIT_INTERRUPTED, FORCED)
 
     return last
@@ -146,8 +109,7 @@ def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], 
 
 def _sweep(output: Location) -> None:
     """Remove the temporary files of drivers that were killed while they wrote."""
-    rows = audits_folder(output), chunks_folder(output)
-    for folder in (output, records_folder(output), starts_folder(output), *rows):
+    for folder in (output, records_folder(output), starts_folder(output), audits_folder(output)):
         remove_temporary_files(folder)
 
 
@@ -196,7 +158,7 @@ class _LockedRun:
 
     def _record_failure(self, error: BaseException) -> None:
         """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
-        with suppress(OSError, OutputError, LockHeldError, LockGoneError), using(self.prepared.output):
+        with suppress(OSError, OutputError, LockHeldError, LockGoneError):
             self.attempt.end(exit_code(error), first_line(error))
 
     def run(self, retry_errors: Retry) -> int:
@@ -263,9 +225,8 @@ class _LockedRun:
             self.display.note(said, "commits_merged")
 
     def _checkpoint(self) -> None:
-        """Stop if told to, and note that there is progress. Called between the steps of long operations."""
+        """Stop if told to. Called between the steps of long operations."""
         self.interrupt.check()
-        self.prepared.output.touch()
 
     def _conclude(self, counts: Counts) -> int:
         """Write the report and then, if enough rows are done, `_SUCCESS`. Only the report can be interrupted."""
@@ -286,7 +247,6 @@ class _LockedRun:
             )
             return code
         self.lock.confirm()
-        remove_chunks(output)
         write_success(output, counts)
         return code
 

@@ -224,7 +224,6 @@ class _Ending:
         if name not in self._there[folder.path]:
             return False
         location = folder.child(name)
-        location.touch()
         try:
             found = pq.read_schema(location.path, filesystem=location.filesystem).metadata or {}
         except DAMAGED as error:

@@ -107,7 +107,6 @@ def read_part(
     names another run than `fingerprint`; parts of older versions name none.
     """
     location = parts_folder(output).child(name)
-    location.touch()
     try:
         with location.filesystem.open_input_file(location.path) as file:
             contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file

@@ -44,11 +44,6 @@ def audits_folder(output: Location) -> Location:
     return output.child("_run", "audits")
 
 
-def chunks_folder(output: Location) -> Location:
-    """Return the folder of what was decoded of documents that are summarised in parts."""
-    return output.child("_run", "chunks")
-
-
 def starts_folder(output: Location) -> Location:
     """Return the folder of the records of starts."""
     return output.child("_run", "attempts")
@@ -99,7 +94,7 @@ def check_kinds(output: Location) -> None:
     if not output.is_local:
         return
     folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
-    folders += [each(output) for each in (parts_folder, audits_folder, chunks_folder, starts_folder, copies_folder)]
+    folders += [each(output) for each in (parts_folder, audits_folder, starts_folder, copies_folder)]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, plan_file, success_file)]
     files += [report_file(output, ending) for ending in ("json", "md", "html")]
     for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):

@@ -37,10 +37,7 @@ _S3_COPY_BYTES = 5 << 30
 
 
 class Gate(Protocol):
-    """Stands between a run and its output folder."""
-
-    def touch(self) -> None:
-        """Record that a request to the store is about to be made."""
+    """Stands between a run and its output folder: the lock."""
 
     def check(self) -> None:
         """Raise if the folder belongs to another driver by now; called before anything in it changes."""
@@ -53,7 +50,7 @@ class Location:
     filesystem: fs.FileSystem
     path: str
     gate: Gate | None = field(default=None, compare=False, repr=False)
-    """Asked before every read and write here and below; None allows everything."""
+    """Asked before every write here and below; None allows everything."""
 
     def __reduce__(self) -> tuple[type[Location], tuple[fs.FileSystem, str]]:
         return Location, (self.filesystem, self.path)
@@ -78,18 +75,12 @@ class Location:
         return Location(self.filesystem, "/".join([self.path.rstrip("/"), *names]), self.gate)
 
     def behind(self, gate: Gate) -> Location:
-        """Return the same place with a gate that is asked before its reads and writes."""
+        """Return the same place with a gate that is asked before its writes."""
         return Location(self.filesystem, self.path, gate)
-
-    def touch(self) -> None:
-        """Tell the gate that a request to the store is about to be made."""
-        if self.gate is not None:
-            self.gate.touch()
 
     def check(self) -> None:
         """Ask the gate before something here changes; it may raise."""
         if self.gate is not None:
-            self.gate.touch()
             self.gate.check()
 
 
@@ -189,7 +180,6 @@ def is_folder(location: Location) -> bool:
 
 
 def _file_type(location: Location) -> fs.FileType:
-    location.touch()
     return location.filesystem.get_file_info(location.path).type
 
 
@@ -225,7 +215,6 @@ def _check_bucket(folder: Location) -> None:
 
 def read_bytes(location: Location) -> bytes | None:
     """Read the content of a file; None if there is none."""
-    location.touch()
     try:
         with location.filesystem.open_input_stream(location.path) as stream:
             return stream.read()
@@ -293,7 +282,6 @@ def file_sizes(folder: Location, *, recursive: bool = False) -> dict[str, int]:
 
 def _sizes(folder: Location, recursive: bool = False) -> dict[str, int]:
     """Return the bytes of all files in a folder by name, or by their path from it."""
-    folder.touch()
     infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True, recursive=recursive))
     prefix = folder.path.rstrip("/") + "/"
     return {
@@ -408,6 +396,4 @@ def _send(location: Location, data: pa.Buffer) -> None:
     """Write some bytes. Closing the stream shows them, so nothing but the store itself may fail in between."""
     with location.filesystem.open_output_stream(location.path, compression=None) as stream:
         for begin in range(0, len(data), _BLOCK_BYTES):
-            location.touch()
             stream.write(data.slice(begin, min(_BLOCK_BYTES, len(data) - begin)))
-        location.touch()

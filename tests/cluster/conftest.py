@@ -95,7 +95,7 @@ class Job:
                     "max_batch_size": self.max_batch_size,
                     "cache_gib": self.cache_gib,
                 },
-                "job": {"cpus_per_worker": 1, "max_attempts": 2, "grace_s": 60, **self.job, **job},
+                "job": {"cpus_per_worker": 1, "max_attempts": 2, **self.job, **job},
                 **self.sections,
             }
         )

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from specextend.cluster.estimates import Estimates, TokenEstimate
-from specextend.cluster.leases import Limits
-from specextend.cluster.places import Place, Spot
+from specextend.cluster.leases import Limits, Place, Spot
 from specextend.cluster.progress import (
     DEFAULT_OUTPUT_COST,
     MAX_GAP_S,
@@ -129,7 +128,7 @@ def test_a_suspended_driver_holds_nobody_for_silent():
     """A virtual machine that was moved: every worker looked as if it had hung for an hour, and was killed."""
     source = Jumps()
     clock = AwakeClock(source)
-    plan = Scheduler(rows_of_length([5]), Limits(stall_s=60.0, deadline_base_s=60.0), leases_per_worker=1)
+    plan = Scheduler(rows_of_length([5]), Limits(stall_s=60.0, deadline_s=60.0), leases_per_worker=1)
     plan.join("a", Place("node", Spot("host", "GPU 0")), clock())
     [(_, lease)] = plan.assign(clock())
     plan.report("a", 1, [lease.lease_id], clock())

@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.committing import RECORD_EVERY_S, Committer
-from specextend.cluster.leases import Tried
+from specextend.cluster.leases import Spot, Tried
 from specextend.cluster.lock import STALE_S, LockHolder, OutputLock, read_lock
-from specextend.cluster.places import Spot
 from specextend.cluster.records import (
     Attempt,
     describe_age,
@@ -30,7 +29,6 @@ from specextend.cluster.records import (
 )
 from specextend.core import DocumentKey
 from specextend.data.audit_rows import AuditWriter
-from specextend.data.chunk_rows import ChunkWriter
 from specextend.data.fingerprint import build_manifest, fingerprint, read_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
@@ -302,7 +300,6 @@ def test_what_happens_to_workers_is_written_no_more_often_than_a_heartbeat(tmp_p
             output,
             PartWriter(output, "0000000a"),
             AuditWriter(output, "0000000a"),
-            ChunkWriter(output, "0000000a"),
             lock,
             64,
             30.0,

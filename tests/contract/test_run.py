@@ -303,7 +303,7 @@ def test_a_killed_driver_is_resumed_without_a_double(tmp_path: Path, start, alon
 
 
 @pytest.mark.slow
-def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path: Path):
+def test_a_job_deadline_ends_a_run_as_an_interrupt_does(tmp_path: Path, start):
     """A nightly window: exit 75, run again tomorrow."""
     arguments, output = long_corpus(tmp_path, 5000), tmp_path / "out"
     ended = summarize(*arguments, "--output", str(output), "--set", "job.deadline_s=15")

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from specextend.cluster import exits
-from specextend.config import JobOptions, RunConfig
+from specextend.config import RunConfig
 from tests.job.conftest import ROOT
 
 TEXT = (ROOT / "docs" / "deployment.md").read_text()
@@ -50,7 +50,7 @@ def test_every_exit_code_has_its_answer():
 def test_the_service_leaves_the_job_its_grace_and_repeats_what_may_succeed():
     """After TimeoutStopSec it is killed; whatever is not named is started again."""
     [timeout] = re.findall(r"^TimeoutStopSec=(\d+)$", TEXT, re.MULTILINE)
-    assert float(timeout) > JobOptions().grace_s
+    assert float(timeout) > exits.GRACE_S
     [final] = re.findall(r"^RestartPreventExitStatus=(.*)$", TEXT, re.MULTILINE)
     final_codes = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
     assert {int(code) for code in final.split()} == final_codes
@@ -59,4 +59,4 @@ def test_the_service_leaves_the_job_its_grace_and_repeats_what_may_succeed():
 def test_a_submission_may_take_longer_to_stop_than_the_job_takes_to_commit():
     """Ray's default of 3 s would kill it in between."""
     [wait_s] = re.findall(r'"RAY_JOB_STOP_WAIT_TIME_S": "(\d+)"', (ROOT / "scripts" / "submit.sh").read_text())
-    assert float(wait_s) > JobOptions().grace_s
+    assert float(wait_s) > exits.GRACE_S

@@ -16,7 +16,6 @@ from specextend.cluster.forecast import Rates
 from specextend.cluster.prepare import prepare
 from specextend.config import JobOptions, RunConfig
 from specextend.loading import GIB
-from tests.cluster.conftest import local_ray as local_ray
 from tests.job.conftest import CONFIG, ROOT, Ended, summarize, write_corpus
 
 Call = Callable[..., Ended]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from specextend.cluster.exits import GRACE_S
 from specextend.config import RunConfig
 from tests.job.conftest import ROOT
 
@@ -57,14 +58,14 @@ def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(spec: dict[str,
     """The deadline of the RayJob kills without a word; the job's own one commits and exits with 75."""
     job = config.job
     assert job.deadline_s > 0
-    assert START_S + job.deadline_s + job.grace_s <= spec["activeDeadlineSeconds"]
+    assert START_S + job.deadline_s + GRACE_S <= spec["activeDeadlineSeconds"]
 
 
 def test_a_stopped_job_has_the_time_to_commit(spec: dict[str, Any], config: RunConfig):
     """Ray kills a stopped job after 3 s unless it is told otherwise, and only from the job's own environment."""
     variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
     assert all(isinstance(value, str) for value in variables.values()), "Ray takes text alone"
-    assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > config.job.grace_s
+    assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > GRACE_S
 
 
 def test_the_head_drives_and_runs_no_worker(spec: dict[str, Any]):

@@ -16,7 +16,7 @@ import yaml
 
 from specextend.cluster import exits
 from specextend.cluster.metrics import exported_names
-from specextend.config import JobOptions, RunConfig
+from specextend.config import RunConfig
 from tests.job.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -103,7 +103,7 @@ def test_kubernetes_repeats_what_may_succeed_and_leaves_the_job_its_grace():
     assert (rule["action"], set(rule["onExitCodes"]["values"])) == ("FailJob", FINAL)
     pod = spec["template"]["spec"]
     assert pod["restartPolicy"] == "Never", "a failure policy asks for it"
-    assert pod["terminationGracePeriodSeconds"] > JobOptions().grace_s
+    assert pod["terminationGracePeriodSeconds"] > exits.GRACE_S
     assert container()["args"][0].startswith("exec "), "the shell would not pass SIGTERM on"
     assert f"image: {container()['image']}" in (DEPLOY / "kuberay" / "rayjob.yaml").read_text()
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specextend import config
 from specextend.cluster.driver import Driver
 from specextend.cluster.estimates import TokenEstimate
 from specextend.cluster.exits import Interrupt, TooManyErrorsError, WorkersFailError
@@ -36,6 +37,12 @@ MAX_STARTS = 60
 def _few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one result, so that a text that many rows have is decoded more than once."""
     monkeypatch.setattr(equal_texts, "MAX_COPIES", 3)
+
+
+@pytest.fixture(autouse=True)
+def _no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is suspended for days has watched nobody meanwhile."""
+    monkeypatch.setattr(config, "LEAST_SILENCE_S", 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +100,8 @@ class Night:
         progress = read_parts(self.output)
         job = JobOptions(
             workers=self.workers,
-            deadline_base_s=300.0 if self.trouble else 1e5,
+            document_deadline_s=300.0 if self.trouble else 1e5,
             stall_s=100.0 if self.trouble else 1e5,
-            silence_s=1e9,
-            commit_every_rows=self.draw.randint(1, 6),
         )
         keys = set(pending(self.sizes, progress))
         equal = self.equal.among(keys)
@@ -109,6 +114,7 @@ class Night:
             pool,
             estimates,
             self.interrupt,
+            rows_per_commit=self.draw.randint(1, 6),
             run_id=f"{self.draw.getrandbits(32):08x}",
             tried=tried_before(self.output, progress),
             equal=equal,
@@ -172,7 +178,7 @@ def run_of_failures(folder: Path, num_documents: int, interrupt: Interrupt, **jo
     pool = SimulatedPool(random.Random(0), Clock(), 0, frozenset(keys), num_places=1)
     estimates = {key: TokenEstimate(5, 5) for key in keys}
     try:
-        driver_of(source, output, JobOptions(silence_s=1e9, **job), pool, estimates, interrupt).run()
+        driver_of(source, output, JobOptions(**job), pool, estimates, interrupt).run()
     finally:
         num_errors = len(read_parts(output).errors)
     return num_errors

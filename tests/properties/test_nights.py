@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from specextend.cluster import lock
-from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, SAID_IN_ONE_LINE, exit_code
+from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, SAID_IN_ONE_LINE, exit_code, writing
 from specextend.cluster.lock import FolderLock, read_lock
-from specextend.cluster.stores import writing
 from specextend.core import DocumentKey
 from specextend.data import parts
 from specextend.data.finalize import finalize
