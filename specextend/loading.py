@@ -101,8 +101,7 @@ def longest_request(config: RunConfig, facts: ModelFacts) -> int:
     longest = config.max_tokens(facts.context_length)
     if config.prompt.max_prompt_tokens is None:
         return longest
-    outputs = config.decoding.max_new_tokens, config.chunks.max_new_tokens or 0
-    return min(longest, config.prompt.max_prompt_tokens + max(outputs))
+    return min(longest, config.prompt.max_prompt_tokens + config.decoding.max_new_tokens)
 
 
 def with_batch_size(

@@ -40,7 +40,6 @@ def refusal(file, *overrides, **keywords) -> str:
         ("decoding.repetition_penalty=0", "decoding.repetition_penalty must be above 0, got 0.0"),
         ("decoding.no_repeat_ngram_size=-1", "decoding.no_repeat_ngram_size must be at least 0, got -1"),
         ("decoding.repetition_scope=prompt", "decoding.repetition_scope must be 'all' or 'output', got 'prompt'"),
-        ("quality.max_copied=2", "quality.max_copied must be in [0, 1], got 2.0"),
         ("input.reference_column=''", "input.reference_column must not be empty"),
         ("tree.nodes=many", "tree.nodes must be an integer, got 'many'; tree.nodes must be 'auto', got 'many'"),
         ("input.passthrough=[1]", "input.passthrough.0 must be a string, got 1"),

@@ -93,11 +93,6 @@ class DecodingOptions:
             raise ValueError("decoding.stop must not hold an empty string")
 
     @property
-    def copies_equal_texts(self) -> bool:
-        """Return True if equal texts get equal summaries. If tokens are drawn, they do not: each row has its seed."""
-        return self.temperature == 0
-
-    @property
     def batch_size(self) -> int:
         """Return `max_batch_size` once it is a number: a start and `load_engine` replace `auto` first."""
         assert isinstance(self.max_batch_size, int)
