@@ -63,6 +63,7 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run: Run, summa
     assert run.commits().items() >= kept.items()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced_and_changes_no_summary(run: Run, undisturbed):
     """The kernel's out-of-memory killer: the summaries are those of a run to which nothing happened."""
     process = run.start(DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"])
