@@ -22,18 +22,18 @@ LEAST = {
 KEYS = {
     "input": "path text_column id_column passthrough max_new_tokens_column num_tokens_column reference_column "
     "instruction_column "
-    "filter sample sample_seed except_done_in limit",
-    "output": "path partition_by",
+    "filter sample except_done_in limit",
+    "output": "path",
     "prompt": "instruction system length_policy max_prompt_tokens",
-    "chunks": "tokens overlap_tokens instruction merge_instruction max_new_tokens on_error",
+    "chunks": "tokens instruction merge_instruction",
     "target": "model revision dtype device",
     "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
-    "no_repeat_ngram_size repetition_scope max_batch_size cache_gib audit_fraction",
+    "no_repeat_ngram_size max_batch_size cache_gib audit_fraction",
     "attention": "backend tree",
-    "tree": "nodes max_nodes depth ngram_depth threshold",
-    "cache": "policy chunk_size top_k_chunks sinks recent refresh refresh_every draft_prefill_window score_layers",
-    "quality": "max_repeated_ngrams max_copied min_words max_words language",
+    "tree": "nodes max_nodes depth threshold",
+    "cache": "policy chunk_size top_k_chunks sinks recent refresh_every score_layers",
+    "quality": "language",
     "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction stop_error_fraction "
     "commit_every_s document_deadline_s stall_s deadline_s",
     "report": "price_per_worker_hour",
@@ -100,7 +100,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
     ("override", "message"),
     [
         ("decoding.modus=tree", "unknown key decoding.modus; did you mean mode?"),
-        ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes, max_nodes, depth, ngram_depth, threshold"),
+        ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes, max_nodes, depth, threshold"),
         ("dekoding.mode=tree", "unknown section dekoding; did you mean decoding?"),
         ("decoding.mode=fast", "decoding.mode must be 'autoregressive', 'tree' or 'specextend', got 'fast'"),
         ("decoding.max_new_tokens='12'", "decoding.max_new_tokens must be an integer, got '12'"),
@@ -111,18 +111,15 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file):
         ("decoding.top_p=1.5", "decoding.top_p must be in (0, 1], got 1.5"),
         ("decoding.repetition_penalty=0", "decoding.repetition_penalty must be above 0, got 0.0"),
         ("decoding.no_repeat_ngram_size=-1", "decoding.no_repeat_ngram_size must be at least 0, got -1"),
-        ("decoding.repetition_scope=prompt", "decoding.repetition_scope must be 'all' or 'output', got 'prompt'"),
-        ("quality.max_copied=2", "quality.max_copied must be in [0, 1], got 2.0"),
         ("input.reference_column=''", "input.reference_column must not be empty"),
         ("tree.nodes=many", "tree.nodes must be an integer, got 'many'; tree.nodes must be 'auto', got 'many'"),
         ("input.passthrough=[1]", "input.passthrough.0 must be a string, got 1"),
         ("tree.threshold=.nan", "tree.threshold must be a finite number, got nan"),
         ("input.passthrough=title", "input.passthrough must be a list, got 'title'"),
         ("input.path=null", "input.path must be a string, got None"),
-        ("tree=16", "tree must be a section (nodes, max_nodes, depth, ngram_depth, threshold), got 16"),
+        ("tree=16", "tree must be a section (nodes, max_nodes, depth, threshold), got 16"),
         ("target.dtype=int8", "target.dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"),
         ("tree={nodes: auto, max_nodes: 0}", "tree.max_nodes must be at least 1, got 0"),
-        ("tree.ngram_depth=0", "tree.ngram_depth must be at least 1, got 0"),
         ("draft={kind: model}", "draft.model must not be empty with draft.kind model"),
         ("draft.kind=ngram", "draft.model must not be set with draft.kind ngram, which has no model"),
         (
@@ -212,14 +209,14 @@ def test_no_message_repeats_an_address_that_is_refused(config_file, key, value):
 
 def test_a_draft_without_a_model_is_a_whole_section(config_file):
     """No path to make absolute, and levels of its own."""
-    config = RunConfig.load(config_file, ["draft={kind: ngram}", "tree.depth=3", "tree.ngram_depth=9"])
-    assert (config.draft.kind, config.draft.model, config.num_tree_levels) == ("ngram", "", 9)
+    config = RunConfig.load(config_file, ["draft={kind: ngram}", "tree.depth=3"])
+    assert (config.draft.kind, config.draft.model, config.num_tree_levels) == ("ngram", "", 16)
 
 
-@pytest.mark.parametrize(("merged", "levels"), [("false", 3), ("true", 9)])
+@pytest.mark.parametrize(("merged", "levels"), [("false", 3), ("true", 16)])
 def test_copies_may_be_deeper_than_a_drafts_own_tree(config_file, merged, levels):
     """Prompts are nevertheless the same: a copy is cut to what a request may still say."""
-    config = RunConfig.load(config_file, [f"draft.ngram={merged}", "tree.depth=3", "tree.ngram_depth=9"])
+    config = RunConfig.load(config_file, [f"draft.ngram={merged}", "tree.depth=3"])
     assert config.num_tree_levels == levels
     assert config.max_tokens(2048) == 2044
 

@@ -41,15 +41,6 @@ def ahead(call: Call, corpus: Path, tmp_path: Path, *arguments: str) -> tuple[di
     return json.loads(plan.read_text()), ended.stdout
 
 
-def test_without_a_calibration_nothing_is_known_of_the_time(call: Call, corpus: Path, tmp_path: Path):
-    """The plan says so, and how to find out."""
-    plan, said = ahead(call, corpus, tmp_path)
-    assert (plan["time"], plan["forecast"], plan["rates"]) == ("not measured", None, None)
-    assert "time: not measured; --calibrate N measures it" in said
-    assert plan["memory_gib"]["target_weights"] > 0
-    assert plan["rows_to_do"] == sum(plan["prompt_lengths"].values()) == 5
-
-
 def test_a_calibration_measures_the_time(local_ray: None, call: Call, corpus: Path, tmp_path: Path):
     """The real engine over real documents, and what the night would cost."""
     price = ["--set", "report.price_per_worker_hour=36"]
@@ -99,40 +90,12 @@ def test_a_file_with_a_column_of_texts_needs_no_settings(call: Call, corpus: Pat
     assert RunConfig.load(config).job.cpus_per_worker == "auto"
 
 
-def test_a_laptop_plans_for_machines_that_it_is_not(call: Call, corpus: Path, tmp_path: Path):
-    """It has neither the cores nor the GPU nor flash-attn, and needs none of them to say what the night will take."""
-    settings = ["job.cpus_per_worker=4096", "job.gpus_per_worker=1", "target.device=cuda", "attention.backend=flash"]
-    plan, said = ahead(call, corpus, tmp_path, *(part for each in settings for part in ("--set", each)))
-    assert "here no run can start: job.cpus_per_worker is 4096 but this machine has" in plan["this_machine"]
-    assert "here no run can start" in said
-    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
-    refused = call("--config", str(CONFIG), *arguments, "--set", settings[0], "--dry-run", "--calibrate", "2")
-    assert (refused.code, refused.stderr.count("\n")) == (2, 1), "measuring is another matter"
-
-
-def test_memory_is_that_of_weights_and_caches(call: Call, corpus: Path, tmp_path: Path):
-    """By hand, for the tiny pair in float32; n-gram drafts hold nothing."""
-    sizes = ahead(call, corpus, tmp_path)[0]["memory_gib"]
-    weights = sum(len(path.read_bytes()) for path in (ROOT / ".models/tiny-random/target").glob("*.safetensors"))
-    assert sizes["target_weights"] * GIB == pytest.approx(weights, rel=0.05), "the file has a header, too"
-    assert sizes["draft_weights"] > 0
-    longest = 8192 + 8 + 4 + 2  # the context and, behind it, a tree
-    assert sizes["target_cache"] * GIB == 3 * 1024 * (longest // 256 + 1) * 256, "a batch of three, 1 KiB a token"
-    assert sizes["draft_caches"] > 0
-    ngram = ["--set", "draft.kind=ngram", "--set", "draft.model=''"]
-    alone = ahead(call, corpus, tmp_path, *ngram)[0]["memory_gib"]
-    assert (alone["draft_weights"], alone["draft_caches"]) == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--calibrate", "1", "--dry-run"], "at least 2 documents"),
         (["--calibrate", "4"], "--calibrate goes with --dry-run"),
-        (["--by", "07:00"], "--by goes with --dry-run"),
-        (["--dry-run", "--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
         (["--dry-run", "--by", "25:00"], "--by takes HH:MM or a time such as"),
-        (["--dry-run", "--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
     ],
 )
 def test_wrong_arguments_are_refused(call: Call, arguments: list[str], said: str):
