@@ -54,6 +54,5 @@ lint: setup
 	$(PY) -m mypy
 
 bench: setup models
-	$(PY) jobs/bench.py compare --config configs/smollm2.yaml --documents examples/govreport.parquet --per-bucket 5 \
-		--max-new-tokens 128 --sides autoregressive,specextend,draft,ngram,transformers,transformers-lookup,llama.cpp \
-		--json out/compare.json
+	mkdir -p out
+	$(PY) jobs/bench.py benchmarks/compare.yaml --json out/compare.json
