@@ -25,8 +25,7 @@ from benchmarks.benchmark import Benchmark, ProbeKind
 from benchmarks.documents import bucket_name, read_texts
 from specextend import RunConfig, load_engine
 from specextend.attention.plan import AttentionPlan
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import PromptOptions, Prompts
 from specextend.decoding.device import traits_of
 from specextend.decoding.drafter import Decided, Drafter
 from specextend.decoding.engine import Engine

@@ -183,7 +183,8 @@ def _row(
 def use_configured_threads(config: RunConfig) -> None:
     """Let torch use as many threads as a worker of the job has, if the device is a CPU."""
     if resolve_device(config.target.device).type == "cpu":
-        torch.set_num_threads(config.job.cpus_per_worker)
+        cores = config.job.cpus_per_worker
+        torch.set_num_threads((os.cpu_count() or 1) if cores == "auto" else cores)
 
 
 def describe(benchmark: Benchmark, config: RunConfig) -> Result:

@@ -1,112 +1,12 @@
-"""Convert data sets, JSON Lines and folders of text or PDF files to Parquet for jobs/summarize.py.
-
-python jobs/prepare.py govreport --split test --limit 100 --output data/govreport.parquet
-python jobs/prepare.py jsonl documents.jsonl --text-field body --output data/documents.parquet
-python jobs/prepare.py text folder/ --output data/texts.parquet
-python jobs/prepare.py pdf folder/ --output data/reports.parquet
-python jobs/prepare.py openai requests.jsonl --output data/requests.parquet
-"""
+"""Convert data sets, JSON Lines and folders of text or PDF files to Parquet. See `--help`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-from specextend.core import counted, printable
-from specextend.data.batch_requests import BatchRequests
-from specextend.data.importers import (
-    DOCUMENT_SCHEMA,
-    HUB_DATASETS,
-    REQUEST_SCHEMA,
-    read_hub,
-    read_jsonl,
-    read_pdf_folder,
-    read_text_folder,
-    refuse,
-    write_documents,
-)
-from specextend.data.inputs import InputError
-from specextend.data.storage import resolve
-from specextend.terminal import complain, guard_streams
-
-
-class LeftOut:
-    """Names each unreadable file on stderr, and counts them."""
-
-    def __init__(self) -> None:
-        """Begin at zero."""
-        self.count = 0
-
-    def __call__(self, error: InputError) -> None:
-        """Name the file and the reason."""
-        self.count += 1
-        print(f"left out: {error}", file=sys.stderr)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0, or 2 with one line on stderr if the input or output is unusable."""
-    options = _parser().parse_args(arguments)
-    left_out = LeftOut()
-    requests = BatchRequests(options.input) if options.command == "openai" else None
-    documents, schema = (
-        (_documents(options, left_out), DOCUMENT_SCHEMA) if requests is None else (requests, REQUEST_SCHEMA)
-    )
-    try:
-        count = write_documents(documents, resolve(options.output), options.limit, schema)
-    except (ValueError, OSError) as error:
-        complain(error)
-        return 2
-    note = f"; unreadable files left out: {left_out.count}" if left_out.count else ""
-    print(printable(f"{counted(count, 'document')} in {options.output}{note}"))
-    if requests is not None:
-        print(printable(f"give jobs/summarize.py: {requests.settings}"))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Write documents as Parquet, in small row groups.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, known in HUB_DATASETS.items():
-        command = commands.add_parser(name, help=f"{known.repository} from the Hugging Face Hub")
-        command.add_argument("--split", default="test")
-    jsonl = commands.add_parser("jsonl", help="a JSON Lines file")
-    jsonl.add_argument("input", type=Path)
-    jsonl.add_argument("--text-field", default="text")
-    jsonl.add_argument("--id-field", help="default: the id is <file>:<line>")
-    text = commands.add_parser("text", help="a folder of UTF-8 text files, searched recursively")
-    text.add_argument("input", type=Path)
-    text.add_argument("--pattern", default="*.txt")
-    pdf = commands.add_parser("pdf", help="a folder of PDF files, searched recursively")
-    pdf.add_argument("input", type=Path)
-    for command in (text, pdf):
-        command.add_argument("--skip-unreadable", action="store_true", help="leave out files that cannot be read")
-    openai = commands.add_parser("openai", help="requests in the input format of OpenAI's Batch API")
-    openai.add_argument("input", type=Path)
-    for command in commands.choices.values():
-        command.add_argument("--output", required=True, help="the Parquet file, a path or a URI")
-        command.add_argument("--limit", type=_positive, help="documents at most")
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
-    return int(text)
-
-
-def _documents(options: argparse.Namespace, left_out: LeftOut) -> Iterator[dict[str, Any]]:
-    if options.command == "jsonl":
-        return read_jsonl(options.input, options.text_field, options.id_field)
-    if options.command == "text":
-        return read_text_folder(options.input, options.pattern, left_out if options.skip_unreadable else refuse)
-    if options.command == "pdf":
-        return read_pdf_folder(options.input, left_out if options.skip_unreadable else refuse)
-    return read_hub(options.command, options.split)
-
+from specextend.cli.prepare import main
+from specextend.terminal import guard_streams
 
 if __name__ == "__main__":
     guard_streams()
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

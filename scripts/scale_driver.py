@@ -36,9 +36,9 @@ from specextend.cluster.environment import prepare_environment
 prepare_environment(os.environ)  # before anything imports ray
 
 from scripts.simulated_cluster import BATCH, Notice, SimulatedClock, SimulatedCluster, SimulatedNode  # noqa: E402
-from specextend.cluster.committing import Committer  # noqa: E402
+from specextend.cluster.committing import Committer, rows_per_commit  # noqa: E402
 from specextend.cluster.decode_rows import EXTRA_LEASES  # noqa: E402
-from specextend.cluster.display import LineDisplay  # noqa: E402
+from specextend.cluster.display import Display  # noqa: E402
 from specextend.cluster.driver import Driver  # noqa: E402
 from specextend.cluster.estimates import Estimates, RowSet  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
@@ -52,12 +52,10 @@ from specextend.cluster.scheduler import Scheduler  # noqa: E402
 from specextend.config import JobOptions, RunConfig  # noqa: E402
 from specextend.core import Completion, DocumentKey  # noqa: E402
 from specextend.data.audit_rows import AuditWriter  # noqa: E402
-from specextend.data.chunk_rows import ChunkWriter  # noqa: E402
 from specextend.data.inputs import InputFile, InputOptions  # noqa: E402
-from specextend.data.parts import PartWriter  # noqa: E402
+from specextend.data.parts import PartWriter, read_parts  # noqa: E402
 from specextend.data.prompts import Prompt  # noqa: E402
 from specextend.data.quality import Quality  # noqa: E402
-from specextend.data.results import read_parts  # noqa: E402
 from specextend.data.run_folder import parts_folder  # noqa: E402
 from specextend.data.schema import result_row  # noqa: E402
 from specextend.data.source import Source  # noqa: E402
@@ -257,19 +255,19 @@ def _night(options: DriverScale, folder: Path) -> Iterator[tuple[Driver, Simulat
 
 
 def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location, lock: OutputLock) -> Driver:
-    job = JobOptions(workers=options.workers, deadline_base_s=1e6, stall_s=1e6, silence_s=1e7)
+    job = JobOptions(workers=options.workers, document_deadline_s=1e6, stall_s=1e6)
     config = RunConfig.from_values(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
-    writers = PartWriter(output, RUN_ID), AuditWriter(output, RUN_ID), ChunkWriter(output, RUN_ID)
-    limits = Limits(deadline_base_s=job.deadline_base_s, stall_s=job.stall_s)
+    writers = PartWriter(output, RUN_ID), AuditWriter(output, RUN_ID)
+    limits = Limits(deadline_s=job.document_deadline_s, stall_s=job.stall_s)
     return Driver(
         scheduler=Scheduler(corpus.estimates, limits, BATCH + EXTRA_LEASES, group_rows=corpus.groups),
         pool=cluster,
         roster=Roster(options.workers),
-        committer=Committer(output, *writers, lock, job.rows_per_commit, job.commit_every_s),
+        committer=Committer(output, *writers, lock, rows_per_commit(job.workers), job.commit_every_s),
         ledger=Ledger(corpus.estimates, 0, 0),
-        display=LineDisplay(lambda line: None),
+        display=Display(),
         metrics=Metrics(RUN_ID),
         interrupt=Interrupt(60.0),
         attempt=Attempt(output, RUN_ID, config),

@@ -29,21 +29,18 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
+from specextend.cluster.committing import rows_per_commit
 from specextend.cluster.estimates import RowSet
-from specextend.cluster.planning import make_plan
-from specextend.config import JobOptions
+from specextend.cluster.plan import make_plan
 from specextend.core import Completion, DocumentKey
-from specextend.data.audit import Listing, audit
-from specextend.data.compaction import compact
+from specextend.data.audit import audit
 from specextend.data.finalize import finalize
 from specextend.data.in_order import NUM_THREADS
 from specextend.data.inputs import InputOptions
-from specextend.data.parts import PartWriter
-from specextend.data.plan_record import PlanRecord
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompt, Prompts
+from specextend.data.listing import Listing
+from specextend.data.parts import PartWriter, pending, read_parts
+from specextend.data.prompts import Prompt, PromptOptions, Prompts
 from specextend.data.quality import Quality
-from specextend.data.results import pending, read_parts
 from specextend.data.schema import result_row
 from specextend.data.selection import select_rows
 from specextend.data.source import Source
@@ -67,7 +64,7 @@ class StorageScale:
     rows_per_file: int = 1000
     workers: int = 1000
     rows_per_part: int = 0
-    """Rows of a commit; 0 takes what `job.commit_every_rows: auto` is for so many workers."""
+    """Rows of a commit; 0 takes what a run of so many workers writes."""
     merge: bool = False
     """Merge the commits before they are read, however many there are."""
     latency_ms: float = 20.0
@@ -120,18 +117,12 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
     with meter.step("rows are chosen by a filter"):
         select_rows(Source(replace(source.options, filter="title != ''"), source.root, source.files, ()))
     there, prompts = Location(filesystem, str(output)), prompts_of(options)
-    if options.merge:
-        with meter.step("resume: commits are merged"):
-            compact(there, "", most_parts=1)
     with meter.step("resume: commits are read"):
         progress = read_parts(there)
         rows = [file.num_rows for file in source.files]
         keys = RowSet(rows, pending(rows, progress))
-    for name in ("first start: plan", "resume: plan"):
-        with meter.step(name):
-            record = PlanRecord(source, there, "")
-            equal = record.equal_texts()
-            record.keep(make_plan(record, prompts, keys, 128, 0, lambda: None, equal).tokens_per_byte, equal)
+    with meter.step("plan"):
+        make_plan(source, prompts, keys, 128, 0, lambda: None)
     figures = RunFigures()
     with meter.step("end: summaries and errors"):
         counts = finalize(source, there, observe=figures.add)
@@ -178,7 +169,7 @@ def write_commits(options: StorageScale, output: Location) -> None:
 
 def rows_per_part(options: StorageScale) -> int:
     """Return the rows of a commit."""
-    return options.rows_per_part or JobOptions(workers=options.workers).rows_per_commit
+    return options.rows_per_part or rows_per_commit(options.workers)
 
 
 def made_up_row(key: DocumentKey, draw: random.Random) -> dict[str, Any]:
@@ -224,7 +215,6 @@ def main() -> int:
     )
     for name in ("documents", "rows_per_file", "workers", "rows_per_part"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
-    parser.add_argument("--merge", action="store_true", help="merge the commits before they are read")
     parser.add_argument("--latency-ms", type=float, default=default.latency_ms)
     parser.add_argument("--folder", type=Path, default=default.folder, help="for input and output; emptied first")
     parser.add_argument("--json", type=Path, help="write the figures there")

@@ -10,15 +10,25 @@ import heapq
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specextend.cluster.leases import Lease
 from specextend.cluster.messages import Done, WorkerInfo, WorkerReport
-from specextend.cluster.polling import PollRound
-from specextend.cluster.pool import POLL_S, CallLost, Died, Draining, Dying, Event, Polled, Ready, Returned, StartFailed
-from specextend.core import Completion, DocumentKey
+from specextend.cluster.pool import (
+    CallLost,
+    Died,
+    Draining,
+    Dying,
+    Event,
+    Polled,
+    Ready,
+    Returned,
+    StartFailed,
+    poll_every_s,
+)
+from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
 
 BATCH = 16
@@ -107,7 +117,7 @@ class SimulatedCluster:
         self._free = [(node, place) for node in nodes for place in range(node.workers)]
         random.Random(0).shuffle(self._free)
         self._asked: list[str] = []
-        self._polls = PollRound(POLL_S) if polls else None
+        self._polls: list[tuple[float, str]] | None = [] if polls else None
         self._agenda: list[tuple[float, int, Callable[[], list[Event]]]] = []
         self._number = 0
         self._owner: dict[str, str] = {}
@@ -119,7 +129,7 @@ class SimulatedCluster:
         self._asked.append(worker)
         self._place()
 
-    def run(self, worker: str, lease: Lease, known: Mapping[str, Completion]) -> None:
+    def run(self, worker: str, lease: Lease) -> None:
         """Hand a lease to a worker."""
         began = time.process_time()
         being = self.workers[worker]
@@ -170,22 +180,25 @@ class SimulatedCluster:
         return events
 
     def _poll(self) -> list[Event]:
-        if self._polls is None:
-            return []
         events: list[Event] = []
-        for name in self._polls.due(self.clock.now):
-            being = self.workers[name]
+        while self._polls and self._polls[0][0] <= self.clock.now:
+            _, name = heapq.heappop(self._polls)
+            if (being := self.workers.get(name)) is None:
+                continue
             being.num_steps += bool(being.running)
             self.num_polls += 1
-            self._polls.add(name, self.clock.now)
+            self._poll_later(name)
             events.append(Polled(name, WorkerReport(being.num_steps, dict.fromkeys(being.running, 5))))
         return events
+
+    def _poll_later(self, worker: str) -> None:
+        if self._polls is not None:
+            heapq.heappush(self._polls, (self.clock.now + poll_every_s(len(self.workers)), worker))
 
     def _ready(self, worker: str) -> list[Event]:
         if (being := self.workers.get(worker)) is None:
             return []
-        if self._polls is not None:
-            self._polls.add(worker, self.clock.now)
+        self._poll_later(worker)
         node, being.is_ready = being.node, True
         info = WorkerInfo(node.name, node.name, 1, node.device, (f"GPU {being.place}",))
         return [Ready(worker, info), *([Draining(worker)] if node.is_gone else [])]
@@ -235,8 +248,6 @@ class SimulatedCluster:
     def _end_worker(self, worker: str) -> SimulatedWorker:
         being = self.workers.pop(worker)
         self.held_s += self.clock.now - being.since
-        if self._polls is not None:
-            self._polls.remove(worker)
         return being
 
     def _place(self) -> None:

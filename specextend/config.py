@@ -16,11 +16,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from specextend.core import one_line
+from specextend.core import first_line
 from specextend.data.inputs import InputOptions, OutputOptions
-from specextend.data.prompt_options import ChunkOptions, PromptOptions
+from specextend.data.prompts import ChunkOptions, PromptOptions
 from specextend.data.quality import QualityOptions
-from specextend.data.storage import holds_secret
 from specextend.decoding.decoding_options import (
     AttentionOptions,
     CacheOptions,
@@ -39,8 +38,10 @@ class ConfigError(ValueError):
 
 MAX_WORKERS = 10_000
 """Largest value of `job.workers`; one driver could not coordinate more."""
-LEAST_COMMIT_ROWS, COMMIT_ROWS_PER_WORKER = 64, 8
-"""`job.commit_every_rows: auto`."""
+MOST_SHOWN = 200
+"""Characters of a value that a message repeats."""
+LEAST_SILENCE_S = 3600.0
+"""Seconds without a token from any worker after which the run ends, unless its workers may take longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +55,9 @@ class JobOptions:
     """Number of Ray actors, from 1 to 10,000. Each holds its own target, draft and batch."""
     gpus_per_worker: float = 0.0
     """GPUs reserved for each worker, at most 1; workers can share one (0.5), and 0 runs the models on the CPU."""
-    cpus_per_worker: int = 1
-    """CPU cores reserved for each worker; on a CPU also the number of torch threads."""
+    cpus_per_worker: int | Literal["auto"] = "auto"
+    """CPU cores reserved for each worker; on a CPU also the number of torch threads. `auto`: as many as leave room for
+    all workers, so all cores of a machine divided by its workers. Nodes that a cluster adds later do not count."""
     max_attempts: int = 3
     """Failed attempts after which a document becomes an error row: a dead or hung worker, a failed batch, a passed
     deadline, text that neither a worker nor the driver can read. Attempts that are lost with their whole node do not
@@ -66,73 +68,50 @@ class JobOptions:
     """Share of failed documents, from 0 to 1, above which a run stops early with exit 3, if it is also above
     `max_error_fraction`. Each start of the command counts anew, and checks the share once 100 documents and 1% of
     those to process have finished; 1 never stops a run."""
-    commit_every_rows: int | Literal["auto"] = "auto"
-    """Finished documents after which the driver writes them to disk. `auto`: 64, or 8 for each worker if that is more,
-    so that a large run leaves thousands of files, not hundreds of thousands; what a killed driver loses is then bounded
-    by `commit_every_s`."""
     commit_every_s: float = 30.0
     """Longest time, in seconds, that a finished document waits before the driver writes it to disk."""
-    deadline_base_s: float = 600.0
-    """Seconds that a document may take from the start of its prefill, whatever its length."""
-    deadline_s_per_token: float = 1.0
-    """Seconds added to a document's deadline for each token of its prompt and of its longest possible output."""
-    start_s: float = 1800.0
-    """Seconds that a worker may take to load its models, counted from when it has a process, before it is replaced."""
+    document_deadline_s: float = 600.0
+    """Seconds that a document may take from the start of its prefill, and as much again for each 1,000 tokens of its
+    prompt and its longest possible output; one that takes longer is charged an attempt."""
     stall_s: float = 600.0
     """Seconds without a prefill chunk or decoding step after which a worker counts as hung and is replaced."""
-    silence_s: float = 3600.0
-    """Seconds without a token from any worker after which the run ends with exit 1 and names what was being
-    decoded or waited. Must be above `max_attempts` x `stall_s`, so that one document that hangs is abandoned first."""
     deadline_s: float = 0.0
     """Time limit of one start in seconds; the run then stops with exit 75 and can be resumed. 0 sets no limit."""
-    grace_s: float = 20.0
-    """Seconds that an interrupted run has to commit finished work before its process is ended by force."""
-    store_s: float = 300.0
-    """Seconds that a file system or object store may take to answer before the run ends with exit 1. The limit applies
-    to the input at start-up only, and to the output at all times."""
-    on_end_command: tuple[str, ...] = ()
-    """A command, as a list of words, that is run at the end of each start, with exit code and report as JSON on its
-    standard input. Its failure is logged and changes nothing."""
-    on_end_url: str = ""
-    """An address (`https://...`) to which the same JSON is posted; `${NAME}` is replaced by a variable of the
-    environment when it is used, so that no file holds a secret address."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "cpus_per_worker", "max_attempts"):
+        for name in ("workers", "max_attempts"):
             at_least(f"job.{name}", getattr(self, name), 1)
-        if self.commit_every_rows != "auto":
-            at_least("job.commit_every_rows", self.commit_every_rows, 1)
+        if self.cpus_per_worker != "auto":
+            at_least("job.cpus_per_worker", self.cpus_per_worker, 1)
         if self.workers > MAX_WORKERS:
             raise ValueError(f"job.workers must be at most {MAX_WORKERS}, got {self.workers}")
-        for name in ("gpus_per_worker", "commit_every_s", "deadline_s_per_token", "deadline_s", "grace_s"):
+        for name in ("gpus_per_worker", "commit_every_s", "deadline_s"):
             at_least(f"job.{name}", getattr(self, name), 0)
         if self.gpus_per_worker > 1:
             raise ValueError(
                 f"job.gpus_per_worker must be at most 1, got {self.gpus_per_worker:g}: a model runs on one GPU; set "
                 "job.workers to the number of GPUs"
             )
-        for name in ("deadline_base_s", "start_s", "stall_s", "store_s"):
+        for name in ("document_deadline_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"job.{name} must be above 0, got {getattr(self, name)}")
-        if self.on_end_url and not self.on_end_url.startswith(("https://", "http://", "${")):
-            raise ValueError(f"job.on_end_url must begin with https:// or http://, got {self.on_end_url!r}")
-        if holds_secret(self.on_end_url):
-            raise ValueError("job.on_end_url must not hold credentials; write ${NAME} and set it in the environment")
-        if self.silence_s <= self.max_attempts * self.stall_s:
-            raise ValueError(
-                f"job.silence_s must be above job.max_attempts x job.stall_s = {self.max_attempts * self.stall_s:g}, "
-                f"got {self.silence_s:g}"
-            )
         for name in ("max_error_fraction", "stop_error_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"job.{name} must be in [0, 1], got {getattr(self, name)}")
 
     @property
-    def rows_per_commit(self) -> int:
-        """Return the finished documents after which the driver writes them to disk."""
-        if self.commit_every_rows == "auto":
-            return max(LEAST_COMMIT_ROWS, COMMIT_ROWS_PER_WORKER * self.workers)
-        return self.commit_every_rows
+    def num_cores(self) -> int:
+        """Return `cpus_per_worker` once it is a number: a start replaces `auto` when it knows its nodes."""
+        assert isinstance(self.cpus_per_worker, int)
+        return self.cpus_per_worker
+
+    @property
+    def silence_s(self) -> float:
+        """Return the seconds without a token from any worker after which the run ends.
+
+        One document that hangs at every attempt is abandoned before.
+        """
+        return max(LEAST_SILENCE_S, 2 * self.max_attempts * self.stall_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,16 +144,6 @@ class RunConfig(BaseModel):
     quality: QualityOptions = Field(default_factory=QualityOptions)
     job: JobOptions = Field(default_factory=JobOptions)
     report: ReportOptions = Field(default_factory=ReportOptions)
-
-    @model_validator(mode="after")
-    def _graphs_need_a_kernel(self) -> Self:
-        attention = self.attention
-        if self.decoding.cuda_graphs and (attention.backend != "triton" or attention.tree == "hybrid"):
-            raise ValueError(
-                "decoding.cuda_graphs needs a GPU, attention.backend triton, which alone reads lengths from it, and "
-                "attention.tree auto or dense; without a GPU leave it false"
-            )
-        return self
 
     @model_validator(mode="after")
     def _needs_a_draft(self) -> Self:
@@ -260,22 +229,38 @@ class RunConfig(BaseModel):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file's mapping. Raises ConfigError for no file, no mapping, broken YAML or a repeated key."""
+    """Read a YAML file's mapping. Raises ConfigError for anything else, a repeated key and an alias."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path} cannot be read: {error}") from None
     try:
-        values = yaml.load(text, _UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"configuration {path} is not valid YAML: {one_line(error)}") from None
+        values = yaml.load(text, _PlainValues)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"configuration {path} is not valid YAML: {_yaml_problem(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"configuration {path} must hold sections ({', '.join(RunConfig.model_fields)})")
     return values
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """A loader that refuses a repeated key; YAML silently keeps the last of two."""
+def _yaml_problem(error: Exception) -> str:
+    """Say what is wrong with a text and where, without the text, which may hold a secret."""
+    mark = getattr(error, "problem_mark", None)
+    what = str(getattr(error, "problem", None) or type(error).__name__) if mark else first_line(error)
+    return f"{what} (line {mark.line + 1}, column {mark.column + 1})" if mark else what
+
+
+class _PlainValues(yaml.SafeLoader):
+    """A loader that refuses a repeated key, of which YAML silently keeps the last, and aliases.
+
+    A few lines of aliases can stand for more values than any memory holds.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "an alias is not taken, write the value itself", mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
@@ -291,14 +276,15 @@ def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not name or not all(sections):
-        raise ConfigError(f"--set takes key.path=value, got {override!r}")
+        raise ConfigError(f"--set takes key.path=value, got {_shown(override)}")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _PlainValues)
         tokens = [token for token in yaml.scan(text) if not isinstance(token, yaml.StreamEndToken)]
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {key}: {text!r} is not a valid YAML value; quote it") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        why = _yaml_problem(error)
+        raise ConfigError(f"--set {key}: {_shown(text)} is not a valid YAML value ({why}); quote it") from None
     if comment := text[tokens[-1].end_mark.index :].strip():
-        raise ConfigError(f"--set {key}: {comment!r} is a comment in YAML and would be left out; quote the value")
+        raise ConfigError(f"--set {key}: {_shown(comment)} is a comment in YAML and would be left out; quote the value")
     for section in sections:
         if values.get(section) is None:
             values[section] = {}
@@ -367,10 +353,16 @@ def _sentence(detail: ErrorDetails) -> str:
     if kind == "value_error":
         return message.removeprefix("Value error, ")
     if kind == "dataclass_type":
-        return f"{key} must be a section ({', '.join(_known_keys(key))}), got {detail['input']!r}"
+        return f"{key} must be a section ({', '.join(_known_keys(key))}), got {_shown(detail['input'])}"
     wanted = message.removeprefix("Input should be ").replace("a valid ", "a ")
     wanted = {"a integer": "an integer", "a array": "a list"}.get(wanted, wanted)
-    return f"{key} must be {wanted}, got {detail['input']!r}"
+    return f"{key} must be {wanted}, got {_shown(detail['input'])}"
+
+
+def _shown(value: object) -> str:
+    """Write a value for a message, but not one that holds an address, which may hold a secret, nor a long one."""
+    text = repr(value)
+    return text if "://" not in text and len(text) <= MOST_SHOWN else f"a value of type {type(value).__name__}"
 
 
 def _unknown_key(key: str) -> str:
@@ -392,8 +384,8 @@ def _known_keys(section: str) -> list[str]:
 
 
 def _as_json(values: dict[str, Any]) -> str:
-    """Write values of YAML as JSON. Raises ConfigError for a value that contains itself (`&a [*a]`)."""
+    """Write values of YAML as JSON. Raises ConfigError for a number of thousands of digits, or endless nesting."""
     try:
         return json.dumps(values, default=str)
-    except (ValueError, RecursionError):
-        raise ConfigError("a value contains itself; write it without the YAML alias") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"a value cannot be read: {first_line(error)}") from None

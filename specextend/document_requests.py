@@ -24,13 +24,8 @@ def max_new_tokens_of(config: RunConfig, row: Row) -> int:
     return config.decoding.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
 
 
-def document_request(
-    config: RunConfig, row: Row, prompt: Prompt, request_id: str, max_new_tokens: int | None = None
-) -> Request:
-    """Make a request of a document, with the options of the run and the document's seed.
-
-    max_new_tokens: if it is not the document's limit.
-    """
+def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: str) -> Request:
+    """Make a request of a document, with the options of the run and the document's seed."""
     decoding = config.decoding
     sampling = SamplingParams(
         temperature=decoding.temperature,
@@ -46,7 +41,7 @@ def document_request(
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
-        max_new_tokens=max_new_tokens or max_new_tokens_of(config, row),
+        max_new_tokens=max_new_tokens_of(config, row),
         sampling=sampling,
     )
 

@@ -14,9 +14,9 @@ from specextend.config import RunConfig
 from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
-from specextend.decoding.device import capture, device_bytes, traits_of
+from specextend.decoding.device import capture, device_bytes, make_current, traits_of
 from specextend.decoding.engine import Engine
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.graphs import MOST_GRAPHS, Graphs
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.step_costs import CostTable, StepCosts
@@ -43,7 +43,7 @@ def load_engine(config: RunConfig) -> Engine:
     check_memory(config, facts, device)
     num_rows = target_rows(config, facts)
     target, lm_head = load_cached_target(config, num_rows)
-    graphs = Graphs(capture if config.decoding.cuda_graphs else None)
+    graphs = Graphs(capture if can_capture(config, device) else None)
     cache, drafter = config.cache, None
     if config.decoding.mode == "tree" or (config.draft is not None and config.draft.kind == "ngram"):
         cache = CacheOptions(policy="full", draft_prefill_window=config.cache.draft_prefill_window)
@@ -68,6 +68,12 @@ def load_engine(config: RunConfig) -> Engine:
         adaptive=adaptive,
         graphs=graphs,
     )
+
+
+def can_capture(config: RunConfig, device: torch.device) -> bool:
+    """Return True if steps are captured: with the Triton kernel, which alone reads places from a GPU."""
+    triton_alone = config.attention.backend == "triton" and config.attention.tree != "hybrid"
+    return triton_alone and device.type == "cuda"
 
 
 def _tree_attention(config: RunConfig, costs: StepCosts | None) -> TreeAttention | CostTable:
@@ -95,8 +101,7 @@ def longest_request(config: RunConfig, facts: ModelFacts) -> int:
     longest = config.max_tokens(facts.context_length)
     if config.prompt.max_prompt_tokens is None:
         return longest
-    outputs = config.decoding.max_new_tokens, config.chunks.max_new_tokens or 0
-    return min(longest, config.prompt.max_prompt_tokens + max(outputs))
+    return min(longest, config.prompt.max_prompt_tokens + config.decoding.max_new_tokens)
 
 
 def with_batch_size(
@@ -128,17 +133,40 @@ def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
     """
     size, num_rows = DTYPES[config.target.dtype].itemsize, target_rows(config, facts)
     draft = draft_size(config.active_draft, facts)
-    prefill = _WIDTH * facts.hidden_size * traits_of(device).prefill_chunk * size
     features = draft.num_layers_read * facts.hidden_size * longest_request(config, facts) * size
-    logits = config.decoding.batch_size * (config.tree.most_nodes + 1) * facts.vocab_size * (size + 4)  # and in fp32
     return {
         "target_weights": size * num_parameters(config.target.model, config.target.revision),
         "draft_weights": size * draft.num_parameters,
         "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
         "draft_caches": aligned(draft_rows(config, config.cache, num_rows, device)) * size * draft.num_cached,
-        "activations": max(prefill, logits) + features,
-        "workspace": traits_of(device).workspace_bytes,
+        "activations": _forward_bytes(config, facts, device) + features,
+        "workspace": traits_of(device).workspace_bytes + _graph_bytes(config, facts, device),
     }
+
+
+def _forward_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> int:
+    """Compute what the forwards of a prompt's chunk and of a step take beside weights and caches."""
+    size, chunk = DTYPES[config.target.dtype].itemsize, traits_of(device).prefill_chunk
+    layer = _WIDTH * facts.hidden_size * chunk * size
+    num_rows = config.decoding.batch_size * (config.tree.most_nodes + 1)
+    logits = num_rows * facts.vocab_size * (size + 4)  # and in fp32
+    if device.type == "cpu":
+        return max(layer, logits)
+    # Freed blocks stay with the allocator, which gives a block of one kind to no other kind of forward.
+    heads = facts.num_heads * facts.head_dim
+    merge = chunk * heads * (2 * size + 3 * 4)  # what the prefix gives, and the chunk, and three copies in fp32
+    copies = 2 * longest_request(config, facts) * heads * size if size == 4 else 0  # flash attention takes no fp32
+    window = chunk * (chunk + config.cache.draft_prefill_window) * (size + 2)  # a draft's mask and its bias
+    return layer + logits + merge + copies + window
+
+
+def _graph_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> int:
+    """Compute what captured steps hold, each in memory of its own: its logits, and what a layer makes."""
+    if not can_capture(config, device):
+        return 0
+    num_rows = config.decoding.batch_size * (config.tree.most_nodes + 1)
+    numbers = facts.vocab_size + _WIDTH * facts.hidden_size
+    return MOST_GRAPHS * num_rows * numbers * DTYPES[config.target.dtype].itemsize
 
 
 def usable_bytes(config: RunConfig, device: torch.device) -> int | None:
@@ -166,6 +194,7 @@ def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
 
 def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, Tensor]:
     """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing hides in it."""
+    make_current(resolve_device(config.target.device))
     model = load_target(config.target, IMPLEMENTATION)
     lm_head = model.get_output_embeddings().weight
     backend, device = config.attention.backend, model.device

@@ -6,18 +6,15 @@ decodes those of many documents at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request
-from specextend.data.chunk_prompts import ChunkPrompts, Part
+from specextend.data.chunks import ChunkPrompts, Part, TextSpan
 from specextend.data.inputs import DocumentError, Row
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
-from specextend.data.splitting import TextSpan, covered
 from specextend.document_requests import document_request, max_new_tokens_of
 from specextend.stats import DecodingStats, ratio
 
@@ -28,7 +25,7 @@ class Round:
 
     requests: tuple[Request, ...]
     is_last: bool
-    """True if the summary comes of it, so that nothing is gained by keeping its outcome for a later start."""
+    """True if the summary comes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +33,8 @@ class ChunkSummary:
     """The summary of a part of a document."""
 
     span: TextSpan
-    text: str | None
-    """None if the part failed and was left out."""
-    finish_reason: str | None
+    text: str
+    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +45,13 @@ class Summary:
     """The one that made the text."""
     completion: Completion
     prompt: Prompt
-    """Says how much of the document was read. In parts, coverage is a share of its characters, not of its tokens."""
+    """Says how much of the document was read: all of it, in parts."""
     last: Completion
     """With the counts of that request alone."""
     chunks: tuple[ChunkSummary, ...] = ()
     """Of a document that was read in parts, in order."""
     num_requests: int = 1
-    """Parts and merges, those of earlier starts and the failed ones included."""
-
-    @property
-    def is_incomplete(self) -> bool:
-        """Return True if a part was left out."""
-        return any(chunk.text is None for chunk in self.chunks)
+    """Parts and merges."""
 
     @property
     def chunk_rows(self) -> list[dict[str, Any]] | None:
@@ -127,12 +118,6 @@ def shared_start(config: RunConfig, prompts: Prompts) -> list[int]:
     return prompts.frame_token_ids if has_others else prompts.start_token_ids
 
 
-def request_digest(request: Request) -> str:
-    """Hash what a request asks for, so that its outcome is used only for the same request again."""
-    parts = (request.prompt_token_ids, request.max_new_tokens, asdict(request.sampling))
-    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
 class _Chunked:
     """A document that is summarised in parts."""
 
@@ -148,62 +133,46 @@ class _Chunked:
         row = self._row
         parts = self._chunks.parts(row.document.text, self._limit, row.instruction)
         outcomes = yield self._round([part.prompt for part in parts], is_last=False)
-        self._check_parts(parts, outcomes)
-        texts = [self._counted(outcome).text for outcome in outcomes if isinstance(outcome, Completion)]
+        summaries = [
+            self._counted(outcome, f"part {number} of {len(parts)} (characters {part.span.begin} to {part.span.end})")
+            for number, (part, outcome) in enumerate(zip(parts, outcomes, strict=True), 1)
+        ]
+        texts = [completion.text for completion in summaries]
         while True:
             prompts = self._chunks.merges(texts, self._limit, row.instruction)
             step = self._round(prompts, is_last=len(prompts) == 1)
-            merged = [self._merged(outcome, len(texts)) for outcome in (yield step)]
+            merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
             if step.is_last:
-                return self._summary(step.requests[0], merged[0], parts, outcomes)
+                return self._summary(step.requests[0], merged[0], parts, summaries)
             texts = [completion.text for completion in merged]
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
-        limit = self._limit if is_last else self._chunks.part_tokens(self._limit)
         first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
         requests = [
-            document_request(self._config, self._row, prompt, f"{self._name}:{first + number}", limit)
+            document_request(self._config, self._row, prompt, f"{self._name}:{first + number}")
             for number, prompt in enumerate(prompts)
         ]
         return Round(tuple(requests), is_last)
 
-    def _check_parts(self, parts: Sequence[Part], outcomes: Outcomes) -> None:
-        """Raise DocumentError if a part failed that must not, or if all did."""
-        failed = [(number, outcome) for number, outcome in enumerate(outcomes) if isinstance(outcome, DocumentError)]
-        if failed and (self._config.chunks.on_error == "fail" or len(failed) == len(parts)):
-            number, error = failed[0]
-            begin, end = parts[number].span
-            raise _of_step(error, f"part {number + 1} of {len(parts)} (characters {begin} to {end})")
-
-    def _merged(self, outcome: Completion | DocumentError, num_texts: int) -> Completion:
+    def _counted(self, outcome: Completion | DocumentError, step: str) -> Completion:
+        """Add the counts of a request to the document's. Raises DocumentError that names the step if it failed."""
         if isinstance(outcome, DocumentError):
-            raise _of_step(outcome, f"a merge of {num_texts} summaries")
-        return self._counted(outcome)
+            raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
+        self._stats.add(outcome.stats)
+        return outcome
 
-    def _counted(self, completion: Completion) -> Completion:
-        self._stats.add(completion.stats)
-        return completion
-
-    def _summary(self, request: Request, last: Completion, parts: Sequence[Part], outcomes: Outcomes) -> Summary:
-        chunks, read, num_dropped = [], [], 0
-        for part, outcome in zip(parts, outcomes, strict=True):
-            if isinstance(outcome, DocumentError):
-                num_dropped += part.num_tokens
-                chunks.append(ChunkSummary(part.span, None, None))
-            else:
-                read.append(part.span)
-                chunks.append(ChunkSummary(part.span, outcome.text, outcome.finish_reason))
-        coverage = covered(read) / len(self._row.document.text)
-        prompt = Prompt(request.prompt_token_ids, num_dropped, "chunk", coverage)
-        return Summary(request, replace(last, stats=self._stats), prompt, last, tuple(chunks), self._num_requests)
+    def _summary(
+        self, request: Request, last: Completion, parts: Sequence[Part], summaries: Sequence[Completion]
+    ) -> Summary:
+        chunks = tuple(
+            ChunkSummary(part.span, completion.text, completion.finish_reason)
+            for part, completion in zip(parts, summaries, strict=True)
+        )
+        prompt = Prompt(request.prompt_token_ids, 0, "chunk")
+        return Summary(request, replace(last, stats=self._stats), prompt, last, chunks, self._num_requests)
 
 
 def _checked(outcome: Completion | DocumentError) -> Completion:
     if isinstance(outcome, DocumentError):
         raise outcome
     return outcome
-
-
-def _of_step(error: DocumentError, step: str) -> DocumentError:
-    """Return the error of a document for that of one of its requests."""
-    return DocumentError(error.error_class, f"{step}: {error.message}", error.stage, error.retryable)

@@ -102,7 +102,7 @@ class Summarizer:
         assert isinstance(summary, Summary), "all rounds are done"
         completion = summary.completion
         text, options = row.document.text, self._config.quality
-        quality = assess(completion, text, row.reference, options, summary.is_incomplete)
+        quality = assess(completion, text, row.reference, options)
         total_s = completion.stats.total_s
         return result_row(
             row.document.key,

@@ -52,6 +52,17 @@ def _own_cache_folder(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One Ray for all tests of a process: starting one takes five seconds."""
+    import ray
+
+    options = {"include_dashboard": False, "object_store_memory": 80 << 20, "ignore_reinit_error": True}
+    ray.init(address="local", num_cpus=4, **options)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hugging Face Hub on loopback, and an empty cache in front of it."""

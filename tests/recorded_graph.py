@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specextend.attention.backends import attend_reference
-from specextend.attention.plan import KeySpan
+from specextend.attention import backends, tree_kernel
+from specextend.attention.backends import attend_reference, load_backend
+from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.tree_reference import MAX_MASKED, attend_tree_reference, masked_rows
 from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.engine import Engine
@@ -92,17 +93,36 @@ def _attend_tree(
     return attend_tree_reference(q, k, v, starts, lengths, visible, num_masked, scale)
 
 
-def captured_engine(pair: Pair, draft: str, graphs: Graphs, adaptive: Adaptive | None = None, **changes: Any) -> Engine:
-    """An engine as on a GPU with `decoding.cuda_graphs`, whose steps go through `graphs`."""
+def captured_engine(
+    pair: Pair, draft: str, graphs: Graphs, adaptive: Adaptive | None = None, *, any_head: bool = True, **changes: Any
+) -> Engine:
+    """An engine as on a GPU with the Triton kernel, whose steps go through `graphs`."""
     config = tiny_config(pair, draft, attention__backend="reference", attention__tree="dense", **changes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specextend.loading.load_backend", lambda name, device: attend_on_device)
+        patch.setattr("specextend.loading.load_backend", lambda name, device: backend_triton(any_head=any_head))
         return engine_with(config, graphs=graphs, adaptive=adaptive)
 
 
+def backend_triton(*, any_head: bool) -> Attend:
+    """The backend `triton`, with the kernel's twin in its place, and the reference in that of torch's kernels.
+
+    The kernel takes heads of 64 and 128 elements only; `any_head` lets it take the small ones of tiny models.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_kernel, "attend_triton", attend_on_device)
+        patch.setattr(backends, "attend_cuda", attend_reference)
+        patch.setattr(backends, "find_flash_attn", lambda: None)
+        if any_head:
+            patch.setattr(tree_kernel, "serves", has_few_rows)
+        return load_backend("triton", torch.device("cuda"))
+
+
+def has_few_rows(q: Tensor, span: KeySpan) -> bool:
+    """What `tree_kernel.serves` says of a head size that the kernel takes."""
+    return q.shape[1] <= tree_kernel.MAX_QUERIES and (span.mask is None or span.mask.shape[2] <= MAX_MASKED)
+
+
 def attend_on_device(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend as backend `triton` does: places and masks are read from tensors, in one operator."""
-    if q.shape[1] > MAX_MASKED or (span.mask is not None and span.mask.shape[2] > MAX_MASKED):
-        return attend_reference(q, k, v, span, scale)
+    """Attend as the Triton kernel does: places and masks are read from tensors, in one operator."""
     starts, lengths = span.places(q.device)
     return _attend_tree(q, k, v, starts, lengths, *masked_rows(span, q), scale)

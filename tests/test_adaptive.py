@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+import torch
 
 from specextend.decoding import graphs, tuning
 from specextend.decoding.adaptive import Adaptive
@@ -246,6 +247,16 @@ def test_dear_rows_make_small_trees(batch, pair, references):
         sizes[name] = total.num_draft_tokens / max(1, total.num_spec_steps)
     assert sizes["free"] > 6
     assert sizes["dear"] < 4
+
+
+def test_sizes_follow_what_the_draft_promised_not_memory_that_waits_for_it(pair, monkeypatch):
+    """A download to pinned memory is not done when the host goes on: it read whatever was there before."""
+    costs = scripted(lambda rows: 1 + (rows - 1) / 4, lambda: 0.0)
+    expected = [each.stats.num_draft_tokens for each in run(adaptive_engine(pair, "same", costs, cache__policy="full"))]
+    monkeypatch.setattr("specextend.decoding.adaptive.download", torch.ones_like)
+    costs = scripted(lambda rows: 1 + (rows - 1) / 4, lambda: 0.0)
+    found = [each.stats.num_draft_tokens for each in run(adaptive_engine(pair, "same", costs, cache__policy="full"))]
+    assert found == expected
 
 
 def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):

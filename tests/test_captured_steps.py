@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from specextend.decoding import graphs as graphs_module
+from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import Graphs
+from specextend.loading import can_capture
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import Recorder, captured_engine, record
-from tests.tiny_models import random_prompt, request, tiny_engine
+from tests.tiny_models import FAMILIES, random_prompt, request, tiny_config, tiny_engine, write_pair
 
 NEW = 32
 AXES = (
@@ -101,16 +105,70 @@ def test_where_a_step_cannot_be_captured_it_runs_eagerly(pairs, caplog):
     assert "operation not permitted" in said
 
 
-def test_memory_that_runs_out_at_a_capture_is_the_ladders_business(pairs):
-    """Less at once may help, so graphs are not given up; the sequences start again."""
-    refused = iter([True])
+@pytest.mark.parametrize(("nodes", "depth", "least_captured"), [(130, 3, 1), (50, 10, 3), (31, 8, 3)])
+def test_steps_that_the_kernel_does_not_take_run_eagerly(nodes, depth, least_captured, pairs):
+    """Masks of more than 128 rows go to a kernel that reads lengths on the host, which a replay would find unchanged.
 
-    def scarce(function):
-        if next(refused, False):
-            raise torch.OutOfMemoryError("out of memory")
-        return record(function)
+    Replayed all the same, 130 nodes gave other tokens than plain decoding from the first on, and levels of 50 x 10
+    other trees.
+    """
+    changes = {"cache__policy": "full", "tree__threshold": 0.0, "tree__nodes": nodes, "tree__depth": depth}
+    capture, trees, outputs = Counting(), {}, {}
+    for graphs in (Graphs(capture), Graphs()):
+        engine = captured_engine(pairs("llama"), "good", graphs, **changes)
+        trees[graphs.enabled] = noting_trees(engine)
+        outputs[graphs.enabled] = [each.token_ids for each in engine.generate(requests(0.0))]
+    plain = tiny_engine(pairs("llama"), decoding__mode="autoregressive").generate(requests(0.0))
+    assert outputs[True] == outputs[False] == [each.token_ids for each in plain]
+    assert trees[True] == trees[False]
+    assert capture.num_captured >= least_captured
 
-    graphs = Graphs(scarce)
+
+def noting_trees(engine: Engine) -> list[list[tuple[int, int]]]:
+    """The tokens and depths of each tree that a draft proposes from now on, in no order of their own."""
+    trees, propose = [], engine.drafter.propose
+
+    def proposing(slots):
+        proposed = propose(slots)
+        trees.extend(sorted(zip(tree.token_ids.tolist(), tree.depths.tolist(), strict=True)) for tree in proposed)
+        return proposed
+
+    engine.drafter.propose = proposing
+    return trees
+
+
+def test_heads_that_the_kernel_does_not_take_run_eagerly(tmp_path):
+    """Eight nodes with heads of 80 elements gave wrong text, too."""
+    pair = write_pair(tmp_path, replace(FAMILIES["llama"], head_dim=80))
+    capture = Counting()
+    captured = captured_engine(pair, "good", Graphs(capture), any_head=False).generate(requests(0.0))
+    plain = tiny_engine(pair, decoding__mode="autoregressive").generate(requests(0.0))
+    assert [each.token_ids for each in captured] == [each.token_ids for each in plain]
+    assert capture.num_replays == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), ValueError("a kernel's own"), KeyError(1)])
+def test_any_failure_of_a_capture_ends_captures(error, pairs):
+    """The allocator may go on as if it were captured, so another try is not safe in this process."""
+    tries = []
+
+    def failing(function):
+        tries.append(function)
+        raise error
+
+    graphs = Graphs(failing)
     [completion] = captured_engine(pairs("llama"), "good", graphs).generate(requests(0.0)[:1])
-    assert graphs.enabled
-    assert completion.stats.num_memory_retries == 1
+    assert (len(tries), graphs.enabled) == (1, False)
+    assert completion.stats.num_memory_retries == 0
+
+
+def test_steps_are_captured_where_the_kernel_is_chosen_by_name(pairs):
+    """It alone reads places from the device, and nobody has seen it on one: so no default takes it."""
+    for backend, tree, device, expected in (
+        ("triton", "auto", "cuda", True),
+        ("triton", "hybrid", "cuda", False),
+        ("triton", "auto", "cpu", False),
+        ("auto", "auto", "cuda", False),
+    ):
+        config = tiny_config(pairs("llama"), attention__backend=backend, attention__tree=tree)
+        assert can_capture(config, torch.device(device)) is expected

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
+from specextend.attention.backends import attend_cuda
+from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache
+from specextend.decoding.device import traits_of
+from specextend.decoding.model import CachedModel
 from specextend.loading import (
     GIB,
     check_memory,
@@ -19,7 +28,7 @@ from specextend.loading import (
 )
 from specextend.models import load_target
 from specextend.pairing import check_pair
-from tests.tiny_models import PUBLISHED, tiny_config, tiny_engine
+from tests.tiny_models import FAMILIES, PUBLISHED, tiny_config, tiny_engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -64,6 +73,44 @@ def test_a_mode_without_a_draft_plans_for_none(pairs):
     config = tiny_config(pairs("llama"), "eagle", decoding__mode="autoregressive")
     planned = memory_bytes(config, check_pair(config.target, None), CPU)
     assert planned["draft_weights"] == planned["draft_caches"] == 0
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, on a device without memory; what was there before does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        results = operator(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for made in tree_leaves(results):
+            if isinstance(made, torch.Tensor) and (storage := made.untyped_storage())._cdata not in given:
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._free, storage.nbytes())
+        return results
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pairs):
+    """As `auto` attends to it on a GPU. The plan knew a fiftieth of what that took with the plain twin."""
+    shape = {"hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16, "num_key_value_heads": 4}
+    config = FAMILIES["llama"].config(num_hidden_layers=2, head_dim=128, **shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
+    target = CachedModel(model.requires_grad_(False), attend_cuda, 16384)
+    chunk = traits_of(GPU).prefill_chunk
+    nodes = torch.zeros(1, chunk, dtype=torch.int64, device="meta")
+    with torch.inference_mode(), Live() as live:
+        target.forward(nodes, nodes, AttentionPlan([0], [3 * chunk], chunk))
+    tiny = tiny_config(pairs("llama"), "ngram", target__dtype="bfloat16")
+    facts = replace(check_pair(tiny.target, None), hidden_size=2048, num_heads=16, head_dim=128, vocab_size=8)
+    planned = memory_bytes(tiny, facts, GPU)["activations"]
+    assert planned / 2 < live.most < planned
 
 
 def test_a_device_without_room_to_measure_its_limits_works_on(pairs, monkeypatch):

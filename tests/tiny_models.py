@@ -1,11 +1,12 @@
 """Tiny random checkpoints of every family we serve, drafts for them, and engines on them.
 
 A random model soon says one token for ever. Here embeddings are large, attention is sharp and layers add much, so that
-the next token depends on far ones and outputs vary; `test_lossless.py` checks that they do.
+the next token depends on far ones and outputs vary; `contract/test_lossless.py` checks that they do.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from specextend.attention.backends import cpu_kernels
 from specextend.config import RunConfig
 from specextend.core import Request, SamplingParams
 from specextend.decoding.drafter import Drafter
@@ -37,6 +39,8 @@ from specextend.models import load_tokenizer
 from specextend.pairing import check_pair, load_drafter
 from tests.published_heads import WRITERS
 
+BACKENDS = ("reference", *cpu_kernels(32, torch.float32))
+"""The attention kernels that run here."""
 VOCABULARY = 120
 NUM_CUT = VOCABULARY // 6
 """Tokens of the target that its draft `cut` lacks."""
@@ -297,6 +301,18 @@ def engine_with(
     }
     drafter = load_drafter(config, config.cache, target, lm_head, num_rows, graphs)
     return Engine(load_tokenizer(config.target.model), target, wrap(drafter) if wrap else drafter, **(usual | parts))
+
+
+def at_call(engine: Engine, call: int, action: Callable[[], None]) -> None:
+    """Do something within the target's `call`-th attention from now: 3 a prefill chunk, 6 a verification."""
+    attend, numbers = engine.target.attend, itertools.count(1)
+
+    def attend_and_act(*arguments: Any) -> Any:
+        if next(numbers) == call:
+            action()
+        return attend(*arguments)
+
+    engine.target.attend = attend_and_act
 
 
 def random_prompt(length: int, seed: int = 0, vocab_size: int = VOCABULARY) -> list[int]:

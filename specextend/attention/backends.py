@@ -15,7 +15,7 @@ from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_matmul,
 from specextend.attention.flash import attend_with, find_flash_attn
 from specextend.attention.hybrid import attend_chunk, has_prefix, merge_states
 from specextend.attention.layer_reference import LayerKernels
-from specextend.attention.plan import Attend, KeySpan, additive
+from specextend.attention.plan import Attend, HostReadError, KeySpan, additive
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
 KERNELS_VERSION = 2
@@ -31,7 +31,7 @@ def load_backend(name: str, device: torch.device) -> Attend:
         ValueError: no such backend, its package is not installed, or it does not run on the device.
     """
     if name == "auto":
-        return attend_padded if device.type == "cpu" else attend_reference
+        return attend_padded if device.type == "cpu" else load_sdpa()
     if name not in BACKENDS:
         raise ValueError(f"attention.backend must be one of auto, {', '.join(BACKENDS)}, got {name!r}")
     if name == "reference":
@@ -89,6 +89,19 @@ def load_compiled() -> Attend:
     return compiled
 
 
+def load_sdpa() -> Attend:
+    """Return torch's own kernels for a GPU; where flash-attn is installed, it attends to chunks of prompts."""
+    if (flash := find_flash_attn()) is None:
+        return attend_cuda
+    attend_to_prompts = attend_with(flash, attend_cuda)
+
+    def sdpa_and_flash(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+        kernel = attend_to_prompts if span.causal else attend_cuda
+        return kernel(q, k, v, span, scale)
+
+    return sdpa_and_flash
+
+
 def load_flash(device: torch.device) -> Attend:
     """Import flash-attn, with `sdpa` for calls that it does not take, such as trees.
 
@@ -119,8 +132,11 @@ def load_triton(device: torch.device) -> Attend:
         otherwise = attend_with(flash, attend_cuda)
 
     def triton(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-        kernel = attend_triton if serves(q, span) else otherwise
-        return kernel(q, k, v, span, scale)
+        if serves(q, span):
+            return attend_triton(q, k, v, span, scale)
+        if span.captured:
+            raise HostReadError(f"the Triton kernel does not take {q.shape[1]} queries with heads of {q.shape[3]}")
+        return otherwise(q, k, v, span, scale)
 
     return triton
 

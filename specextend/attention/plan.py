@@ -15,6 +15,10 @@ from torch import Tensor
 TreeAttention = Literal["dense", "hybrid"]
 
 
+class HostReadError(RuntimeError):
+    """A captured step needs a kernel that reads places on the host; a replay would read those of the capture."""
+
+
 @dataclass(slots=True)
 class KeySpan:
     """The cache rows that each sequence's queries attend to in one kernel call.
@@ -36,6 +40,8 @@ class KeySpan:
     on_device: tuple[Tensor, Tensor] | None = None
     """The first row [B, 1] of each sequence and the new rows [B, T], which are the last ones, int64 on the device;
     None: only the host knows them."""
+    captured: bool = False
+    """True while a step is captured: its replays have other `starts` and `lengths`, so that no kernel may read them."""
     made: dict[Hashable, Tensor] = field(default_factory=dict)
     """What a kernel makes of the span once per forward, for all layers."""
 
@@ -125,6 +131,10 @@ class AttentionPlan:
     """One or two disjoint sets of keys, whose results are merged."""
     on_device: tuple[Tensor, Tensor] | None = None
     """The first row [B, 1] of each sequence and the new rows [B, T], int64 on the device; None: made from the lists."""
+    captured: bool = False
+    """True while a step is captured, see `KeySpan`."""
+    made_rows: Tensor | None = None
+    """The new rows, once they are made from the lists."""
 
     def __post_init__(self) -> None:
         assert all(length >= self.num_new for length in self.lengths)
@@ -134,15 +144,20 @@ class AttentionPlan:
         """Return the cache rows [B, T] int64 that this forward writes."""
         if self.on_device is not None:
             return self.on_device[1]
-        ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)])
-        return (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
+        if self.made_rows is None:  # once a forward: each layer asks
+            ends = torch.tensor([s + n for s, n in zip(self.starts, self.lengths, strict=True)])
+            self.made_rows = (ends[:, None] + torch.arange(-self.num_new, 0)).to(device)
+        return self.made_rows
 
     def _split(self) -> tuple[KeySpan, ...]:
         """Split a tree's keys into the unmasked prefix and the masked rest; any other plan has one span."""
         if self.mask is None or self.tree == "dense":
             causal = self.mask is None and self.num_new > 1  # the one query of a plain step sees every row
             whole = KeySpan(self.starts, self.lengths, self.mask, causal, needs_lse=False, on_device=self.on_device)
+            whole.captured = self.captured
             return (whole,)
+        if self.captured:
+            raise HostReadError("hybrid attention divides a sequence's rows on the host")
         num_masked = self.mask.shape[2]
         prefix = [length - num_masked for length in self.lengths]
         tails = [start + length for start, length in zip(self.starts, prefix, strict=True)]

@@ -31,6 +31,8 @@ from specextend.attention.tree_reference import MAX_MASKED, masked_rows
 HEAD_DIMS = (64, 128)
 MAX_QUERIES = 128
 MAX_SPLITS = 64
+WAVE_SLACK = 1.05
+"""How many times as long as with the best number of splits the kernel may take; fewer splits leave less to merge."""
 MERGED_PARTS = 64
 """Parts that a program merges, of one row or of several."""
 LOG2_E = 1 / math.log(2)
@@ -59,12 +61,17 @@ def choose_tiles(head_dim: int, num_rows: int, dtype: torch.dtype) -> Tiles:
 
 
 def choose_num_splits(num_programs: int, num_processors: int, num_warps: int) -> int:
-    """Choose the splits that fill a GPU of so many multiprocessors once, if `num_programs` is the number without any.
+    """Choose the fewest splits that keep a GPU of so many multiprocessors busy, of `num_programs` programs without any.
 
-    Lengths do not matter: a captured graph outlives them.
+    Programs run in waves, of which the last may be nearly empty. Lengths do not matter: a captured graph outlives them.
     """
     resident = 2 if num_warps <= 4 else 1  # programs that a multiprocessor has registers for
-    return max(1, min(MAX_SPLITS, resident * num_processors // num_programs))
+
+    def time(num_splits: int) -> float:  # in waves of programs that attend to all keys
+        return math.ceil(num_programs * num_splits / (resident * num_processors)) / num_splits
+
+    nearly_best = WAVE_SLACK * min(map(time, range(1, MAX_SPLITS + 1)))
+    return next(num_splits for num_splits in range(1, MAX_SPLITS + 1) if time(num_splits) <= nearly_best)
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from hashlib import blake2b
 from typing import Any
 
 from specextend.cluster.messages import Failed, Suspected, WorkerReport
-from specextend.cluster.outbox import Outbox
 from specextend.core import Completion, DocumentKey, Request
 from specextend.data.audit_rows import audit_row
 
@@ -48,7 +47,7 @@ class Auditor:
         self._lock = threading.Lock()
         self._waiting: deque[_Case] = deque()
         self._running: dict[str, _Case] = {}
-        self._rows = Outbox[dict[str, Any]]()
+        self._rows: list[dict[str, Any]] = []
         self._num_to_hand_out = 0
         self.is_ending = False
         """True once no further document will come, so that batches need not be full."""
@@ -96,20 +95,20 @@ class Auditor:
         with self._lock:
             case = self._running.pop(request_id, None)
             if case is not None:
-                self._rows.add([_row(case, outcome)])
+                self._rows.append(_row(case, outcome))
         return request_id.startswith(_PREFIX)
 
     def fail_batch(self, failure: Suspected) -> None:
         """Note that everything in the engine has failed."""
         with self._lock:
-            self._rows.add(_row(case, failure) for case in self._running.values())
+            self._rows += [_row(case, failure) for case in self._running.values()]
             self._running.clear()
             self._num_to_hand_out = 0
 
     def rows(self, num_seen: int) -> tuple[dict[str, Any], ...]:
-        """Return the rows that follow the first `num_seen`, and forget those."""
+        """Return the rows that follow the first `num_seen`: a poll may be lost, so each is shown until it was seen."""
         with self._lock:
-            return self._rows.after(num_seen)
+            return tuple(self._rows[num_seen:])
 
 
 def _row(case: _Case, outcome: Completion | Failed | Suspected) -> dict[str, Any]:

@@ -8,7 +8,8 @@ where none is left to begin do workers share one, and each of them reads it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -16,15 +17,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specextend.cluster.estimates import Estimates
-from specextend.cluster.leases import Rank, rank, ranks
 from specextend.core import DocumentKey
+
+LENGTH_STEP = 1.1
+"""Factor between two lengths that count as different; documents of about one length go in input order."""
+
+Rank = tuple[int, DocumentKey]
+"""A document with its place in the order of work; the smallest comes first."""
+
+
+def rank(num_tokens: int, key: DocumentKey) -> Rank:
+    """Order a document: longest first, and those of about one length in input order."""
+    return int(ranks(np.array([num_tokens]))[0]), key
+
+
+def ranks(num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the places [N] of lengths [N] in the order of work, equal for those of about one length."""
+    return -np.round(np.log(np.maximum(1, num_tokens)) / math.log(LENGTH_STEP)).astype(np.int64)
 
 
 @dataclass(slots=True)
 class _Neighbourhood:
     """A neighbourhood that has been begun."""
 
-    file: int
     positions: NDArray[np.int64]
     """Its documents that nobody has had yet, the next one first; those before `taken` are gone."""
     ranks: NDArray[np.int64]
@@ -47,11 +62,6 @@ class _Neighbourhood:
         fresh = [int(self.ranks[self.taken])] if self.taken < len(self.positions) else []
         return min([*fresh, self.returned[0][0]] if self.returned else fresh)
 
-    @property
-    def share(self) -> float:
-        """Return the tokens for each worker if one more takes from it."""
-        return self.tokens / (self.num_users + 1)
-
 
 class Backlog:
     """Documents that wait. Of those that nobody has had yet, no object is held."""
@@ -71,25 +81,20 @@ class Backlog:
         self._next = 0
         self._is_begun = np.zeros(len(self._starts), np.bool_)
         self._open: dict[int, _Neighbourhood] = {}
-        self._left: set[int] = set()
-        """Those of the open ones that no worker uses."""
         self._used: dict[str, int] = {}
-        self._shares: list[tuple[float, int]] | None = None
-        """Heap of the open ones by what they leave to one more worker, as it was at some time; None before it matters.
-        """
 
     def __len__(self) -> int:
         return self._size
 
-    def take(self, worker: str, but_of: Collection[int | None] = ()) -> DocumentKey | None:
-        """Remove and return the next document for a worker, not of the files `but_of`; None if there is none."""
-        while (number := self._used.get(worker)) is None or not self._has_for(number, but_of):
+    def take(self, worker: str) -> DocumentKey | None:
+        """Remove and return the next document for a worker; None if there is none."""
+        if not self._size:
+            return None
+        number = self._used.get(worker)
+        if number is None or self._open[number].is_empty:
             self.leave(worker)
-            if (number := self._choose(but_of)) is None:
-                return None
-            self._used[worker] = number
+            self._used[worker] = number = self._choose()
             self._open[number].num_users += 1
-            self._left.discard(number)
         self._size -= 1
         return self._pop(self._open[number])
 
@@ -98,16 +103,14 @@ class Backlog:
         position = self._estimates.position(key)
         total = self._estimates.at(position).total
         number = int(self._starts.searchsorted(position, side="right")) - 1
-        found = self._open.get(number)
-        if found is None and not self._is_begun[number]:
-            found = self._begin(number)
-        elif found is None:
+        if not self._is_begun[number]:
+            self._begin(number)
+        elif number not in self._open:
             empty = np.empty(0, np.int64)
-            found = self._open[number] = _Neighbourhood(key.file, empty, empty, 0)
-            self._left.add(number)
+            self._open[number] = _Neighbourhood(empty, empty, 0)
+        found = self._open[number]
         heapq.heappush(found.returned, rank(total, key))
         found.tokens += total
-        self._offer(number)
         self._size += 1
 
     def leave(self, worker: str) -> None:
@@ -118,8 +121,6 @@ class Backlog:
         found.num_users -= 1
         if not found.num_users and found.is_empty:
             del self._open[number]
-        elif not found.num_users:
-            self._left.add(number)
 
     def first(self, limit: int) -> list[DocumentKey]:
         """List documents that wait, up to a number, those of neighbourhoods that have been begun first."""
@@ -149,70 +150,25 @@ class Backlog:
             positions = positions[[position not in self._without for position in positions.tolist()]]
         return positions[np.argsort(ranks(self._estimates.totals_at(positions)), kind="stable")]
 
-    def _begin(self, number: int) -> _Neighbourhood:
+    def _begin(self, number: int) -> int:
         positions = self._positions(number)
         totals = self._estimates.totals_at(positions)
-        found = self._open[number] = _Neighbourhood(self._file(number), positions, ranks(totals), int(totals.sum()))
+        self._open[number] = _Neighbourhood(positions, ranks(totals), int(totals.sum()))
         self._is_begun[number] = True
-        self._left.add(number)
-        self._offer(number)
-        return found
+        return number
 
-    def _offer(self, number: int) -> None:
-        if self._shares is not None:
-            heapq.heappush(self._shares, (-self._open[number].share, number))
-
-    def _choose(self, but_of: Collection[int | None]) -> int | None:
-        """Choose a neighbourhood for a worker: one that others have left, else a new one, else the one to share."""
-        allowed = [number for number in self._left if self._open[number].file not in but_of]
-        if allowed:
-            return min(allowed, key=lambda number: (self._open[number].next_rank, number))
-        if (number := self._next_new(but_of)) is not None:
-            self._begin(number)
-            return number
-        return self._to_share(but_of)
-
-    def _next_new(self, but_of: Collection[int | None]) -> int | None:
-        """Find the next neighbourhood that nobody has begun."""
-        while self._next < len(self._order) and self._is_begun[self._order[self._next]]:
+    def _choose(self) -> int:
+        """Choose a neighbourhood: one that others have left, else a new one, else that with most for each worker."""
+        waiting = {number: found for number, found in self._open.items() if not found.is_empty}
+        left = [number for number, found in waiting.items() if not found.num_users]
+        if left:
+            return min(left, key=lambda number: (waiting[number].next_rank, number))
+        while self._next < len(self._order):
+            number = int(self._order[self._next])
             self._next += 1
-        for place in range(self._next, len(self._order)):
-            number = int(self._order[place])
-            if not self._is_begun[number] and self._file(number) not in but_of:
+            if not self._is_begun[number] and not self._open[self._begin(number)].is_empty:
                 return number
-        return None
-
-    def _to_share(self, but_of: Collection[int | None]) -> int | None:
-        """Find the neighbourhood that leaves most to one more worker.
-
-        What is left shrinks, so the heap's old figures are upper bounds: the first one that is up to date is the most.
-        """
-        if self._shares is None:
-            self._shares = [(-found.share, number) for number, found in self._open.items() if not found.is_empty]
-            heapq.heapify(self._shares)
-        passed, chosen = [], None
-        while self._shares and chosen is None:
-            old, number = heapq.heappop(self._shares)
-            found = self._open.get(number)
-            if found is None or found.is_empty:
-                continue
-            if -found.share > old:
-                heapq.heappush(self._shares, (-found.share, number))
-            elif found.file in but_of:
-                passed.append((old, number))
-            else:
-                chosen = number
-                passed.append((old, number))
-        for entry in passed:
-            heapq.heappush(self._shares, entry)
-        return chosen
-
-    def _file(self, number: int) -> int:
-        return self._estimates.key(int(self._starts[number])).file
-
-    def _has_for(self, number: int, but_of: Collection[int | None]) -> bool:
-        found = self._open[number]
-        return not found.is_empty and found.file not in but_of
+        return max(waiting, key=lambda number: waiting[number].tokens / (waiting[number].num_users + 1))
 
     def _pop(self, found: _Neighbourhood) -> DocumentKey:
         fresh = None

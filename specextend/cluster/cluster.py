@@ -10,15 +10,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from specextend.cluster.environment import is_local, num_cores
+from specextend.cluster.environment import cores_per_worker, is_local, num_cores
 from specextend.cluster.exits import ClusterError, Interrupt, LockHeldError
-from specextend.config import JobOptions
+from specextend.config import JobOptions, RunConfig
 from specextend.core import first_line
 
 LOCAL_OBJECT_STORE_BYTES = 100 << 20
@@ -139,15 +140,26 @@ def _claim(name: str, output: str, wait_s: float) -> Any:
             return holder
 
 
+def settle_cores(config: RunConfig) -> RunConfig:
+    """Return the configuration with a number in the place of `job.cpus_per_worker: auto`, by the nodes that are up."""
+    nodes = [(each.get("CPU", 0.0), each.get("GPU", 0.0)) for each in _nodes()]
+    cores = cores_per_worker(config.job, nodes)
+    return config.model_copy(update={"job": replace(config.job, cpus_per_worker=cores)})
+
+
+def _nodes() -> list[dict[str, float]]:
+    """Return the resources of each node that is up."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
 def say_no_node(job: JobOptions) -> str | None:
     """Say that no node of the cluster that was joined could hold a worker, even an idle one; None if one could.
 
-    A cluster that grows may start such a node. In any other the job would wait in silence until `job.silence_s`.
+    A cluster that grows may start such a node. In any other the job would wait in silence until `JobOptions.silence_s`.
     """
-    needed = {"CPU": job.cpus_per_worker, "GPU": job.gpus_per_worker}
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if any(all(node.get(name, 0.0) >= number for name, number in needed.items()) for node in nodes):
+    needed = {"CPU": job.num_cores, "GPU": job.gpus_per_worker}
+    if any(all(node.get(name, 0.0) >= number for name, number in needed.items()) for node in _nodes()):
         return None
     wanted = f"job.cpus_per_worker {job.cpus_per_worker} and job.gpus_per_worker {job.gpus_per_worker:g}"
-    end = f"unless it grows, the run ends after {job.silence_s:g} s (job.silence_s)"
+    end = f"unless it grows, the run ends after {job.silence_s:g} s"
     return f"no node of the cluster has room for a worker of {wanted}; {end}"

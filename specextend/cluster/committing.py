@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from specextend.cluster.exits import writing
 from specextend.cluster.leases import Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.records import Attempt
-from specextend.cluster.stores import writing
 from specextend.core import DocumentKey
 from specextend.data.audit_rows import AuditWriter
-from specextend.data.chunk_rows import ChunkWriter
 from specextend.data.parts import PartWriter
 from specextend.data.storage import Location
 
 RECORD_EVERY_S = 10.0
 """Seconds between two writes of the record of a start because workers have come or gone: as often as the heartbeat."""
+
+LEAST_ROWS, ROWS_PER_WORKER = 64, 8
+"""Rows of a commit: so many for each worker, so that a large run leaves thousands of files and not many more."""
+
+
+def rows_per_commit(workers: int) -> int:
+    """Return the finished documents after which so many workers' driver writes them."""
+    return max(LEAST_ROWS, ROWS_PER_WORKER * workers)
 
 
 class Committer:
@@ -27,17 +34,15 @@ class Committer:
         output: Location,
         writer: PartWriter,
         audit_writer: AuditWriter,
-        chunk_writer: ChunkWriter,
         lock: OutputLock,
         every_rows: int,
         every_s: float,
     ) -> None:
         self._output, self._lock = output, lock
-        self._writer, self._audit_writer, self._chunk_writer = writer, audit_writer, chunk_writer
+        self._writer, self._audit_writer = writer, audit_writer
         self._every_rows, self._every_s = every_rows, every_s
         self._rows: list[dict[str, Any]] = []
         self._audits: list[dict[str, Any]] = []
-        self._chunks: list[dict[str, Any]] = []
         self._oldest = 0.0
         self._recorded_at = -RECORD_EVERY_S
 
@@ -51,14 +56,9 @@ class Committer:
         self._begin(now)
         self._audits += rows
 
-    def chunks_done(self, rows: Iterable[dict[str, Any]], now: float) -> None:
-        """Add rows of what was decoded for documents in parts."""
-        self._begin(now)
-        self._chunks += rows
-
     @property
     def _has_rows(self) -> bool:
-        return bool(self._rows or self._audits or self._chunks)
+        return bool(self._rows or self._audits)
 
     def _begin(self, now: float) -> None:
         if not self._has_rows:
@@ -75,8 +75,7 @@ class Committer:
         with writing(self._output):
             self._writer.commit(self._rows)
             self._audit_writer.commit(self._audits)
-            self._chunk_writer.commit(self._chunks)
-        self._rows, self._audits, self._chunks = [], [], []
+        self._rows, self._audits = [], []
 
     def remember(self, attempt: Attempt, charges: Mapping[DocumentKey, Tried]) -> None:
         """Record which open documents have been charged. Raises as `commit` does."""

@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from specextend.cluster.cluster import claimed, connected, say_no_node
-from specextend.cluster.committing import Committer
+from specextend.cluster.cluster import claimed, connected, say_no_node, settle_cores
+from specextend.cluster.committing import Committer, rows_per_commit
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Driver
-from specextend.cluster.environment import is_local, say_room, worker_device, workers_that_fit
+from specextend.cluster.environment import is_local, say_room
 from specextend.cluster.estimates import RowSet
-from specextend.cluster.exits import Interrupt
-from specextend.cluster.forecast import Forecast, Outlook
+from specextend.cluster.exits import Interrupt, reading, writing
 from specextend.cluster.leases import Limits, Tried
 from specextend.cluster.lock import OutputLock
-from specextend.cluster.memory_plan import plan_memory, settle_batch_size
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.planning import Plan, make_plan
+from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.pool import Pool
 from specextend.cluster.prepare import Prepared
-from specextend.cluster.progress import Ledger, describe_duration
-from specextend.cluster.rates import CostSample, find_rates, keep_rates, pair_key
-from specextend.cluster.records import Attempt, describe_age, tried_before
+from specextend.cluster.progress import Ledger
+from specextend.cluster.records import Attempt, tried_before
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.stores import reading, using, writing
 from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.core import DocumentKey, counted
 from specextend.data.audit_rows import AuditWriter
-from specextend.data.chunk_rows import ChunkWriter, read_chunks
-from specextend.data.parts import PartWriter
-from specextend.data.plan_record import PlanRecord
-from specextend.data.provenance import provenance
-from specextend.data.regrouping import regroup
-from specextend.data.results import Progress
-from specextend.data.source import Source
-from specextend.loading import load_engine
+from specextend.data.fingerprint import provenance
+from specextend.data.parts import PartWriter, Progress
 
 EXTRA_LEASES = 2
 """Leases that wait at a worker in addition to those that it decodes."""
@@ -58,54 +47,36 @@ class RowDecoding:
     checkpoint: Callable[[], None]
     """Called between the steps of long operations; may raise."""
 
-    def plan(self, keys: RowSet) -> tuple[Source, Plan]:
-        """Return the source from which to read, and the plan. Raises InputError for a file that breaks off."""
-        output = self.prepared.output
-        with writing(output):
-            source = regroup(self.prepared.source, output, self.checkpoint)
-        with using(output):
-            return source, self._make_plan(source, keys)
-
-    def _make_plan(self, source: Source, keys: RowSet) -> Plan:
-        decoding = self.prepared.config.decoding
+    def plan(self, keys: RowSet) -> Plan:
+        """Plan the rows. Raises InputError for a file that breaks off."""
+        source, decoding = self.prepared.source, self.prepared.config.decoding
         begin = time.monotonic()
-        record = PlanRecord(source, self.prepared.output, self.prepared.manifest["fingerprint"])
-        equal = record.equal_texts() if decoding.copies_equal_texts else None
-        arguments = (self.prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.checkpoint, equal)
-        plan = make_plan(record, *arguments)
-        with writing(self.prepared.output):
-            record.keep(plan.tokens_per_byte, equal)
-        copied = f"{plan.equal.num_rows:,} of them copied from rows with an equal text, " if plan.equal else ""
+        plan = make_plan(source, self.prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.checkpoint)
         self.display.note(
-            f"{len(keys):,} of {counted(source.num_rows, 'row')} to do, {copied}"
+            f"{len(keys):,} of {counted(source.num_rows, 'row')} to do, "
             f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in {time.monotonic() - begin:.1f} s)"
         )
         return plan
 
-    def run(self, source: Source, plan: Plan, progress: Progress, num_errors: int) -> None:
+    def run(self, plan: Plan, progress: Progress, num_errors: int) -> None:
         """Decode what `plan` has planned. num_errors: error rows of earlier starts that are left as they are."""
         with reading(self.prepared.output):
             tried = tried_before(self.prepared.output, progress)
         config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
         self.prepared = replace(self.prepared, config=config)
         self._plan_memory(plan)
-        forecast = self._forecast(plan)
-        expected_s = None if forecast is None else forecast.seconds
-        ledger = Ledger(plan.estimates, len(progress.done), num_errors, expected_s, plan.equal.num_rows)
-        self._decode(source, plan, ledger, tried)
+        self._decode(plan, Ledger(plan.estimates, len(progress.done), num_errors), tried)
 
-    def _decode(self, source: Source, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
-        begin = time.monotonic()
+    def _decode(self, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
         with connected(self.interrupt), claimed(self.prepared.output.path):
+            self.prepared = replace(self.prepared, config=settle_cores(self.prepared.config))
             self._say_what_fits()
-            driver = self._driver(source, plan, ledger, tried)
-            connect_s = time.monotonic() - begin
+            driver = self._driver(plan, ledger, tried)
             try:
                 driver.run()
             finally:
                 driver.pool.close()
                 self.attempt.workers_released()
-        self._keep_rates(driver.costs, connect_s)
 
     def _plan_memory(self, plan: Plan) -> None:
         """Record what a worker will hold, and say it."""
@@ -119,60 +90,30 @@ class RowDecoding:
                 f"cache, which takes {fit} of the longest documents at once"
             )
 
-    def _forecast(self, plan: Plan) -> Forecast | None:
-        """Record how long the open documents should take by rates that are kept; None if there are none."""
-        config = self.prepared.config
-        rates = find_rates(self._pair_key(), worker_device(config.job) if is_local() else None)
-        if rates is None:
-            return None
-        workers = workers_that_fit(config.job) if is_local() else config.job.workers
-        forecast = Outlook(plan.estimates, rates, config.decoding.batch_size).lasts(workers)
-        with writing(self.prepared.output):
-            self.attempt.expect(asdict(forecast))
-        low, high = describe_duration(forecast.seconds_low), describe_duration(forecast.seconds_high)
-        likely, age = describe_duration(forecast.seconds), describe_age(time.time() - rates.measured_at)
-        self.display.note(f"expected to take {likely} ({low} to {high}), by {forecast.basis}, {age}", "forecast")
-        return forecast
-
-    def _keep_rates(self, costs: CostSample, connect_s: float) -> None:
-        """Keep the rates of this start for later forecasts; those of another engine than ours are not the pair's."""
-        config = self.prepared.config
-        num_places = config.job.workers * config.decoding.batch_size
-        if self.factory is not load_engine or costs.num_offered < 2 * num_places:
-            return  # of another engine, or of batches that were not full
-        rates = costs.rates(connect_s=connect_s, origin=f"run {self.run_id}", measured_at=time.time())
-        if rates is not None:
-            keep_rates(self._pair_key(), rates)
-
-    def _pair_key(self) -> dict[str, Any]:
-        return pair_key(self.prepared.config, self.prepared.manifest["identity"]["hashes"])
-
     def _say_what_fits(self) -> None:
         job = self.prepared.config.job
         if warning := say_room(job) if is_local() else say_no_node(job):
             self.display.note(f"warning: {warning}")
 
-    def _driver(self, source: Source, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
-        config, job = self.prepared.config, self.prepared.config.job
+    def _driver(self, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
+        source, config, job = self.prepared.source, self.prepared.config, self.prepared.config.job
         limits = Limits(
             max_attempts=job.max_attempts,
-            deadline_base_s=job.deadline_base_s,
-            deadline_s_per_token=job.deadline_s_per_token,
+            deadline_s=job.document_deadline_s,
             stall_s=job.stall_s,
         )
         num_leases = config.decoding.batch_size + EXTRA_LEASES
-        group_rows = [source.group_rows(file.number) for file in source.files]
+        group_rows = [file.group_rows for file in source.files]
         output, manifest = self.prepared.output, self.prepared.manifest
         with writing(output):
             origin = provenance(manifest, [self.attempt.start], [self.run_id])
             writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
-            audits, chunks = AuditWriter(output, self.run_id), ChunkWriter(output, self.run_id)
-            known = read_chunks(output, plan.estimates)
+            audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(plan.estimates, limits, num_leases, f"{self.run_id}-", tried, group_rows),
             pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),
             roster=Roster(job.workers),
-            committer=Committer(output, writer, audits, chunks, self.lock, job.rows_per_commit, job.commit_every_s),
+            committer=Committer(output, writer, audits, self.lock, rows_per_commit(job.workers), job.commit_every_s),
             ledger=ledger,
             display=self.display,
             metrics=Metrics(self.run_id),
@@ -180,7 +121,5 @@ class RowDecoding:
             attempt=self.attempt,
             source=source,
             job=job,
-            chunks=known,
-            equal=plan.equal,
             is_auditing=config.decoding.audit_fraction > 0,
         )

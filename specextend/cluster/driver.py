@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from specextend.cluster.auditing import AuditEnd
 from specextend.cluster.committing import Committer
 from specextend.cluster.display import Display, Fact, Pace, lease_facts, place_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
-from specextend.cluster.leases import GivenUp, Lease
-from specextend.cluster.messages import ChunkDone, Done, Failed, Outcome, Suspected, WorkerInfo
+from specextend.cluster.leases import GivenUp, Lease, Place, Spot
+from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.places import Place, Spot
 from specextend.cluster.pool import (
     Begun,
     CallLost,
@@ -29,20 +27,19 @@ from specextend.cluster.pool import (
     StartFailed,
 )
 from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, StallGuard
-from specextend.cluster.rates import CostSample, DocumentCost
 from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
-from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.stores import Arbiter, Ruling
+from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.config import JobOptions
-from specextend.core import Completion, DocumentKey, counted
-from specextend.data.chunk_rows import chunk_row
-from specextend.data.equal_texts import EqualRows
+from specextend.core import DocumentKey, counted
+from specextend.data.inputs import DocumentError, InputUnreachableError
+from specextend.data.parquet import DAMAGED
 from specextend.data.run_folder import RELEASED
-from specextend.data.schema import copied_row, error_row
+from specextend.data.schema import error_row
 from specextend.data.source import Source
 
-REBALANCE_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at what concerns all workers: deadlines, hangs, and who is wanted."""
 TICK_S = 0.2
 """Seconds to wait for an event before clocks and signals are checked again."""
 
@@ -62,26 +59,18 @@ class Driver:
     attempt: Attempt
     source: Source
     job: JobOptions
-    equal: EqualRows = field(default_factory=EqualRows.none)
-    """Rows that end like one of the scheduler's documents, without a lease of their own."""
     is_auditing: bool = False
     """True if workers decode some documents again (`decoding.audit_fraction`)."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
-    chunks: dict[DocumentKey, dict[str, Completion]] = field(default_factory=dict)
-    """What was decoded for open documents that are summarised in parts, by the digest of the request."""
-    costs: CostSample = field(default_factory=CostSample)
-    """Costs of the documents that this start has done."""
     _guard: StallGuard = field(init=False)
     _errors: ErrorGuard = field(init=False)
-    _arbiter: Arbiter = field(init=False)
     _hosts: dict[str, str] = field(default_factory=dict)
     """Hosts of the workers that were ready once."""
-    _rebalance_pace: Pace = field(default_factory=lambda: Pace(REBALANCE_EVERY_S))
+    _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
     _audit_end: AuditEnd | None = None
 
     def __post_init__(self) -> None:
-        self._arbiter = Arbiter(self.source, self.committer.commit)
         self._guard = StallGuard(self.job.silence_s, self.clock())
         limit = max(self.job.stop_error_fraction, self.job.max_error_fraction)
         self._errors = ErrorGuard(limit, self.scheduler.num_open)
@@ -93,7 +82,7 @@ class Driver:
             InterruptedRunError: told to stop.
             WorkersFailError: no worker can be had.
             InputChangedError: a file of the input is not what it was.
-            StalledRunError: no worker has read or written a token for `job.silence_s`.
+            StalledRunError: no worker has read or written a token for `JobOptions.silence_s`.
             TooManyErrorsError: most documents fail.
             LockLostError: another driver has taken the folder over.
             LockGoneError: somebody has removed its lock.
@@ -122,23 +111,26 @@ class Driver:
 
     def _turn(self) -> None:
         self.interrupt.check()
-        self._arbiter.begin_turn()
         now = self.clock()
-        self._staff(now)
-        if self._rebalance_pace.is_due(now):
-            for worker, lease in self.scheduler.rebalance(now):
-                self._take_back(worker, lease)
         for worker, lease in self.scheduler.assign(now):
             self.display.event("document_leased", **lease_facts(worker, lease))
-            self.pool.run(worker, lease, self.chunks.get(lease.key, {}))
+            self.pool.run(worker, lease)
         self._collect(TICK_S)
-        self._enforce(self.clock())
+        if self._pace.is_due(self.clock()):  # now that it is known what the workers did meanwhile
+            self._look_around(self.clock())
         self._check_silence()
         self.committer.commit_if_due(self.clock())
         self.committer.record_if_due(self.attempt, self.clock())
         if not self.scheduler.is_done:
             self._errors.check()
         self._show()
+
+    def _look_around(self, now: float) -> None:
+        """Do what concerns all workers."""
+        self._enforce(now)
+        self._staff(now)
+        for worker, lease in self.scheduler.rebalance(now):
+            self._take_back(worker, lease)
 
     def _staff(self, now: float) -> None:
         """Start the workers that are wanted, and let go of those that are of no use any more."""
@@ -152,7 +144,7 @@ class Driver:
             for worker in self.scheduler.spare(now):
                 self.scheduler.release(worker)
                 self._let_go(worker)
-        self.scheduler.expect(self.roster.coming(now))
+        self.scheduler.expect(self.roster.num_coming(now))
 
     def _let_go(self, worker: str) -> None:
         self.display.event("worker_released", worker=worker)
@@ -203,14 +195,11 @@ class Driver:
             raise self._guard.error(self.roster.num_ready, leased, waiting, num_waiting, self.source.place)
 
     def _enforce(self, now: float) -> None:
-        """Cancel overdue documents and kill workers that hang.
-
-        Comes after `_collect`: a driver that was held up itself has not seen yet what its workers did.
-        """
+        """Cancel overdue documents and kill workers that hang."""
         for lease in self.scheduler.overdue(now):
             seconds = self.scheduler.limits.seconds_for(lease.num_tokens)
             message = f"not done {seconds:.0f} s after the start of its prefill"
-            worker, doc_id = self.scheduler.holder(lease.lease_id), self._arbiter.doc_id(lease.key)
+            worker, doc_id = self.scheduler.holder(lease.lease_id), self.source.doc_id(lease.key)
             facts = lease_facts(worker, lease) | {"document": doc_id}
             self.display.note(f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts)
             self._give_up(self.scheduler.expire(lease.lease_id, message), worker, now)
@@ -249,7 +238,6 @@ class Driver:
                 self.ledger.running(worker, [(key, report.outputs[name]) for name, key in held.items()])
                 self.metrics.running(worker, {name: report.outputs[name] for name in held})
                 self.committer.audited(report.audits, now)
-                self._chunks_done(report.chunks, now)
                 if self._audit_end is not None:
                     self._audit_end.reported(worker, report, now)
             case Draining(worker):
@@ -263,38 +251,23 @@ class Driver:
             case Died():
                 self._died(event, now)
 
-    def _chunks_done(self, chunks: Iterable[ChunkDone], now: float) -> None:
-        """Keep what was done for documents that are open still: their next attempt does it no more."""
-        rows = []
-        for chunk in chunks:
-            if (lease := self.scheduler.lease(chunk.lease_id)) is not None:
-                known = self.chunks.setdefault(lease.key, {})
-                if chunk.digest not in known:
-                    known[chunk.digest] = chunk.completion
-                    rows.append(chunk_row(lease.key, chunk.digest, chunk.completion))
-        self.committer.chunks_done(rows, now)
-
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
-        """Let a worker take documents, unless others have died at its place one after the other."""
+        """Let a worker take documents, unless its place is left out."""
         self.roster.ready(worker)
         self._hosts[worker] = info.host
         self.attempt.worker_ready(worker, info)
-        self.costs.worker_ready(info.device, now)
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
         place = Place(info.node_id, Spot(info.host, device))
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
         self.display.event("worker_ready", **facts, pid=info.pid, device=info.device)
-        if (rest := self.scheduler.join(worker, place, now, info.device)) is None:
+        if (deaths := self.scheduler.join(worker, place, now)) is None:
             return
-        why = f"{counted(rest.num_deaths, 'worker')} died there in a row and no document was done: {rest.last_words}"
+        num_deaths, last_words = deaths
+        self.roster.leave_out(worker)
+        why = f"{counted(num_deaths, 'worker')} died there in a row and no document was done: {last_words}"
         where = f"{info.host} ({device}, {info.device})"
-        if math.isinf(rest.seconds):
-            self.roster.leave_out(worker)
-            message = f"{where} is left out, {worker} there gets no more documents: {why}"
-            self.display.note(message, "place_left_out", **facts, reason=why)
-        else:
-            message = f"{where} rests, {worker} there gets no documents for {rest.seconds:.0f} s: {why}"
-            self.display.note(message, "place_rests", **facts, reason=why)
+        message = f"{where} is left out, {worker} there gets no more documents: {why}"
+        self.display.note(message, "place_left_out", **facts, reason=why)
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
         """Take an outcome in. It counts only while its lease is in force."""
@@ -306,49 +279,35 @@ class Driver:
             return
         self.roster.document_done()
         if isinstance(outcome, Suspected):
-            self._chunks_done(outcome.chunks, now)
             message = f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}"
             self.display.note(message, "batch_failed", **lease_facts(worker, lease), error_class=outcome.error_class)
             self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker, now)
             return
-        self.scheduler.finish(lease.lease_id)
+        self.scheduler.finish(lease.lease_id, is_done=isinstance(outcome, Done))
         self._guard.ended(now)
         if isinstance(outcome, Done):
-            self.chunks.pop(lease.key, None)
-            self.scheduler.produced(worker)
             self._errors.done()
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
-            num_copies = self._commit(lease.key, outcome.row, now)
-            self.metrics.done(worker, lease.lease_id, outcome, num_copies)
-            estimate = self.ledger.finish(lease.key, outcome.stats, worker, num_copies)
-            self.costs.offer(DocumentCost.of(outcome, estimate.max_new_tokens))
+            self.committer.add(outcome.row, now)
+            self.metrics.done(worker, lease.lease_id, outcome)
+            self.ledger.finish(lease.key, outcome.stats, worker)
         else:
             self._fail(lease.key, lease.attempt, outcome, worker, now)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
-        """Put a document back that a worker could not read, after a re-read has shown whose fault it is.
-
-        If the driver can read it, the worker gets no more documents of that file for a while.
-        """
+        """Let another worker try a document that this one could not read, unless the document is at fault."""
         self.display.event("document_unread", **lease_facts(worker, lease), message=failed.message)
-        if not self.scheduler.sees(worker, lease.key.file, now):
+        was_told = self._is_stopping or self.scheduler.is_resting(worker, now)
+        if was_told or not is_damaged_row(self.source, lease.key):
             self.scheduler.unread(lease.lease_id, now)
+            if not was_told:
+                host = self._hosts[worker]
+                message = f"{worker} on {host} cannot read a document, and rests for {PAUSE_S:g} s: {failed.message}"
+                self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=failed.message)
             return
-        if self._is_stopping or self._arbiter.is_spent:
-            self.scheduler.put_back(lease.lease_id, now)
-            return
-        verdict, now = self._arbiter.judge(lease.key), self.clock()
-        if verdict is Ruling.DAMAGED:
-            for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message, now):
-                self._guard.ended(now)
-                self._fail(item.key, item.attempts, failed, worker, now)
-            return
-        pause_s = self.scheduler.unread(lease.lease_id, now)
-        who = "the driver cannot read either" if verdict is Ruling.OUT_OF_REACH else "the driver can read"
-        host, reason = self._hosts[worker], failed.message
-        what = f"{worker} on {host} cannot read a document that {who}"
-        message = f"{what}, and gets no more of its file for {pause_s:.0f} s: {reason}"
-        self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=reason)
+        for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message, now):
+            self._guard.ended(now)
+            self._fail(item.key, item.attempts, failed, worker, now)
 
     def _lost(self, worker: str, lease: Lease, reason: str, now: float) -> None:
         """Note that a call ended without outcome. Unless it was cancelled, its document waits again."""
@@ -382,8 +341,7 @@ class Driver:
             self._fail(item.key, item.attempts, failed, worker, now)
 
     def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str, now: float) -> None:
-        self.chunks.pop(key, None)
-        doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self._arbiter.doc_id(key))
+        doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self.source.doc_id(key))
         row = error_row(
             key,
             doc_id,
@@ -393,21 +351,26 @@ class Driver:
             retryable=failed.retryable,
             attempts=attempts,
         )
-        num_copies = self._commit(key, row, now)
+        self.committer.add(row, now)
         facts = place_facts(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
-        others = f" (rows with an equal text that fail like it: {num_copies:,})" if num_copies else ""
-        message = f"document {doc_id} failed: {failed.error_class}: {failed.message}{others}"
+        message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
         self.display.note(message, "document_failed", **facts, error_class=failed.error_class)
         self._errors.failed(doc_id, failed)
-        self.metrics.failed(failed.error_class, 1 + num_copies)
-        self.ledger.finish(key, None, worker, num_copies)
+        self.metrics.failed(failed.error_class)
+        self.ledger.finish(key, None, worker)
 
-    def _commit(self, key: DocumentKey, row: dict[str, Any], now: float) -> int:
-        """Add the row of a document and those of its copies to the next commit; return the number of copies."""
-        self.committer.add(row, now)
-        if equal := self.equal.of(key):
-            for copy, doc_id in equal:
-                self.committer.add(copied_row(row, copy, doc_id), now)
-            self.display.event("rows_copied", **place_facts(key), rows=len(equal))
-            self.committer.commit_if_due(now)
-        return len(equal)
+
+def is_damaged_row(source: Source, key: DocumentKey) -> bool:
+    """Read a document that a worker could not read; return False if the worker, or the store, is at fault.
+
+    Raises InputChangedError if its file is not the one with which the run began.
+    """
+    anew = copy.copy(source)  # without cached rows, which may be older than what the worker saw
+    try:
+        anew.check_unchanged(key.file)
+        anew.read(key)
+    except DAMAGED as error:
+        return anew.opens(key.file) and not isinstance(error, MemoryError)
+    except (DocumentError, InputUnreachableError):  # a worker that reads the document reports the first one
+        return False
+    return False

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from specextend.cluster.environment import is_local, say_room, worker_device
-from specextend.cluster.estimates import RowSet
-from specextend.cluster.exits import RefusedError, StoreError
-from specextend.cluster.forecast import Forecast, Outlook, cost_of
-from specextend.cluster.memory_plan import plan_memory, settle_batch_size
-from specextend.cluster.planning import Plan, make_plan
+from specextend.cluster.environment import is_local, say_room
+from specextend.cluster.estimates import Estimates, RowSet
+from specextend.cluster.exits import RefusedError, StoreError, reading
+from specextend.cluster.forecast import Forecast, Outlook, Rates, cost_of
+from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.prepare import (
     Prepared,
     check_machine,
@@ -27,15 +26,10 @@ from specextend.cluster.prepare import (
     say_left_out,
 )
 from specextend.cluster.progress import describe_duration
-from specextend.cluster.rates import Rates, find_rates, keep_rates, pair_key
-from specextend.cluster.records import describe_age
-from specextend.cluster.stores import reading
 from specextend.core import counted
-from specextend.data.audit import describe_skipped
-from specextend.data.equal_texts import EqualTexts
 from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.results import Progress, Retry, pending
-from specextend.data.source import Source
+from specextend.data.listing import describe_skipped
+from specextend.data.parts import Progress, Retry, pending
 
 NOT_MEASURED = "not measured"
 WIDTH = 80
@@ -51,7 +45,7 @@ _MEMORY = {
     "workspace": "CUDA and its libraries, about",
 }
 
-Calibrate = Callable[[Prepared, Plan], Rates]
+Calibrate = Callable[[Prepared, Estimates], Rates]
 
 
 def dry_run(
@@ -60,19 +54,17 @@ def dry_run(
     """Plan a start and return what it would do as JSON values, without writing anything into the output folder.
 
     by: time at which the run must be done; the plan says with how many workers it is. calibrate: measures the pair's
-    rates, which are kept; without it those that are kept are used, and nothing is loaded. Raises OtherRunError if the
-    folder holds another run, OutputError, RefusedError and StoreError, and what `calibrate` raises.
+    rates; without it nothing is loaded and the time is not known. Raises OtherRunError if the folder holds another run,
+    OutputError, RefusedError and StoreError, and what `calibrate` raises.
     """
     plan, num_final = _plan(prepared, retry_errors)
     config = settle_batch_size(prepared.config, prepared.facts, plan)
     prepared = replace(prepared, config=config)
-    why_not_here = _why_not_here(prepared)
-    rates = _rates(prepared, plan, calibrate, is_here=why_not_here is None)
+    rates = None if calibrate is None else calibrate(prepared, plan.estimates)
     return {
         "rows": prepared.source.num_rows,
         "selection": _selection(prepared),
-        "rows_to_do": plan.num_rows,
-        "rows_copied": plan.equal.num_rows,
+        "rows_to_do": len(plan.estimates),
         "error_rows_left_out": num_final,
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
@@ -83,7 +75,7 @@ def dry_run(
         "tokens_per_byte": plan.tokens_per_byte,
         "prompt_lengths": plan.buckets(),
         **plan_memory(config, prepared.facts, plan),
-        "this_machine": why_not_here or (say_room(config.job) if is_local() else None),
+        "this_machine": _say_of_machine(prepared),
         **_timing(prepared, plan, rates, by),
         "models": prepared.models,
         "fingerprint": prepared.manifest["fingerprint"],
@@ -121,7 +113,6 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
     lines = [
         *(line for note in plan["selection"]["notes"] for line in _wrap(note)),
         f"{plan['rows_to_do']:,} of {counted(plan['rows'], 'row')} to do, {rejected:,} of them rejected",
-        *_describe_copied(plan),
         *([say_left_out(plan["error_rows_left_out"])] if plan["error_rows_left_out"] else []),
         *_table(("input", "rows", "they are"), audit),
         f"about {prompt_tokens}, {output_tokens} at most",
@@ -137,21 +128,16 @@ def _plan(prepared: Prepared, retry_errors: Retry) -> tuple[Plan, int]:
     """Plan the open documents; return the plan, and the number of error rows that are final."""
     source, decoding = prepared.source, prepared.config.decoding
     with reading(prepared.output):
-        progress = read_progress(prepared) if check_same_run(prepared) else None
-    keys = _open_rows(source, progress or Progress(frozenset(), {}), retry_errors)
+        progress = read_progress(prepared) if check_same_run(prepared) else Progress(frozenset(), {})
+    rows = [file.num_rows for file in source.files]
+    keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
     try:
-        equal = EqualTexts(source) if decoding.copies_equal_texts else None
-        plan = make_plan(source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None, equal)
+        plan = make_plan(source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None)
     except InputUnreachableError as error:
         raise StoreError(str(error)) from error
     except InputError as error:
         raise RefusedError(str(error)) from error
-    return plan, len(progress.final) if progress and retry_errors == "retryable" else 0
-
-
-def _open_rows(source: Source, progress: Progress, retry_errors: Retry) -> RowSet:
-    rows = [file.num_rows for file in source.files]
-    return RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
+    return plan, len(progress.final) if retry_errors == "retryable" else 0
 
 
 def _selection(prepared: Prepared) -> dict[str, Any]:
@@ -161,23 +147,13 @@ def _selection(prepared: Prepared) -> dict[str, Any]:
     return {"counts": counts, "notes": list(describe_selection(prepared.source))}
 
 
-def _why_not_here(prepared: Prepared) -> str | None:
-    """Return why no run can start on this machine, which may only plan; None if one can, or the job joins a Ray."""
+def _say_of_machine(prepared: Prepared) -> str | None:
+    """Say why no run can start on this machine, which may only plan, or that it has room for few workers."""
     try:
         check_machine(prepared.config)
     except RefusedError as error:
         return f"here no run can start: {error}"
-    return None
-
-
-def _rates(prepared: Prepared, plan: Plan, calibrate: Calibrate | None, *, is_here: bool) -> Rates | None:
-    """Return measured rates: of this start, or kept ones of the device that the workers would use, if it is known."""
-    key = pair_key(prepared.config, prepared.manifest["identity"]["hashes"])
-    if calibrate is None:
-        return find_rates(key, worker_device(prepared.config.job) if is_here and is_local() else None)
-    rates = calibrate(prepared, plan)
-    keep_rates(key, rates)
-    return rates
+    return say_room(prepared.config.job) if is_local() else None
 
 
 def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | None) -> dict[str, Any]:
@@ -225,12 +201,9 @@ def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     found += [(check, 0, "refused") for check in refused]
     if skipped := prepared.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
+    if repeated := prepared.source.num_repeated:
+        found.append(("symbolic links to files that are read already", None, f"skipped: {repeated:,}"))
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
-
-
-def _describe_copied(plan: dict[str, Any]) -> list[str]:
-    copied = plan["rows_copied"]
-    return [f"{copied:,} of them copied from rows with an equal text, which take no time"] if copied else []
 
 
 def _describe_memory(plan: dict[str, Any]) -> list[str]:
@@ -252,7 +225,7 @@ def _describe_memory(plan: dict[str, Any]) -> list[str]:
 def _describe_time(plan: dict[str, Any]) -> list[str]:
     if plan["forecast"] is None:
         return [f"time: {plan['time']}; --calibrate N measures it on N documents"]
-    forecast, rates, hourly = Forecast(**plan["forecast"]), plan["rates"], plan["documents_per_hour"]
+    forecast, hourly = Forecast(**plan["forecast"]), plan["documents_per_hour"]
     rows = [("time", *map(describe_duration, _span(forecast)))]
     ends = [datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in _span(forecast)]
     rows.append((f"end, in {ends[0]:%Z}, if it starts now", *(f"{end:%a %H:%M}" for end in ends)))
@@ -261,9 +234,8 @@ def _describe_time(plan: dict[str, Any]) -> list[str]:
     if cost := plan["cost"]:
         rows.append(("worker hours", f"{cost['worker_hours']:,.2f}", "", ""))
         rows.append(("cost", *(f"{cost[name]:,.2f}" for name in ("cost", "cost_low", "cost_high"))))
-    age = describe_age(time.time() - rates["measured_at"])
     head = (f"with {counted(forecast.workers, 'worker')}", "likely", "low", "high")
-    return [*_table(head, rows, num_right=3), *_describe_by(plan["by"]), *_wrap(f"time: by {forecast.basis}, {age}")]
+    return [*_table(head, rows, num_right=3), *_describe_by(plan["by"]), *_wrap(f"time: by {forecast.basis}")]
 
 
 def _describe_by(by: dict[str, Any] | None) -> list[str]:

@@ -5,9 +5,10 @@ Imports neither Ray nor torch, because it sets what they read.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 from specextend.cluster.exits import RefusedError
@@ -54,6 +55,32 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+Node = tuple[float, float]
+"""CPU cores and GPUs of a machine."""
+
+
+def this_machine() -> Node:
+    """Count what a private Ray has to give to workers."""
+    import torch
+
+    return num_cores(), torch.cuda.device_count()
+
+
+def cores_per_worker(job: JobOptions, nodes: Sequence[Node]) -> int:
+    """Return `job.cpus_per_worker`; `auto` is the largest number that leaves room for all workers, and at least 1."""
+    if job.cpus_per_worker != "auto":
+        return job.cpus_per_worker
+    workers = min(job.workers, max(1, _room(job, nodes, 1)))
+    most = max((int(cores) for cores, _ in nodes), default=1)
+    return next((number for number in range(most, 1, -1) if _room(job, nodes, number) >= workers), 1)
+
+
+def _room(job: JobOptions, nodes: Sequence[Node], cores_each: int) -> int:
+    """Count the workers that nodes have room for at a time, each with so many cores."""
+    each = job.gpus_per_worker
+    return sum(int(min(cores // cores_each, gpus / each if each else math.inf)) for cores, gpus in nodes)
+
+
 def check_device(target: TargetOptions, job: JobOptions) -> None:
     """Raise RefusedError if a worker would have no GPU for a target that needs one, on whichever machine."""
     if target.device.startswith("cuda") and not job.gpus_per_worker:
@@ -62,12 +89,10 @@ def check_device(target: TargetOptions, job: JobOptions) -> None:
 
 def check_resources(job: JobOptions) -> None:
     """Raise RefusedError if this machine could never give a worker what it needs: a private Ray would wait for ever."""
-    import torch
-
-    there = {"cpus_per_worker": num_cores(), "gpus_per_worker": torch.cuda.device_count()}
-    for key, count in there.items():
-        if getattr(job, key) > count:
-            raise RefusedError(f"job.{key} is {getattr(job, key):g} but this machine has {count}")
+    for key, count in zip(("cpus_per_worker", "gpus_per_worker"), this_machine(), strict=True):
+        wanted = getattr(job, key)
+        if wanted != "auto" and wanted > count:
+            raise RefusedError(f"job.{key} is {wanted:g} but this machine has {count:g}")
 
 
 def worker_device(job: JobOptions) -> str:
@@ -81,12 +106,8 @@ def worker_device(job: JobOptions) -> str:
 
 def workers_that_fit(job: JobOptions) -> int:
     """Count how many of `job.workers` a private Ray has room for at a time."""
-    import torch
-
-    fit = [num_cores() // job.cpus_per_worker]
-    if job.gpus_per_worker:
-        fit.append(int(torch.cuda.device_count() / job.gpus_per_worker))
-    return min(job.workers, *fit)
+    here = [this_machine()]
+    return min(job.workers, _room(job, here, cores_per_worker(job, here)))
 
 
 def say_room(job: JobOptions) -> str | None:

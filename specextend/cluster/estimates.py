@@ -53,8 +53,8 @@ class RowSet(Collection[DocumentKey]):
 class Estimates(Mapping[DocumentKey, TokenEstimate]):
     """The documents of a start in input order, each at its position.
 
-    rows [N] int64; num_prompt_tokens, max_new_tokens [N] int32, of all requests for a document; num_requests [N] int32;
-    `span` gives the positions of a file.
+    rows [N] int64; num_prompt_tokens, max_new_tokens [N] int32, of all requests for a document; `span` gives the
+    positions of a file.
     """
 
     def __init__(
@@ -63,15 +63,12 @@ class Estimates(Mapping[DocumentKey, TokenEstimate]):
         rows: NDArray[Any],
         num_prompt_tokens: NDArray[Any],
         max_new_tokens: NDArray[Any],
-        num_requests: NDArray[Any] | None = None,
     ) -> None:
-        """Take columns [N] in input order. num_requests: None if each document takes one, which needs no memory."""
+        """Take columns [N] in input order."""
         assert np.all((np.diff(files) > 0) | ((np.diff(files) == 0) & (np.diff(rows) > 0))), "not in input order"
         self.rows = rows.astype(np.int64, copy=False)
         self.num_prompt_tokens = num_prompt_tokens.astype(np.int32, copy=False)
         self.max_new_tokens = max_new_tokens.astype(np.int32, copy=False)
-        one = np.broadcast_to(np.int32(1), len(rows))
-        self.num_requests = one if num_requests is None else num_requests.astype(np.int32, copy=False)
         num_files = int(files[-1]) + 1 if len(files) else 0
         self._starts = np.searchsorted(files, np.arange(num_files + 1))
 

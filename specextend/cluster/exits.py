@@ -10,9 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+from specextend.core import first_line
+from specextend.data.storage import Location
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -21,6 +24,8 @@ EXIT_TOO_MANY_ERRORS = 3
 EXIT_LOCKED = 4
 EXIT_OTHER_RUN = 5
 EXIT_INTERRUPTED = 75
+GRACE_S = 20.0
+"""Seconds that a run which was told to stop has to commit finished work before its process is ended by force."""
 LAST_S = 3.0
 """Seconds that the last call may take before the process is ended by force."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -107,18 +112,44 @@ def exit_code(error: BaseException) -> int:
     return next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_FAILED)
 
 
+@contextmanager
+def writing(output: Location) -> Iterator[None]:
+    """Open a block that writes to an output folder. Raises OutputError if the file system refuses."""
+    with _refused(output, "cannot be written to"):
+        yield
+
+
+@contextmanager
+def reading(output: Location) -> Iterator[None]:
+    """Open a block that reads what a run has written. Raises OutputError if the file system refuses."""
+    with _refused(output, "cannot be read"):
+        yield
+
+
+@contextmanager
+def _refused(output: Location, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"{output.path} {what}: {first_line(error)}"
+        raise OutputError(f"{message}; what was committed is there, run again to resume") from error
+
+
 class Interrupt:
     """A flag that the run was told to stop. Call `check` often: the flag alone stops nothing.
 
-    If the run has not stopped `grace_s` later, the process ends itself with 75, so that nobody has to kill it. This
+    If the run has not stopped `GRACE_S` later, the process ends itself with 75, so that nobody has to kill it. This
     works even while the main thread is inside a library and runs no signal handler.
     """
 
-    def __init__(self, grace_s: float, deadline_s: float = 0.0) -> None:
-        """Watch for requests to stop. deadline_s: seconds from now after which the run is told to stop; 0: never."""
+    def __init__(self, grace_s: float | None = None, deadline_s: float = 0.0) -> None:
+        """Watch for requests to stop.
+
+        grace_s: in place of GRACE_S. deadline_s: seconds from now after which the run is told to stop; 0: never.
+        """
         self.last: Callable[[], None] = lambda: None
         """The last call before the process is ended by force; it runs on another thread and must be quick."""
-        self._grace_s = grace_s
+        self._grace_s = GRACE_S if grace_s is None else grace_s
         self._deadline = time.monotonic() + deadline_s if deadline_s else None
         self._reason: str | None = None
         self._told = threading.Event()

@@ -1,24 +1,37 @@
-"""Forecasts: how long the open documents of a run will take, with how many workers, and within which bounds. Pure.
+"""Forecasts: a worker decodes some documents, and what they took says how long all of them will take.
 
-Two bounds enclose what a number of workers needs. The lower one lets each worker do its documents one after the other
-at the rate of a full batch; the upper one lets each document take as long as in a full batch, even when it is the last
-one. They are far apart only if there are few documents. `docs/planning.md` describes the method.
+`calibrate` decodes a sample on the Ray that the run would use and fits `Rates`: seconds per prompt token, seconds per
+output token, and how much documents differ. `Outlook` makes of them the time of a number of workers, with bounds.
+`docs/planning.md` describes the method. Nothing is written, and nothing is kept for a later start.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from specextend.cluster.estimates import Estimates
-from specextend.cluster.rates import Numbers, Rates
+from specextend.cluster.cluster import connected, settle_cores
+from specextend.cluster.estimates import Estimates, TokenEstimate
+from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
+from specextend.cluster.leases import Lease
+from specextend.cluster.messages import Done
+from specextend.cluster.pool import CallLost, Died, Event, Polled, Pool, Ready, Returned, StartFailed
+from specextend.cluster.prepare import Prepared, check_machine
+from specextend.cluster.progress import StallGuard
+from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.config import MAX_WORKERS
-from specextend.core import counted
+from specextend.core import DocumentKey, counted
+from specextend.loading import load_engine
+from specextend.stats import ratio
 
+MIN_DOCUMENTS = 2
+"""Fewest documents that rates can be fitted to: one says nothing about how documents differ."""
 DRIFT = 0.1
 """Relative error of any rate, however many documents it comes from: the same machine differs by that from hour to hour
 (`docs/log.md`)."""
@@ -26,12 +39,79 @@ START_FACTOR = 1.5
 """Factor by which loading may take longer or shorter: a single start was measured, with files cached or not."""
 MOST_UNCERTAIN = 20.0
 """Largest factor of an interval: rates that are known no better say nothing, but must not overflow a clock."""
-MOST_PLACED = 20_000
-"""Longest documents that are placed one by one; the rest, which are the shortest, fill the gaps."""
+TICK_S = 0.2
+"""Seconds to wait for an event before clock and signals are checked again."""
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t for 95%, two-sided, by degrees of freedom from 1 on."""
-_T_MORE = ((20, 2.12), (30, 2.09), (60, 2.04), (math.inf, 2.00))
-"""The same up to these degrees of freedom, rounded up."""
+"""Student's t for 95%, two-sided, by degrees of freedom from 1 on; the last one stands for all above."""
+_WORKER = "worker-1"
+_NEEDS = f"--calibrate needs {counted(MIN_DOCUMENTS, 'document')} that can be decoded"
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentCost:
+    """The seconds of its worker that a decoded document took; those that a batch shares are divided among it."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_new_tokens: int
+    prefill_s: float
+    decode_s: float
+
+    @classmethod
+    def of(cls, done: Done, max_new_tokens: int) -> DocumentCost:
+        """Take the cost from a document's result, as if nothing of its prompt had been read for another one."""
+        stats = done.stats
+        share_read = 1 - (ratio(stats.num_cached_tokens, stats.num_prompt_tokens) or 0.0)
+        prefill_s = stats.prefill_s / share_read + stats.draft_prefill_s
+        return cls(stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, stats.step_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What documents cost a worker whose batch is full."""
+
+    prefill: float
+    """Seconds for a prompt token."""
+    decode: float
+    """Seconds for an output token."""
+    output_share: float
+    """Output tokens for each one that `max_new_tokens` allows."""
+    spread: float
+    """Standard deviation of a document's seconds, relative to what the rates say."""
+    num_documents: int
+    """Number of documents that were measured."""
+    start_s: float
+    """Seconds from the beginning of Ray to a worker with loaded models."""
+    device: str
+    """Name of the GPU, or of the processor."""
+
+
+def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> Rates | None:
+    """Fit rates to what documents of `draw_sample` cost; None if they are too few, or took no time.
+
+    They were drawn by their tokens, so the mean of their rates stands for all tokens, whatever grows with the length.
+    """
+    told = [cost for cost in costs if cost.num_prompt_tokens and cost.num_output_tokens]
+    if len(told) < MIN_DOCUMENTS or not all(cost.prefill_s + cost.decode_s > 0 for cost in told):
+        return None
+    prefill = _mean([cost.prefill_s / cost.num_prompt_tokens for cost in told])
+    decode = _mean([cost.decode_s / cost.num_output_tokens for cost in told])
+    output_share = _mean([cost.num_output_tokens / cost.max_new_tokens for cost in told])
+    expected_s = [prefill * cost.num_prompt_tokens + decode * output_share * cost.max_new_tokens for cost in told]
+    relative = [(cost.prefill_s + cost.decode_s) / each - 1 for cost, each in zip(told, expected_s, strict=True)]
+    return Rates(
+        prefill=prefill,
+        decode=decode,
+        output_share=output_share,
+        spread=math.sqrt(sum(each**2 for each in relative) / (len(told) - 1)),
+        num_documents=len(told),
+        start_s=start_s,
+        device=device,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +129,36 @@ class Forecast:
 
 
 class Outlook:
-    """The open documents of a run with the time that each takes, by rates."""
+    """The open documents of a run with the time that they take, by rates."""
 
     def __init__(self, estimates: Estimates, rates: Rates, max_batch_size: int) -> None:
         """Take all open documents. max_batch_size: documents that a worker decodes at once."""
         self._rates, self._batch = rates, max_batch_size
         self.num_documents = len(estimates)
         """Number of documents, with those that will be refused and take no time."""
-        is_done = estimates.num_prompt_tokens > 0
-        columns = (estimates.num_prompt_tokens, estimates.max_new_tokens, estimates.num_requests)
-        prompts, limits, requests = (column[is_done].astype(np.float64) for column in columns)
-        prefill_s = rates.prefill_s(prompts, requests)
-        decode_s = rates.decode_s(prompts, limits, requests)
-        order = np.argsort(-(prefill_s + decode_s), kind="stable")
-        self._prefill_s, self._decode_s = prefill_s[order], decode_s[order]
-        self._requests = estimates.num_requests[is_done][order]
-        self.busy_s = float(prefill_s.sum() + decode_s.sum())
+        prefill_s = rates.prefill * estimates.num_prompt_tokens.astype(np.float64)
+        decode_s = rates.decode * rates.output_share * estimates.max_new_tokens * (estimates.num_prompt_tokens > 0)
+        seconds = prefill_s + decode_s
+        self.busy_s = float(seconds.sum())
         """Seconds that one worker would be at work, without loading."""
-        self._factor = _uncertainty(rates, self._prefill_s + self._decode_s)
+        self._longest_s = float(seconds.max(initial=0.0))
+        self._last_s = float((prefill_s + max_batch_size * decode_s).max(initial=0.0))
+        """Seconds of the longest document if its neighbours keep it as slow as in a full batch."""
+        squares = float((seconds**2).sum()) / self.busy_s**2 if self.busy_s else 0.0
+        deviation = rates.spread * math.sqrt(1 / rates.num_documents + squares)
+        exponent = math.hypot(DRIFT, _T_95[min(rates.num_documents - 1, len(_T_95)) - 1] * deviation)
+        self._factor = math.exp(min(exponent, math.log(MOST_UNCERTAIN))) if self.busy_s else 1.0
 
     def lasts(self, workers: int) -> Forecast:
-        """Forecast the time that so many workers take, loading included; more than documents are of no use."""
+        """Forecast the time that so many workers take, loading included; more than documents are of no use.
+
+        No order of the work beats an even share and the longest document. An order that leaves no place empty while
+        documents wait exceeds the even share by that document at most.
+        """
         workers = max(1, min(workers, self.num_documents))
-        low = makespan(self._prefill_s + self._decode_s, workers)
-        high = max(low, makespan(self._prefill_s, workers) + self._decoding_s(workers))
+        even_s = self.busy_s / workers
+        low = max(even_s, self._longest_s)
+        high = max(low, even_s + (1 - 1 / (workers * self._batch)) * self._last_s)
         start_s = self._rates.start_s if self.busy_s else 0.0
         return Forecast(
             seconds=start_s + math.sqrt(low * high),
@@ -80,17 +166,8 @@ class Outlook:
             seconds_high=start_s * START_FACTOR + high * self._factor,
             documents=self.num_documents,
             workers=workers,
-            basis=f"{self._rates.origin} of {counted(self._rates.num_documents, 'document')} on {self._rates.device}",
+            basis=f"a calibration of {counted(self._rates.num_documents, 'document')} on {self._rates.device}",
         )
-
-    def _decoding_s(self, workers: int) -> float:
-        """Return the seconds of decoding if each request takes as long as in a full batch, even the last ones.
-
-        The parts of a document are decoded at the same time, but its merge follows them.
-        """
-        seconds = self._batch * self._decode_s / self._requests
-        merge_s = float(seconds[self._requests > 1].max(initial=0.0))
-        return makespan(np.repeat(seconds, self._requests), workers * self._batch) + merge_s
 
     def documents_per_hour(self, workers: int) -> dict[str, float] | None:
         """Return the documents that so many workers do in an hour while none is idle; None if there are none to do."""
@@ -118,18 +195,6 @@ class Outlook:
         return enough
 
 
-def makespan(seconds: Numbers | Sequence[float], num_places: int) -> float:
-    """Return when the last of these jobs ends if each place takes the next one as soon as it has done the one before.
-
-    seconds: of each job, in the order in which they are taken.
-    """
-    ends = [0.0] * min(num_places, len(seconds))
-    for job_s in map(float, seconds[:MOST_PLACED]):
-        heapq.heapreplace(ends, ends[0] + job_s)
-    rest_s = float(np.sum(seconds[MOST_PLACED:]))
-    return max(max(ends), (sum(ends) + rest_s) / len(ends)) if ends else 0.0
-
-
 def cost_of(forecast: Forecast, price_per_worker_hour: float) -> dict[str, float]:
     """Return the price of a forecast: each worker is paid from the begin, loading included, to the end."""
     hours = forecast.workers / 3600
@@ -142,22 +207,134 @@ def cost_of(forecast: Forecast, price_per_worker_hour: float) -> dict[str, float
     }
 
 
-def _uncertainty(rates: Rates, seconds: Numbers) -> float:
-    """Return the factor by which the time of documents, `seconds` each, may be longer or shorter than expected.
+def draw_sample(estimates: Estimates, size: int, seed: int) -> list[DocumentKey]:
+    """Draw documents for a calibration, longest first; all, if there are no more than `size`.
 
-    A prediction interval for a sum: the mean was measured on `rates.num_documents` documents, and those to come differ
-    from what is expected by as large a part of it as the measured ones did.
+    Their tokens, side by side, are cut into `size` equal parts, and a token is drawn from each: its document is taken.
+    So long documents, of which there are few, are represented by the share of the time that they take. Where one
+    document is drawn twice, any other one is taken.
     """
-    if not len(seconds) or not seconds.sum():
-        return 1.0
-    of_document = rates.spread_s / rates.mean_s
-    of_mean = of_document / math.sqrt(rates.num_documents)
-    of_sum = of_document * float(np.sqrt((seconds**2).sum()) / seconds.sum())
-    exponent = math.hypot(DRIFT, _student_t(rates.num_documents - 1) * math.hypot(of_mean, of_sum))
-    return math.exp(min(exponent, math.log(MOST_UNCERTAIN)))
+    positions = np.flatnonzero(estimates.num_prompt_tokens)
+    totals = estimates.totals_at(positions)
+    order = np.argsort(-totals, kind="stable")
+    positions, ends = positions[order], np.cumsum(totals[order])
+    if len(positions) > size:
+        draw, step = random.Random(seed), float(ends[-1]) / size
+        chosen = {int(ends.searchsorted(step * (part + draw.random()))) for part in range(size)}
+        others = np.delete(np.arange(len(positions)), sorted(chosen))
+        chosen.update(int(others[place]) for place in draw.sample(range(len(others)), size - len(chosen)))
+        positions = positions[sorted(chosen)]
+    return [estimates.key(int(position)) for position in positions]
 
 
-def _student_t(freedom: int) -> float:
-    if freedom <= len(_T_95):
-        return _T_95[freedom - 1]
-    return next(t for most, t in _T_MORE if freedom <= most)
+def calibrate(
+    prepared: Prepared,
+    estimates: Estimates,
+    num_documents: int,
+    interrupt: Interrupt,
+    say: Callable[[str], None],
+    factory: EngineFactory = load_engine,
+) -> Rates:
+    """Decode documents with one real worker, and return the rates of the pair where the worker ran.
+
+    say: takes a line about the progress. factory: makes the worker's engine, on the worker. Raises RefusedError if
+    there are too few documents or no worker can run here, WorkersFailError if the worker fails, ClusterError and
+    InterruptedRunError.
+    """
+    check_machine(prepared.config)
+    decoding = replace(prepared.config.decoding, audit_fraction=0.0)  # an audit would empty the batch
+    config = prepared.config.model_copy(update={"decoding": decoding})
+    sample = {key: estimates[key] for key in draw_sample(estimates, num_documents, decoding.seed)}
+    if len(sample) < MIN_DOCUMENTS:
+        raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
+    begin, size = time.monotonic(), decoding.batch_size
+    checked = CheckedFactory(factory, prepared.manifest["identity"]["hashes"])
+    with connected(interrupt):
+        pool = Pool(settle_cores(config), prepared.source, checked, size)
+        session = _Session(pool, sample, size, StallGuard(config.job.silence_s, pool.clock()), interrupt)
+        try:
+            start_s = session.start() - begin
+            documents = counted(len(sample), "document")
+            say(f"calibrating with {documents} on {session.device}, models loaded after {start_s:.1f} s")
+            session.decode()
+        finally:
+            pool.close()
+    rates = fit_rates(session.costs, start_s=start_s, device=session.device)
+    if rates is None:
+        raise RefusedError(f"{_NEEDS}: {'; '.join(session.failures) or 'their outputs are empty'}")
+    return rates
+
+
+@dataclass(slots=True)
+class _Session:
+    """One worker and the documents that it decodes: a first one alone, to warm up, then the sample in full batches.
+
+    While the last documents of the sample run, a short one is decoded again and again beside them. Otherwise the rates
+    would be those of a batch that empties, which a long run sees only at its end.
+    """
+
+    pool: Pool
+    sample: Mapping[DocumentKey, TokenEstimate]
+    batch_size: int
+    guard: StallGuard
+    interrupt: Interrupt
+    costs: list[DocumentCost] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    device: str = ""
+    """Empty until the worker is ready."""
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _running: set[str] = field(default_factory=set)
+    _measured: set[str] = field(default_factory=set)
+    """The leases of the sample."""
+
+    def start(self) -> float:
+        """Wait until the worker has loaded its models; return `time.monotonic()` of that moment."""
+        self.pool.start(_WORKER)
+        while not self.device:
+            self._turn()
+        return time.monotonic()
+
+    def decode(self) -> None:
+        """Decode until every document of the sample has its outcome."""
+        waiting = list(self.sample)
+        shortest = waiting[-1]
+        self._hand_out(shortest)
+        while self._running:
+            self._turn()
+        while waiting or self._measured & self._running:
+            while waiting and len(self._running) < self.batch_size:
+                self._measured.add(self._hand_out(waiting.pop(0)))
+            while len(self._running) < self.batch_size:
+                self._hand_out(shortest)
+            self._turn()
+
+    def _hand_out(self, key: DocumentKey) -> str:
+        lease = Lease(f"calibration-{next(self._numbers)}", key, self.sample[key].total, 1)
+        self._running.add(lease.lease_id)
+        self.pool.run(_WORKER, lease)
+        return lease.lease_id
+
+    def _turn(self) -> None:
+        self.interrupt.check()
+        for event in self.pool.wait(TICK_S):
+            self._handle(event)
+        if self.guard.is_stalled(self.pool.clock()):
+            raise WorkersFailError("the worker of the calibration reads and writes no token")
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Ready(_, info):
+                self.device = info.device
+            case Polled(worker, report):
+                self.guard.stepped(worker, report.num_steps, self.pool.clock())
+            case Returned(_, lease, outcome):
+                self._running.discard(lease.lease_id)
+                self.guard.ended(self.pool.clock())
+                if lease.lease_id not in self._measured:
+                    return
+                if isinstance(outcome, Done):
+                    self.costs.append(DocumentCost.of(outcome, self.sample[lease.key].max_new_tokens))
+                else:
+                    self.failures.append(f"{outcome.error_class}: {outcome.message}")
+            case StartFailed(_, reason) | CallLost(_, _, reason) | Died(_, reason, _):
+                raise WorkersFailError(f"the worker of the calibration failed: {reason}")

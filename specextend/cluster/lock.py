@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
 
-from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, RefusedError
-from specextend.cluster.stores import using, writing
+from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, RefusedError, writing
 from specextend.core import first_line
 from specextend.data.run_folder import lock_file, records_folder
 from specextend.data.storage import Location, delete, is_folder, read_bytes, write_bytes
@@ -269,8 +268,7 @@ class OutputLock(FolderLock):
     ) -> None:
         self._closing.set()
         self._thread.join(LAST_S)
-        with using(self._output):
-            self.release()
+        self.release()
 
     def _take(self) -> bool:
         with writing(self._output):

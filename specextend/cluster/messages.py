@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specextend.core import Completion
 from specextend.stats import DecodingStats
 
 
@@ -15,8 +14,6 @@ class Done:
 
     row: dict[str, Any]
     stats: DecodingStats
-    num_known_tokens: int = 0
-    """Output tokens among them that were decoded under earlier leases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +31,11 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkDone:
-    """A request that was done for a document which needs further ones."""
-
-    lease_id: str
-    digest: str
-    """Of the request (`request_digest`)."""
-    completion: Completion
-
-
-@dataclass(frozen=True, slots=True)
 class Suspected:
     """A document whose batch failed through its fault or a neighbour's. It is tried again alone, which decides that."""
 
     error_class: str
     message: str
-    chunks: tuple[ChunkDone, ...] = ()
-    """What was done for it before."""
 
 
 Outcome = Done | Failed | Suspected
@@ -85,7 +70,5 @@ class WorkerReport:
     """Rows of the audit behind those that the driver has seen."""
     num_audits_open: int = 0
     """Documents whose audit is not done yet."""
-    chunks: tuple[ChunkDone, ...] = ()
-    """Requests done for documents in parts, behind those that the driver has seen."""
     is_ending: bool = False
     """True if the poll said that no further document will come."""

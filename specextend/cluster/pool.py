@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -26,19 +27,22 @@ from ray.exceptions import (
 from specextend.cluster.display import Pace
 from specextend.cluster.leases import Lease
 from specextend.cluster.messages import EngineBrokenError, Failed, Outcome, WorkerInfo, WorkerReport
-from specextend.cluster.polling import PollRound
 from specextend.cluster.progress import AwakeClock
 from specextend.cluster.worker import EngineFactory, worker_actor
 from specextend.config import RunConfig
-from specextend.core import Completion, first_line
+from specextend.core import first_line
 from specextend.data.source import Source
 
 POLL_S = 2.0
-"""Seconds between two polls of a worker."""
+"""Seconds between two polls of a worker, if there are few."""
+POLLS_PER_S = 250.0
+"""Most polls in a second, by all workers together: they take 3% to 5% of a core, however many workers there are."""
 DRAIN_EVERY_S = 5.0
 """Seconds between two questions to Ray which nodes are about to go."""
 GATHER_S = 0.02
 """Seconds to wait for more answers after the first: a turn of the driver costs the same for one as for many."""
+START_S = 1800.0
+"""Seconds that a worker may take to load its models, from when it has a process, before it is replaced."""
 VERDICT_S = 5.0
 """Seconds to wait, after a worker is gone, for Ray to report that its whole node is."""
 
@@ -143,8 +147,6 @@ class _Actor:
     is_draining: bool = False
     num_audits: int = 0
     """Rows of its audit that have arrived."""
-    num_chunks: int = 0
-    """Requests for documents in parts that have arrived."""
     dying_since: float | None = None
     reason: str = ""
     has_spoken: bool = False
@@ -170,7 +172,8 @@ class Pool:
     """Calls that have been answered, with their references. Ray puts them in from a thread of its own."""
     _loading: set[str] = field(default_factory=set)
     _dying: set[str] = field(default_factory=set)
-    _polls: PollRound = field(default_factory=lambda: PollRound(POLL_S))
+    _polls: list[tuple[float, str]] = field(default_factory=list)
+    """Heap of the workers to poll, and when."""
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
     _source_ref: Any = None
 
@@ -184,11 +187,9 @@ class Pool:
         self._expect(handle.begun.remote(), _Call(worker, "begun"))
         self._expect(handle.ready.remote(), _Call(worker, "ready"))
 
-    def run(self, worker: str, lease: Lease, known: Mapping[str, Completion]) -> None:
-        """Hand a lease to a worker. known: what was decoded for its document before, by the digest of the request."""
-        reference = self._actors[worker].handle.run.remote(
-            lease.lease_id, lease.key, lease.attempt, lease.is_alone, known
-        )
+    def run(self, worker: str, lease: Lease) -> None:
+        """Hand a lease to a worker."""
+        reference = self._actors[worker].handle.run.remote(lease.lease_id, lease.key, lease.attempt, lease.is_alone)
         self._runs[lease.lease_id] = reference
         self._expect(reference, _Call(worker, "run", lease))
 
@@ -230,12 +231,18 @@ class Pool:
             self._forget(worker)
 
     def _poll(self) -> None:
-        for worker in self._polls.due(self.clock()):
-            self._ask(worker)
+        now = self.clock()
+        while self._polls and self._polls[0][0] <= now:
+            _, worker = heapq.heappop(self._polls)
+            if worker in self._actors and worker not in self._dying:
+                self._ask(worker)
+
+    def _poll_later(self, worker: str) -> None:
+        heapq.heappush(self._polls, (self.clock() + poll_every_s(len(self._actors)), worker))
 
     def _ask(self, worker: str) -> None:
         actor = self._actors[worker]
-        poll = actor.handle.progress.remote(actor.num_audits, actor.num_chunks, self.is_ending)
+        poll = actor.handle.progress.remote(actor.num_audits, self.is_ending)
         self._expect(poll, _Call(worker, "poll"))
 
     def _answer(self, call: _Call, reference: Any, future: Future[Any]) -> list[Event]:
@@ -256,12 +263,11 @@ class Pool:
         if call.kind == "ready":
             actor.info = value
             self._loading.discard(call.worker)
-            self._polls.add(call.worker, self.clock())
+            self._poll_later(call.worker)
             return [Ready(call.worker, value)]
         if call.kind == "poll":
-            self._polls.add(call.worker, self.clock())
+            self._poll_later(call.worker)
             actor.num_audits += len(value.audits)
-            actor.num_chunks += len(value.chunks)
             return [Polled(call.worker, value)]
         assert call.lease is not None
         return [Returned(call.worker, call.lease, value)]
@@ -284,7 +290,7 @@ class Pool:
             actor.has_spoken = True
             return self._dies(call.worker, actor, first_line(error.cause))
         if call.kind == "poll":
-            self._polls.add(call.worker, self.clock())
+            self._poll_later(call.worker)
             return []
         assert call.lease is not None
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
@@ -297,14 +303,14 @@ class Pool:
 
     def _overdue_starts(self) -> list[Event]:
         """Give up workers that hang while they load. One that waits for its resources does not load yet."""
-        now, limit_s = self.clock(), self.config.job.start_s
+        now, limit_s = self.clock(), START_S
         loading = {name: self._actors[name] for name in self._loading}
         late = {
             name: actor
             for name, actor in loading.items()
             if actor.loads_since is not None and now - actor.loads_since > limit_s
         }
-        reason = f"its models were not loaded within {limit_s:.0f} s (job.start_s)"
+        reason = f"its models were not loaded within {limit_s:.0f} s"
         return [event for name, actor in late.items() for event in self._start_failed(name, actor, reason)]
 
     def _dies(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
@@ -312,7 +318,6 @@ class Pool:
             return []
         actor.dying_since, actor.reason = self.clock(), reason
         self._dying.add(worker)
-        self._polls.remove(worker)
         return [Dying(worker, reason)]
 
     def _drains(self) -> list[Event]:
@@ -361,10 +366,14 @@ class Pool:
         ray.kill(actor.handle, no_restart=True)
         self._loading.discard(worker)
         self._dying.discard(worker)
-        self._polls.remove(worker)
         for call in actor.calls.values():
             if call.lease is not None:
                 self._runs.pop(call.lease.lease_id, None)
+
+
+def poll_every_s(num_workers: int) -> float:
+    """Return the seconds from a worker's answer to its next poll."""
+    return max(POLL_S, num_workers / POLLS_PER_S)
 
 
 def unexpected(error: RayTaskError) -> Failed:

@@ -8,27 +8,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specextend.attention.backends import load_backend
-from specextend.cluster.end_hook import check_hook
 from specextend.cluster.environment import check_device, check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
-from specextend.cluster.stores import knock, within
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
-from specextend.data.earlier import find_earlier
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputUnreachableError
-from specextend.data.parts import StrangePartError
+from specextend.data.parts import Progress, StrangePartError, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
-from specextend.data.results import Progress, read_parts
-from specextend.data.selection import recall_selection, select_rows
+from specextend.data.run_folder import check_kinds
+from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
-from specextend.hub import HubUnreachableError
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.long_documents import check_chunks
-from specextend.model_files import current_commit, resolve_revision
+from specextend.model_files import HubUnreachableError, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes
 
@@ -59,14 +55,13 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
     """Check input, models and prompt without writing anything. Raises RefusedError, StoreError, OtherRunError.
 
     Nothing depends on this machine, which may be another one than the workers': `check_machine` checks that.
-    checkpoint: called while a store is waited for; may raise.
+    checkpoint: called between the steps of long operations; may raise.
     """
     check_device(config.target, config.job)
-    for key, path in (("input.path", config.input.path), ("output.path", config.output.path)):
-        knock(key, path, config.job.store_s, checkpoint)
     with _refusals():
         output = resolve(config.output.path)
-    recorded = _recorded_in_time(output, config.job.store_s, checkpoint)
+        check_kinds(output)
+    recorded = read_recorded(output)
     with _refusals():
         begun = _begun_selection(config, recorded)
         source = open_source(config.input, config.output, only=None if begun is None else begun["identity"]["files"])
@@ -94,7 +89,6 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
 def check_machine(config: RunConfig) -> None:
     """Raise RefusedError if the job would start a private Ray and no worker could ever run on this machine."""
     check_device(config.target, config.job)
-    check_hook(config.job)
     if is_local():
         check_resources(config.job)
         with _refusals():
@@ -132,14 +126,6 @@ def read_recorded(output: Location) -> dict[str, Any] | None:
         raise StoreError(f"{output.path} cannot be read: {first_line(error)}") from error
 
 
-def _recorded_in_time(output: Location, limit_s: float, checkpoint: Callable[[], object]) -> dict[str, Any] | None:
-    """Return what `read_recorded` does; raise StoreError if the store does not answer within `limit_s`."""
-    try:
-        return within(limit_s, lambda: read_recorded(output), checkpoint)
-    except TimeoutError as error:
-        raise StoreError(f"{output.path} cannot be read: {error}; run again") from error
-
-
 def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfig, Models, tuple[str, ...]]:
     """Put commits in the place of branches and tags, so that every worker loads the same files.
 
@@ -159,16 +145,9 @@ def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfi
         models[name] = asked | {"commit": commit}
         if commit is not None and commit != options.revision:
             changed[name] = replace(options, revision=commit)
-            newer = current_commit(options.model, options.revision) if is_known else commit
-            notes.append(_say_commit(name, options.model, options.revision, commit, newer))
+            begun = ", with which this run began" if is_known else ""
+            notes.append(f"{name} {options.model} ({options.revision or 'default branch'}) is commit {commit}{begun}")
     return config.model_copy(update=changed), models, tuple(notes)
-
-
-def _say_commit(name: str, model: str, revision: str | None, commit: str, newer: str | None) -> str:
-    line = f"{name} {model} ({revision or 'default branch'}) is commit {commit}"
-    if newer in (None, commit):
-        return line
-    return f"{line}, with which this run began; the Hub has {newer} by now, which only a run of its own takes"
 
 
 def _check_run(config: RunConfig, prompts: Prompts) -> None:

@@ -68,7 +68,7 @@ class Snapshot:
     """Rate over the last ten minutes, all workers together."""
     mean_acceptance_length: float | None
     eta_s: float | None
-    """By the rate or, until there is one, by the forecast; None if there is neither."""
+    """By the rate; None until there is one."""
 
 
 @dataclass(slots=True)
@@ -94,18 +94,13 @@ class Ledger:
         estimates: Estimates,
         num_done: int,
         num_errors: int,
-        expected_s: float | None = None,
-        num_copies: int = 0,
     ) -> None:
         """Begin a start.
 
-        estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts. expected_s: forecast
-        of its time, if there is one. num_copies: rows to do that are copies, and no work.
+        estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts.
         """
         self._estimates = estimates
-        self._expected_s = expected_s
-        self._began_at: float | None = None
-        self._num_rows = len(estimates) + num_copies + num_done + num_errors
+        self._num_rows = len(estimates) + num_done + num_errors
         self._num_done, self._num_errors = num_done, num_errors
         self._prompt_left = int(estimates.num_prompt_tokens.sum(dtype=np.int64))
         self._output_left = int(estimates.max_new_tokens.sum(dtype=np.int64))
@@ -116,25 +111,21 @@ class Ledger:
         self._num_running = 0
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def finish(
-        self, key: DocumentKey, stats: DecodingStats | None, worker: str = "", num_copies: int = 0
-    ) -> TokenEstimate:
+    def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> None:
         """Note that a document is done, with its true counts, or has become an error row (None).
 
-        worker: in whose engine it was, if it was in one. num_copies: rows that end like it. Returns what was estimated
-        of it.
+        worker: in whose engine it was, if it was in one.
         """
         estimate = self._estimates[key]
         self._leave(key, self._running.get(worker, {}))
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
         if stats is None:
-            self._num_errors += 1 + num_copies
-            return estimate
-        self._num_done += 1 + num_copies
+            self._num_errors += 1
+            return
+        self._num_done += 1
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
-        return estimate
 
     def running(self, worker: str, outputs: Iterable[tuple[DocumentKey, int]]) -> None:
         """Note the open documents that are in a worker's engine now, with their output tokens so far."""
@@ -182,15 +173,8 @@ class Ledger:
             fraction=done / (done + left) if done + left else 1.0,
             output_tokens_per_s=ratio(output - output_then, elapsed),
             mean_acceptance_length=self._stats.mean_acceptance_length,
-            eta_s=left / rate if rate else self._forecast_left(now),
+            eta_s=left / rate if rate else None,
         )
-
-    def _forecast_left(self, now: float) -> float | None:
-        """Return what is left of the forecast; None if there is none, or it has proved wrong."""
-        if self._began_at is None:
-            self._began_at = now
-        left_s = (self._expected_s or 0.0) - (now - self._began_at)
-        return left_s if left_s > 0 else None
 
     def _done_tokens(self) -> tuple[int, int]:
         """Count the prompt and output tokens that this start has done, running documents included."""

@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.leases import Tried
+from specextend.cluster.leases import Spot, Tried
 from specextend.cluster.lock import LockHolder, read_lock
 from specextend.cluster.messages import WorkerInfo
-from specextend.cluster.places import Spot
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.fingerprint import num_input_rows, read_manifest
-from specextend.data.results import Progress, read_parts
+from specextend.data.parts import Progress, read_parts
 from specextend.data.run_folder import (
     RELEASED,
     Start,
@@ -84,7 +83,6 @@ class Attempt:
             "report": asdict(config.report),
             "workers": [],
             "charges": {},
-            "forecast": None,
             "memory": None,
         }
 
@@ -125,11 +123,6 @@ class Attempt:
         for worker, entry in self._workers.items():
             if entry["gone"] is None:
                 self.worker_gone(worker, RELEASED)
-
-    def expect(self, forecast: Mapping[str, Any]) -> None:
-        """Write how long the documents should take that were open when the start began: a `Forecast` as JSON values."""
-        self._record["forecast"] = dict(forecast)
-        self.write()
 
     def plan(self, memory: Mapping[str, Any]) -> None:
         """Keep the memory that a worker was planned to take (`plan_memory`) until the record is written."""

@@ -6,7 +6,6 @@ import bisect
 from dataclasses import dataclass
 
 from specextend.cluster.exits import WorkersFailError
-from specextend.cluster.places import Coming
 from specextend.core import counted
 
 MAX_FAILED_STARTS = 5
@@ -24,8 +23,6 @@ class _Seat:
     """A seat for one worker at a time: a dead one leaves it to its successor."""
 
     worker: str | None = None
-    is_new: bool = True
-    """True until a worker was ready there."""
     num_failures: int = 0
     not_before: float = 0.0
     started_at: float = 0.0
@@ -77,10 +74,9 @@ class Roster:
         surplus = len(self._number) - num_wanted
         return sorted(self._building, key=lambda name: -self._started_at(name))[: max(0, surplus)]
 
-    def coming(self, now: float) -> Coming:
+    def num_coming(self, now: float) -> int:
         """Count the workers that are being built and not overdue."""
-        coming = [self._seat(name) for name in self._building if now - self._started_at(name) < PATIENCE_S]
-        return Coming(len(coming), sum(seat.is_new for seat in coming))
+        return sum(now - self._started_at(name) < PATIENCE_S for name in self._building)
 
     def seat(self, worker: str) -> int:
         """Return the number of a worker's seat, from 1, which its successor takes over."""
@@ -92,8 +88,7 @@ class Roster:
 
     def ready(self, worker: str) -> None:
         """Note that a worker's models are loaded."""
-        seat = self._seat(worker)
-        seat.is_new, seat.num_failures = False, 0
+        self._seat(worker).num_failures = 0
         self._building.discard(worker)
         self._ready[worker] = None
 

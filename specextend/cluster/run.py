@@ -12,13 +12,12 @@ from typing import Any
 
 from specextend.cluster.decode_rows import RowDecoding
 from specextend.cluster.display import Display
-from specextend.cluster.end_hook import tell_end
 from specextend.cluster.estimates import RowSet
 from specextend.cluster.exits import (
     EXIT_DONE,
-    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TOO_MANY_ERRORS,
+    GRACE_S,
     Interrupt,
     LockGoneError,
     LockHeldError,
@@ -26,8 +25,9 @@ from specextend.cluster.exits import (
     OutputError,
     RefusedError,
     StoreError,
-    end_process,
     exit_code,
+    reading,
+    writing,
 )
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.prepare import (
@@ -40,22 +40,16 @@ from specextend.cluster.prepare import (
     say_left_out,
 )
 from specextend.cluster.records import Attempt, version_changes
-from specextend.cluster.stores import OutputGate, reading, using, writing
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
-from specextend.data.chunk_rows import remove_chunks
-from specextend.data.compaction import compact
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import write_manifest
 from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.parts import DamagedPartError, StrangePartError
-from specextend.data.regrouping import remove_copies
-from specextend.data.results import Retry, pending
+from specextend.data.parts import DamagedPartError, Retry, StrangePartError, pending
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
-    chunks_folder,
     read_success,
     records_folder,
     remove_success,
@@ -79,58 +73,24 @@ def run(
     observe: Callable[[Any], object] = lambda results: None,
     factory: EngineFactory = load_engine,
 ) -> int:
-    """Run or resume a job, and tell `job.on_end_*` how it ended. Returns the exit code, 0 or 3.
+    """Run or resume a job. Returns the exit code, 0 or 3.
 
     report: writes the run's report; takes what `write_report` takes. observe: called before that with all results, as
     `finalize` reads them. factory: makes a worker's engine, on the worker.
-    Raises the exceptions of `exits.py`, and any that nobody foresaw. Ends the process if the output's store does not
-    answer.
+    Raises the exceptions of `exits.py`, and any that nobody foresaw.
     """
-    try:
-        code = _run(config, display, interrupt, retry_errors, report, observe, factory)
-    except BaseException as error:
-        tell_end(config, display, interrupt, exit_code(error), first_line(error), has_report=False)
-        raise
-    tell_end(config, display, interrupt, code, None, has_report=True)
-    return code
-
-
-def _run(
-    config: RunConfig,
-    display: Display,
-    interrupt: Interrupt,
-    retry_errors: Retry,
-    report: Callable[..., object],
-    observe: Callable[[Any], object],
-    factory: EngineFactory,
-) -> int:
     check_machine(config)
     prepared = prepare(config, interrupt.check)
     interrupt.check()
-    gate = OutputGate(config.job.store_s, lambda: _give_up(config, display))
-    prepared = replace(prepared, output=prepared.output.behind(gate))
     run_id = secrets.token_hex(4)
-    try:
-        with reading(prepared.output):
-            check_same_run(prepared)
-        with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
-            gate.fence = lock
-            attempt = Attempt(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
-            interrupt.last = _last(lock, attempt, display)
-            locked = _LockedRun(prepared, lock, run_id, attempt, display, interrupt, report, observe, factory)
-            return locked.run_recorded(retry_errors)
-    finally:
-        gate.close()
-
-
-def _give_up(config: RunConfig, display: Display) -> None:
-    """End the process: the call for which it waits may never return, and cannot be stopped."""
-    what = f"no answer from the store of {config.output.path}, or of the input, for {config.job.store_s:g} s"
-    reason = f"{what}; what was committed is there, run again to resume"
-    end_process(
-        EXIT_FAILED,
-        lambda: display.note(f"error: {reason}", "run_ended", exit_code=EXIT_FAILED, reason=reason),
-    )
+    with reading(prepared.output):
+        check_same_run(prepared)
+    with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
+        prepared = replace(prepared, output=prepared.output.behind(lock))
+        attempt = Attempt(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
+        interrupt.last = _last(lock, attempt, display)
+        locked = _LockedRun(prepared, lock, run_id, attempt, display, interrupt, report, observe, factory)
+        return locked.run_recorded(retry_errors)
 
 
 def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], None]:
@@ -138,7 +98,7 @@ def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], 
 
     def last() -> None:
         lock.release()
-        display.note(f"the run did not stop within job.grace_s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
+        display.note(f"the run did not stop within {GRACE_S:g} s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
         attempt.end(EXIT_INTERRUPTED, FORCED)
 
     return last
@@ -146,8 +106,7 @@ def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], 
 
 def _sweep(output: Location) -> None:
     """Remove the temporary files of drivers that were killed while they wrote."""
-    rows = audits_folder(output), chunks_folder(output)
-    for folder in (output, records_folder(output), starts_folder(output), *rows):
+    for folder in (output, records_folder(output), starts_folder(output), audits_folder(output)):
         remove_temporary_files(folder)
 
 
@@ -196,7 +155,7 @@ class _LockedRun:
 
     def _record_failure(self, error: BaseException) -> None:
         """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
-        with suppress(OSError, OutputError, LockHeldError, LockGoneError), using(self.prepared.output):
+        with suppress(OSError, OutputError, LockHeldError, LockGoneError):
             self.attempt.end(exit_code(error), first_line(error))
 
     def run(self, retry_errors: Retry) -> int:
@@ -219,8 +178,6 @@ class _LockedRun:
         rows = [file.num_rows for file in self.prepared.source.files]
         with reading(output):
             is_begun = check_same_run(self.prepared)
-        if is_begun:
-            self._merge_commits()
         with reading(output):
             progress = read_progress(self.prepared)
             keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=self.prepared.source.rows))
@@ -240,39 +197,27 @@ class _LockedRun:
             self.factory,
             self._checkpoint,
         )
-        work = decoding.plan(keys) if keys else None
+        plan = decoding.plan(keys) if keys else None
         with writing(output):
             if not is_begun:
                 if self.prepared.config.input.except_done_in:
                     write_selection(self.prepared.source, output)
                 write_manifest(output, self.prepared.manifest)
             remove_success(output)
-        if work is not None:
-            decoding.run(*work, progress, sum(key not in keys for key in progress.errors))
+        if plan is not None:
+            decoding.run(plan, progress, sum(key not in keys for key in progress.errors))
         with writing(output):
             return self._conclude(finalize(self.prepared.source, output, self._checkpoint, self.observe))
 
-    def _merge_commits(self) -> None:
-        """Merge commits if there are so many that reading them takes minutes; those of a complete run are let alone."""
-        with writing(self.prepared.output):
-            if read_success(self.prepared.output) is not None:
-                return
-            fewer = compact(self.prepared.output, self.prepared.manifest["fingerprint"], self._checkpoint)
-        if fewer:
-            said = f"small commits are merged, which saves {counted(fewer, 'file')} in _run/parts"
-            self.display.note(said, "commits_merged")
-
     def _checkpoint(self) -> None:
-        """Stop if told to, and note that there is progress. Called between the steps of long operations."""
+        """Stop if told to. Called between the steps of long operations."""
         self.interrupt.check()
-        self.prepared.output.touch()
 
     def _conclude(self, counts: Counts) -> int:
         """Write the report and then, if enough rows are done, `_SUCCESS`. Only the report can be interrupted."""
         output = self.prepared.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self._checkpoint()
-        remove_copies(output)
         self.report(
             self.prepared.config.output.path, output, ending=self.attempt.ending(code), checkpoint=self._checkpoint
         )
@@ -286,7 +231,6 @@ class _LockedRun:
             )
             return code
         self.lock.confirm()
-        remove_chunks(output)
         write_success(output, counts)
         return code
 

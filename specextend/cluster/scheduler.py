@@ -2,26 +2,124 @@
 
 It has no Ray, no files and no clock of its own: times are seconds of any monotonic clock that the caller passes in. A
 document is open until `finish` or a `GivenUp` closes it; at most one worker holds its lease at a time.
+
+- Neighbouring rows go to one worker, the longest documents first (`Backlog`).
+- A document that may have failed its neighbours runs alone, and elsewhere if it can.
+- A place where workers die gets one document at a time until one is done there. After `MAX_DEATHS` deaths in a row it
+  gets none any more, if another place has had fewer.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from specextend.cluster.backlog import Backlog, Rank, rank
 from specextend.cluster.estimates import Estimates
-from specextend.cluster.lease_table import Holder, LeaseTable
-from specextend.cluster.leases import GivenUp, Lease, Limits, Tried
-from specextend.cluster.open_documents import OpenDocuments
-from specextend.cluster.placement import Retries, misplaced
-from specextend.cluster.places import Coming, Place, Places, Rest
-from specextend.cluster.speeds import Speeds
+from specextend.cluster.leases import GivenUp, Lease, Limits, Place, Spot, Tried
 from specextend.core import DocumentKey
 
+MAX_DEATHS = 6
+"""Deaths of workers at one place in a row, without a document done between, before it is left out."""
+MAX_EXPOSURES = 2
+"""Deaths of workers that a document may sit through, not known to have started, before it runs alone."""
 ALONE_SHARE = 4
 """One worker in this many, and at least one, may be kept for documents that run alone while others wait."""
 IDLE_S = 60.0
 """Seconds without a lease after which a worker is let go that is of no use any more."""
+PAUSE_S = 10.0
+"""Seconds before a damaged document is tried again, and before a worker that could not read one gets another."""
+
+
+@dataclass(slots=True)
+class _OpenDocument:
+    """A document that is leased, or of which there is something to remember."""
+
+    key: DocumentKey
+    num_tokens: int
+    attempts: int = 0
+    forgiven: int = 0
+    """Attempts that do not count towards `max_attempts`."""
+    struck: set[Spot] = field(default_factory=set)
+    """The places where it was held when a worker or a batch failed, charged or not."""
+    losses: int = 0
+    exposures: int = 0
+
+    @property
+    def num_counted(self) -> int:
+        """Count the attempts that count towards `max_attempts`."""
+        return self.attempts - self.forgiven
+
+    @property
+    def is_memorable(self) -> bool:
+        """Return True if it differs from a document that was never leased."""
+        return bool(self.attempts or self.losses or self.exposures or self.struck)
+
+    @property
+    def runs_alone(self) -> bool:
+        """Return True if its next failure may fail its neighbours, too."""
+        return bool(self.struck) or max(self.exposures, self.losses) >= MAX_EXPOSURES
+
+
+@dataclass(slots=True)
+class _Held:
+    """A lease in force."""
+
+    lease: Lease
+    document: _OpenDocument
+    worker: str
+    started_at: float | None = None
+    is_queued: bool = False
+    """True once the worker has said that its prefill has not begun."""
+
+
+@dataclass(slots=True)
+class _Holder:
+    """A worker and the leases that it holds."""
+
+    place: Place
+    number: int
+    """In the order in which workers joined."""
+    moved_at: float
+    leases: dict[str, _Held] = field(default_factory=dict)
+    num_closing: int = 0
+    """Leases taken back whose call has not returned yet."""
+    num_steps: int = -1
+    hangs_at: int | None = None
+    """The step counter when a document passed its deadline: until it moves, the engine may still hang in that one."""
+    rests_until: float = -math.inf
+    is_alone: bool = False
+    """True while it holds one document that runs alone."""
+    is_gone: bool = False
+    is_draining: bool = False
+    """True once its node is about to go."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if it holds no lease, not even one that is being taken back."""
+        return not self.leases and not self.num_closing
+
+    @property
+    def num_taken(self) -> int:
+        """Count its leases, those being taken back included."""
+        return len(self.leases) + self.num_closing
+
+    @property
+    def holds_struck(self) -> bool:
+        """Return True if every document that it holds was struck elsewhere, too: that explains its death."""
+        return bool(self.leases) and all(held.document.struck - {self.place.spot} for held in self.leases.values())
+
+    def longest_queued(self) -> Lease | None:
+        """Return the longest of its leases that wait behind another document; None if there is none."""
+        if len(self.leases) + (self.hangs_at is not None) < 2:
+            return None
+        queued = [held.lease for held in self.leases.values() if held.is_queued]
+        return max(queued, key=lambda lease: lease.num_tokens, default=None)
 
 
 class Scheduler:
@@ -38,147 +136,287 @@ class Scheduler:
     ) -> None:
         """Queue the documents.
 
-        stem: the beginning of every lease id. tried: documents that earlier starts have charged; one that has not
-        become an error row runs alone. group_rows: the rows of each row group of each file, as workers read it.
+        stem: the beginning of every lease id. tried: documents that earlier starts have charged; one that was charged
+        at a known place runs alone. group_rows: the rows of each row group of each file, as workers read it.
         """
         self.limits = limits
-        self._leases_per_worker = leases_per_worker
-        self._documents = OpenDocuments(estimates, limits, tried or {}, group_rows)
-        self._places = Places()
-        self._speeds = Speeds(leases_per_worker)
-        self._leases = LeaseTable(limits, leases_per_worker, stem)
-        self._workers = self._leases.workers
-        self._reserved: list[str] = []
+        self.num_open = len(estimates)
+        """Number of documents that are neither finished nor given up."""
+        self._estimates, self._leases_per_worker, self._stem = estimates, leases_per_worker, stem
+        self._documents = {
+            key: _OpenDocument(key, estimates[key].total, before.attempts, before.forgiven, set(before.struck))
+            for key, before in (tried or {}).items()
+            if key in estimates
+        }
+        apart = [document for document in self._documents.values() if document.runs_alone]
+        self._backlog = Backlog(estimates, group_rows, [document.key for document in apart])
+        self._alone: list[Rank] = []
+        """Documents that wait to run alone, in the order of work."""
+        self._later: list[tuple[float, DocumentKey]] = []
+        """Heap of damaged documents, and when each is tried again."""
+        for document in apart:
+            self._put_back(document)
+        self._has_charged = False
+        self._workers: dict[str, _Holder] = {}
+        self._held: dict[str, _Held] = {}
+        self._num_granted, self._num_joined = itertools.count(1), itertools.count(1)
+        self._deaths: Counter[Place] = Counter()
+        """Deaths in a row that no document explains, without a document done between."""
+        self._last_words: dict[Place, str] = {}
+        self._left_out: set[Place] = set()
+        self._num_coming = 0
+        self._idle_since: dict[str, float] = {}
+        """When each worker without a lease was first seen so."""
 
-    @property
-    def num_open(self) -> int:
-        """Count the documents that are neither finished nor given up."""
-        return self._documents.num_open
+    # What there is
 
     @property
     def num_waiting(self) -> int:
         """Count the open documents that no worker holds."""
-        return self._documents.num_waiting
+        return len(self._backlog) + len(self._alone) + len(self._later)
 
     @property
     def is_done(self) -> bool:
         """Return True if no document is open."""
-        return not self._documents.num_open
+        return not self.num_open
 
     @property
     def num_wanted(self) -> int:
         """Count the workers that are of use.
 
-        These are the busy ones, one for each document that waits here or at a worker, and one more for each place of a
-        death.
+        These are the busy ones, one for each document that waits here or at a worker, and one more for each place that
+        may be at fault for a death.
         """
-        num_busy = len(self._workers) - len(self._leases.idle)
-        useful = min(self.num_open, num_busy + self.num_waiting + self._leases.num_not_started)
-        if not (self._documents.alone or self._places.has_deaths):
-            return useful
-        struck = {spot for _, key in self._documents.alone for spot in self._documents.item(key).struck}
-        places = [worker.place for worker in self._workers.values()]
-        return useful + sum(self._places.num_deaths(place) > 0 or place.spot in struck for place in places)
+        workers = self._workers.values()
+        num_queued = sum(held.started_at is None for held in self._held.values())
+        num_busy = sum(not worker.is_empty for worker in workers)
+        useful = min(self.num_open, num_busy + self.num_waiting + num_queued)
+        struck = {spot for _, key in self._alone for spot in self._documents[key].struck}
+        return useful + sum(self._deaths[worker.place] > 0 or worker.place.spot in struck for worker in workers)
 
-    def expect(self, coming: Coming) -> None:
-        """Note the workers that are being built: a document that was charged at all other places waits for them."""
-        self._places.expect(coming)
+    def lease(self, lease_id: str) -> Lease | None:
+        """Return a lease that is in force; None for any other."""
+        return self._held[lease_id].lease if lease_id in self._held else None
 
-    def join(self, worker: str, place: Place, now: float, kind: str = "") -> Rest | None:
-        """Note that a worker is ready. Returns its rest if others have died one after the other at its place.
+    def leased(self) -> list[Lease]:
+        """List the leases in force."""
+        return [held.lease for held in self._held.values()]
 
-        kind: of its device, such as `NVIDIA H200`; workers of one kind are about as fast.
+    def holder(self, lease_id: str) -> str:
+        """Return the worker that holds a lease in force."""
+        return self._held[lease_id].worker
+
+    def first_waiting(self, limit: int) -> list[DocumentKey]:
+        """List open documents that no worker holds, up to a number, those that run alone first."""
+        later = [key for _, key in sorted(self._later)]
+        return [*(key for _, key in self._alone), *self._backlog.first(limit), *later][:limit]
+
+    def charges(self) -> dict[DocumentKey, Tried] | None:
+        """List open documents that may have ended workers; None if there is no new one since the last call."""
+        if not self._has_charged:
+            return None
+        self._has_charged = False
+        struck = (document for document in self._documents.values() if document.struck)
+        return {document.key: Tried(document.attempts, frozenset(document.struck)) for document in struck}
+
+    # Workers come
+
+    def expect(self, num_coming: int) -> None:
+        """Note how many workers are being built: a document that was struck at all other places waits for them."""
+        self._num_coming = num_coming
+
+    def join(self, worker: str, place: Place, now: float) -> tuple[int, str] | None:
+        """Note that a worker is ready.
+
+        If its place is left out, returns the number of workers that have died there in a row, and why the last one did.
         """
-        rest = self._places.arrive(place)
-        self._leases.join(worker, place, rest.seconds if rest else 0.0, now)
-        self._speeds.join(worker, kind)
-        return rest
+        assert worker not in self._workers, f"{worker} joined twice"
+        self._workers[worker] = _Holder(place, next(self._num_joined), now)
+        others = {other.place for other in self._workers.values()} - {place} - self._left_out
+        if self._deaths[place] >= MAX_DEATHS and any(self._deaths[other] < self._deaths[place] for other in others):
+            self._left_out.add(place)
+        return (self._deaths[place], self._last_words[place]) if place in self._left_out else None
+
+    def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> None:
+        """Note a worker's step counter and its leases whose prefill has begun; its other leases wait."""
+        if (state := self._workers.get(worker)) is None:
+            return
+        if num_steps != state.num_steps:
+            state.num_steps, state.moved_at, state.hangs_at = num_steps, now, None
+        begun = set(started)
+        for lease_id, held in state.leases.items():
+            held.is_queued = held.started_at is None and lease_id not in begun
+            if held.started_at is None and lease_id in begun:
+                held.started_at = now
+
+    # Documents go to workers
 
     def assign(self, now: float) -> list[tuple[str, Lease]]:
-        """Grant the leases that are due: charged documents alone on empty workers, the others spread."""
-        self._leases.now = now
-        self._documents.put_back_later(now)
-        return [*self._assign_alone(now), *self._assign_fresh(now)]
+        """Grant the leases that are due: documents that run alone on empty workers, the others spread."""
+        while self._later and self._later[0][0] <= now:
+            self._put_back(self._documents[heapq.heappop(self._later)[1]])
+        if not self.num_waiting:
+            return []
+        takers = {name: worker for name, worker in self._workers.items() if self._takes(worker, now)}
+        return [*self._assign_alone(takers, now), *self._assign_fresh(takers, now)]
 
-    def _takes(self, worker: Holder, now: float) -> bool:
-        """Return True if a worker takes leases now."""
-        ready = worker.takes_leases and not worker.is_draining and worker.rests_until <= now
-        return ready and not self._places.is_left_out(worker.place)
+    def _takes(self, worker: _Holder, now: float) -> bool:
+        """Return True if a worker may get a lease."""
+        is_ready = not (worker.is_gone or worker.is_draining or worker.is_alone) and worker.hangs_at is None
+        return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
-    def _assign_alone(self, now: float) -> list[tuple[str, Lease]]:
-        """Grant charged documents to empty workers; for one that finds none, keep a worker from filling up again."""
-        takers = {}
-        if self._documents.alone:
-            takers = {name: worker for name, worker in self._workers.items() if self._takes(worker, now)}
-        search = Retries(self._places, self._workers, takers, now)
-        for name in self._reserved:
-            if name in self._workers:
-                self._workers[name].is_reserved = False
-        self._reserved = []
-        most = max(1, len(takers) // ALONE_SHARE) if self._documents.num_fresh else len(takers)
-        room = most - sum(worker.alone for worker in takers.values())
+    def _assign_alone(self, takers: dict[str, _Holder], now: float) -> list[tuple[str, Lease]]:
+        """Grant documents to empty workers; if one finds none, keep the worker nearest to that from filling up.
+
+        Removes the workers that were chosen from `takers`.
+        """
         granted: list[tuple[str, Lease]] = []
-        for entry in list(self._documents.alone) if takers else []:
-            if len(search.chosen) >= room:
+        room = max(1, len(self._workers) // ALONE_SHARE) if len(self._backlog) else len(self._workers)
+        room -= sum(worker.is_alone for worker in self._workers.values())
+        nearest = sorted(takers, key=lambda name: (not takers[name].is_empty, takers[name].num_taken))
+        allowed: dict[frozenset[Spot], set[Place]] = {}
+        for entry in list(self._alone):
+            if room <= 0:
                 break
-            item = self._documents.item(entry[1])
-            if (worker := search.choose(item)) is None:
+            document = self._documents[entry[1]]
+            struck = frozenset(document.struck)
+            if struck not in allowed:
+                allowed[struck] = self._places_for(struck)
+            found = (name for name in nearest if name in takers and takers[name].place in allowed[struck])
+            if (name := next(found, None)) is None:
                 continue
-            if takers[worker].is_empty:
-                self._documents.alone.remove(entry)
-                granted.append((worker, self._grant(worker, item.key, now)))
-                takers[worker].alone = True
-            else:
-                takers[worker].is_reserved = True
-                self._reserved.append(worker)
+            room -= 1
+            worker = takers.pop(name)
+            if worker.is_empty:
+                self._alone.remove(entry)
+                granted.append((name, self._grant(name, document.key, now)))
+                worker.is_alone = True
         return granted
 
-    def _assign_fresh(self, now: float) -> list[tuple[str, Lease]]:
+    def _places_for(self, struck: frozenset[Spot]) -> set[Place]:
+        """Choose where a document may run that was struck somewhere: of the places allowed those with fewest deaths.
+
+        Places on other hosts come first, then others on the same hosts and, if no worker is being built, all.
+        """
+        hosts = {spot.host for spot in struck}
+        known = {worker.place for worker in self._workers.values()} - self._left_out
+        allowed = {place for place in known if place.spot.host not in hosts}
+        allowed = allowed or {place for place in known if place.spot not in struck}
+        if not allowed and not self._num_coming:
+            allowed = known
+        fewest = min((self._deaths[place] for place in allowed), default=0)
+        return {place for place in allowed if self._deaths[place] == fewest}
+
+    def _assign_fresh(self, takers: Mapping[str, _Holder], now: float) -> list[tuple[str, Lease]]:
         """Fill the workers that have room, the emptiest first."""
-        if not self._documents.num_fresh:
-            return []
-        states = [(self._workers[name], name) for name in self._leases.roomy]
+        room = {name: 1 if self._deaths[worker.place] else self._leases_per_worker for name, worker in takers.items()}
         free = [
-            (worker.num_taken, worker.number, name)
-            for worker, name in states
-            if not (worker.alone or worker.is_reserved) and self._takes(worker, now)
+            (worker.num_taken, worker.number, name) for name, worker in takers.items() if worker.num_taken < room[name]
         ]
         heapq.heapify(free)
         granted = []
-        while self._documents.num_fresh and free:
+        while free and (key := self._backlog.take(free[0][2])) is not None:
             num_taken, number, name = free[0]
-            worker = self._workers[name]
-            files = worker.blind_to(now)
-            has_room = num_taken < self._capacity(worker) and None not in files
-            if has_room and (key := self._documents.take(name, files, self._longest_for(name))) is not None:
-                granted.append((name, self._grant(name, key, now)))
+            granted.append((name, self._grant(name, key, now)))
+            if num_taken + 1 < room[name]:
                 heapq.heapreplace(free, (num_taken + 1, number, name))
             else:
                 heapq.heappop(free)
         return granted
 
-    def _longest_for(self, worker: str) -> float:
-        """Return the tokens of the longest document that a worker may get: a slow one must not be the last to end."""
-        return self._speeds.longest_for(worker, self._documents.num_tokens)
-
-    def _capacity(self, worker: Holder) -> int:
-        """Count the leases that a worker may hold."""
-        return 1 if self._places.is_on_trial(worker.place) else self._leases_per_worker
+    def _grant(self, worker: str, key: DocumentKey, now: float) -> Lease:
+        state = self._workers[worker]
+        if (document := self._documents.get(key)) is None:
+            document = self._documents[key] = _OpenDocument(key, self._estimates[key].total)
+        lease_id = f"{self._stem}{key.file}-{key.row}-{next(self._num_granted)}"
+        lease = Lease(lease_id, key, document.num_tokens, document.attempts + 1, document.runs_alone)
+        if state.is_empty:
+            state.moved_at = now
+        self._held[lease_id] = state.leases[lease_id] = _Held(lease, document, worker)
+        return lease
 
     def rebalance(self, now: float) -> list[tuple[str, Lease]]:
-        """Take leases back from the queues of slow workers, so that `assign` gives the documents to idle ones.
+        """Take back leases that wait behind other documents, one for each idle worker, so that `assign` moves them.
 
-        Returns the slow workers and the leases. This happens only at the end of a run, when no document waits here. An
-        idle worker has no queue and two leases fewer than the slow one, so that no lease moves back and forth. No
-        attempt is charged. Call `closed` when the slow worker has let go of a lease.
+        Returns the workers and the leases. This happens only at the end of a run, when no document waits here. No
+        attempt is charged. Call `closed` when the worker has let go of a lease.
         """
-        if self._documents.num_fresh or self._documents.alone:
+        if self.num_waiting:
             return []
-        takers = [worker for worker in self._workers.values() if not worker.alone and self._takes(worker, now)]
-        moved = misplaced(takers, self._capacity, now)
-        for held in moved:
-            self._call_back(held.lease)
-        return [(held.worker, held.lease) for held in moved]
+        num_idle = sum(worker.is_empty and self._takes(worker, now) for worker in self._workers.values())
+        busiest = sorted(self._workers.items(), key=lambda item: -item[1].num_taken) if num_idle else []
+        queued = ((name, worker.longest_queued()) for name, worker in busiest if not worker.is_gone)
+        moved = [(name, lease) for name, lease in queued if lease is not None][:num_idle]
+        for _, lease in moved:
+            self._put_back(self._call_back(lease.lease_id).document)
+        return moved
+
+    # Documents end
+
+    def finish(self, lease_id: str, *, is_done: bool = True) -> bool:
+        """Close the document of a lease. Returns False if the lease was taken back: then drop the result.
+
+        is_done: it has a summary, so the place of its worker is a good one.
+        """
+        if lease_id not in self._held:
+            return False
+        held = self._release(lease_id)
+        if is_done:
+            del self._deaths[self._workers[held.worker].place]
+        self._close(held.document)
+        return True
+
+    def overdue(self, now: float) -> list[Lease]:
+        """List the leases past their document's deadline."""
+        started = ((held.lease, held.started_at) for held in self._held.values() if held.started_at is not None)
+        return [lease for lease, since in started if now - since > self.limits.seconds_for(lease.num_tokens)]
+
+    def expire(self, lease_id: str, message: str) -> list[GivenUp]:
+        """Take an overdue lease back and charge its document. Call `closed` when the worker has let go of it."""
+        held = self._call_back(lease_id)
+        worker = self._workers[held.worker]
+        worker.hangs_at = worker.num_steps
+        return self._charge(held.document, worker.place, "DeadlineExceeded", message, is_certain=True)
+
+    def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
+        """Charge the document of a lease in force whose batch failed, perhaps through its fault."""
+        held = self._release(lease_id)
+        place = self._workers[held.worker].place
+        return self._charge(held.document, place, error_class, message, is_certain=held.lease.is_alone)
+
+    def unread(self, lease_id: str, now: float) -> None:
+        """Put a document back that its worker could not read but others may. The worker rests for `PAUSE_S`."""
+        held = self._release(lease_id)
+        self._put_back(held.document)
+        worker = self._workers[held.worker]
+        worker.rests_until = now + PAUSE_S
+        if all(other.started_at is None for other in worker.leases.values()):
+            worker.moved_at = now  # it has answered, and decodes nothing that may hang
+
+    def is_resting(self, worker: str, now: float) -> bool:
+        """Return True if a worker gets no documents for a while because it could not read one."""
+        return self._workers[worker].rests_until > now
+
+    def damaged(self, lease_id: str, error_class: str, message: str, now: float) -> list[GivenUp]:
+        """Charge the document of a lease in force that nobody can read, and let it wait for `PAUSE_S`."""
+        document = self._release(lease_id).document
+        document.attempts += 1
+        if document.num_counted >= self.limits.max_attempts:
+            return [self._give_up(document, error_class, message)]
+        heapq.heappush(self._later, (now + PAUSE_S, document.key))
+        return []
+
+    def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
+        """Take a lease back whose call was lost through no fault of the document, as if its node had died."""
+        return self._count_loss(self._release(lease_id).document, message) if lease_id in self._held else []
+
+    def closed(self, worker: str) -> None:
+        """Note that the call of a lease taken back has returned."""
+        if (state := self._workers.get(worker)) is not None:
+            state.num_closing -= 1
+            assert state.num_closing >= 0
+
+    # Workers go
 
     def drain(self, worker: str) -> list[Lease]:
         """Grant nothing more to a worker whose node is about to go, and take back what has not begun there.
@@ -188,39 +426,43 @@ class Scheduler:
         """
         state = self._workers[worker]
         state.is_draining = True
-        self._speeds.leave(worker)
         waiting = [held.lease for held in state.leases.values() if held.started_at is None]
         for lease in waiting:
-            self._call_back(lease)
-        self._documents.left_by(worker)
+            self._put_back(self._call_back(lease.lease_id).document)
+        self._backlog.leave(worker)
         return waiting
-
-    def _call_back(self, lease: Lease) -> None:
-        """Take a lease back that has not begun."""
-        self._documents.put_back(self._leases.call_back(lease.lease_id).item)
 
     def is_draining(self, worker: str) -> bool:
         """Return True if a worker's node is about to go."""
         return worker in self._workers and self._workers[worker].is_draining
 
     def spare(self, now: float) -> list[str]:
-        """List the workers to be let go: idle ones of which more are left than are of use, and empty draining ones."""
-        draining = [name for name in self._leases.idle if self._workers[name].is_draining]
+        """List the workers to be let go: empty draining ones, and idle ones of which more are left than are of use."""
+        empty = {name: worker for name, worker in self._workers.items() if worker.is_empty}
+        self._idle_since = {name: self._idle_since.get(name, now) for name in empty}
+        draining = [name for name, worker in empty.items() if worker.is_draining]
+        idle = [
+            name
+            for name, worker in empty.items()
+            if now - self._idle_since[name] >= IDLE_S
+            and not (worker.is_gone or worker.is_draining or worker.place in self._left_out)
+        ]
         surplus = len(self._workers) - len(draining) - self.num_wanted
-        idle: list[str] = []
-        for name, since in self._leases.idle.items():
-            if len(idle) >= surplus or now - since < IDLE_S:
-                break
-            state = self._workers[name]
-            if state.takes_leases and not state.is_draining and not self._places.is_left_out(state.place):
-                idle.append(name)
-        return draining + idle
+        return draining + idle[: max(0, surplus)]
 
     def release(self, worker: str) -> None:
         """Remove a worker without leases that was let go."""
-        state = self._drop(worker)
-        assert state.is_empty, f"{worker} is at work"
-        self._places.depart(state.place)
+        assert self._drop(worker).is_empty, f"{worker} is at work"
+
+    def stalled(self, now: float) -> list[str]:
+        """List the workers that hold leases, or may hang, and have made no step for `stall_s`."""
+        return [
+            name
+            for name, worker in self._workers.items()
+            if not worker.is_gone
+            and (worker.leases or worker.num_closing or worker.hangs_at is not None)
+            and now - worker.moved_at > self.limits.stall_s
+        ]
 
     def suspend(self, worker: str) -> bool:
         """Grant nothing more to a worker that is gone, until `leave` or `lose` says why it is gone.
@@ -228,131 +470,25 @@ class Scheduler:
         Returns True if its documents explain its end.
         """
         state = self._workers[worker]
-        state.takes_leases = False
-        state.is_trusted = self._places.is_trusted(state.place)  # before its successor counts as coming
+        state.is_gone = True
         return state.holds_struck
-
-    def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> None:
-        """Note a worker's step counter and its leases whose prefill has begun; its other leases wait."""
-        self._leases.report(worker, num_steps, started, now)
-
-    def lease(self, lease_id: str) -> Lease | None:
-        """Return a lease that is in force; None for any other."""
-        return self._leases[lease_id].lease if lease_id in self._leases else None
-
-    def leased(self) -> list[Lease]:
-        """List the leases in force."""
-        return self._leases.leases()
-
-    def first_waiting(self, limit: int) -> list[DocumentKey]:
-        """List open documents that no worker holds, up to a number, those that are charged first."""
-        return self._documents.first_waiting(limit)
-
-    def holder(self, lease_id: str) -> str:
-        """Return the worker that holds a lease in force."""
-        return self._leases[lease_id].worker
-
-    def finish(self, lease_id: str) -> bool:
-        """Close the document of a lease. Returns False if the lease was taken back: then drop the result."""
-        if lease_id not in self._leases:
-            return False
-        held = self._leases.release(lease_id)
-        state = self._workers[held.worker]
-        state.has_read(held.item.key.file)
-        self._speeds.done(held.worker, held.item.num_tokens, self._leases.now, is_idle=state.is_empty)
-        self._documents.close(held.item)
-        return True
-
-    def produced(self, worker: str) -> None:
-        """Note that a worker has done a document: its place is trusted again."""
-        self._places.produced(self._workers[worker].place)
-
-    def charges(self) -> dict[DocumentKey, Tried] | None:
-        """List open documents that may have ended workers; None if none was charged since the last call."""
-        return self._documents.charges()
-
-    def overdue(self, now: float) -> list[Lease]:
-        """List the leases past their document's deadline."""
-        return self._leases.overdue(now)
-
-    def expire(self, lease_id: str, message: str) -> list[GivenUp]:
-        """Take an overdue lease back and charge its document. Call `closed` when the worker has let go of it."""
-        held = self._leases.call_back(lease_id)
-        worker = self._workers[held.worker]
-        worker.expired_at_step = worker.num_steps
-        return self._documents.charge(held.item, worker.place, "DeadlineExceeded", message, is_certain=True)
-
-    def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
-        """Charge the document of a lease in force whose batch failed, perhaps through its fault."""
-        held = self._leases.release(lease_id)
-        place = self._workers[held.worker].place
-        return self._documents.charge(held.item, place, error_class, message, is_certain=False)
-
-    def unread(self, lease_id: str, now: float) -> float:
-        """Put a document back that its worker could not read but others may, uncharged.
-
-        Returns the seconds during which the worker gets no documents of that file.
-        """
-        held = self._leases[lease_id]
-        self.put_back(lease_id, now)
-        return self._workers[held.worker].could_not_read(held.item.key.file, now)
-
-    def put_back(self, lease_id: str, now: float) -> None:
-        """Put a document back that could not be read, if the driver has not found out why."""
-        held = self._leases.release(lease_id)
-        self._documents.put_back(held.item)
-        worker = self._workers[held.worker]
-        if all(other.started_at is None for other in worker.leases.values()):
-            worker.moved_at = now  # it has answered, and decodes nothing that may hang
-
-    def damaged(self, lease_id: str, error_class: str, message: str, now: float) -> list[GivenUp]:
-        """Charge the document of a lease in force that nobody can read, and let it wait for `PAUSE_S`."""
-        held = self._leases.release(lease_id)
-        return self._documents.charge_damaged(held.item, error_class, message, now)
-
-    def sees(self, worker: str, file: int, now: float) -> bool:
-        """Return True if a worker may get documents of a file; False while it pauses because it could not read one."""
-        return self._workers[worker].sees(file, now)
-
-    def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
-        """Take a lease back whose call was lost through no fault of the document, as if its node had died."""
-        if lease_id not in self._leases:
-            return []
-        return self._documents.count_loss(self._leases.release(lease_id).item, message)
-
-    def closed(self, worker: str) -> None:
-        """Note that the call of a lease taken back has returned."""
-        self._leases.closed(worker)
-
-    def stalled(self, now: float) -> list[str]:
-        """List the workers that hold leases and have made no step for `stall_s`."""
-        return [
-            name
-            for name, worker in self._workers.items()
-            if worker.takes_leases and not worker.is_empty and now - worker.moved_at > self.limits.stall_s
-        ]
 
     def leave(self, worker: str, error_class: str, message: str) -> list[GivenUp]:
         """Remove a worker that died: charge the documents that it had started, and free the others.
 
-        A document that ran alone, or on trial, is charged even if the worker died before it could report the start,
-        unless the worker made no step since it was told to drop another document, which may then be the one that hung.
-        At a place that is not trusted no document is charged; those that had started run alone next, elsewhere.
+        A document that ran alone is charged even if the worker died before it could report the start.
         """
-        if self._workers[worker].takes_leases:
-            self.suspend(worker)
         state = self._drop(worker)
-        is_alone = state.alone or (len(state.leases) == 1 and self._places.is_on_trial(state.place))
-        certain = is_alone and not state.may_hang
-        self._places.died(state.place, message, is_explained=state.holds_struck)
+        if not state.holds_struck:
+            self._deaths[state.place] += 1
+            self._last_words[state.place] = message
         given_up: list[GivenUp] = []
         for held in state.leases.values():
-            if held.started_at is None and not certain:
-                self._documents.expose(held.item)
-            elif state.is_trusted:
-                given_up += self._documents.charge(held.item, state.place, error_class, message, is_certain=is_alone)
+            if held.started_at is None and not state.is_alone:
+                held.document.exposures += 1
+                self._put_back(held.document)
             else:
-                self._documents.set_apart(held.item, state.place)
+                given_up += self._charge(held.document, state.place, error_class, message, is_certain=state.is_alone)
         return given_up
 
     def lose(self, worker: str, message: str) -> list[GivenUp]:
@@ -361,21 +497,73 @@ class Scheduler:
         A loss that was announced says nothing about the documents, so it is not even counted.
         """
         state = self._drop(worker)
-        self._places.depart(state.place)
-        if state.is_draining:
-            for held in state.leases.values():
-                self._documents.put_back(held.item)
-            return []
-        return [
-            given_up for held in state.leases.values() for given_up in self._documents.count_loss(held.item, message)
-        ]
+        given_up: list[GivenUp] = []
+        for held in state.leases.values():
+            if state.is_draining:
+                self._put_back(held.document)
+            else:
+                given_up += self._count_loss(held.document, message)
+        return given_up
 
-    def _drop(self, worker: str) -> Holder:
-        self._documents.left_by(worker)
-        self._speeds.leave(worker)
-        return self._leases.drop(worker)
+    # Records
 
-    def _grant(self, worker: str, key: DocumentKey, now: float) -> Lease:
-        if self._workers[worker].is_empty:
-            self._speeds.at_work(worker, now)
-        return self._leases.grant(worker, self._documents.item(key), now)
+    def _release(self, lease_id: str) -> _Held:
+        """End a lease in force and return it."""
+        held = self._held.pop(lease_id)
+        worker = self._workers[held.worker]
+        del worker.leases[lease_id]
+        worker.is_alone = worker.is_alone and bool(worker.leases)
+        return held
+
+    def _call_back(self, lease_id: str) -> _Held:
+        """End a lease whose call has not returned; the worker counts it until `closed`."""
+        self._workers[self._held[lease_id].worker].num_closing += 1
+        return self._release(lease_id)
+
+    def _drop(self, worker: str) -> _Holder:
+        """Remove a worker; return it with its leases, which are no longer in force."""
+        self._backlog.leave(worker)
+        state = self._workers.pop(worker)
+        for lease_id in state.leases:
+            del self._held[lease_id]
+        return state
+
+    def _put_back(self, document: _OpenDocument) -> None:
+        """Let a document wait."""
+        if document.runs_alone:
+            bisect.insort(self._alone, rank(document.num_tokens, document.key))
+            return
+        if not document.is_memorable:
+            del self._documents[document.key]
+        self._backlog.put(document.key)
+
+    def _charge(
+        self, document: _OpenDocument, place: Place, error_class: str, message: str, *, is_certain: bool
+    ) -> list[GivenUp]:
+        """Charge a document, which runs alone from now on.
+
+        If it is not certain to be at fault, its last attempt is kept for a run alone.
+        """
+        document.struck.add(place.spot)
+        if is_certain or document.num_counted + 1 < self.limits.max_attempts:
+            document.attempts += 1
+        if document.num_counted >= self.limits.max_attempts:
+            return [self._give_up(document, error_class, message)]
+        self._has_charged = True
+        self._put_back(document)
+        return []
+
+    def _count_loss(self, document: _OpenDocument, message: str) -> list[GivenUp]:
+        document.losses += 1
+        if document.losses >= self.limits.max_losses:
+            return [self._give_up(document, "NodeLost", message)]
+        self._put_back(document)
+        return []
+
+    def _give_up(self, document: _OpenDocument, error_class: str, message: str) -> GivenUp:
+        self._close(document)
+        return GivenUp(document.key, max(document.attempts, 1), error_class, message)
+
+    def _close(self, document: _OpenDocument) -> None:
+        del self._documents[document.key]
+        self.num_open -= 1

@@ -9,10 +9,10 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
@@ -20,17 +20,7 @@ import torch
 
 from specextend.cluster.auditing import Auditor
 from specextend.cluster.environment import worker_device
-from specextend.cluster.messages import (
-    ChunkDone,
-    Done,
-    EngineBrokenError,
-    Failed,
-    Outcome,
-    Suspected,
-    WorkerInfo,
-    WorkerReport,
-)
-from specextend.cluster.outbox import Outbox
+from specextend.cluster.messages import Done, EngineBrokenError, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
 from specextend.data.inputs import DocumentError, InputError, Row
@@ -43,7 +33,7 @@ from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
 from specextend.document_requests import as_document_error
 from specextend.inbox import Inbox
-from specextend.long_documents import Round, Summary, advance, request_digest, shared_start, summarize
+from specextend.long_documents import Summary, advance, shared_start, summarize
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
 
@@ -121,9 +111,8 @@ class Worker:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[str, asyncio.Future[Completion | Failed | Suspected]] = {}
-        self._chunks = Outbox[ChunkDone]()
-        self._finished: dict[str, list[ChunkDone]] = {}
-        """A lease's requests that were done here, while it needs further ones."""
+        self._decoded: Counter[str] = Counter()
+        """Output tokens of a lease's requests that are done, while it needs further ones."""
         self._handed_out: dict[str, Request] = {}  # to the engine, and neither settled nor cancelled
         self._broken: EngineBrokenError | None = None
         self._name = f"{os.uname().nodename}:{os.getpid()}"
@@ -146,7 +135,7 @@ class Worker:
     def load(self) -> str:
         """Load the models and start the engine. Returns the name of their device."""
         if not self._config.job.gpus_per_worker:
-            torch.set_num_threads(self._config.job.cpus_per_worker)
+            torch.set_num_threads(self._config.job.num_cores)
         self._engine = self._factory(self._config)
         config = self._config
         self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
@@ -155,19 +144,11 @@ class Worker:
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)
 
-    async def run(
-        self,
-        lease_id: str,
-        key: DocumentKey,
-        attempt: int,
-        alone: bool = False,
-        known: Mapping[str, Completion] | None = None,
-    ) -> Outcome:
+    async def run(self, lease_id: str, key: DocumentKey, attempt: int, alone: bool = False) -> Outcome:
         """Read, render and decode the document of a lease. A cancelled call drops its sequences between two steps.
 
-        alone: decode one request after the other, so that a failure can be told from a neighbour's. known: what was
-        decoded for the document before, by the digest of the request. Raises EngineBrokenError if the whole engine has
-        failed.
+        alone: decode one request after the other, so that a failure can be told from a neighbour's. Raises
+        EngineBrokenError if the whole engine has failed.
         """
         received = time.monotonic()
         self._loop = loop = asyncio.get_running_loop()
@@ -175,20 +156,20 @@ class Worker:
         try:
             row = await loop.run_in_executor(self._reader, self._read, key)
             doc_id = row.document.doc_id
-            outcome = await self._summarize(row, lease_id, known or {}, alone)
+            outcome = await self._summarize(row, lease_id, alone)
         except DocumentError as error:
             return Failed(error.doc_id or doc_id, error.error_class, error.message, error.stage, error.retryable)
         finally:
-            finished = self._finished.pop(lease_id, [])
+            self._decoded.pop(lease_id, None)
         if isinstance(outcome, Suspected):
-            return replace(outcome, chunks=tuple(finished))
+            return outcome
         self._auditor.offer(key, doc_id, outcome.request, outcome.last)
         self._inbox.wake()
         completion, text, options = outcome.completion, row.document.text, self._config.quality
         stats = completion.stats
         queue_s = max(0.0, time.monotonic() - received - stats.total_s)
         started_at = time.time() - stats.total_s
-        facts = (completion, text, row.reference, options, outcome.is_incomplete)
+        facts = (completion, text, row.reference, options)
         quality = await loop.run_in_executor(None, assess, *facts)  # may take 0.1 s
         result = result_row(
             key,
@@ -204,16 +185,12 @@ class Worker:
             worker=self._name,
             attempts=attempt,
         )
-        num_here = _num_outputs(finished) + outcome.last.stats.num_output_tokens
-        return Done(result, stats, stats.num_output_tokens - num_here)
+        return Done(result, stats)
 
-    async def progress(
-        self, num_audits_seen: int = 0, num_chunks_seen: int = 0, is_ending: bool = False
-    ) -> WorkerReport:
-        """Report the step counter, the output tokens of each lease that has started, and new rows for the driver.
+    async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
+        """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.
 
-        num_audits_seen, num_chunks_seen: rows that the driver has. is_ending: no further document will come. Raises
-        EngineBrokenError.
+        num_audits_seen: rows that the driver has. is_ending: no further document will come. Raises EngineBrokenError.
         """
         if self._broken is not None:
             raise self._broken
@@ -222,16 +199,14 @@ class Worker:
             auditor.is_ending = True
             self._inbox.wake()
         num_open, outputs = auditor.num_open, self._outputs()  # before the rows: an audit may end meanwhile
-        audits, chunks = auditor.rows(num_audits_seen), self._chunks.after(num_chunks_seen)
-        return WorkerReport(self._engine.num_steps, outputs, audits, num_open, chunks, is_ending)
+        return WorkerReport(self._engine.num_steps, outputs, auditor.rows(num_audits_seen), num_open, is_ending)
 
     def _outputs(self) -> dict[str, int]:
         """Return the output tokens of each lease that has started, those of its finished requests included."""
-        outputs = {lease_id: _num_outputs(finished) for lease_id, finished in self._finished.items()}
+        outputs = Counter(self._decoded)
         for request_id, num_tokens in self._engine.progress().items():
-            lease_id = request_id.partition(":")[0]
-            outputs[lease_id] = outputs.get(lease_id, 0) + num_tokens
-        return outputs
+            outputs[request_id.partition(":")[0]] += num_tokens
+        return dict(outputs)
 
     def _read(self, key: DocumentKey) -> Row:
         try:
@@ -239,9 +214,7 @@ class Worker:
         except (InputError, *DAMAGED) as error:
             raise DocumentError(type(error).__name__, str(error), stage="read", retryable=True) from error
 
-    async def _summarize(
-        self, row: Row, lease_id: str, known: Mapping[str, Completion], alone: bool
-    ) -> Summary | Suspected:
+    async def _summarize(self, row: Row, lease_id: str, alone: bool) -> Summary | Suspected:
         """Decode the requests of a document, round by round."""
         loop = asyncio.get_running_loop()
         rounds = summarize(self._config, self._prompts, row, lease_id)
@@ -251,35 +224,18 @@ class Worker:
             step = await loop.run_in_executor(self._reader, advance, rounds, outcomes)
             if isinstance(step, Summary):
                 return step.timed(time.monotonic() - began)
-            decode = partial(self._request, step=step, lease_id=lease_id, known=known)
             if alone:
-                found = [await decode(request) for request in step.requests]
+                found = [await self._decode(request) for request in step.requests]
             else:
-                found = await asyncio.gather(*map(decode, step.requests))
+                found = await asyncio.gather(*map(self._decode, step.requests))
             outcomes = []
-            for outcome, began_at in found:
+            for outcome in found:
                 if isinstance(outcome, Suspected):
                     return outcome
-                outcomes.append(outcome)
-                began = min(began, began_at)
-
-    async def _request(
-        self, request: Request, step: Round, lease_id: str, known: Mapping[str, Completion]
-    ) -> tuple[Completion | DocumentError | Suspected, float]:
-        """Decode a request, unless that was done before; return its outcome, and when it began if it was done now."""
-        digest = "" if step.is_last else request_digest(request)
-        if digest in known:
-            return known[digest], math.inf
-        outcome = await self._decode(request)
-        if isinstance(outcome, Failed):
-            return DocumentError(outcome.error_class, outcome.message, outcome.stage, outcome.retryable), math.inf
-        if isinstance(outcome, Suspected):
-            return outcome, math.inf
-        if not step.is_last:
-            done = ChunkDone(lease_id, digest, outcome)
-            self._chunks.add([done])
-            self._finished.setdefault(lease_id, []).append(done)
-        return outcome, time.monotonic() - outcome.stats.total_s
+                if isinstance(outcome, Completion):
+                    began = min(began, time.monotonic() - outcome.stats.total_s)
+                    self._decoded[lease_id] += outcome.stats.num_output_tokens
+                outcomes.append(outcome if isinstance(outcome, Completion) else _document_error(outcome))
 
     async def _decode(self, request: Request) -> Completion | Failed | Suspected:
         """Queue a request and wait for its outcome."""
@@ -370,14 +326,14 @@ class Worker:
                 future.set_exception(broken)
 
 
-def _num_outputs(done: Iterable[ChunkDone]) -> int:
-    return sum(each.completion.stats.num_output_tokens for each in done)
+def _document_error(failed: Failed) -> DocumentError:
+    return DocumentError(failed.error_class, failed.message, failed.stage, failed.retryable)
 
 
 def worker_actor(config: RunConfig, num_leases: int) -> Any:
     """Make the actor class with the resources of one worker. The driver replaces actors that die, Ray does not."""
     return ray.remote(Worker).options(
-        num_cpus=config.job.cpus_per_worker,
+        num_cpus=config.job.num_cores,
         num_gpus=config.job.gpus_per_worker,
         max_restarts=0,
         max_task_retries=0,

@@ -15,14 +15,18 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from specextend.core import one_line
-from specextend.data.inputs import InputError
-from specextend.data.storage import Location, atomic_output
+from specextend.data.inputs import InputError, unreadable
+from specextend.data.listing import check_apart, list_input
+from specextend.data.parquet import DAMAGED, gathered, is_damaged, open_parquet, stream
+from specextend.data.storage import Location, atomic_output, resolve
 
 DOCUMENT_SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string()), ("reference", pa.string())])
 """The columns that are written: id, text, and a reference summary if the data set has one."""
 REQUEST_SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string()), ("max_new_tokens", pa.int32())])
 """The columns of requests that name their own limits."""
 
+PDF_FILES = "*.[pP][dD][fF]"
+"""Pattern of the names of PDF files."""
 _GROUP_ROWS = 64
 _GROUP_BYTES = 1 << 20
 
@@ -150,7 +154,14 @@ def read_pdf_folder(folder: Path, on_unreadable: Callable[[InputError], None] = 
     except ImportError as error:
         raise InputError("the package `pypdf` is missing; pip install 'pypdf[crypto]'") from error
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it logs what it repaired; what it could not, it raises
-    yield from _read_folder(folder, "*.[pP][dD][fF]", "*.pdf", _pdf_text, on_unreadable)
+    yield from _read_folder(folder, PDF_FILES, "*.pdf", _pdf_text, on_unreadable)
+
+
+def other_files(folder: Path, pattern: str) -> list[str]:
+    """List the files below a folder that a pattern does not match, but no hidden ones (`.`)."""
+    matched = set(folder.rglob(pattern))
+    others = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path not in matched)
+    return sorted(path.as_posix() for path in others if not any(part.startswith(".") for part in path.parts))
 
 
 def _read_folder(
@@ -224,6 +235,29 @@ def write_documents(
         if not written:
             raise InputError("there are no documents to write; give a source that has some")
     return written
+
+
+def repartition(path: str, output: str) -> int:
+    """Write the Parquet files of `input.path` anew in small row groups, under the same names in a folder; count them.
+
+    Streams: a row group ends at about 16 MiB. Raises InputError for files that cannot be read.
+    """
+    listing = list_input(path)
+    check_apart(listing, output)
+    for name in listing.relative_paths:
+        source = listing.root.child(name)
+        try:
+            with open_parquet(source) as parquet, atomic_output(resolve(output).child(name)) as written:
+                schema = parquet.schema_arrow
+                tables = ((table, table.nbytes) for table in stream(parquet, schema.names))
+                with pq.ParquetWriter(written, schema, compression="zstd") as writer:
+                    for table in gathered(schema, tables):
+                        writer.write_table(table, row_group_size=len(table))
+        except DAMAGED as error:
+            if not is_damaged(source, error):
+                raise
+            raise unreadable(name, error) from error
+    return len(listing.relative_paths)
 
 
 def _groups(documents: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

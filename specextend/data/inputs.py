@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from specextend.core import Document, one_line, printable
 from specextend.data.row_filter import RowFilter
-from specextend.data.storage import holds_secret
+from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
 MOST_AHEAD_BYTES = 256 << 20
 """Memory of the input files that are read at once, or wait to be taken."""
 _SMALL_BYTES = 16 << 20
+MOST_TOKENS = 1 << 40
+"""More than any document has; an unsigned column may hold what overflows our sums."""
 PLACEHOLDER = "{document}"
 """Stands for the document in an instruction."""
 
@@ -77,7 +79,8 @@ class InputOptions:
     """An integer column that overrides `decoding.max_new_tokens` where it is not null."""
     num_tokens_column: str | None = None
     """An integer column with the documents' lengths in tokens, so that planning need not read the text. If a file has a
-    value that is null or below 1, its text is read after all, and the lengths of those documents are estimated."""
+    value that is null, below 1 or above 2^40, its text is read after all, and the lengths of those documents are
+    estimated."""
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
     instruction_column: str | None = None
@@ -85,9 +88,8 @@ class InputOptions:
     filter: str | None = None
     """Only the rows that match, such as `lang == 'en' and pages > 2`; `docs/input.md` has the grammar."""
     sample: float | int | None = None
-    """Only a random part of the rows: a fraction between 0 and 1 (`0.01`), or a number of rows (`500`)."""
-    sample_seed: int = 0
-    """Which rows the sample has: each row's id decides with it, so the same documents are drawn from a larger input."""
+    """Only a random part of the rows: a fraction between 0 and 1 (`0.01`), or a number of rows (`500`). Each row's id
+    decides, so the same documents are drawn from a larger input."""
     except_done_in: tuple[str, ...] = ()
     """Output folders of earlier runs, or globs of them: rows that are done there and have not changed are left out."""
     limit: int | None = None
@@ -107,7 +109,7 @@ class InputOptions:
                 raise ValueError(f"input.{name} must not be empty")
         for name, path in [("path", self.path), *(("except_done_in", path) for path in self.except_done_in)]:
             if holds_secret(path):
-                raise ValueError(f"input.{name} must not hold credentials; give them in the environment")
+                raise ValueError(f"input.{name} {NO_CREDENTIALS}")
         if not all(self.except_done_in):
             raise ValueError("input.except_done_in must not hold an empty path")
         self._check_selection()
@@ -153,16 +155,12 @@ class OutputOptions:
 
     path: str
     """The folder of the run, a local path or a URI; created if it does not exist."""
-    partition_by: tuple[str, ...] = ()
-    """Columns in the folders of the input's paths that are folders of `summaries/`, too: `[year]` for `year=2026`."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("output.path must not be empty")
         if holds_secret(self.path):
-            raise ValueError("output.path must not hold credentials; give them in the environment")
-        if len(set(self.partition_by)) < len(self.partition_by):
-            raise ValueError("output.partition_by names a column more than once")
+            raise ValueError(f"output.path {NO_CREDENTIALS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +257,7 @@ def decode_instruction(data: bytes | None) -> str | None:
 
 
 def check_max_new_tokens(value: int | None) -> int | None:
-    """Return a row's own limit. Raises DocumentError if it is below 1."""
-    if value is not None and value < 1:
-        raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1, got {value}")
+    """Return a row's own limit. Raises DocumentError if it is below 1, or more than any model takes."""
+    if value is not None and not 1 <= value <= MOST_TOKENS:
+        raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1 and at most 2^40, got {value}")
     return value

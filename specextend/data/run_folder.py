@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from pyarrow.fs import FileType
+
 from specextend.data.storage import Location, delete, list_files, read_bytes, write_bytes
 
 SUMMARIES, ERRORS = "summaries", "errors"
@@ -42,34 +44,14 @@ def audits_folder(output: Location) -> Location:
     return output.child("_run", "audits")
 
 
-def chunks_folder(output: Location) -> Location:
-    """Return the folder of what was decoded of documents that are summarised in parts."""
-    return output.child("_run", "chunks")
-
-
 def starts_folder(output: Location) -> Location:
     """Return the folder of the records of starts."""
     return output.child("_run", "attempts")
 
 
-def copies_folder(output: Location) -> Location:
-    """Return the folder of the copies of input files with large row groups."""
-    return output.child("_run", "input")
-
-
 def selection_file(output: Location) -> Location:
     """Return the place of the rows that a run is about, if it leaves out what earlier runs have done."""
     return output.child("_run", "selection.parquet")
-
-
-def plan_file(output: Location) -> Location:
-    """Return the place of what the plan needs of each input row."""
-    return output.child("_run", "plan.parquet")
-
-
-def equal_texts_file(output: Location) -> Location:
-    """Return the place of the list of rows that are equal to an earlier one."""
-    return output.child("_run", "equal_texts.parquet")
 
 
 def summaries_folder(output: Location) -> Location:
@@ -90,6 +72,20 @@ def report_file(output: Location, ending: str) -> Location:
 def success_file(output: Location) -> Location:
     """Return the place of `_SUCCESS`."""
     return output.child("_SUCCESS")
+
+
+def check_kinds(output: Location) -> None:
+    """Raise ValueError if a file stands where the run has a folder, or the other way round; object stores have none."""
+    if not output.is_local:
+        return
+    folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
+    folders += [each(output) for each in (parts_folder, audits_folder, starts_folder)]
+    files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
+    files += [report_file(output, ending) for ending in ("json", "md", "html")]
+    for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
+        for info in output.filesystem.get_file_info([place.path for place in places]):
+            if info.type == wrong:
+                raise ValueError(f"{info.path} must be a {right} of the run; move it away, or give another output.path")
 
 
 def result_name(number: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from specextend.core import DocumentKey
-from specextend.data.inputs import DocumentError, InputOptions, check_max_new_tokens, decode_text
+from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions, check_max_new_tokens, decode_text
 from specextend.data.parquet import as_bytes
 
 
@@ -22,8 +22,9 @@ class ScannedRow:
     num_bytes: int | None
     """Bytes of the text, 0 if it is null; None if `num_tokens_column` makes reading it unnecessary."""
     num_tokens: int | None
-    """Value of `num_tokens_column`; None without that column, and if it is null or below 1."""
+    """Value of `num_tokens_column`; None without that column, and if it cannot be a document's length."""
     max_new_tokens: int | None
+    """None, too, if it is not a limit."""
     error_class: str | None
     """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
     instruction: bytes | None = None
@@ -69,7 +70,7 @@ def _column_or_none(batch: pa.Table, column: str | None) -> list[int | None]:
 
 def _usable(num_tokens: int | None) -> int | None:
     """Return a document's own token count; None if it has none or an impossible one."""
-    return None if num_tokens is None or num_tokens < 1 else num_tokens
+    return None if num_tokens is None or not 1 <= num_tokens <= MOST_TOKENS else num_tokens
 
 
 def _texts_without(counts: list[int | None], batch: pa.Table, column: str) -> list[bytes | None]:
@@ -96,9 +97,12 @@ def _scanned(
     """Collect what the plan needs of a row; `text` was not read if `num_tokens` is known."""
     error_class = None
     try:
+        check_max_new_tokens(limit)
+    except DocumentError as error:
+        error_class, limit = error.error_class, None
+    try:
         if num_tokens is None:
             decode_text(text)
-        check_max_new_tokens(limit)
     except DocumentError as error:
         error_class = error.error_class
     num_bytes = len(text or b"") if num_tokens is None else None

@@ -18,9 +18,16 @@ from pyarrow import fs
 from specextend.core import first_line
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
-_SECRET_QUERY = ("access_key", "secret_key", "session_token", "client_secret", "account_key", "sas_token", "sig")
-"""Parameters of a URI that are secrets."""
-_QUERY = re.compile(r"\?\w+=[^&]*(&\w+=[^&]*)*$")
+_PARAMETERS = {
+    *("scheme", "endpoint_override", "region", "tls_ca_file_path", "allow_bucket_creation", "allow_bucket_deletion"),
+    *("allow_delayed_open", "check_directory_existence_before_creation", "retry_limit_seconds", "enable_tls"),
+    *("blob_storage_authority", "dfs_storage_authority", "blob_storage_scheme", "dfs_storage_scheme", "tenant_id"),
+    *("client_id", "user", "replication", "buffer_size", "default_block_size"),
+}
+"""Parameters of a URI that are no secrets; any other may be one."""
+NO_CREDENTIALS = "must not hold credentials; give them in the environment (an unknown parameter counts as one)"
+"""What is wrong with an address that `holds_secret` finds. The address itself is not repeated."""
+_QUERY = re.compile(r"\?[\w.-]+=[^&]*(&[\w.-]+=[^&]*)*$")
 """The parameters at the end of a URI; any other `?` belongs to the path."""
 _GCS_RETRY_S = 60
 """Seconds for which Google's client repeats a request; its own default is 15 minutes."""
@@ -30,10 +37,7 @@ _S3_COPY_BYTES = 5 << 30
 
 
 class Gate(Protocol):
-    """Stands between a run and its output folder."""
-
-    def touch(self) -> None:
-        """Record that a request to the store is about to be made."""
+    """Stands between a run and its output folder: the lock."""
 
     def check(self) -> None:
         """Raise if the folder belongs to another driver by now; called before anything in it changes."""
@@ -46,7 +50,7 @@ class Location:
     filesystem: fs.FileSystem
     path: str
     gate: Gate | None = field(default=None, compare=False, repr=False)
-    """Asked before every read and write here and below; None allows everything."""
+    """Asked before every write here and below; None allows everything."""
 
     def __reduce__(self) -> tuple[type[Location], tuple[fs.FileSystem, str]]:
         return Location, (self.filesystem, self.path)
@@ -71,18 +75,12 @@ class Location:
         return Location(self.filesystem, "/".join([self.path.rstrip("/"), *names]), self.gate)
 
     def behind(self, gate: Gate) -> Location:
-        """Return the same place with a gate that is asked before its reads and writes."""
+        """Return the same place with a gate that is asked before its writes."""
         return Location(self.filesystem, self.path, gate)
-
-    def touch(self) -> None:
-        """Tell the gate that a request to the store is about to be made."""
-        if self.gate is not None:
-            self.gate.touch()
 
     def check(self) -> None:
         """Ask the gate before something here changes; it may raise."""
         if self.gate is not None:
-            self.gate.touch()
             self.gate.check()
 
 
@@ -92,13 +90,22 @@ def is_uri(path: str) -> bool:
 
 
 def holds_secret(uri: str) -> bool:
-    """Return True if a URI contains a password, an access key or a client secret."""
+    """Return True if a URI may contain a password, a key or a token: as its user, or as a parameter that is not known.
+
+    Users that are none: a container (`abfs://container@account`), `gs://anonymous@bucket`, and the user of HDFS.
+    """
     if not is_uri(uri):
         return False
     scheme, authority, _, _ = _split(uri)
-    user, at, _ = authority.rpartition("@")
-    is_secret = (bool(at) and ":" in user) or (scheme == "s3" and (bool(at) or ":" in authority))
-    return is_secret or any(name.lower() in _SECRET_QUERY for name, _ in parse_qsl(uri.partition("?")[2]))
+    user, at, host = unquote(authority).rpartition("@")
+    is_name = ":" not in user and (
+        scheme in ("abfs", "abfss", "hdfs", "viewfs") or (scheme, user) == ("gs", "anonymous")
+    )
+    if (at and not is_name) or (scheme == "s3" and ":" in host):
+        return True
+    parameters = parse_qsl(uri.partition("?")[2])
+    named = ((name, value) for name, value in parameters if re.fullmatch(r"[\w.-]+", name))
+    return any(name not in _PARAMETERS or re.search("[@;=]", value) for name, value in named)
 
 
 def resolve(uri: str) -> Location:
@@ -112,7 +119,7 @@ def resolve(uri: str) -> Location:
     if not uri:
         raise ValueError("a path must not be empty")
     if holds_secret(uri):  # its text would be in messages, manifests and reports, so it is not repeated here either
-        raise ValueError("a URI must not hold credentials; give them in the environment, as the store's own tools do")
+        raise ValueError(f"a URI {NO_CREDENTIALS}")
     if uri.startswith("file://"):
         uri = _local_path(uri)
     if not is_uri(uri):
@@ -173,7 +180,6 @@ def is_folder(location: Location) -> bool:
 
 
 def _file_type(location: Location) -> fs.FileType:
-    location.touch()
     return location.filesystem.get_file_info(location.path).type
 
 
@@ -209,7 +215,6 @@ def _check_bucket(folder: Location) -> None:
 
 def read_bytes(location: Location) -> bytes | None:
     """Read the content of a file; None if there is none."""
-    location.touch()
     try:
         with location.filesystem.open_input_stream(location.path) as stream:
             return stream.read()
@@ -277,7 +282,6 @@ def file_sizes(folder: Location, *, recursive: bool = False) -> dict[str, int]:
 
 def _sizes(folder: Location, recursive: bool = False) -> dict[str, int]:
     """Return the bytes of all files in a folder by name, or by their path from it."""
-    folder.touch()
     infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True, recursive=recursive))
     prefix = folder.path.rstrip("/") + "/"
     return {
@@ -392,6 +396,4 @@ def _send(location: Location, data: pa.Buffer) -> None:
     """Write some bytes. Closing the stream shows them, so nothing but the store itself may fail in between."""
     with location.filesystem.open_output_stream(location.path, compression=None) as stream:
         for begin in range(0, len(data), _BLOCK_BYTES):
-            location.touch()
             stream.write(data.slice(begin, min(_BLOCK_BYTES, len(data) - begin)))
-        location.touch()

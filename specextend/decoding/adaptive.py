@@ -55,7 +55,8 @@ class Adaptive:
         `lengths` has one entry for every sequence of the step. While a sequence tries speculation again, the size is
         never 1, because a plain step would give no evidence.
         """
-        self._promises = drafting, download(trees.log_probs[:, 1:].exp())
+        promises = trees.log_probs[:, 1:].exp()
+        self._promises = drafting, download(promises) if self._reads_late else promises
         if not self._reads_late:
             self._read_promises()
         if not all(each.speculation.promised for each in drafting):

@@ -64,10 +64,6 @@ class DecodingOptions:
     `cache_gib` and, on a GPU of this machine, its memory have room for: at most 4 on a CPU and 16 on a GPU."""
     cache_gib: float = 2.0
     """Largest size of the target's KV cache on each worker, in GiB. A draft's caches are additional."""
-    cuda_graphs: bool = False
-    """Record the steps of drafting and verification on a GPU, and replay each as one launch. Needs `attention.backend:
-    triton`. Trees then have the same size in every step, except that `tree.nodes: auto` cuts them, by what a sequence's
-    last tree promised. No GPU has run this yet."""
     audit_fraction: float = 0.0
     """Share of the documents, chosen by seed and id, that are decoded once more without a draft after they are done.
     The report says how many tokens agree and how much faster speculation was. Their summaries stay as they are."""
@@ -97,11 +93,6 @@ class DecodingOptions:
             raise ValueError("decoding.stop must not hold an empty string")
 
     @property
-    def copies_equal_texts(self) -> bool:
-        """Return True if equal texts get equal summaries. If tokens are drawn, they do not: each row has its seed."""
-        return self.temperature == 0
-
-    @property
     def batch_size(self) -> int:
         """Return `max_batch_size` once it is a number: a start and `load_engine` replace `auto` first."""
         assert isinstance(self.max_batch_size, int)
@@ -119,8 +110,10 @@ class AttentionOptions:
     32 (16 in float32) take `matmul` instead. `flash`, on a GPU only, is the flash-attn
     package, version 2 (the `flash` extra) or 3; trees and float32 take `sdpa`. `triton`, on a GPU only, is a kernel of
     our own for up to 128 queries and heads of 64 or 128; other calls take flash-attn if it is installed, else `sdpa`.
-    Kernels of our own for norms, RoPE and gates come with it. `auto` takes what is proven on the device: on a CPU, for
-    each number of queries and keys, the kernel that was fastest at start-up; on a GPU, `reference`."""
+    Kernels of our own for norms, RoPE and gates come with it, and its steps are recorded as CUDA graphs and replayed;
+    no GPU has run it yet. `auto` is, on a CPU, for each number of queries and keys, the kernel that was fastest at
+    start-up; on a GPU `sdpa`, and flash-attn for prompts where it is installed. `reference` is for tests: on a GPU it
+    takes gigabytes and most of the time."""
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
     log-sum-exp (arXiv 2505.20776, section 3); `dense` runs one masked call over everything; `auto` uses, at each
@@ -155,8 +148,8 @@ class TreeOptions:
     ngram_depth: int = 16
     """Maximum depth of n-gram drafts, in levels, with `draft.kind: ngram` or `draft.ngram: true`."""
     threshold: float = 0.05
-    """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. Not used
-    with `decoding.cuda_graphs`, where every tree grows to its full depth."""
+    """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. Not used where
+    steps are replayed (`attention.backend: triton`): there every tree grows to its full depth."""
 
     def __post_init__(self) -> None:
         if isinstance(self.nodes, str):

@@ -12,8 +12,13 @@ from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
 
-_OUT_OF_MEMORY = ("can't allocate memory", "_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA driver."""
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+)
+"""Messages of allocators that raise a bare RuntimeError: of the CPU, cuBLAS and cuDNN, the CUDA driver, Triton."""
 _DEVICE = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
 """Messages of libraries that raise a bare RuntimeError for any other failure of a GPU."""
 _GENERATION = ("cpu family", "model", "CPU implementer", "CPU part")
@@ -51,7 +56,7 @@ CPU = DeviceTraits(
     probe_size=2048,
 )
 GPU = DeviceTraits(
-    prefill_chunk=2048,
+    prefill_chunk=4096,
     fuses_layers=False,
     packs_linears=False,
     largest_batch=16,
@@ -103,6 +108,12 @@ def download(values: Tensor) -> Tensor:
     if values.device.type != "cuda":
         return values
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+
+
+def make_current(device: torch.device) -> None:
+    """Let this thread's launches go to a GPU that is not the first one: Triton and captures take the current one."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def capture(function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:

@@ -26,7 +26,7 @@ from specextend.decoding.admission import (
     Work,
 )
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import is_out_of_memory, release_cached, traits_of
+from specextend.decoding.device import is_out_of_memory, make_current, release_cached, traits_of
 from specextend.decoding.drafter import Decided, Drafter
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.limits import load_limits
@@ -155,6 +155,7 @@ class Engine:
             BatchError: a step of several sequences failed, and there is an `on_error`.
         """
         assert not self._active, "one generate at a time"
+        make_current(self.target.device)
         queue = Queue(iter(source))
         self._memory.start()
         try:

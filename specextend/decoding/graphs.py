@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable
 
 from torch import Tensor
 
-from specextend.decoding.device import Outputs, is_out_of_memory
+from specextend.attention.plan import HostReadError
+from specextend.decoding.device import Outputs
 
 Capture = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
 """Records what a function does: returns its replay, and the outputs that every replay writes."""
@@ -28,15 +29,18 @@ _log = logging.getLogger(__name__)
 class Graphs:
     """Runs functions of tensors, and captures those whose inputs have the same shapes again and again.
 
-    So rare shapes take no memory, and a batch needs no padding to a size that was captured before. If the device cannot
-    capture a function, all of them run eagerly from then on.
+    So rare shapes take no memory, and a batch needs no padding to a size that was captured before. A function whose
+    kernels ask something of the host runs eagerly. If a capture fails in any other way, all functions run eagerly from
+    then on, because the device's allocator may not be trusted with another one.
     """
 
     def __init__(self, capture: Capture | None = None) -> None:
         """Take the way to capture; without one everything runs eagerly."""
         self._capture = capture
         self._num_calls: Counter[Hashable] = Counter()
-        self._graphs: dict[Hashable, _Captured] = {}
+        self._graphs: dict[Hashable, _Captured | None] = {}  # None: runs eagerly
+        self.capturing = False
+        """True while a function is captured, so that what it asks of the host would be asked once for all replays."""
 
     @property
     def enabled(self) -> bool:
@@ -54,29 +58,29 @@ class Graphs:
         What it returns is valid until the next call of this name. Functions of one name differ in their inputs alone.
         """
         key = name, *((each.shape, each.dtype) for each in inputs)
-        if (graph := self._graphs.get(key)) is None:
-            graph = self._captured(key, function, inputs)
+        if self._capture is not None and key not in self._graphs and len(self._graphs) < MOST_GRAPHS:
+            self._num_calls[key] += 1
+            if self._num_calls[key] > CALLS_BEFORE_CAPTURE:  # the first calls built kernels, which a capture may not
+                self._try(self._capture, key, function, inputs)
+        graph = self._graphs.get(key)
         return function(*inputs) if graph is None else graph.run(inputs)
 
-    def _captured(
-        self, key: Hashable, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]
-    ) -> _Captured | None:
-        """Capture a function that was called often enough; its first calls built kernels, which a capture may not."""
-        if self._capture is None or len(self._graphs) == MOST_GRAPHS:
-            return None
-        self._num_calls[key] += 1
-        if self._num_calls[key] <= CALLS_BEFORE_CAPTURE:
-            return None
+    def _try(
+        self, capture: Capture, key: Hashable, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]
+    ) -> None:
+        """Capture a function, or note that it, or all of them, run eagerly."""
+        self.capturing = True
         try:
-            graph = self._graphs[key] = _Captured(self._capture, function, inputs)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
+            self._graphs[key] = _Captured(capture, function, inputs)
+        except HostReadError as error:
+            _log.info("a step runs without a graph: %s", error)
+            self._graphs[key] = None
+        except Exception as error:  # noqa: BLE001  whatever it was, the allocator may be in any state
             _log.warning("steps run without graphs from now on, because one cannot be captured: %s", error)
             self._capture = None
             self.clear()
-            return None
-        return graph
+        finally:
+            self.capturing = False
 
     def clear(self) -> None:
         """Forget all graphs, and free their memory."""

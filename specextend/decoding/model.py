@@ -13,7 +13,7 @@ from torch import Tensor
 from specextend.attention.layer_reference import LayerKernels
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
-from specextend.decoding.device import traits_of
+from specextend.decoding.device import release_cached, traits_of
 from specextend.decoding.fused import fuse
 from specextend.decoding.limits import count_work, head_size
 from specextend.decoding.packing import pack_if_faster
@@ -34,6 +34,7 @@ class CachedModel:
         """What decoding with it takes."""
         if traits_of(self.device).fuses_layers or kernels is not None:
             fuse(model, kernels)
+            release_cached(self.device)  # the weights that were joined
         self.linears = pack_if_faster(model)
         """How linear layers are multiplied, see `packing`."""
         self.cache = KVCache(

@@ -135,7 +135,8 @@ def time_step(
 
     def choose(token_ids: Tensor, parents: Tensor, start: Tensor, rows: Tensor) -> tuple[Tensor]:
         mask = tree_mask(parents, size) if size > 1 else None
-        plan = AttentionPlan([0], [length + size], size, mask, tree=kind, on_device=(start, rows))
+        places = start, rows
+        plan = AttentionPlan([0], [length + size], size, mask, tree=kind, on_device=places, captured=graphs.capturing)
         return (target.logits(target.forward(token_ids, rows, plan)).max(-1).indices,)
 
     begin = clock()

@@ -117,6 +117,7 @@ class Verifier:
             tree=batch.tree_attention,
             keep_layers=frozenset(self._scored_layers),
             on_device=(starts, starts + lengths + torch.arange(num_nodes, device=places.device)),
+            captured=self._graphs.capturing,
         )
         hidden, features = self._target.forward_with_features(token_ids, lengths + depths, plan, self._hidden_layers)
         return self._target.logits(hidden), features, *(plan.queries[layer] for layer in self._scored_layers)

@@ -306,6 +306,7 @@ class CausalDrafter:
             mask=mask,
             tree=self._tree_attention,
             on_device=(places.starts, places.ends + offsets),
+            captured=self._graphs.capturing,
         )
         positions = places.positions + (offsets if mask is None else depth - 1)
         return self.network.forward(token_ids, hidden, positions.expand_as(token_ids), plan, history)

@@ -33,6 +33,8 @@ class DraftOptions:
     def __post_init__(self) -> None:
         if self.kind not in get_args(DraftKind):
             raise ValueError(f"draft.kind must be one of {', '.join(get_args(DraftKind))}, got {self.kind!r}")
+        if "://" in self.model:  # not repeated: an address may hold a token
+            raise ValueError("draft.model must be a Hub id or a local path, not an address")
         if self.kind in ("self", "ngram"):
             self._check_no_model()
         elif not self.model:

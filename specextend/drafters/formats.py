@@ -21,18 +21,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specextend.checkpoint import (
+from specextend.core import counted
+from specextend.drafters import eagle_config
+from specextend.model_files import (
+    INDEX,
     TensorInfo,
     convert_pickles,
+    indexed_names,
     pickled_files,
     read_json,
     read_safetensors_header,
 )
-from specextend.core import counted
-from specextend.drafters import eagle_config
 
 KNOWN = "specextend-eagle (our own), EAGLE-1/2 and EAGLE-3 (SafeAILab), speculators (eagle, eagle3)"
-_INDEX = "model.safetensors.index.json"
 _LAYERS = ("midlayer.", "layers.0.", "transformer.")
 _RENAMED = {"fusion_fc.": "fc.", "embedding_layernorm.": "embedding_norm.", "pre_lm_head_layernorm.": "norm."}
 _LEFT_OVER = ("rotary_emb.inv_freq", "mask", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -231,11 +232,8 @@ def read_vocabulary(head: PublishedHead) -> Tensor | None:
 
 def weight_files(folder: Path) -> list[Path]:
     """List a head's safetensors files: one, or those that its index names. Raises ValueError if one is missing."""
-    if (folder / _INDEX).is_file():
-        names = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise ValueError(f"{folder / _INDEX} has no weight_map")
-        files = [folder / name for name in sorted(set(names.values()))]
+    if names := indexed_names(folder):
+        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
         if (folder / eagle_config.WEIGHTS_FILE) in files:
@@ -243,8 +241,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not files and (pickled := pickled_files(folder)):
         why = convert_pickles(pickled, folder / eagle_config.WEIGHTS_FILE)
         raise ValueError(f"EAGLE draft {folder} has only a pickle ({pickled[0].name}), {why}")
-    if len(files) > 1 and not (folder / _INDEX).is_file():
-        raise ValueError(f"EAGLE draft {folder} has several weight files and no {_INDEX}; add it, or leave one file")
+    if len(files) > 1 and not names:
+        raise ValueError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
     if missing := [file for file in files or [folder / eagle_config.WEIGHTS_FILE] if not file.is_file()]:
         raise ValueError(f"EAGLE draft {folder} has no {missing[0].name}")
     return files

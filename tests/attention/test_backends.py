@@ -11,7 +11,7 @@ from numba.core.errors import NumbaError
 from torch import Tensor
 
 from specextend.attention import compiled
-from specextend.attention.backends import attend_reference, cpu_kernels, load_backend
+from specextend.attention.backends import attend_cuda, attend_reference, cpu_kernels, load_backend
 from specextend.attention.cpu import CPU_KERNELS
 from specextend.attention.plan import AttentionPlan, KeySpan
 from tests.attention.calls import random_mask, regions, tensors
@@ -151,10 +151,10 @@ def test_rows_of_other_sequences_are_not_seen(kernel):
     assert_close(KERNELS[kernel](q, k, v, spans[1], SCALE), expected)
 
 
-def test_auto_is_proven_without_a_measurement():
-    """On a CPU one of torch's own kernels; elsewhere the plain twin until a kernel has been proven there."""
+def test_auto_is_torchs_own_kernel():
+    """Without a measurement. The plain twin took a tenth of a GPU's speed, and 12 GiB at 16K tokens."""
     assert load_backend("auto", torch.device("cpu")) in CPU_KERNELS.values()
-    assert load_backend("auto", torch.device("cuda")) is attend_reference
+    assert load_backend("auto", torch.device("cuda")) is attend_cuda
     assert load_backend("reference", torch.device("cpu")) is attend_reference
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import accumulate
 from types import ModuleType
 
 import pytest
@@ -10,49 +11,63 @@ import torch
 from torch import Tensor
 
 from specextend.attention.backends import attend_reference, load_backend
-from specextend.attention.flash import attend_with, find_flash_attn
+from specextend.attention.flash import PAGE, attend_with, find_flash_attn
 from specextend.attention.plan import KeySpan
-from tests.attention.calls import random_mask, regions, tensors
+from tests.attention.calls import random_mask, tensors
 from tests.covering import covering
 
 
 def flash_attn_2(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-    block_table=None,
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """Version 2.8, whose third result is for tests of dropout."""
-    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return *varlen(q, k, v, *ends, softmax_scale, causal, return_attn_probs), None
+    """Version 2.8, which reads pages of 256 rows or a multiple of them."""
+    assert block_table is None or k_cache.shape[1] % 256 == 0
+    return from_cache(q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal, return_softmax_lse)
 
 
 def flash_attn_3(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
-    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
-    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
-    return_attn_probs=False,
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
 ):  # fmt: skip
-    """Version 3, as of hopper/flash_attn_interface.py."""
-    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return varlen(q, k, v, *ends, softmax_scale, causal, return_attn_probs)
+    """Version 3, as of hopper/flash_attn_interface.py; it returns more than is asked for."""
+    results = from_cache(q, k_cache, v_cache, cache_seqlens, page_table, softmax_scale, causal, return_softmax_lse)
+    return *results, None, None
 
 
-def varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, scale, causal, return_lse) -> tuple[Tensor, Tensor]:
+def from_cache(q, keys, values, lengths, table, scale, causal, return_lse) -> tuple[Tensor, Tensor]:
     """Each sequence by itself; a causal mask is aligned at the bottom right."""
     assert q.dtype in (torch.float16, torch.bfloat16)
-    assert ends_q.dtype == ends_k.dtype == torch.int32
-    assert q.stride(2) == k.stride(2) == v.stride(2) == 1
+    assert q.stride(3) == keys.stride(3) == values.stride(3) == 1
     assert return_lse
-    assert (longest_q, longest_k) == (ends_q.diff().max(), ends_k.diff().max())
-    assert (ends_q[-1], ends_k[-1]) == (len(q), len(k))
-    results = []
-    for b in range(len(ends_q) - 1):
-        own_q, own_k = slice(*ends_q[b : b + 2].tolist()), slice(*ends_k[b : b + 2].tolist())
-        num_keys = own_k.stop - own_k.start
-        keys, values = (x[own_k].transpose(0, 1) for x in (k, v))
-        results.append(attend_reference(q[None, own_q], keys, values, KeySpan([0], [num_keys], causal=causal), scale))
-    out, lse = (torch.cat([result[part][0] for result in results]) for part in (0, 1))
-    return out, lse.T.contiguous()
+    if table is None:
+        assert len(keys) == len(q)
+        rows = zip(keys, values, strict=True)
+    else:
+        assert table.dtype == lengths.dtype == torch.int32
+        assert 0 <= table.min() <= table.max() < len(keys)
+        rows = [
+            (keys[pages].flatten(0, 1)[:length], values[pages].flatten(0, 1)[:length])
+            for pages, length in zip(table, lengths, strict=True)
+        ]
+    results = [
+        attend_reference(
+            q[b : b + 1], k.transpose(0, 1), v.transpose(0, 1), KeySpan([0], [len(k)], causal=causal), scale
+        )
+        for b, (k, v) in enumerate(rows)
+    ]
+    out, lse = (torch.cat([result[part] for result in results]) for part in (0, 1))
+    return out, lse.transpose(1, 2).contiguous()
+
+
+def paged(lengths: list[int]) -> tuple[list[int], int]:
+    """First rows of sequences in a cache whose regions begin at pages, as an engine's do, and its rows."""
+    regions = [-(-length // PAGE) * PAGE for length in lengths]
+    return [PAGE + start for start in accumulate(regions[:-1], initial=0)], sum(regions) + 2 * PAGE
 
 
 @pytest.mark.parametrize(
@@ -68,7 +83,7 @@ def varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, scale, causal, return_
 def test_it_is_the_reference(kernel, kind, lengths, dtype, heads):
     """Whatever the package takes goes to it, and trees, float32 and empty sequences to the other kernel."""
     lengths = [length + 17 for length in lengths] if kind == "causal" else lengths
-    starts, num_rows = regions(lengths)
+    starts, num_rows = paged(lengths)
     q, k, v = tensors(len(lengths), 17, heads, num_rows, 64, dtype)
     mask = random_mask(len(lengths), 17, 17) if kind == "tree" else None
     others = []
@@ -84,13 +99,36 @@ def test_it_is_the_reference(kernel, kind, lengths, dtype, heads):
     assert bool(others) == (kind == "tree" or dtype == torch.float32 or 0 in lengths)
 
 
+@pytest.mark.parametrize("lengths", [[8000], [8000, 300, 5000]])
+def test_it_copies_no_keys(lengths):
+    """It used to copy those of a batch in every layer; one sequence is a slice, several are pages of its memory."""
+    starts, num_rows = paged(lengths)
+    q, k, v = tensors(len(lengths), 1, (8, 2), num_rows, 64, torch.bfloat16)
+    seen = []
+
+    def kernel(q, keys, values, *, softmax_scale, causal, return_softmax_lse, cache_seqlens=None, block_table=None):
+        seen.extend([keys, values])
+        return q, q[..., 0].transpose(1, 2)
+
+    attend_with(kernel, attend_reference)(q, k, v, KeySpan(starts, lengths), 0.125)
+    assert [each.untyped_storage().data_ptr() for each in seen] == [x.untyped_storage().data_ptr() for x in (k, v)]
+
+
+def test_regions_that_begin_within_a_page_go_to_the_other_kernel():
+    """No engine has some; a wrong page would be a wrong text."""
+    q, k, v = tensors(2, 1, (8, 2), 1024, 64, torch.bfloat16)
+    span = KeySpan([5, 512], [300, 77])
+    found = attend_with(flash_attn_2, attend_reference)(q, k, v, span, 0.125)
+    torch.testing.assert_close(found, attend_reference(q, k, v, span, 0.125))
+
+
 @pytest.mark.parametrize(("modules", "version"), [("23", 3), ("2", 2), ("3", 3), ("", None)])
 def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
     """Its module has another name, and both may be installed."""
     kernels = {"2": ("flash_attn", flash_attn_2), "3": ("flash_attn_interface", flash_attn_3)}
     for number, (name, kernel) in kernels.items():
         module = ModuleType(name)
-        module.flash_attn_varlen_func = kernel
+        module.flash_attn_with_kvcache = kernel
         monkeypatch.setitem(sys.modules, name, module if number in modules else None)
     assert find_flash_attn() is (None if version is None else kernels[str(version)][1])
     if version is None:
@@ -101,14 +139,15 @@ def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
         load_backend("flash", torch.device("cpu"))
 
 
-def test_chunks_of_a_prompt_take_it_beside_the_triton_kernel(monkeypatch):
-    """The kernel of our own takes trees; a chunk has more queries than it has room for."""
-    pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_chunks_of_a_prompt_take_it_where_it_is_installed(backend, monkeypatch):
+    """By default, and beside the kernel of our own, for which a chunk has too many queries."""
+    pytest.importorskip("triton")
     module = ModuleType("flash_attn")
-    module.flash_attn_varlen_func = flash_attn_2
+    module.flash_attn_with_kvcache = flash_attn_2
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     q, k, v = tensors(1, 200, (8, 2), 400, 64, torch.bfloat16)
-    found = load_backend("triton", torch.device("cuda"))(q, k, v, KeySpan([5], [300], causal=True), 0.125)
+    found = load_backend(backend, torch.device("cuda"))(q, k, v, KeySpan([5], [300], causal=True), 0.125)
     expected = attend_reference(q, k, v, KeySpan([5], [300], causal=True), 0.125)
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)

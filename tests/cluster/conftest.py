@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +10,6 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from specextend.cluster.display import Fact
 from specextend.cluster.exits import Interrupt
@@ -20,20 +17,12 @@ from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
-from specextend.data.results import Retry
+from specextend.data.parts import Retry
 from tests.cluster.fakes import FakeEngine
+from tests.job.conftest import kept_handlers
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / ".models" / "tiny-random"
-
-
-@pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    """One Ray for all tests of the driver: starting one takes five seconds. Another folder's is as good."""
-    options = {"include_dashboard": False, "object_store_memory": 80 << 20, "ignore_reinit_error": True}
-    ray.init(address="local", num_cpus=4, **options)
-    yield
-    ray.shutdown()
 
 
 @dataclass
@@ -106,7 +95,7 @@ class Job:
                     "max_batch_size": self.max_batch_size,
                     "cache_gib": self.cache_gib,
                 },
-                "job": {"max_attempts": 2, "grace_s": 60, **self.job, **job},
+                "job": {"cpus_per_worker": 1, "max_attempts": 2, **self.job, **job},
                 **self.sections,
             }
         )
@@ -139,15 +128,6 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     by_id = {row["doc_id"]: row for row in rows}
     assert len(by_id) == len(rows), "a document ended twice"
     return by_id
-
-
-@contextmanager
-def kept_handlers() -> Iterator[None]:
-    """Give the signals that a run takes over back at the end."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

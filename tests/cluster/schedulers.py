@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from specextend.cluster.leases import Lease, Limits
-from specextend.cluster.places import Place, Spot
+from specextend.cluster.leases import Lease, Limits, Place, Spot
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 from tests.cluster.lengths import rows_of_length
 
-LIMITS = Limits(max_attempts=2, deadline_base_s=10, deadline_s_per_token=1, stall_s=30)
+LIMITS = Limits(max_attempts=2, deadline_s=10, stall_s=30)
 
 
 def key(row: int) -> DocumentKey:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -34,14 +31,12 @@ from specextend.cluster.records import read_status
 from specextend.cluster.run import run
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
-from specextend.data.compaction import compact
 from specextend.data.fingerprint import write_manifest
-from specextend.data.parts import PartWriter, list_parts
+from specextend.data.parts import PartWriter
 from specextend.data.storage import resolve
 from specextend.report import write_report
-from tests.cluster.conftest import MODELS, ROOT, Screen, rows_of
+from tests.cluster.conftest import MODELS, Screen, rows_of
 from tests.cluster.fakes import NeverLoads
-from tests.job.conftest import LONGEST_S
 from tests.properties.rows import done, failed
 
 NUM_ROWS = 3
@@ -189,20 +184,6 @@ def test_a_success_file_that_says_nothing_is_written_again(ended: Ended, content
     assert (ended.output / "_SUCCESS").read_bytes() == whole
 
 
-def test_a_start_merges_commits_if_there_are_too_many_and_lets_a_complete_run_alone(
-    ended: Ended, monkeypatch: pytest.MonkeyPatch
-):
-    """Thousands of files that an older version left: each start would have read them one by one."""
-    monkeypatch.setattr("specextend.cluster.run.compact", partial(compact, most_parts=1))
-    ended.commit([done(DocumentKey(1, 0), "again")], ended.fingerprint)
-    assert ended.run() == EXIT_DONE
-    assert len(list_parts(resolve(str(ended.output)))) == 1
-    assert [row["summary"] for row in rows_of(ended.output / "summaries").values()].count("again") == 1
-    ended.commit([done(DocumentKey(1, 0), "once more")], ended.fingerprint)
-    ended.run()
-    assert len(list_parts(resolve(str(ended.output)))) == 2
-
-
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_a_part_of_another_run_is_refused(ended: Ended, has_manifest: bool):
     """Somebody copied it there; its rows would have passed for ours, also where the manifest had been taken away."""
@@ -216,29 +197,3 @@ def test_a_part_of_another_run_is_refused(ended: Ended, has_manifest: bool):
         ended.run()
     assert exit_code(said.value) == EXIT_OTHER_RUN
     assert not ended.is_complete()
-
-
-def summarize(ended: Ended, **options: object) -> subprocess.Popen[str]:
-    """The job as a process, for what ends one."""
-    config = ended.config()
-    values = {"input.path": config.input.path, "input.id_column": "null", "output.path": config.output.path}
-    settings = [f"{name}={value}" for name, value in (values | options).items()]
-    command = [sys.executable, "jobs/summarize.py", "--config", "configs/tiny-random.yaml"]
-    arguments = [part for setting in settings for part in ("--set", setting)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, *arguments], env=environment, cwd=ROOT, **pipes)
-
-
-@pytest.mark.parametrize("name", ["_run/manifest.json", pytest.param("_run/lock", marks=pytest.mark.slow)])
-def test_an_output_store_that_never_answers_ends_the_run(ended: Ended, name: str):
-    """A pipe without a writer hangs whoever opens it, as a dead mount does: the job hung with it, all night."""
-    (ended.output / "_run" / "manifest.json").unlink()
-    os.mkfifo(ended.output / name)
-    process = summarize(ended, **{"job.store_s": 12})
-    _, stderr = process.communicate(timeout=LONGEST_S)
-    assert process.returncode == EXIT_FAILED, stderr
-    said = stderr.splitlines()[-1]
-    assert said.startswith("error: ")
-    for part in (str(ended.output), "no answer", "for 12 s", "run again"):
-        assert part in said

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from specextend.cluster.environment import is_submitted, prepare_environment
+from specextend.cluster.environment import cores_per_worker, is_submitted, prepare_environment
+from specextend.config import JobOptions
 
 
 def prepared(**before: str) -> dict[str, str]:
@@ -41,6 +42,24 @@ def test_a_submitted_job_knows_that_it_is_one():
     """There, relative paths lead into a folder that goes away."""
     assert is_submitted({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"})
     assert not is_submitted({"RAY_ADDRESS": "local"})
+
+
+@pytest.mark.parametrize(
+    ("job", "nodes", "cores"),
+    [
+        ({}, [(2, 0)], 2),
+        ({"workers": 3}, [(8, 0)], 2),
+        ({"workers": 4}, [(2, 0)], 1),
+        ({"workers": 4}, [(16, 0), (16, 0), (0, 0)], 8),
+        ({"workers": 8, "gpus_per_worker": 1}, [(64, 8)], 8),
+        ({"workers": 8, "gpus_per_worker": 0.5}, [(8, 0), (16, 1)], 8),
+        ({"workers": 2, "gpus_per_worker": 1}, [], 1),
+        ({"cpus_per_worker": 4}, [(2, 0)], 4),
+    ],
+)
+def test_a_worker_gets_as_many_cores_as_leave_room_for_all(job: dict, nodes: list, cores: int):
+    """A number in a shipped configuration was too much for one machine and too little for another."""
+    assert cores_per_worker(JobOptions(**job), nodes) == cores
 
 
 @pytest.mark.parametrize("module", ["environment", "exits", "records", "scheduler", "roster", "progress"])

@@ -13,7 +13,8 @@ from specextend.cluster.display import open_display
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
 from specextend.data.run_folder import RELEASED, parse_time, read_starts
 from specextend.data.storage import resolve
-from tests.cluster.conftest import Job, kept_handlers
+from tests.cluster.conftest import Job
+from tests.job.conftest import kept_handlers
 
 GOOD = [f"secret text {number} " * (number + 1) for number in range(5)]
 
@@ -81,7 +82,7 @@ def test_every_parquet_file_of_a_run_says_where_it_comes_from(logged: tuple[Job,
     run, _ = logged
     manifest = json.loads((run.output / "_run" / "manifest.json").read_text())
     [start] = read_starts(resolve(str(run.output)))
-    files = [path for path in run.output.rglob("*.parquet") if path.name != "plan.parquet"]  # holds no result
+    files = [*run.output.rglob("*.parquet")]
     assert {path.parent.name for path in files} == {"parts", "summaries", "errors"}
     for path in files:
         origin = json.loads(pq.read_schema(path).metadata[b"specextend"])

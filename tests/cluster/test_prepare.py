@@ -18,7 +18,7 @@ from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.cluster.prepare import Prepared, check_same_run, prepare
 from specextend.cluster.records import Attempt
 from specextend.config import RunConfig
-from specextend.data.fingerprint import fingerprint, write_manifest
+from specextend.data.fingerprint import write_manifest
 from specextend.data.storage import read_bytes
 from tests.cluster.conftest import MODELS
 from tests.hub_server import Hub
@@ -91,27 +91,10 @@ def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(
     again = prepare(configure())
     assert check_same_run(again)
     assert again.config.target.revision == pair[0]
-    assert again.notes[0] == (
-        f"target {TARGET} (default branch) is commit {pair[0]}, with which this run began; "
-        f"the Hub has {newer} by now, which only a run of its own takes"
-    )
+    assert again.notes[0] == f"target {TARGET} (default branch) is commit {pair[0]}, with which this run began"
     asked_for = {"model": TARGET, "revision": newer, "dtype": "float32", "device": "cpu"}
     with pytest.raises(OtherRunError, match="weights of target: "):
         check_same_run(prepare(configure(target=asked_for)))
-
-
-def test_a_run_moves_between_the_hub_and_copies_on_disk(hub: Hub, pair: tuple[str, str], configure: Configure) -> None:
-    """Begun by a head that has no weights, gone on with on a machine that has no network, or the other way."""
-    begin(prepare(configure()))
-    local = configure(
-        target={"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
-        draft={"kind": "model", "model": str(MODELS / "draft-model")},
-    )
-    hub.is_down = True
-    prepared = prepare(local)
-    assert check_same_run(prepared)
-    assert prepared.models["target"]["commit"] is None
-    assert prepared.notes == ()
 
 
 def test_a_hub_that_is_away_at_the_start_is_no_mistake_of_the_configuration(
@@ -134,28 +117,6 @@ def test_a_library_that_is_missing_is_said_before_a_model_is_read(
     prepare(configure())
     with pytest.raises(RefusedError, match=r"quality\.language needs the extra `language`"):
         prepare(configure(quality={"language": True}))
-
-
-def test_a_mode_without_a_draft_asks_for_none(hub: Hub, configure: Configure) -> None:
-    """The configuration may name one that is nowhere."""
-    hub.push(TARGET, MODELS / "target")
-    prepared = prepare(configure(decoding={"mode": "autoregressive", "max_new_tokens": 5}))
-    assert set(prepared.models) == {"target"}
-
-
-def test_a_run_that_an_older_version_began_goes_on_under_its_own_fingerprint(configure: Configure) -> None:
-    """It counted memory and the revision, and knew no commits: the folder keeps the manifest that it has."""
-    local = {"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"}
-    config = configure(target=local, draft={"kind": "ngram"})
-    manifest = prepare(config).manifest
-    counted = {"decoding.cache_gib": 8.0, "attention.backend": "sdpa", "target.revision": None, "draft.revision": None}
-    identity = manifest["identity"] | {"config": manifest["identity"]["config"] | counted}
-    old = {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": manifest["config"]}
-    write_manifest(prepare(config).output, old)
-    again = prepare(config)
-    assert check_same_run(again)
-    assert again.manifest == old
-    assert again.manifest["fingerprint"] != manifest["fingerprint"]
 
 
 def test_a_folder_whose_manifest_is_not_ours_is_another_runs(configure: Configure, tmp_path: Path) -> None:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster import lock as lock_module
 from specextend.cluster import roster
-from specextend.cluster.environment import worker_device
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_TOO_MANY_ERRORS,
@@ -25,15 +20,13 @@ from specextend.cluster.exits import (
     OtherRunError,
     WorkersFailError,
 )
-from specextend.cluster.prepare import prepare
-from specextend.cluster.rates import find_rates, keep_rates, pair_key
 from specextend.document_requests import document_seed
 from specextend.pairing import pair_hashes
-from tests.cluster.conftest import Job, Screen, kept_handlers
+from tests.cluster.conftest import Job, Screen
 from tests.cluster.fakes import LoadsLater, NeverLoads, SwapsWeights
-from tests.cluster.test_forecast import RATES
+from tests.job.conftest import kept_handlers
 
-MANY_ATTEMPTS = {"max_attempts": 9, "silence_s": 6000}
+MANY_ATTEMPTS = {"max_attempts": 9}
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
 
 CHOSEN_BATCH = 4
@@ -48,29 +41,18 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> Iterator[Job]:
-    """A run of a folder to which nothing happens, by rates that are kept. Tests only read it."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> Job:
+    """A run of a folder to which nothing happens. Tests only read it."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = Job(folder, GOOD, {"commit_every_rows": 4, "commit_every_s": 3600})
+    run = Job(folder, GOOD, {})
     run.max_batch_size = "auto"
     (folder / "in").mkdir()
     run.input = run.input.rename(folder / "in" / "a.pq").parent
     for name in ("b.csv", "c.CSV", "_SUCCESS"):
         (run.input / name).write_text("")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        keep_rates(rates_key(run), replace(RATES, device=worker_device(run.config().job)))
-        with kept_handlers():
-            assert run.run() == EXIT_DONE
-        yield run
-
-
-def rates_key(run: Job) -> str:
-    prepared = prepare(run.config())
-    config = prepared.config.model_copy(
-        update={"decoding": replace(prepared.config.decoding, max_batch_size=CHOSEN_BATCH)}
-    )
-    return pair_key(config, prepared.manifest["identity"]["hashes"])
+    with kept_handlers():
+        assert run.run() == EXIT_DONE
+    return run
 
 
 def records_of(run: Job) -> list[dict[str, Any]]:
@@ -85,8 +67,6 @@ def test_every_row_ends_in_one_summary_in_input_order(undisturbed: Job):
     assert all(row["attempts"] == 1 and row["num_output_tokens"] == 5 for row in run.summaries().values())
     assert all(row["queue_s"] >= 0 for row in run.summaries().values())
     assert run.summaries()["d3"]["summary"].startswith(f"seed {document_seed(0, 'd3')}:")
-    [*parts, _] = sorted((run.output / "_run" / "parts").iterdir())
-    assert all(pq.read_metadata(part).num_rows >= 4 for part in parts), "the last one holds what is left"
     assert json.loads((run.output / "_SUCCESS").read_text()) == {"rows": 6, "done": 6, "errors": 0}
     assert not (run.output / "_run" / "lock").exists()
     assert (attempt["exit_code"], len(attempt["workers"])) == (0, 1)
@@ -101,15 +81,6 @@ def test_a_run_over_a_folder_says_which_files_it_does_not_read(undisturbed: Job)
     """Once, and not a word about hidden ones."""
     said = [note for note in undisturbed.screen.notes if "not read" in note]
     assert said == [f"warning: files not read in {undisturbed.input}: 1 .CSV, 1 .csv"]
-
-
-def test_a_start_records_how_long_it_should_take(undisturbed: Job):
-    """By rates that are kept; a report can say afterwards how far off they were."""
-    [forecast] = [record["forecast"] for record in records_of(undisturbed)]
-    assert (forecast["documents"], forecast["workers"]) == (6, 1)
-    assert forecast["basis"].startswith("a calibration of 100 documents on ")
-    assert any(note.startswith("expected to take 0:00:") for note in undisturbed.screen.notes)
-    assert find_rates(rates_key(undisturbed), None).num_documents == 100, "another engine than ours leaves no rates"
 
 
 @pytest.fixture(scope="module")
@@ -187,28 +158,6 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job):
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
 
 
-@pytest.mark.slow
-def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end(job, hasty):
-    """They are as large as the corpus, and nobody looks into `_run` once there are summaries."""
-    run = job([])
-    texts = [*(text.encode() for text in GOOD[:2]), b"\xff" * (65 << 20)]  # the last is an error row at once
-    text = pa.array(texts).cast(pa.string(), safe=False)
-    pq.write_table(pa.table({"id": ["d0", "d1", "d2"], "text": text}), run.input)
-    copy = run.output / "_run" / "input" / "file-00000.parquet"
-    with pytest.raises(WorkersFailError):
-        run.run(NeverLoads())
-    written = copy.stat().st_mtime_ns
-    run.screen.on_show = lambda snapshot: seen.append(copy.stat().st_mtime_ns)
-    seen: list[int] = []
-    assert run.run() == EXIT_TOO_MANY_ERRORS
-    assert set(seen) == {written}, "used again, not written again"
-    assert not copy.exists()
-    assert len(run.summaries()) == 2
-    copy.write_bytes(b"of a driver that was killed at the very end")
-    assert run.run(NeverLoads(), max_error_fraction=0.5) == EXIT_DONE
-    assert not copy.exists()
-
-
 def test_errors_within_the_allowed_fraction_are_a_success_without_decoding_again(finished: Job):
     """`job.*` is not part of what a run is: a second start may allow more errors."""
     run = finished
@@ -283,7 +232,7 @@ def test_a_model_that_loads_the_second_time_is_enough(job, tmp_path: Path):
 def resumed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> tuple[Job, dict[str, bytes]]:
     """A run that was interrupted and resumed with less memory, and the parts that it had before. Tests only read it."""
     folder = tmp_path_factory.mktemp("resumed")
-    run = Job(folder, [*GOOD[:5], f"crawl@{folder}/held"], {"commit_every_rows": 64, "commit_every_s": 3600})
+    run = Job(folder, [*GOOD[:5], f"crawl@{folder}/held"], {"commit_every_s": 3600})
     (folder / "held").touch()  # or all might be done before the interrupt is heard
     with kept_handlers():
         interrupt = interrupt_after(run, 2)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specextend.cluster.leases import MAX_LOSSES, GivenUp, Limits
-from specextend.cluster.scheduler import Scheduler
+from specextend.cluster.leases import MAX_LOSSES, GivenUp, Limits, Place, Spot, Tried
+from specextend.cluster.scheduler import ALONE_SHARE, PAUSE_S, Scheduler
+from tests.cluster.lengths import rows_of_length
 from tests.cluster.schedulers import at, granted, ids, key, scheduler
 
 
@@ -98,8 +99,8 @@ def test_a_deadline_counts_from_the_start_of_prefill():
     plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, [lease[0]], 100)
-    assert plan.overdue(115) == []
-    assert [late.key.row for late in plan.overdue(115.1)] == [0]
+    assert plan.overdue(110) == []
+    assert [late.key.row for late in plan.overdue(110.1)] == [0]
 
 
 def test_an_overdue_document_is_charged_and_its_neighbours_go_on():
@@ -111,6 +112,7 @@ def test_an_overdue_document_is_charged_and_its_neighbours_go_on():
     assert plan.expire(lease[0], "late") == []
     assert not plan.finish(lease[0]), "a result that comes after the lease was taken back is dropped"
     assert plan.finish(lease[1])
+    plan.report("a", 2, [], 50)
     assert granted(plan.assign(50)) == [], "alone means: not beside the call that is still closing"
     plan.closed("a")
     assert granted(plan.assign(50)) == [0]
@@ -154,18 +156,20 @@ def test_an_idle_worker_does_not_stall():
     assert plan.stalled(3601) == []
 
 
-def test_a_neighbour_of_a_hang_that_had_not_begun_is_not_charged():
-    """The overdue document still hangs in the engine; the one leased after it has done nothing."""
+def test_a_worker_gets_nothing_while_a_document_that_was_dropped_may_hang_there():
+    """What it got would be charged for the hang. If no step follows, it is replaced."""
     plan = scheduler([5, 4], leases_per_worker=1)
     plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, [lease[0]], 1)
     plan.expire(lease[0], "late")
     plan.closed("a")
-    assert granted(plan.assign(100)) == [0], "the charged one, alone"
+    assert plan.assign(20) == []
+    assert plan.stalled(31) == []
+    assert plan.stalled(31.1) == ["a"]
     assert plan.leave("a", "Stalled", "no step") == []
-    plan.join("b", at("b"), 200)
-    assert [lease.attempt for _, lease in plan.assign(200) if lease.key.row == 0] == [2]
+    plan.join("b", at("b"), 40)
+    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(40)] == [(0, 2)]
 
 
 def test_a_lease_is_never_given_twice():
@@ -238,7 +242,7 @@ def test_nothing_is_taken_back_while_documents_wait_for_a_worker():
 
 def test_a_queue_behind_a_hang_is_emptied():
     """An overdue document may hang in the engine until stall_s has passed; what waits behind it need not."""
-    plan = scheduler([5, 4], limits=Limits(max_attempts=1, deadline_base_s=10, deadline_s_per_token=1))
+    plan = scheduler([5, 4], limits=Limits(max_attempts=1, deadline_s=10))
     plan.join("a", at("a"), 0)
     lease = ids(plan.assign(0))
     plan.report("a", 1, [lease[0]], 1)
@@ -248,3 +252,89 @@ def test_a_queue_behind_a_hang_is_emptied():
     [(worker, taken)] = plan.rebalance(20)
     assert (worker, taken.key.row) == ("a", 1)
     assert granted(plan.assign(20), "b") == [1]
+
+
+def test_a_damaged_document_is_given_up_after_max_attempts_and_pauses():
+    plan = scheduler([5])
+    plan.join("a", at("a"), 0)
+    [(_, lease)] = plan.assign(0)
+    assert plan.damaged(lease.lease_id, "OSError", "bad", 0) == []
+    assert plan.assign(PAUSE_S - 1) == []
+    [(worker, lease)] = plan.assign(PAUSE_S)
+    assert (worker, lease.attempt) == ("a", 2)
+    assert plan.damaged(lease.lease_id, "OSError", "bad", 10) == [GivenUp(key(0), 2, "OSError", "bad")]
+    assert plan.is_done
+
+
+def test_a_worker_that_cannot_read_rests_while_others_go_on_and_does_not_hang():
+    """A node without the input's mount fails at once, so without that it would be leased every document."""
+    plan = scheduler([5] * 4)
+    plan.join("blind", at("blind"), 0)
+    for _, lease in plan.assign(0):
+        plan.unread(lease.lease_id, 0)
+    assert plan.assign(PAUSE_S - 1) == []
+    plan.join("seeing", at("seeing"), 1)
+    assert granted(plan.assign(1), "seeing") == [0, 1, 2]
+    [(worker, lease)] = plan.assign(PAUSE_S)
+    assert (worker, lease.attempt) == ("blind", 1)
+    plan.unread(lease.lease_id, 45)
+    assert plan.stalled(45 + PAUSE_S) == ["seeing"]
+
+
+def test_a_document_goes_to_another_host_first_then_to_another_device_then_anywhere():
+    """What kills a worker may be its machine."""
+    spots = {"a": ("h", "GPU 0"), "b": ("h", "GPU 1"), "c": ("i", "GPU 0")}
+    plan = scheduler([5], limits=Limits(max_attempts=9))
+    for worker, (host, device) in spots.items():
+        plan.join(worker, Place(host, Spot(host, device)), 0)
+    was_at = []
+    for number in range(4):
+        [(worker, lease)] = plan.assign(number)
+        was_at.append(worker[0])
+        plan.report(worker, 1, [lease.lease_id], number)
+        plan.leave(worker, "WorkerDied", "gone")
+        plan.expect(1)
+        plan.join(worker + "+", Place(spots[worker[0]][0], Spot(*spots[worker[0]])), number)
+        if number == 2:
+            assert plan.assign(number) == [], "another worker is being built, perhaps elsewhere"
+        plan.expect(0)
+    assert was_at[:3] == ["a", "c", "b"]
+
+
+def test_few_workers_are_kept_for_documents_that_run_alone():
+    """A hundred charged documents must not stop the others: one worker in four."""
+    plan = scheduler([100 - row for row in range(60)], leases_per_worker=2)
+    for number in range(8):
+        plan.join(f"w{number}", at(f"w{number}"), 0)
+    for number in range(3):
+        plan.assign(number)
+        plan.report(f"w{number}", 1, [lease.lease_id for lease in plan.leased()], number)
+        plan.leave(f"w{number}", "WorkerDied", "gone")
+    for lease in plan.leased():
+        plan.finish(lease.lease_id)
+    grants = plan.assign(9)
+    assert sum(lease.is_alone for _, lease in grants) == max(1, 5 // ALONE_SHARE)
+    assert len(grants) == 1 + 4 * 2
+
+
+def test_a_start_goes_on_where_the_last_one_stopped_counting():
+    """Each start gave a document that kills its worker all its attempts again."""
+    tried = {key(0): Tried(2, frozenset({at("a").spot}))}
+    plan = Scheduler(rows_of_length([5, 5]), Limits(max_attempts=3), 2, tried=tried)
+    plan.join("a", at("a"), 0)
+    assert plan.num_wanted == 3, "a worker elsewhere, beside one for each document"
+    plan.join("b", at("b"), 0)
+    assert {worker: lease.key.row for worker, lease in plan.assign(0)} == {"b": 0, "a": 1}
+    [given_up] = plan.leave("b", "WorkerDied", "gone")
+    assert (given_up.key, given_up.attempts) == (key(0), 3)
+
+
+def test_attempts_before_an_error_row_are_counted_on_and_forgiven():
+    """`--retry-errors` asks for new attempts; the row says how many there were in all."""
+    plan = Scheduler(rows_of_length([5]), Limits(max_attempts=2), 2, tried={key(0): Tried(3, forgiven=3)})
+    for worker in ("a", "b"):
+        plan.join(worker, at(worker), 0)
+        [(_, lease)] = plan.assign(0)
+        plan.report(worker, 1, [lease.lease_id], 0)
+        given_up = plan.leave(worker, "WorkerDied", "gone")
+    assert [item.attempts for item in given_up] == [5]

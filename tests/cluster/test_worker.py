@@ -15,13 +15,12 @@ from specextend.cluster.exits import EXIT_DONE
 from specextend.cluster.messages import Done, Failed, Outcome
 from specextend.cluster.worker import Worker
 from specextend.core import DocumentKey, Request
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import open_source
 from specextend.document_requests import document_seed
 from specextend.inbox import Inbox
 from tests.cluster.conftest import Job
-from tests.cluster.fakes import FakeEngine, NotingEngine, QuotingEngine
+from tests.cluster.fakes import FakeEngine, QuotingEngine
 from tests.job.conftest import LONGEST_S, wait_for
 
 
@@ -139,26 +138,3 @@ def test_a_rows_own_instruction_reaches_its_prompt(tmp_path: Path):
         return [await worker.run(f"lease {row}", DocumentKey(0, row), 1) for row in (0, 1)]
 
     assert [type(outcome) for outcome in asyncio.run(run_both())] == [Done, Failed]
-
-
-def test_a_document_in_parts_takes_what_is_known_of_it_and_says_what_it_took(tmp_path: Path):
-    """What an earlier lease has decoded is not decoded, nor counted, a second time."""
-    config = Job(tmp_path, ["Rain fell on the old roof all night. " * 14], {}).config()
-    prompt = PromptOptions(length_policy="chunk", max_prompt_tokens=240)
-    config = config.model_copy(update={"prompt": prompt})
-    worker = Worker(config, open_source(config.input), NotingEngine)
-    worker.load()
-
-    async def run_twice() -> tuple[Outcome, Outcome]:
-        first = await worker.run("first", DocumentKey(0, 0), 1)
-        known = {chunk.digest: chunk.completion for chunk in (await worker.progress()).chunks}
-        return first, await worker.run("second", DocumentKey(0, 0), 2, known=known)
-
-    first, second = asyncio.run(run_twice())
-    assert isinstance(first, Done)
-    assert isinstance(second, Done)
-    num_parts = len(first.row["chunk_summaries"])
-    assert num_parts > 1
-    assert len(NotingEngine.noted(config)) == (num_parts + 1) + 1
-    assert (first.num_known_tokens, second.num_known_tokens) == (0, 5 * num_parts)
-    assert (second.row["summary"], second.row["num_output_tokens"]) == (first.row["summary"], 5 * (num_parts + 1))

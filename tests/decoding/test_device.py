@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from specextend.decoding import device
-from specextend.decoding.device import CPU, GPU, device_name, processor_name, traits_of, upload
+from specextend.decoding.device import (
+    CPU,
+    GPU,
+    device_name,
+    is_device_error,
+    is_out_of_memory,
+    make_current,
+    processor_name,
+    traits_of,
+    upload,
+)
 
 
 def test_every_device_but_a_cpu_is_served_as_a_gpu_is():
@@ -25,6 +35,22 @@ def test_an_upload_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch):
     for name in ("cpu", "cuda"):
         upload(torch.tensor([1]), torch.device(name))
     assert calls == [(torch.device("cpu"), {}), "pinned", (torch.device("cuda"), {"non_blocking": True})]
+
+
+def test_memory_that_triton_does_not_get_is_memory():
+    """It names the device, as errors do after which only a new process helps: a batch too large cost a worker."""
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert not is_device_error(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert is_device_error(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+
+
+def test_launches_go_to_the_gpu_of_the_models(monkeypatch):
+    """Triton and captures take the thread's current GPU, which is the first one: with `cuda:1` they broke."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("cpu", "cuda", "cuda:1"):
+        make_current(torch.device(name))
+    assert chosen == [torch.device("cuda:1")]
 
 
 def test_generations_of_processors_with_one_name_are_told_apart():

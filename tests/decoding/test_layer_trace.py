@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,12 +10,12 @@ from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.layer_reference import REFERENCE, LayerKernels
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
-from tests.step_trace import Tracer
+from tests.step_trace import StepTrace, Tracer
 from tests.tiny_models import FAMILIES
 
 
-def count_operators(family: str, num_layers: int, *, own_kernels: bool) -> Counter[str]:
-    """The operators of a verification of seven nodes for two sequences, on a device that is no CPU: `meta`."""
+def trace_forward(family: str, num_layers: int, *, own_kernels: bool, is_prompt: bool = False) -> StepTrace:
+    """A verification of seven nodes for two sequences, or seven tokens of a prompt, on a device that is no CPU."""
     tracer = Tracer()
 
     def counted(kernel, num_kernels: int = 1):
@@ -40,9 +38,11 @@ def count_operators(family: str, num_layers: int, *, own_kernels: bool) -> Count
     target = CachedModel(model.requires_grad_(False), counted(attend, 2), 512, kernels)
     mask, nodes = torch.ones(2, 7, 7, dtype=torch.bool), torch.zeros(2, 7, dtype=torch.int64, device="meta")
     plan = AttentionPlan([0, 256], [107, 57], 7, mask, tree="dense", on_device=(nodes[:, :1], nodes))
+    if is_prompt:
+        plan, nodes = AttentionPlan([256], [57], 7), nodes[:1]
     with tracer:
         target.forward(nodes, nodes, plan)
-    return tracer.steps[-1].operators
+    return tracer.steps[-1]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,13 @@ def count_operators(family: str, num_layers: int, *, own_kernels: bool) -> Count
 )
 def test_a_layer_has_few_operators(family, own_kernels, ceiling):
     """The stock layer, and one with kernels of ours: two of attention, five products, two norms, RoPE, gate and sum."""
-    fewer, more = (count_operators(family, number, own_kernels=own_kernels) for number in (1, 2))
+    fewer, more = (trace_forward(family, number, own_kernels=own_kernels).operators for number in (1, 2))
     assert (more - fewer).total() <= ceiling, more - fewer
     assert more.total() - fewer.total() == (more - fewer).total()
+
+
+@pytest.mark.parametrize("own_kernels", [False, True])
+def test_a_prompts_rows_are_uploaded_once_for_all_layers(own_kernels):
+    """For each upload the host waits until the GPU has done all that it was asked before."""
+    uploads = [trace_forward("llama", number, own_kernels=own_kernels, is_prompt=True).num_uploads for number in (1, 3)]
+    assert uploads[0] == uploads[1]

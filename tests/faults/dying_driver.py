@@ -1,7 +1,7 @@
 """`jobs/summarize.py`, killed as it writes: `dying_driver.py SIGNAL before|after PATTERN NUMBER ARGUMENT...`.
 
 Its process gets the signal before or after the NUMBERth file that matches PATTERN is renamed to its final name. With
-`HANG` in place of a signal, the thread that renames never goes on.
+`HANG` in place of a signal, the thread that renames never goes on, and the run has one second to end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+
+from specextend.cluster import exits
 
 SUMMARIZE = Path(__file__).parents[2] / "jobs" / "summarize.py"
 
@@ -47,5 +49,6 @@ if __name__ == "__main__":
     _, death, when, pattern, number, *arguments = sys.argv
     for name in ("replace", "link"):
         setattr(os, name, mortal(getattr(os, name), death, when, pattern, int(number)))
+    exits.GRACE_S = 1.0 if death == "HANG" else 600.0
     sys.argv = [str(SUMMARIZE), *arguments]
     runpy.run_path(str(SUMMARIZE), run_name="__main__")

@@ -14,7 +14,7 @@ def test_a_worker_killed_at_any_moment_changes_no_summary(real_job: RealJob, und
     """The kernel's out-of-memory killer: the summaries are those of a run to which nothing happened."""
     marker = tmp_path / "killed"
     note_received(real_job.screen, marker)
-    assert real_job.run(DiesOnce(kind, marker), commit_every_rows=64) == EXIT_DONE
+    assert real_job.run(DiesOnce(kind, marker), commit_every_s=3600) == EXIT_DONE
     assert marker.exists()
     assert len(real_job.screen.told("worker_died")) == 1
     assert real_job.result() == undisturbed

@@ -18,7 +18,7 @@ from tests.faults.engines import WordyEngine
 from tests.job.conftest import wait_for
 
 TEXTS = [f"text number {number} " * 5 for number in range(30)]
-SLOWLY = {"commit_every_rows": 1}
+SLOWLY = {"commit_every_s": 0}
 
 
 def mount(*arguments: str) -> None:

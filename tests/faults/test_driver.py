@@ -45,13 +45,13 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(real
 @twice("SIGTERM", "SIGINT", fast=0)
 def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(real_job: RealJob, undisturbed, kind: str):
     """Whoever preempts a machine sends SIGTERM first; 75 means that running it again goes on where it stopped."""
-    process = start(real_job, DYING_DRIVER, kind, *MOMENTS["has written a part"], commit_every_rows=1)
+    process = start(real_job, DYING_DRIVER, kind, *MOMENTS["has written a part"], commit_every_s=0)
     _, stderr = process.communicate(timeout=LONGEST_S)
     assert process.returncode == EXIT_INTERRUPTED, stderr
     assert f"interrupted: {kind} received; finished work is on disk" in stderr
     kept = parts(real_job.output)
     assert not (real_job.output / "_run" / "lock").exists()
-    assert real_job.run(commit_every_rows=1) == EXIT_DONE
+    assert real_job.run(commit_every_s=0) == EXIT_DONE
     assert real_job.result() == undisturbed
     assert parts(real_job.output).items() >= kept.items()
 

@@ -56,7 +56,7 @@ def all_done_once(run: Job) -> None:
 def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes, kind: str):
     """A reclaimed machine is nobody's fault: its documents are done elsewhere, at their first attempt."""
     first = nodes.add()
-    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_rows=1)
+    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
 
     def remove(snapshot) -> bool:
         if snapshot.num_done < 3:
@@ -77,7 +77,7 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes: Nodes):
     """What runs there ends, what waits goes elsewhere, and nobody is charged. Then its worker is let go."""
     first = nodes.add()
     texts = [f"{number} {text}" for number in range(10) for text in TEXTS]
-    run: Job = job(texts, cpus_per_worker=CPUS, commit_every_rows=1)
+    run: Job = job(texts, cpus_per_worker=CPUS, commit_every_s=0)
 
     def drain(snapshot) -> bool:
         if snapshot.num_done < 3:
@@ -101,7 +101,7 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes: Nodes):
 def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, kind: str):
     """Its documents are with another worker by then: only what the driver still waits for may be committed."""
     first = nodes.add()
-    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_rows=1, stall_s=5, max_attempts=20)
+    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0, stall_s=5, max_attempts=20)
     frozen: list[psutil.Process] = []
 
     def hang(snapshot) -> bool:
@@ -133,7 +133,7 @@ def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, 
 def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes: Nodes, kind: str):
     """After about a minute Ray calls it dead. What it says when it wakes up is too late."""
     first = nodes.add()
-    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_rows=1)
+    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
     frozen: list[psutil.Process] = []
 
     def hang(snapshot) -> bool:
@@ -176,7 +176,7 @@ def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, u
     """Ray ends a driver whose head is gone, without an exception: what was committed is what counts."""
     address, cluster = other_cluster
     moment = ("SIGSTOP", "after", "*/_run/parts/part-*", "2")
-    process = start(real_job, DYING_DRIVER, *moment, address=address, commit_every_rows=1)
+    process = start(real_job, DYING_DRIVER, *moment, address=address, commit_every_s=0)
     wait_for_pause(process)
     family = cluster.children(recursive=True)
     [head] = filter(is_head, family)
@@ -190,6 +190,6 @@ def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, u
     assert process.returncode not in (0, 2, 3, 4, 5)
     kept = parts(real_job.output)
     assert not (real_job.output / "_SUCCESS").exists()
-    assert real_job.run(commit_every_rows=1) == EXIT_DONE
+    assert real_job.run(commit_every_s=0) == EXIT_DONE
     assert real_job.result() == undisturbed
     assert parts(real_job.output).items() >= kept.items()

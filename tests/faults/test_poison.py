@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.leases import Limits
-from specextend.cluster.places import Place, Spot
+from specextend.cluster.leases import Limits, Place, Spot
 from specextend.cluster.scheduler import Scheduler
 from tests.cluster.lengths import rows_of_length
 

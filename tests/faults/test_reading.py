@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster import open_documents
+from specextend import config
+from specextend.cluster import scheduler
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -68,7 +69,7 @@ def test_what_most_workers_cannot_read_another_one_does(attempt, job, tmp_path: 
     run.screen.on_event = let_go
     assert run.run(LacksTheMount(tmp_path, 2)) == EXIT_DONE
     assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
-    why = re.compile("cannot read a document that the driver can read, and gets .*: input.parquet was removed")
+    why = re.compile("cannot read a document, and rests .*: input.parquet was removed")
     assert any(map(why.search, run.screen.notes))
     assert {row["attempts"] for row in run.summaries().values()} == {1}
     done_by, unread_by = (
@@ -91,7 +92,7 @@ def write_unnoticed(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("attempt", range(2))
 def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(attempt, job, monkeypatch):
     """Who repairs the file has them done alone."""
-    monkeypatch.setattr(open_documents, "PAUSE_S", 0.1)
+    monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)
     run: Job = job(TEXTS[:9], workers=2)
     path = run.folder / "input.parquet"
     pq.write_table(pq.read_table(path), path, row_group_size=3)
@@ -123,7 +124,8 @@ def answers_nothing(source: Source, number: int) -> None:
 @pytest.mark.slow
 def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_path: Path):
     """A document cannot help it: the run waits, and in the end it says so. The driver is told what S3 tells it then."""
-    monkeypatch.setattr(open_documents, "PAUSE_S", 0.1)
+    monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)
+    monkeypatch.setattr(config, "LEAST_SILENCE_S", 1.0)
     run: Job = job(TEXTS)
 
     def after_planning(snapshot: Snapshot) -> None:
@@ -133,10 +135,10 @@ def test_a_store_that_nobody_reaches_makes_no_error_rows(job, monkeypatch, tmp_p
 
     run.screen.on_show = after_planning
     with monkeypatch.context() as patch, pytest.raises(StalledRunError, match=r"input.parquet:11") as said:
-        run.run(LacksTheMount(tmp_path, 1), stall_s=20, silence_s=41)
+        run.run(LacksTheMount(tmp_path, 1), stall_s=20)
     assert exit_code(said.value) == EXIT_FAILED
     assert run.screen.told("document_unread")
-    assert any("a document that the driver cannot read either, and gets" in note for note in run.screen.notes)
+    assert any("cannot read a document, and rests" in note for note in run.screen.notes)
     assert not list((run.output / "_run" / "parts").glob("*"))
     assert run.run() == EXIT_DONE
     assert {row["attempts"] for row in run.summaries().values()} == {1}

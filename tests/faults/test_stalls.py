@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from specextend import config
+from specextend.cluster import pool
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
 from specextend.cluster.progress import MOST_NAMES, StallGuard
 from specextend.config import RunConfig
@@ -45,7 +47,7 @@ def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(
 @pytest.mark.parametrize("max_attempts", [1, 2])
 def test_a_document_past_its_deadline_is_dropped_and_its_neighbours_go_on(max_attempts, job):
     """On the same worker, between two steps."""
-    run = job([*GOOD, "crawl"], max_attempts=max_attempts, deadline_base_s=8.0, deadline_s_per_token=0.001)
+    run = job([*GOOD, "crawl"], max_attempts=max_attempts, document_deadline_s=8.0)
     assert run.run() == EXIT_TOO_MANY_ERRORS
     [late] = run.errors().values()
     assert (late["doc_id"], late["error_class"], late["attempts"]) == ("d4", "DeadlineExceeded", max_attempts)
@@ -69,20 +71,22 @@ class LoadsTheSecondTime:
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_while_it_loads_is_replaced(job, tmp_path: Path):
+def test_a_worker_that_hangs_while_it_loads_is_replaced(job, monkeypatch, tmp_path: Path):
     """It kept its GPU for the rest of the night, and the run went on with one worker less."""
-    run = job(GOOD, start_s=10)
+    monkeypatch.setattr(pool, "START_S", 10.0)
+    run = job(GOOD)
     assert run.run(LoadsTheSecondTime(tmp_path / "hung")) == EXIT_DONE
     notes = [note for note in run.screen.notes if "could not be built" in note]
     assert notes
-    assert all("its models were not loaded within 10 s (job.start_s) (on " in note for note in notes)
+    assert all("its models were not loaded within 10 s (on " in note for note in notes)
     assert {row["attempts"] for row in run.summaries().values()} == {1}
 
 
 @pytest.mark.slow
-def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, nodes: Nodes):
+def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, monkeypatch, nodes: Nodes):
     """A cluster may take ten minutes to grow, and its models a minute to load."""
-    run = job(GOOD, start_s=10, cpus_per_worker=CPUS)
+    monkeypatch.setattr(pool, "START_S", 10.0)
+    run = job(GOOD, cpus_per_worker=CPUS)
     began = time.monotonic()
 
     def grow(snapshot) -> None:
@@ -96,12 +100,13 @@ def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, nodes: Nodes):
 
 
 @pytest.mark.parametrize("attempt", ROUNDS)
-def test_a_job_in_which_no_worker_comes_up_fails_and_names_what_waits(attempt, job):
+def test_a_job_in_which_no_worker_comes_up_fails_and_names_what_waits(attempt, job, monkeypatch):
     """Without an end of its own it would wait until somebody looks."""
+    monkeypatch.setattr(config, "LEAST_SILENCE_S", 1.0)
     run = job(GOOD)
     places = ", ".join(f"input.parquet:{row}" for row in (3, 2, 1, 0))
     with pytest.raises(StalledRunError, match=f"^no token for 2 s: no worker is ready; waiting: {places}; ") as end:
-        run.run(NeverReady(), stall_s=1, max_attempts=1, silence_s=2)
+        run.run(NeverReady(), stall_s=1, max_attempts=1)
     assert exit_code(end.value) == EXIT_FAILED
     assert not (run.output / "_run" / "lock").exists()
     assert run.run() == EXIT_DONE

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pyarrow as pa
@@ -21,6 +23,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-random.yaml"
+TEXT = "The committee met and talked about the weather. "
+AT_ONCE_S = 0.01
+"""Seconds that a row waits for its commit where each is to have one of its own."""
 LONGEST_S = 600
 """Far more than anything takes, also on a slow machine with much else to do."""
 DYING_DRIVER = str(ROOT / "tests" / "faults" / "dying_driver.py")
@@ -98,33 +103,45 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate(timeout=LONGEST_S)
 
 
-@pytest.fixture(scope="session")
-def script() -> ModuleType:
-    """The job as a module of this process: what decodes nothing needs none of its own."""
-    spec = importlib.util.spec_from_file_location("summarize", ROOT / "jobs" / "summarize.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@contextmanager
+def kept_handlers() -> Iterator[None]:
+    """Give the signals that a run takes over back at the end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def in_process(script: str, *arguments: str) -> Ended:
+    """Run a script of `jobs/` in this process, to which torch and Ray are known already, as if it were the main one."""
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch, kept_handlers():
+        patch.setattr(sys, "argv", [script, *arguments])
+        patch.setattr(os, "_exit", leave)
+        with redirect_stdout(streams[0]), redirect_stderr(streams[1]), pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "jobs" / script), run_name="__main__")
+    stdout, stderr = (stream.buffer.getvalue().decode() for stream in streams)
+    return Ended(ended.value.code or 0, stdout, stderr)
 
 
 @pytest.fixture
-def call(script: ModuleType, capsys, monkeypatch) -> Iterator[Callable[..., Ended]]:
-    """Call the job's main with arguments. It must not get as far as to start a Ray."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """Call the job with arguments. It must not get as far as to start a Ray."""
     monkeypatch.setattr("ray.init", None)
+    return partial(in_process, "summarize.py")
 
-    def call(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["summarize.py", *arguments])
-        try:
-            code = script.main(script.parse())
-        except SystemExit as error:
-            code = error.code
-        captured = capsys.readouterr()
-        return Ended(code, captured.out, captured.err)
 
-    yield call
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def listening(process: psutil.Process) -> set[str]:
+    """Addresses that a process and its descendants listen on."""
+    found = []
+    for each in [process, *process.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # it may have ended
+            found += each.net_connections("inet")
+    return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
@@ -141,6 +158,17 @@ def write_corpus(path: Path, texts: list[str | None], **columns: list[Any]) -> P
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": pa.array(texts, pa.string()), **columns}), path, row_group_size=4)
     return path
+
+
+def long_texts(num_documents: int = 40) -> list[str]:
+    return [f"{number} {TEXT}" * 40 for number in range(num_documents)]
+
+
+def long_corpus(folder: Path, num_documents: int = 40) -> list[str]:
+    """Arguments of a run that takes a while, and commits each row at once."""
+    corpus = write_corpus(folder / "in.parquet", long_texts(num_documents))
+    arguments = ["--input", str(corpus), "--set", "input.id_column=null", "--set", "decoding.max_new_tokens=64"]
+    return [*arguments, "--set", f"job.commit_every_s={AT_ONCE_S}"]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

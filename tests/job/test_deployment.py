@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
-from types import ModuleType
 
 import pytest
 
+from specextend.cli.run import overrides, parse
 from specextend.cluster import exits
-from specextend.config import JobOptions, RunConfig
+from specextend.config import RunConfig
 from tests.job.conftest import ROOT
 
 TEXT = (ROOT / "docs" / "deployment.md").read_text()
@@ -31,12 +30,11 @@ def test_the_shell_reads_it(script: str):
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
-def test_the_job_takes_its_commands(arguments: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_the_job_takes_its_commands(arguments: str):
     """Files that exist, keys that are known, paths that a submitted job takes."""
     assert len(COMMANDS) == 3
-    monkeypatch.setattr(sys, "argv", ["summarize.py", *shlex.split(arguments)])
-    parsed = script.parse()
-    config = RunConfig.load(ROOT / parsed.config, script.overrides(parsed), allow_relative=False)
+    parsed = parse(shlex.split(arguments))
+    config = RunConfig.load(ROOT / parsed.config, overrides(parsed), allow_relative=False)
     assert config.job.gpus_per_worker == 1
 
 
@@ -50,7 +48,7 @@ def test_every_exit_code_has_its_answer():
 def test_the_service_leaves_the_job_its_grace_and_repeats_what_may_succeed():
     """After TimeoutStopSec it is killed; whatever is not named is started again."""
     [timeout] = re.findall(r"^TimeoutStopSec=(\d+)$", TEXT, re.MULTILINE)
-    assert float(timeout) > JobOptions().grace_s
+    assert float(timeout) > exits.GRACE_S
     [final] = re.findall(r"^RestartPreventExitStatus=(.*)$", TEXT, re.MULTILINE)
     final_codes = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
     assert {int(code) for code in final.split()} == final_codes
@@ -59,4 +57,4 @@ def test_the_service_leaves_the_job_its_grace_and_repeats_what_may_succeed():
 def test_a_submission_may_take_longer_to_stop_than_the_job_takes_to_commit():
     """Ray's default of 3 s would kill it in between."""
     [wait_s] = re.findall(r'"RAY_JOB_STOP_WAIT_TIME_S": "(\d+)"', (ROOT / "scripts" / "submit.sh").read_text())
-    assert float(wait_s) > JobOptions().grace_s
+    assert float(wait_s) > exits.GRACE_S

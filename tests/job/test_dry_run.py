@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specextend.cluster.dry_run import parse_time
+from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
 from specextend.cluster.environment import worker_device
+from specextend.cluster.forecast import Rates
 from specextend.cluster.prepare import prepare
-from specextend.cluster.rates import Rates, keep_rates, pair_key
 from specextend.config import JobOptions, RunConfig
 from specextend.loading import GIB
 from tests.cluster.conftest import local_ray as local_ray
-from tests.job.conftest import CONFIG, ROOT, Ended, rows, summarize, write_corpus
+from tests.job.conftest import CONFIG, ROOT, Ended, summarize, write_corpus
 
 Call = Callable[..., Ended]
 HERE = worker_device(JobOptions())
 NOON = datetime(2026, 11, 22, 12, 0).astimezone()
-
-
-@pytest.fixture(autouse=True)
-def own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rates are kept in it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -50,114 +41,53 @@ def ahead(call: Call, corpus: Path, tmp_path: Path, *arguments: str) -> tuple[di
     return json.loads(plan.read_text()), ended.stdout
 
 
-def keep(corpus: Path, *settings: str, **rates: object) -> None:
-    """Keep made-up rates of the tiny pair: a second for each document, and ten until the first one."""
-    config = RunConfig.load(CONFIG, [f"input.path={corpus}", "input.id_column=null", *settings])
-    known = Rates(
-        prefill=(0.0, 0.0),
-        decode=(1 / 24, 0.0),
-        output_share=1.0,
-        mean_s=1.0,
-        spread_s=0.0,
-        num_documents=500,
-        start_s=10.0,
-        device=HERE,
-        origin="run 0000000a",
-        measured_at=time.time() - 7300,
-    )
-    prepared = prepare(config)
-    key = pair_key(prepared.config, prepared.manifest["identity"]["hashes"])
-    assert keep_rates(key, replace(known, **rates))
-
-
-def test_a_calibration_measures_the_time_and_later_dry_runs_know_it(
-    local_ray: None, call: Call, corpus: Path, tmp_path: Path
-):
-    """The real engine over real documents; what it took is kept with where it was measured."""
-    plan, said = ahead(call, corpus, tmp_path, "--calibrate", "3")
-    forecast, rates = plan["forecast"], plan["rates"]
-    assert forecast["documents"] == 5
-    assert 0 < forecast["seconds_low"] < forecast["seconds"] < forecast["seconds_high"]
-    assert (rates["num_documents"], rates["origin"]) == (3, "a calibration")
-    assert rates["device"] in forecast["basis"]
-    assert "time: by a calibration of 3 documents on" in said
-    later, said = ahead(call, corpus, tmp_path)
-    assert (later["rates"], later["forecast"]) == (rates, forecast)
-    assert " ".join(said.split()).endswith("s ago")
-
-
-def test_kept_rates_are_said_with_their_age(call: Call, corpus: Path, tmp_path: Path):
-    """Somebody has to judge whether last month's still hold."""
-    keep(corpus)
-    plan, said = ahead(call, corpus, tmp_path)
-    assert plan["forecast"]["documents"] == 5
-    assert plan["forecast"]["seconds_low"] == pytest.approx(10 / 1.5 + 5 / 1.1, rel=0.01)
-    assert " ".join(said.split()).endswith("2 h ago")
-    assert "time: by run 0000000a of 500 documents on" in said
-
-
-def test_rates_of_another_device_are_not_those_of_a_run_here(call: Call, corpus: Path, tmp_path: Path):
-    """Nor are those of other options: then nothing was measured, and that is said."""
-    keep(corpus, device="NVIDIA H200")
-    plan, said = ahead(call, corpus, tmp_path)
-    assert (plan["time"], plan["forecast"], plan["rates"]) == ("not measured", None, None)
-    assert "time: not measured" in said
-    keep(corpus)
-    assert ahead(call, corpus, tmp_path, "--set", "tree.nodes=5")[0]["forecast"] is None
-
-
-def test_a_laptop_plans_for_machines_that_it_is_not(call: Call, corpus: Path, tmp_path: Path):
-    """It has neither the cores nor the GPU nor flash-attn, and needs none of them to say what the night will take."""
-    settings = ["job.cpus_per_worker=4096", "job.gpus_per_worker=1", "target.device=cuda", "attention.backend=flash"]
-    keep(corpus, *settings, device="NVIDIA H200")
-    plan, said = ahead(call, corpus, tmp_path, *(part for each in settings for part in ("--set", each)))
-    assert "here no run can start: job.cpus_per_worker is 4096 but this machine has" in plan["this_machine"]
-    assert "here no run can start" in said
-    assert "NVIDIA H200" in plan["forecast"]["basis"]
-    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
-    refused = call("--config", str(CONFIG), *arguments, "--set", settings[0], "--dry-run", "--calibrate", "2")
-    assert (refused.code, refused.stderr.count("\n")) == (2, 1), "measuring is another matter"
-
-
-def test_memory_is_that_of_weights_and_caches(call: Call, corpus: Path, tmp_path: Path):
-    """By hand, for the tiny pair in float32; n-gram drafts hold nothing."""
-    sizes = ahead(call, corpus, tmp_path)[0]["memory_gib"]
-    weights = sum(len(path.read_bytes()) for path in (ROOT / ".models/tiny-random/target").glob("*.safetensors"))
-    assert sizes["target_weights"] * GIB == pytest.approx(weights, rel=0.05), "the file has a header, too"
-    assert sizes["draft_weights"] > 0
-    longest = 8192 + 8 + 4 + 2  # the context and, behind it, a tree
-    assert sizes["target_cache"] * GIB == 3 * 1024 * (longest // 256 + 1) * 256, "a batch of three, 1 KiB a token"
-    assert sizes["draft_caches"] > 0
-    ngram = ["--set", "draft.kind=ngram", "--set", "draft.model=''"]
-    alone = ahead(call, corpus, tmp_path, *ngram)[0]["memory_gib"]
-    assert (alone["draft_weights"], alone["draft_caches"]) == (0, 0)
-
-
-def test_workers_that_are_done_by_an_hour_and_what_they_cost(call: Call, corpus: Path, tmp_path: Path):
-    """Five documents of a second each, ten minutes of loading: in an hour one worker is enough, in a minute none."""
-    keep(corpus, start_s=600.0)
-    by = (datetime.now().astimezone() + timedelta(hours=1)).isoformat()
+def test_a_calibration_measures_the_time(local_ray: None, call: Call, corpus: Path, tmp_path: Path):
+    """The real engine over real documents, and what the night would cost."""
     price = ["--set", "report.price_per_worker_hour=36"]
-    plan, said = ahead(call, corpus, tmp_path, "--by", by, *price, "--set", "job.workers=2")
-    assert (plan["by"]["workers"], plan["by"]["workers_surely"]) == (1, 1)
-    assert plan["forecast"]["workers"] == 2
-    assert plan["cost"]["cost"] == pytest.approx(36 * 2 * plan["forecast"]["seconds"] / 3600)
+    plan, said = ahead(call, corpus, tmp_path, "--calibrate", "3", *price, "--set", "job.workers=2")
+    forecast, rates = plan["forecast"], plan["rates"]
+    assert (forecast["documents"], forecast["workers"]) == (5, 2)
+    assert 0 < forecast["seconds_low"] < forecast["seconds"] < forecast["seconds_high"]
+    assert rates["num_documents"] == 3
+    assert rates["device"] in forecast["basis"]
+    assert plan["cost"]["cost"] == pytest.approx(36 * 2 * forecast["seconds"] / 3600)
+    assert "time: by a calibration of 3 documents on" in said
+
+
+def foreseen(corpus: Path, tmp_path: Path, by_s: float = 3600.0) -> tuple[dict[str, Any], str]:
+    """A dry run by made-up rates: a second for each document, and ten minutes until the first one."""
+    config = RunConfig.load(CONFIG, [f"input.path={corpus}", "input.id_column=null", f"output.path={tmp_path}/out"])
+    rates = Rates(prefill=0, decode=1 / 24, output_share=1, spread=0, num_documents=9, start_s=600, device="an H200")
+    by = datetime.now().astimezone() + timedelta(seconds=by_s)
+    plan = dry_run(prepare(config), by=by, calibrate=lambda prepared, estimates: rates)
+    return plan, describe_dry_run(plan)
+
+
+def test_workers_that_are_done_by_an_hour_are_counted(corpus: Path, tmp_path: Path):
+    """Five documents of a second each: in an hour one worker is enough, in a minute none loads its models."""
+    plan, said = foreseen(corpus, tmp_path)
+    assert (plan["by"]["workers"], plan["by"]["workers_surely"], plan["cost"]) == (1, 1, None)
     assert "1 worker likely, 1 to be sure" in said
-    soon = (datetime.now().astimezone() + timedelta(minutes=1)).isoformat()
-    plan, said = ahead(call, corpus, tmp_path, "--by", soon)
+    plan, said = foreseen(corpus, tmp_path, by_s=60.0)
     assert plan["by"]["workers"] is None
     assert "with no number of workers" in said
-    assert plan["cost"] is None
 
 
-def test_nothing_to_do_takes_no_time(call: Call, tmp_path: Path):
+def test_nothing_to_do_takes_no_time(tmp_path: Path):
     """A corpus of null texts, which is one that somebody exported wrongly."""
-    empty = write_corpus(tmp_path / "in" / "a.parquet", [None, None])
-    keep(empty)
-    plan, said = ahead(call, empty, tmp_path)
+    plan, said = foreseen(write_corpus(tmp_path / "in" / "a.parquet", [None, None]), tmp_path)
     assert plan["forecast"]["seconds"] == 0
     assert plan["documents_per_hour"] is None
     assert "2 of 2 rows to do, 2 of them rejected" in said
+
+
+def test_a_file_with_a_column_of_texts_needs_no_settings(call: Call, corpus: Path, tmp_path: Path):
+    """The default configuration named columns of the example reports, and more cores than small machines have."""
+    config = str(ROOT / "configs" / "smollm2.yaml")
+    ended = call("--config", config, "--input", str(corpus), "--output", str(tmp_path / "out"), "--dry-run")
+    assert ended.code == 0, ended.stderr
+    assert "here no run can start" not in ended.stdout
+    assert RunConfig.load(config).job.cpus_per_worker == "auto"
 
 
 @pytest.mark.parametrize(
@@ -165,10 +95,7 @@ def test_nothing_to_do_takes_no_time(call: Call, tmp_path: Path):
     [
         (["--calibrate", "1", "--dry-run"], "at least 2 documents"),
         (["--calibrate", "4"], "--calibrate goes with --dry-run"),
-        (["--by", "07:00"], "--by goes with --dry-run"),
-        (["--dry-run", "--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
         (["--dry-run", "--by", "25:00"], "--by takes HH:MM or a time such as"),
-        (["--dry-run", "--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
     ],
 )
 def test_wrong_arguments_are_refused(call: Call, arguments: list[str], said: str):
@@ -199,29 +126,6 @@ def test_a_time_with_a_zone_is_of_that_zone():
 
 
 @pytest.mark.slow
-def test_a_run_keeps_the_rates_by_which_the_next_one_is_forecast(tmp_path: Path, call: Call):
-    """A first run of a pair knows nothing; from then on nobody has to calibrate."""
-    outputs = [tmp_path / "first", tmp_path / "second"]
-    records = []
-    for output in outputs:
-        ended = summarize("--output", str(output))
-        assert ended.code == 0, ended.stderr
-        [path] = (output / "_run" / "attempts").iterdir()
-        records.append(json.loads(path.read_text()))
-    first, second = (record["forecast"] for record in records)
-    assert first is None
-    assert second.keys() == {"seconds", "seconds_low", "seconds_high", "documents", "workers", "basis"}
-    assert (second["documents"], second["workers"]) == (8, 1)
-    assert second["basis"] == f"run {records[0]['run_id']} of 8 documents on {HERE}"
-    assert "expected to take" in ended.stderr
-    done = rows(outputs[0] / "summaries")
-    busy_s = sum(row[name] for row in done for name in ("prefill_s", "draft_prefill_s", "draft_s", "verify_s"))
-    assert second["seconds_high"] > busy_s, "it holds what the documents took"
-    ended = call("--config", str(CONFIG), "--output", str(tmp_path / "third"), "--dry-run")
-    assert f"time: by run {records[1]['run_id']} of 8 documents on" in " ".join(ended.stdout.split())
-
-
-@pytest.mark.slow
 def test_a_calibration_of_the_real_pair_in_a_process_of_its_own(tmp_path: Path):
     """A private Ray is started and ended for it; the demo's documents are decoded and nothing is written."""
     plan = tmp_path / "plan.json"
@@ -235,4 +139,3 @@ def test_a_calibration_of_the_real_pair_in_a_process_of_its_own(tmp_path: Path):
     assert found["rates"]["start_s"] > 0
     assert found["memory_gib"]["target_weights"] == pytest.approx(134_515_008 * 2 / GIB)
     assert not (tmp_path / "out").exists()
-    assert os.listdir(tmp_path / "cache" / "specextend"), "kept for later"

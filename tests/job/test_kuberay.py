@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import tomllib
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from specextend.cli.run import overrides, parse
+from specextend.cluster.exits import GRACE_S
 from specextend.config import RunConfig
 from tests.job.conftest import ROOT
 
@@ -36,13 +36,12 @@ def pods(spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
-def config(spec: dict[str, Any], script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+def config(spec: dict[str, Any]) -> RunConfig:
     """What the job makes of the entrypoint, as a submitted job reads it."""
-    python, *command = shlex.split(spec["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
+    python, _, *command = shlex.split(spec["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
     assert python == "python"
-    monkeypatch.setattr(sys, "argv", command)
-    arguments = script.parse()
-    return RunConfig.load(arguments.config, script.overrides(arguments), allow_relative=False)
+    arguments = parse(command)
+    return RunConfig.load(arguments.config, overrides(arguments), allow_relative=False)
 
 
 def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind(spec: dict[str, Any]):
@@ -57,14 +56,14 @@ def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(spec: dict[str,
     """The deadline of the RayJob kills without a word; the job's own one commits and exits with 75."""
     job = config.job
     assert job.deadline_s > 0
-    assert START_S + job.deadline_s + job.grace_s <= spec["activeDeadlineSeconds"]
+    assert START_S + job.deadline_s + GRACE_S <= spec["activeDeadlineSeconds"]
 
 
 def test_a_stopped_job_has_the_time_to_commit(spec: dict[str, Any], config: RunConfig):
     """Ray kills a stopped job after 3 s unless it is told otherwise, and only from the job's own environment."""
     variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
     assert all(isinstance(value, str) for value in variables.values()), "Ray takes text alone"
-    assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > config.job.grace_s
+    assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > GRACE_S
 
 
 def test_the_head_drives_and_runs_no_worker(spec: dict[str, Any]):

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.job.conftest import LONGEST_S, ROOT, environment, pausing_command, rows, wait_for_pause
-from tests.job.test_summarize import long_corpus
+from tests.job.conftest import LONGEST_S, ROOT, environment, long_corpus, pausing_command, rows, wait_for_pause
 
 pytestmark = pytest.mark.slow
 

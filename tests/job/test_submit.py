@@ -27,13 +27,13 @@ from tests.job.conftest import (
     ROOT,
     environment,
     is_paused,
+    long_corpus,
     parts,
     pausing_command,
     rows,
     wait_for,
     write_corpus,
 )
-from tests.job.test_summarize import long_corpus
 
 pytestmark = pytest.mark.slow
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]

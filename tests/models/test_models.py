@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -15,15 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specextend.checkpoint import ModelError
-from specextend.hub import HubUnreachableError
-from specextend.model_files import weight_hashes
+from specextend.model_files import HubUnreachableError, ModelError, identify
 from specextend.models import (
     ARCHITECTURES,
     TargetOptions,
     check_model,
     load_target,
     load_tokenizer,
+    num_parameters,
     read_facts,
     resolve_device,
 )
@@ -306,12 +306,11 @@ def test_the_tokenizer_comes_from_the_models_folder(write_model):
 def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, edit_json):
     """A run must resume after its models moved, and must not resume with others."""
     first, moved = write_model("first"), write_model("moved")
-    edit_json(moved / "config.json", transformers_version="5.0.0")
-    assert weight_hashes(str(first)) == weight_hashes(str(moved))
+    assert identify(str(first)) == identify(str(moved))
     edit_json(moved / "config.json", rms_norm_eps=1e-3)
-    changed = weight_hashes(str(moved))
-    assert changed["weights"] != weight_hashes(str(first))["weights"]
-    assert changed["tokenizer"] == weight_hashes(str(first))["tokenizer"]
+    changed = identify(str(moved))
+    assert changed["weights"] != identify(str(first))["weights"]
+    assert changed["tokenizer"] == identify(str(first))["tokenizer"]
 
 
 @pytest.mark.parametrize(
@@ -339,3 +338,63 @@ def test_devices_resolve_to_what_is_there():
         assert resolve_device("auto").type == "cpu"
         with pytest.raises(ModelError, match="sees no GPU"):
             resolve_device("cuda:0")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("config.json", "num_key_value_heads", "0"),
+        ("config.json", "num_key_value_heads", "3"),
+        ("config.json", "vocab_size", "-1"),
+        ("config.json", "hidden_act", '"nonsense"'),
+        ("config.json", "quantization_config", "[1]"),
+        ("config.json", "model_type", '["llama"]'),
+        ("config.json", "transformers_weights", '"weights.bin"'),
+        ("config.json", "other", DEEP),
+        ("config.json", "other", "9" * 5000),
+        ("generation_config.json", "other", DEEP),
+        ("generation_config.json", "eos_token_id", '"x"'),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_broken_config_is_refused_in_one_line(write_model, name, key, value):
+    """Folders come from anywhere; a traceback says nothing to whoever is to mend the file."""
+    file = write_model() / name
+    file.write_text(f"{file.read_text().rstrip().removesuffix('}')}, {json.dumps(key)}: {value}}}")
+    assert str(file.parent) in refusal(file.parent, check_model)
+
+
+def test_the_attention_that_a_config_asks_for_does_not_count(write_model, edit_json):
+    """Ours is set by the engine; a package that only the author of the config had is not asked for."""
+    folder = write_model()
+    edit_json(folder / "config.json", attn_implementation="flash_attention_2")
+    assert check_model(str(folder)).num_layers == 2
+    assert num_parameters(str(folder)) > 0
+
+
+def write_index(folder, name) -> None:
+    """Let an index say that all tensors are in the file `name`."""
+    tensors = dict.fromkeys(load_file(folder / "model.safetensors"), name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "../model.safetensors", "shards/model.safetensors", 1])
+def test_an_index_that_leads_elsewhere_is_refused(write_model, name):
+    """Transformers loads what the index names: neither checked nor hashed, it could be swapped between two starts."""
+    folder = write_model()
+    write_index(folder, name)
+    assert "weights must be safetensors files in the same folder" in refusal(folder, check_model)
+    assert "weights must be safetensors files in the same folder" in refusal(folder, identify)
+
+
+def test_an_index_is_part_of_the_hash_and_its_files_must_be_there(write_model):
+    """Which of two files a tensor is taken from decides what the model says."""
+    folder = write_model()
+    plain = identify(str(folder))["weights"]
+    write_index(folder, "model.safetensors")
+    assert identify(str(folder))["weights"] != plain
+    write_index(folder, "model-00001-of-00001.safetensors")
+    assert "has no model-00001-of-00001.safetensors, which its" in refusal(folder, check_model)

@@ -21,10 +21,8 @@ from specextend.cluster.records import Attempt
 from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
 from specextend.config import JobOptions, RunConfig
-from specextend.core import Completion, DocumentKey
+from specextend.core import DocumentKey
 from specextend.data.audit_rows import AuditWriter
-from specextend.data.chunk_rows import ChunkWriter
-from specextend.data.equal_texts import EqualRows
 from specextend.data.parts import PartWriter
 from specextend.data.source import Source
 from specextend.data.storage import Location
@@ -96,7 +94,7 @@ class SimulatedPool:
         taken = {being.place for being in self.workers.values() if not being.is_dying}
         self.workers[worker] = Being(self._draw.choice([at for at in range(self._num_places) if at not in taken]))
 
-    def run(self, worker: str, lease: Lease, known: Mapping[str, Completion]) -> None:
+    def run(self, worker: str, lease: Lease) -> None:
         being = self.workers[worker]
         assert being.is_up
         assert not being.is_dying, "a worker that is gone gets nothing more"
@@ -215,14 +213,14 @@ def driver_of(
     interrupt: Interrupt,
     *,
     run_id: str = "0a0a0a0a",
+    rows_per_commit: int = 64,
     tried: Mapping[DocumentKey, Tried] | None = None,
-    equal: EqualRows | None = None,
 ) -> Driver:
     """The real driver of one start around a pool that is made up, on the pool's clock."""
     config = RunConfig.from_values(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
-    limits = Limits(max_attempts=job.max_attempts, deadline_base_s=job.deadline_base_s, stall_s=job.stall_s)
+    limits = Limits(max_attempts=job.max_attempts, deadline_s=job.document_deadline_s, stall_s=job.stall_s)
     lock = FolderLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
     planned = Estimates.of(estimates)
     return Driver(
@@ -233,9 +231,8 @@ def driver_of(
             output,
             PartWriter(output, run_id),
             AuditWriter(output, run_id),
-            ChunkWriter(output, run_id),
             lock,
-            job.rows_per_commit,
+            rows_per_commit,
             30.0,
         ),
         ledger=Ledger(planned, 0, 0),
@@ -245,7 +242,6 @@ def driver_of(
         attempt=Attempt(output, run_id, config),
         source=source,
         job=job,
-        equal=equal or EqualRows.none(),
         clock=AwakeClock(pool.clock),
     )
 

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from specextend.cluster import lock
-from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, SAID_IN_ONE_LINE, exit_code
+from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, SAID_IN_ONE_LINE, exit_code, writing
 from specextend.cluster.lock import FolderLock, read_lock
-from specextend.cluster.stores import writing
 from specextend.core import DocumentKey
 from specextend.data import parts
 from specextend.data.finalize import finalize
-from specextend.data.parts import PartWriter
-from specextend.data.results import pending, read_parts
+from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from tests.properties.rows import done, in_a_folder, rows_of, source_of

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.cluster.leases import LENGTH_STEP, Limits
-from specextend.cluster.places import Place, Spot
+from specextend.cluster.backlog import LENGTH_STEP
+from specextend.cluster.leases import Limits, Place, Spot
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 from tests.cluster.lengths import rows_of_length

@@ -7,12 +7,12 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.cluster.lease_table import LONGEST_PAUSE_S
 from specextend.cluster.leases import GivenUp, Lease
+from specextend.cluster.scheduler import PAUSE_S
 from specextend.core import DocumentKey
 from tests.cluster.schedulers import at, key, scheduler
 
-EVENTS = ["finish", "finish", "report", "die", "lose", "unread", "put back", "damaged", "wait", "late", "close"]
+EVENTS = ["finish", "finish", "report", "die", "lose", "unread", "damaged", "blame", "drain", "wait", "late", "close"]
 
 
 class Simulation:
@@ -29,7 +29,7 @@ class Simulation:
         self.given_up: list[GivenUp] = []
         self.num_damaged: Counter[DocumentKey] = Counter()
         self.old: list[str] = []
-        self.now, self.num_started = 0.0, 0
+        self.now, self.num_started, self.num_steps = 0.0, 0, 0
         for _ in range(num_workers):
             self.start_worker()
 
@@ -88,11 +88,13 @@ class Simulation:
         if event == "finish":
             self.finish(worker, lease)
         elif event == "report":
-            self.plan.report(worker, self.num_started, [lease.lease_id], self.now)
+            self.report(worker, [lease.lease_id])
         elif event in ("die", "lose"):
             self.bury(worker, charge=event == "die")
-        elif event in ("unread", "put back", "damaged"):
-            self.cannot_read(worker, lease, event)
+        elif event in ("unread", "damaged", "blame"):
+            self.fail(worker, lease, event)
+        elif event == "drain":
+            self.drain_node(worker)
         elif event == "wait":
             self.wait()
         elif event == "late" and self.old:
@@ -101,15 +103,25 @@ class Simulation:
             self.closing[worker] -= 1
             self.plan.closed(worker)
 
-    def cannot_read(self, worker: str, lease: Lease, event: str) -> None:
+    def report(self, worker: str, started: list[str]) -> None:
+        self.num_steps += 1
+        self.plan.report(worker, self.num_steps, started, self.now)
+
+    def fail(self, worker: str, lease: Lease, event: str) -> None:
         del self.workers[worker][lease.lease_id]
         if event == "unread":
-            assert self.plan.unread(lease.lease_id, self.now) > 0
-        elif event == "put back":
-            self.plan.put_back(lease.lease_id, self.now)
+            self.plan.unread(lease.lease_id, self.now)
+            assert self.plan.is_resting(worker, self.now)
+        elif event == "blame":
+            self.given_up += self.plan.blame(lease.lease_id, "ValueError", "a batch failed")
         else:
             self.num_damaged[lease.key] += 1
             self.given_up += self.plan.damaged(lease.lease_id, "OSError", "bad", self.now)
+
+    def drain_node(self, worker: str) -> None:
+        for lease in self.plan.drain(worker):
+            self.take_back(worker, lease)
+        self.bury(worker, charge=False)
 
     def wait(self) -> None:
         self.now += self.data.draw(st.floats(0, 40))
@@ -129,7 +141,9 @@ class Simulation:
                 for _ in range(count):
                     self.plan.closed(worker)
             self.closing.clear()
-            self.now += LONGEST_PAUSE_S
+            self.now += PAUSE_S
+            for worker in self.workers:
+                self.report(worker, [])
             self.assign()
             held = [(worker, lease) for worker, leases in self.workers.items() for lease in leases.values()]
             if not held:

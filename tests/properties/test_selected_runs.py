@@ -13,17 +13,14 @@ from hypothesis import strategies as st
 from specextend.cluster.backlog import Backlog
 from specextend.cluster.estimates import Estimates, RowSet, TokenEstimate
 from specextend.core import DocumentKey
-from specextend.data.compaction import compact
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import build_manifest, write_manifest
-from specextend.data.inputs import InputOptions, OutputOptions
-from specextend.data.parts import PartWriter
-from specextend.data.plan_record import PlanRecord
-from specextend.data.results import pending, read_parts
+from specextend.data.inputs import InputOptions
+from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
-from specextend.data.storage import Location, resolve
+from specextend.data.storage import resolve
 from tests.properties.rows import done, failed, in_a_folder
 
 WANTED = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=5).filter(
@@ -34,20 +31,12 @@ WANTED = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=5).f
 
 def opened(folder: Path, limit: int) -> Source:
     options = InputOptions(path=str(folder / "in"), passthrough=("n", "file"), filter="wanted == True", limit=limit)
-    return select_rows(open_source(options, OutputOptions(path=str(folder / "out"), partition_by=("file",))))
+    return select_rows(open_source(options))
 
 
 def fingerprint_of(source: Source) -> str:
     fingerprint: str = build_manifest(source, {"input": {"limit": source.options.limit}}, {})["fingerprint"]
     return fingerprint
-
-
-def planned(source: Source, output: Location) -> tuple[list[DocumentKey], bool]:
-    """Plan a start; return the rows of the plan, and whether their texts were read."""
-    record = PlanRecord(source, output, fingerprint_of(source))
-    rows = list(record.scan())
-    record.keep(0.5)
-    return [row.key for row in rows], any(row.text is not None for row in rows)
 
 
 @settings(max_examples=15)
@@ -72,16 +61,14 @@ def test_a_run_about_some_rows_plans_resumes_and_ends_with_those_alone(
         source, output = opened(folder, limit), resolve(str(folder / "out"))
         keys = [DocumentKey(file.number, row) for file in source.files for row in source.rows(file.number)]
         assert [(int(source.files[key.file].relative_path[5]), key.row) for key in keys] == chosen
-        assert planned(source, output) == (keys, True)
+        assert [row.key for row in source.scan()] == keys
         write_manifest(output, build_manifest(source, {"input": {"limit": limit}}, {}))
         for run_id, most in (("00000000", data.draw(st.integers(0, len(keys)))), ("00000001", len(keys))):
             source = opened(folder, limit)
-            assert planned(source, output) == (keys, False), "the second start reads no text"
-            compact(output, fingerprint_of(source), most_parts=1)
             rows_of_files = [file.num_rows for file in source.files]
             left = RowSet(rows_of_files, pending(rows_of_files, read_parts(output), chosen=source.rows))
             estimates = Estimates.of({key: TokenEstimate(data.draw(st.integers(1, 9)), 1) for key in left})
-            backlog = Backlog(estimates, [source.group_rows(file.number) for file in source.files])
+            backlog = Backlog(estimates, [file.group_rows for file in source.files])
             leased = [backlog.take("a worker") for _ in left]
             assert sorted(filter(None, leased)) == list(left)
             groups = [(key.file, key.row // 3) for key in filter(None, leased)]
@@ -96,7 +83,5 @@ def test_a_run_about_some_rows_plans_resumes_and_ends_with_those_alone(
         assert is_finalized(source, output)
         found = pq.read_table(folder / "out" / "summaries", partitioning=None, columns=["file", "n"]).to_pylist()
         assert [(row["file"], row["n"]) for row in found] == [(f, n) for f, n in chosen if n % 4 != 3]
-        if len(chosen) > 1:
-            assert planned(opened(folder, len(chosen) - 1), output) == (keys[:-1], True), "the record is of other rows"
 
     in_a_folder(check)

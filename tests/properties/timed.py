@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specextend.cluster.leases import Lease
 from specextend.cluster.messages import Done, WorkerInfo, WorkerReport
 from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned
-from specextend.core import Completion, DocumentKey
+from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
 from tests.properties.rows import done
 from tests.properties.simulated import Clock
@@ -65,7 +65,7 @@ class TimedPool:
         self._pending.append(worker)
         self._place()
 
-    def run(self, worker: str, lease: Lease, known: Mapping[str, Completion]) -> None:
+    def run(self, worker: str, lease: Lease) -> None:
         assert self.workers[worker].is_ready
         self.workers[worker].leases[lease.lease_id] = lease
         self._begin(worker)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.cluster.estimates import Estimates, TokenEstimate
+from specextend.cluster.plan import SAMPLE_SIZE, Plan, make_plan
+from specextend.core import DocumentKey
+from specextend.data.inputs import InputOptions
+from specextend.data.prompts import PromptOptions, Prompts
+from specextend.data.source import Source, open_source
+from specextend.models import load_tokenizer
+from tests.cluster.conftest import MODELS
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(str(MODELS / "target"))
+
+
+def source(folder: Path, columns: dict[str, Any], **options: Any) -> Source:
+    pq.write_table(pa.table(columns), folder / "input.parquet", row_group_size=2)
+    return open_source(InputOptions(path=str(folder / "input.parquet"), **options))
+
+
+def planned(source: Source, tokenizer: Any, rows: set[int] | None = None, limit: int = 1000, **options: Any) -> Plan:
+    prompts = Prompts(tokenizer, PromptOptions(**options), limit)
+    keys = {DocumentKey(0, row) for row in (rows if rows is not None else range(source.num_rows))}
+    return make_plan(source, prompts, keys, 10, 0, lambda: None)
+
+
+def test_estimates_are_close_to_what_a_prompt_takes(tmp_path: Path, tokenizer: Any):
+    """They order the work and feed the time left; the sample makes them fit language and tokenizer."""
+    texts = ["summer rain on the roof " * count for count in (1, 5, 20)]
+    corpus = source(tmp_path, {"text": texts})
+    plan = planned(corpus, tokenizer)
+    prompts = Prompts(tokenizer, PromptOptions(), 1000)
+    for row, text in enumerate(texts):
+        true = len(prompts.render(text, 10).token_ids)
+        assert plan.estimates[DocumentKey(0, row)].num_prompt_tokens == pytest.approx(true, rel=0.1)
+        assert plan.estimates[DocumentKey(0, row)].max_new_tokens == 10
+
+
+def test_an_over_long_document_in_parts_counts_as_all_that_is_decoded_for_it(tmp_path: Path, tokenizer: Any):
+    """Its parts, their summaries and the merge: deadlines follow from it, and the longest documents begin first."""
+    corpus = source(tmp_path, {"text": ["word " * 2_000, "word"]})
+    plan = planned(corpus, tokenizer, limit=210, length_policy="chunk")
+    num_tokens = len(Prompts(tokenizer, PromptOptions(), 1 << 20).render("word " * 2_000, 10).token_ids)
+    long, short = (plan.estimates[DocumentKey(0, row)] for row in (0, 1))
+    assert plan.num_over_length == 1
+    assert short.max_new_tokens == 10
+    assert long.max_new_tokens > 10 * num_tokens / 200
+    assert 1.1 * num_tokens < long.num_prompt_tokens < 2 * num_tokens
+
+
+def test_an_over_long_document_counts_as_what_is_kept_of_it(tmp_path: Path, tokenizer: Any):
+    """A gigabyte of text is cut to the context: it must not stand for a day of work."""
+    corpus = source(tmp_path, {"text": ["word " * 10_000] * 2})
+    assert planned(corpus, tokenizer, limit=100).estimates[DocumentKey(0, 0)].num_prompt_tokens == 90
+    shorter = planned(corpus, tokenizer, limit=100, max_prompt_tokens=50)
+    assert shorter.estimates[DocumentKey(0, 0)].num_prompt_tokens == 50
+
+
+def test_rows_with_values_of_their_own_are_taken_at_their_word(tmp_path: Path, tokenizer: Any):
+    """A column of token counts spares the pass over the text; a column of lengths overrides the run's."""
+    columns = {"text": ["a", "b"], "tokens": [700, 300], "length": pa.array([None, 99], pa.int32())}
+    corpus = source(tmp_path, columns, num_tokens_column="tokens", max_new_tokens_column="length")
+    plan = planned(corpus, tokenizer)
+    template = Prompts(tokenizer, PromptOptions(), 1000).num_template_tokens
+    assert plan.estimates[DocumentKey(0, 0)] == TokenEstimate(700 + template, 10)
+    assert plan.estimates[DocumentKey(0, 1)] == TokenEstimate(300 + template, 99)
+    assert plan.tokens_per_byte is None
+
+
+def test_a_document_without_a_token_count_is_measured_like_any_other(tmp_path: Path, tokenizer: Any):
+    """Counted as nothing it had the deadline of an empty document, and its turn at the very end."""
+    columns = {"text": ["rain on the roof " * 40] * 3, "tokens": pa.array([None, 7, 0], pa.int32())}
+    plan = planned(source(tmp_path, columns, num_tokens_column="tokens"), tokenizer)
+    prompts = Prompts(tokenizer, PromptOptions(), 1000)
+    true = len(prompts.render(columns["text"][0], 10).token_ids)
+    found = [plan.estimates[DocumentKey(0, row)].num_prompt_tokens for row in range(3)]
+    assert found == [pytest.approx(true, abs=1), 7 + prompts.num_template_tokens, pytest.approx(true, abs=1)]
+    assert plan.tokens_per_byte is not None
+
+
+def test_only_rows_that_are_left_are_planned(tmp_path: Path, tokenizer: Any):
+    """A resumed run is ordered and measured by what it still has to do."""
+    corpus = source(tmp_path, {"text": ["a", "b", "c"]})
+    assert set(planned(corpus, tokenizer, rows={1}).estimates) == {DocumentKey(0, 1)}
+
+
+def test_rows_that_will_be_refused_are_counted_and_take_no_time(tmp_path: Path, tokenizer: Any):
+    """They still are documents: each becomes an error row."""
+    corpus = source(tmp_path, {"text": ["a", None, "  "]})
+    plan = planned(corpus, tokenizer)
+    assert plan.rejected == {"NullText": 1, "EmptyText": 1}
+    assert plan.estimates[DocumentKey(0, 1)].total == 0
+    assert len(plan.estimates) == 3
+
+
+def test_documents_over_the_prompt_limit_are_counted(tmp_path: Path, tokenizer: Any):
+    """Under the policy `error` they are the rows that will fail, under the others those that are cut."""
+    columns = {"text": ["a", "b"], "tokens": [10, 5000]}
+    corpus = source(tmp_path, columns, num_tokens_column="tokens")
+    assert planned(corpus, tokenizer).num_over_length == 1
+
+
+def test_the_sample_is_seeded_and_small(tmp_path: Path, tokenizer: Any):
+    """Two starts of a run order its documents alike; a million documents are not tokenized twice."""
+    num_rows, prompts = 3 * SAMPLE_SIZE, Prompts(tokenizer, PromptOptions(), 1000)
+    corpus = source(tmp_path, {"text": [f"{'x' * row} y" for row in range(1, num_rows + 1)]})
+    checkpoints: list[None] = []
+    keys = [DocumentKey(0, row) for row in range(num_rows)]
+    plan = make_plan(corpus, prompts, keys, 10, 0, lambda: checkpoints.append(None))
+    assert len(checkpoints) == num_rows + SAMPLE_SIZE, "one for each row, and one for each text that is tokenized"
+    assert plan.tokens_per_byte == planned(corpus, tokenizer).tokens_per_byte
+
+
+def test_documents_are_counted_by_length():
+    """What a dry run shows of a corpus."""
+    sizes = [1, 512, 513, 40_000]
+    estimates = {DocumentKey(0, row): TokenEstimate(size, 10) for row, size in enumerate(sizes)}
+    plan = Plan(Estimates.of(estimates), None, Counter(), 0)
+    assert plan.buckets() == {"up to 512": 2, "513 to 1024": 1, "over 32768": 1}
+    assert plan.num_prompt_tokens() == sum(sizes)

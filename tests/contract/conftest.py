@@ -1,0 +1,124 @@
+"""What users have: the jobs, a folder of documents, a pair of models, and a Ray that the runs of these tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specextend import RunConfig, load_engine
+from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, Ended, environment, in_process, rows
+from tests.job.conftest import call as call  # fixtures of this folder, too
+from tests.job.conftest import start as start
+
+NUM_ROWS = 13
+SENTENCE = "The committee met and talked about the weather, then about number {}. "
+SAME = ("doc_id", "summary", "finish_reason", "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens")
+"""Columns of a summary that no fault may change; beside them those of the input."""
+PASSTHROUGH = ("year", "source")
+
+
+def run_job(script: str, *arguments: str, cwd: Path = ROOT, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script of `jobs/` as a process of its own."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    command = [sys.executable, str(ROOT / "jobs" / script), *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment(), check=False, **pipes)
+
+
+def settings(**sections: dict[str, Any]) -> list[str]:
+    """Arguments of the job: `settings(job={"workers": 2})` is `--set job.workers=2`."""
+    pairs = [f"{name}.{key}={value}" for name, keys in sections.items() for key, value in keys.items()]
+    return [part for pair in pairs for part in ("--set", pair)]
+
+
+@pytest.fixture(scope="session")
+def kept_kernels() -> None:
+    """This process measures the kernels once and keeps what is fastest; each worker would do so, at its first start."""
+    load_engine(RunConfig.load(CONFIG, ["output.path=unused"]))
+
+
+@pytest.fixture
+def summarize_here(kept_kernels: None, local_ray: None) -> Callable[..., Ended]:
+    """The job in this process, on the Ray of these tests: as `summarize`, without the seconds in which both begin."""
+    return partial(in_process, "summarize.py", "--config", str(CONFIG))
+
+
+@dataclass
+class Run:
+    """A corpus and the folder of its run. Documents are of different lengths, the longest of which do not fit."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        table = pa.table(
+            {
+                "text": [SENTENCE.format(row) * (4 + 3 * row) for row in range(NUM_ROWS)],
+                "year": pa.array(range(1990, 1990 + NUM_ROWS), pa.int16()),
+                "source": [{"url": f"a/{row}", "tags": ["x"] * (row % 3)} for row in range(NUM_ROWS)],
+            }
+        )
+        pq.write_table(table, self.folder / "corpus.parquet", row_group_size=5)
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+    def arguments(self, **job: Any) -> list[str]:
+        """The command line behind the script; `job` are options of `job.*`."""
+        places = ["--input", str(self.folder / "corpus.parquet"), "--output", str(self.output)]
+        limits = {"commit_every_s": AT_ONCE_S, "stall_s": 600}  # a busy machine is no fault
+        columns = {"id_column": "null", "passthrough": f"[{','.join(PASSTHROUGH)}]"}
+        return [*places, *settings(input=columns, prompt={"max_prompt_tokens": 400}, job=limits | job)]
+
+    def start(self, *command: str, address: str | None = None, **job: Any) -> subprocess.Popen[str]:
+        """Start the job as a process on a Ray: that of the tests, if no other is named."""
+        import ray
+
+        address = address or ray.get_runtime_context().gcs_address
+        # A driver whose head is gone waits a minute for it, else.
+        variables = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address, "RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        whole = [sys.executable, *command, "--config", str(CONFIG), *self.arguments(**job)]
+        return subprocess.Popen(whole, env=os.environ | variables, cwd=ROOT, **pipes)
+
+    def result(self) -> list[dict[str, Any]]:
+        """What must not change, in the order of the files."""
+        return [{name: row[name] for name in (*SAME, *PASSTHROUGH)} for row in rows(self.output / "summaries")]
+
+    def column(self, name: str) -> list[Any]:
+        """The values of a column of the summaries."""
+        return [row[name] for row in rows(self.output / "summaries")]
+
+    def commits(self) -> dict[str, bytes]:
+        """The files of the commits."""
+        return {path.name: path.read_bytes() for path in sorted((self.output / "_run" / "parts").glob("*.parquet"))}
+
+    def committed(self) -> list[tuple[int, int]]:
+        """Keys of all rows of all commits."""
+        return [(row["file"], row["row"]) for row in rows(self.output / "_run" / "parts")]
+
+
+@pytest.fixture
+def run(tmp_path: Path, kept_kernels: None, local_ray: None) -> Iterator[Run]:
+    return Run(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, kept_kernels: None, local_ray: None) -> list[dict[str, Any]]:
+    """What the same corpus gives when nothing happens."""
+    calm = Run(tmp_path_factory.mktemp("undisturbed"))
+    ended = in_process("summarize.py", "--config", str(CONFIG), *calm.arguments())
+    assert ended.code == 0, ended.stderr
+    result = calm.result()
+    assert len({row["summary"] for row in result}) > NUM_ROWS / 2, "equal summaries would prove nothing"
+    assert {row["num_dropped_tokens"] > 0 for row in result} == {False, True}
+    return result

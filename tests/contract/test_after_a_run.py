@@ -1,0 +1,238 @@
+"""What can be asked of, and done with, the folder of a run that has ended: by its status, reports and further starts.
+
+Nothing is left to decode, so no Ray may start.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.contract.conftest import run_job
+from tests.job.conftest import CONFIG, ROOT, TEXT, in_process, rows, write_corpus
+
+REPORT = {
+    "schema_version", "as_of", "output", "run", "selection", "rows", "wall_clock", "starts", "tokens", "acceptance",
+    "speed", "time", "retrieval", "retries", "per_document", "buckets", "finish_reasons", "quality_flags", "workers",
+    "slowest", "errors", "audit", "timeline", "advice",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, kept_kernels: None, local_ray: None) -> Path:
+    """A run of five rows, two of which are errors; nobody writes into its folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_corpus(folder / "in" / "a.parquet", [TEXT * 3, None, TEXT * 9, " ", TEXT * 30], doc=[*"abcde"])
+    ended = in_process("summarize.py", *arguments(folder))
+    assert ended.code == 3, ended.stderr
+    return folder
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    """The command line of the run."""
+    places = ["--input", str(folder / "in"), "--output", str(folder / "out")]
+    return ["--config", str(CONFIG), *places, "--set", "input.id_column=doc", *more]
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """The same run in a folder that may be written to. Its input stays where it was."""
+    shutil.copytree(finished / "out", tmp_path / "out")
+    (tmp_path / "in").symlink_to(finished / "in")
+    return tmp_path
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    """When each file of the results was written."""
+    names = ("summaries", "errors", "_run/parts")
+    return {str(path): path.stat().st_mtime_ns for name in names for path in (folder / "out" / name).iterdir()}
+
+
+def test_the_status_says_how_the_run_ended(call, finished: Path):
+    """On any machine: rows, errors by class, every start."""
+    ended = call("--status", str(finished / "out"))
+    assert (ended.code, ended.stderr) == (0, "")
+    first, *lines = ended.stdout.splitlines()
+    assert first == "finished with errors: 3 of 5 rows done, 2 failed, 0 left"
+    assert {"errors: 1 NullText", "errors: 1 EmptyText"} <= set(lines)
+    assert [line.endswith("exit 3") for line in lines if line.startswith("start ")] == [True]
+
+
+def test_the_status_of_a_run_that_somebody_drives_names_the_driver(call, folder: Path):
+    """Who must be told to stop, and where."""
+    holder = {"run_id": "feedbeef", "host": "another-host", "pid": 1, "heartbeat": time.time(), "pid_namespace": ""}
+    (folder / "out" / "_run" / "lock").write_text(json.dumps(holder))
+    said = call("--status", str(folder / "out")).stdout
+    assert said.startswith("running: 3 of 5 rows done")
+    assert "driver: run feedbeef (process 1 on another-host), last heartbeat " in said
+
+
+@pytest.mark.parametrize("flags", [(), ("--retry-errors",)])
+def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_again(call, folder: Path, flags):
+    """Nothing is decoded, no file of results is written again, and the exit code still says that rows failed."""
+    before = stamps(folder)
+    ended = call(*arguments(folder, *flags))
+    assert ended.code == 3, ended.stderr
+    assert stamps(folder) == before
+    assert not (folder / "out" / "_SUCCESS").exists()
+
+
+def test_a_retry_says_which_error_rows_it_leaves_out(call, finished: Path):
+    """A thousand null texts would be planned, read and refused again with every outage that is made good."""
+    left_out = "not tried again: 2 error rows whose `retryable` is false"
+    for flags, num_to_do, is_said in ((), 0, False), (["--retry-errors"], 0, True), (["--retry-errors=all"], 2, False):
+        ended = call(*arguments(finished, "--dry-run", *flags))
+        assert ended.code == 0, ended.stderr
+        assert ended.stdout.startswith(f"{num_to_do} of 5 rows to do")
+        assert (left_out in ended.stdout) == is_said
+    assert call(*arguments(finished, "--retry-errors=some")).code == 2
+
+
+def test_errors_that_are_allowed_make_the_run_a_success(call, folder: Path):
+    """The limit may be set when the errors have been looked at."""
+    ended = call(*arguments(folder, "--set", "job.max_error_fraction=0.5"))
+    assert ended.code == 0, ended.stderr
+    assert json.loads((folder / "out" / "_SUCCESS").read_text()) == {"rows": 5, "done": 3, "errors": 2}
+    assert call("--status", str(folder / "out")).stdout.startswith("complete: 3 of 5 rows done, 2 failed")
+
+
+@pytest.mark.parametrize("name", ["summaries", "errors", "report.json", "report.html"])
+def test_results_that_somebody_deleted_are_written_again(call, finished: Path, folder: Path, name: str):
+    """The commits hold all that is needed; `_SUCCESS` would be a lie beside half of the results."""
+    path = folder / "out" / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert call(*arguments(folder)).code == 3
+    assert path.exists()
+    if path.is_dir():
+        assert rows(path) == rows(finished / "out" / name)
+
+
+def test_another_configuration_may_not_continue_a_run(call, folder: Path):
+    """Half of the summaries by one prompt, half by another: refused, and the difference named."""
+    ended = call(*arguments(folder, "--set", "prompt.instruction=In one word?"))
+    assert ended.code == 5
+    assert "belongs to another run; give another output.path, or restore what differs:" in ended.stderr
+    assert any(line.startswith("  prompt") for line in ended.stderr.splitlines())
+
+
+def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, folder: Path, finished: Path):
+    """Its night is over: nothing need be restored, and nothing done twice."""
+    (folder / "in").unlink()
+    shutil.copytree(finished / "in", folder / "in")
+    write_corpus(folder / "in" / "b.parquet", [TEXT, TEXT * 2], doc=["f", "g"])
+    ended = call(*arguments(folder))
+    assert ended.code == 5
+    assert f"give another output.path and input.except_done_in=['{folder / 'out'}']" in ended.stderr
+    new = ["--output", str(folder / "new"), "--set", f"input.except_done_in=['{folder / 'out'}']"]
+    ended = call(*arguments(folder, *new, "--dry-run"))
+    assert ended.code == 0, ended.stderr
+    assert "\n4 of 4 rows to do" in ended.stdout, "two are new, and two were errors"
+
+
+def test_the_report_has_its_keys_and_its_sums(finished: Path):
+    """Dashboards read it."""
+    report = json.loads((finished / "out" / "report.json").read_text())
+    assert report.keys() >= REPORT
+    done = rows(finished / "out" / "summaries")
+    counts = {name: report["rows"][name] for name in ("input", "done", "errors", "pending")}
+    assert counts == {"input": 5, "done": 3, "errors": 2, "pending": 0}
+    for name in ("prompt", "output", "dropped"):
+        assert report["tokens"][name] == sum(row[f"num_{name}_tokens"] for row in done)
+    for name in ("num_spec_steps", "num_plain_steps", "num_draft_tokens", "num_accepted_tokens"):
+        assert report["acceptance"][name] == sum(row[name] for row in done)
+    assert [(each["run_id"], each["exit_code"]) for each in report["starts"]] == [(report["starts"][0]["run_id"], 3)]
+    assert report["wall_clock"]["seconds"] > 0
+
+
+def test_a_report_can_be_made_again_and_is_the_same(folder: Path):
+    """Also on another machine, where the folder lies elsewhere."""
+    made = json.loads((folder / "out" / "report.json").read_text())
+    (folder / "out" / "report.json").unlink()
+    ended = in_process("report.py", str(folder / "out"))
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "rows done" in ended.stdout
+    again = json.loads((folder / "out" / "report.json").read_text())
+    assert {name: again[name] for name in ("rows", "tokens", "acceptance", "errors", "buckets")} == {
+        name: made[name] for name in ("rows", "tokens", "acceptance", "errors", "buckets")
+    }
+
+
+def test_a_page_loads_nothing_from_elsewhere(finished: Path):
+    """It is mailed around, and opened where there is no network."""
+    page = (finished / "out" / "report.html").read_text()
+    assert page.startswith(("<!DOCTYPE html>", "<!doctype html>"))
+    assert not any(f'{what}="http' in page for what in ("src", "href"))
+
+
+def test_two_runs_side_by_side_and_nothing_is_written(folder: Path, finished: Path):
+    """Did the new draft pay off, and did any text change?"""
+    before = stamps(folder)
+    ended = in_process("report.py", str(folder / "out"), "--against", str(finished / "out"))
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.stdout
+    assert stamps(folder) == before
+
+
+def test_an_export_has_each_document_once(finished: Path, tmp_path: Path):
+    """As lines of OpenAI's Batch API: answers and errors."""
+    ended = in_process("export.py", str(finished / "out"), "--to", str(tmp_path / "out.jsonl"))
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout == f"5 of 5 documents in {tmp_path / 'out.jsonl'}, 2 of them as errors\n"
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert sorted(line["custom_id"] for line in lines) == [*"abcde"]
+    errors = {line["custom_id"]: line["error"]["code"] for line in lines if line["error"]}
+    assert errors == {"b": "NullText", "d": "EmptyText"}
+
+
+@pytest.mark.parametrize("job", [["report.py"], ["export.py", "--to", "x.jsonl"], ["summarize.py", "--status"]])
+def test_a_folder_without_a_run_is_refused_in_one_line(job: list[str], tmp_path: Path, monkeypatch):
+    """And stays empty: no file that looks like a result."""
+    monkeypatch.chdir(tmp_path)
+    ended = in_process(*job, str(tmp_path))
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert "holds no run" in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("job", [("summarize.py", "--status"), ("report.py",)])
+def test_a_stdout_that_takes_no_more_is_said_in_one_line(job: tuple[str, ...], folder: Path):
+    """`--status out > file` on a full disk: an empty file and exit 0 would look like an empty run."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        process = run_job(*job, str(folder / "out"), stdout=full)
+    assert process.returncode == 1
+    [line] = process.stderr.splitlines()
+    assert line.startswith("error: stdout cannot be written: [Errno 28]")
+
+
+def test_documents_of_another_format_become_parquet(tmp_path: Path):
+    """`prepare.py jsonl` and `text`; what cannot be read is exit 2, in one line."""
+    lines = [{"body": "one", "n": 7}, {"body": "two", "n": 8, "reference": "2"}]
+    (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
+    fields = ["--text-field", "body", "--id-field", "n"]
+    ended = in_process("prepare.py", "jsonl", str(tmp_path / "in.jsonl"), *fields, "--output", str(tmp_path / "a"))
+    assert (ended.code, ended.stdout) == (0, f"2 documents in {tmp_path / 'a'}\n"), ended.stderr
+    assert pq.read_table(tmp_path / "a").to_pylist() == [
+        {"id": "7", "text": "one", "reference": None},
+        {"id": "8", "text": "two", "reference": "2"},
+    ]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "b.txt").write_text("b\u00e9", encoding="utf-8")
+    assert in_process("prepare.py", "text", str(tmp_path / "texts"), "--output", str(tmp_path / "b")).code == 0
+    assert pq.read_table(tmp_path / "b")["text"].to_pylist() == ["b\u00e9"]
+    ended = in_process("prepare.py", "text", str(tmp_path / "nowhere"), "--output", str(tmp_path / "c"))
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("job", ["summarize", "report", "prepare", "export"])
+def test_every_command_explains_itself(job: str):
+    """Before anything is installed or configured."""
+    ended = in_process(f"{job}.py", "--help")
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("usage: ")
+    assert (ROOT / "jobs" / f"{job}.py").exists()

@@ -1,0 +1,175 @@
+"""The configuration: the keys that users have in their files, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from datetime import date
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specextend import RunConfig
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+LEAST = {
+    "input": {"path": "in"},
+    "output": {"path": "out"},
+    "target": {"model": "owner/target"},
+    "draft": {"kind": "model", "model": "owner/draft"},
+}
+KEYS = {
+    "input": "path text_column id_column passthrough max_new_tokens_column num_tokens_column reference_column "
+    "instruction_column filter sample except_done_in limit",
+    "output": "path",
+    "prompt": "instruction system length_policy max_prompt_tokens",
+    "chunks": "tokens",
+    "target": "model revision dtype device",
+    "draft": "kind model revision ngram",
+    "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "
+    "no_repeat_ngram_size max_batch_size cache_gib audit_fraction",
+    "attention": "backend tree",
+    "tree": "nodes depth threshold",
+    "cache": "policy chunk_size top_k_chunks sinks recent refresh_every score_layers",
+    "quality": "language",
+    "job": "workers gpus_per_worker cpus_per_worker max_attempts max_error_fraction stop_error_fraction "
+    "commit_every_s stall_s deadline_s",
+    "report": "price_per_worker_hour",
+}
+DEFAULTS = {
+    "input.text_column": "text",
+    "target.dtype": "bfloat16",
+    "prompt.length_policy": "middle",
+    "decoding.mode": "specextend",
+    "decoding.max_new_tokens": 256,
+    "decoding.temperature": 0.0,
+    "attention.backend": "auto",
+    "cache.policy": "retrieval",
+    "job.workers": 1,
+    "job.max_attempts": 3,
+    "job.max_error_fraction": 0.0,
+}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The least a configuration must say, read from an empty current directory."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(LEAST))
+    return file
+
+
+def refusal(file: Path, *overrides: str, **keywords: bool) -> str:
+    """What a user reads; it must be one line."""
+    with pytest.raises(ValueError) as refused:
+        RunConfig.load(file, overrides, **keywords)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_shipped_configuration_loads(file: Path):
+    """The ones for GPUs are not run by any test; a renamed key must not be found out on a cluster."""
+    assert RunConfig.load(file).decoding.mode == "specextend"
+
+
+@pytest.mark.parametrize("section", KEYS)
+def test_the_keys_of_a_section_are_there(section: str, config_file: Path):
+    """Users keep configurations for years; a key that goes away breaks their runs."""
+    options = getattr(RunConfig.load(config_file), section)
+    assert set(KEYS[section].split()) <= {field.name for field in dataclasses.fields(options)}
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_a_key_that_is_not_set_has_its_default(key: str, config_file: Path):
+    """Another default makes other summaries out of the same file."""
+    section, name = key.split(".")
+    assert getattr(getattr(RunConfig.load(config_file), section), name) == DEFAULTS[key]
+
+
+def test_overrides_are_yaml_and_win_over_the_file(config_file: Path):
+    """`--set` is how a pipeline varies a run; lists and numbers must come through as such."""
+    changes = ['decoding.stop=["\\n\\n", END]', "tree.threshold=1", "draft.model=other/draft", 'input.path="a: #b"']
+    config = RunConfig.load(config_file, changes)
+    assert config.decoding.stop == ("\n\n", "END")
+    assert config.tree.threshold == 1.0
+    assert config.draft.model == "other/draft"
+    assert config.input.path.endswith("a: #b")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("decoding.modus=tree", "unknown key decoding.modus; did you mean mode?"),
+        ("tree.breadth=3", "unknown key tree.breadth; known keys are nodes"),
+        ("dekoding.mode=tree", "unknown section dekoding; did you mean decoding?"),
+        ("decoding.mode=fast", "decoding.mode must be 'autoregressive', 'tree' or 'specextend', got 'fast'"),
+        ("decoding.max_new_tokens='12'", "decoding.max_new_tokens must be an integer, got '12'"),
+        ("decoding.max_new_tokens=yes", "decoding.max_new_tokens must be an integer, got True"),
+        ("decoding.max_new_tokens=0", "decoding.max_new_tokens must be at least 1, got 0"),
+        ("decoding.top_p=1.5", "decoding.top_p must be in (0, 1], got 1.5"),
+        ("tree.threshold=.nan", "tree.threshold must be a finite number, got nan"),
+        ("input.passthrough=title", "input.passthrough must be a list, got 'title'"),
+        ("input.path=null", "input.path must be a string, got None"),
+        ("tree=16", "tree must be a section (nodes"),
+        ("target.dtype=int8", "target.dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"),
+        ("draft={kind: model}", "draft.model must not be empty with draft.kind model"),
+        ("draft.kind=ngram", "draft.model must not be set with draft.kind ngram, which has no model"),
+        ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
+        ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
+        ("job.workers=0", "job.workers must be at least 1, got 0"),
+        ("tree.nodes", "--set takes key.path=value, got 'tree.nodes'"),
+        ("input.path.deep=3", "--set input.path.deep: path is a value, not a section"),
+        ("input.text_column=the text #1", "--set input.text_column: '#1' is a comment in YAML and would be left out"),
+        ("input.path=[", "--set input.path: '[' is not a valid YAML value"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_what_is_allowed(config_file: Path, override: str, message: str):
+    """It is met hours before the result is; a guess about what was meant costs the night."""
+    assert message in refusal(config_file, override)
+
+
+def test_all_mistakes_are_said_at_once(config_file: Path):
+    """A user who mends one at a time starts the job once for each."""
+    message = refusal(config_file, "tree.nodes=x", "cache.policy=none")
+    assert "tree.nodes must be an integer" in message
+    assert "cache.policy must be" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tree: {nodes: 3}\ntree: {depth: 2}\n", "key tree is repeated"),
+        ("tree: {nodes: 3", "is not valid YAML"),
+        ("- a\n", "must hold sections (input, output, target"),
+        (None, "cannot be read"),
+    ],
+    ids=["repeated key", "broken", "list", "no file"],
+)
+def test_a_file_that_is_no_configuration_is_said_in_one_line(config_file: Path, text: str | None, message: str):
+    """YAML itself would keep the last of two equal sections without a word."""
+    config_file.unlink() if text is None else config_file.write_text(text)
+    assert message in refusal(config_file)
+
+
+def test_paths_may_hold_the_environment_and_the_date_of_the_run(config_file: Path, tmp_path: Path, monkeypatch):
+    """One file serves every night, in every place; the run's date must not change when a start resumes it."""
+    monkeypatch.setenv("CORPUS", "s3://bucket/corpus")
+    paths = ["input.path=${CORPUS}/day={run_date}", "output.path=out/{run_date}", "input.except_done_in=['out/*']"]
+    config = RunConfig.load(config_file, paths, run_date=date(2026, 11, 21))
+    assert config.input.path == "s3://bucket/corpus/day=2026-11-21"
+    assert config.output.path == str(tmp_path / "out" / "2026-11-21")
+    assert config.input.except_done_in == (str(tmp_path / "out" / "*"),)
+    assert refusal(config_file, "input.path='${NO_SUCH}'").startswith("input.path has ${NO_SUCH}, which is not set")
+    assert refusal(config_file, "output.path=/data/$HOME/out").startswith("output.path has $HOME; write ${HOME}")
+
+
+def test_a_configuration_travels_to_another_process_and_does_not_change(config_file: Path):
+    """The driver ships it to its workers, and what the fingerprint was taken of is what runs."""
+    config = RunConfig.load(config_file)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.tree.nodes = 3

@@ -1,0 +1,100 @@
+"""`--dry-run` as its users call it: what there is to do, before anybody pays for it, in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.job.conftest import CONFIG, ROOT, write_corpus
+
+
+def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: Path):
+    """Before a night on eight GPUs: rows, tokens, memory; and no time that nobody measured."""
+    texts = ["short", "word " * 600, None, "word " * 3000]
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts)
+    arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]
+    ended = call("--config", str(CONFIG), *arguments, "--dry-run", "--json", str(tmp_path / "plan.json"))
+    assert ended.code == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["rows"], plan["rows_to_do"], plan["rows_rejected"]) == (4, 4, {"NullText": 1})
+    assert sum(plan["prompt_lengths"].values()) == 4
+    assert plan["output_tokens_at_most"] == 3 * 24
+    assert (plan["rows_over_length"], plan["length_policy"]) == (0, "middle")
+    assert plan["memory_gib"]["target_weights"] > 0
+    assert plan["forecast"] is None
+    assert "4 of 4 rows to do" in ended.stdout
+    assert "time: not measured" in ended.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_counts_what_is_wrong_with_the_input(call, tmp_path: Path):
+    """What was looked for, and how much of it there is, as a table and as JSON."""
+    texts = ["short", None, " ", "word " * 3000, "no room"]
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", texts, limit=[None, None, None, None, 10**6], n=[9] * 5)
+    arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), "--dry-run"]
+    arguments += ["--json", str(tmp_path / "plan.json"), "--set", "input.id_column=null"]
+    arguments += ["--set", "input.max_new_tokens_column=limit", "--set", "prompt.max_prompt_tokens=100"]
+    ended = call(*arguments)
+    assert ended.code == 0, ended.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["rows_rejected"] == {"NullText": 1, "EmptyText": 1, "PromptTooLong": 1}
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert ["null", "text", "1", "error", "rows"] in lines
+    assert ["over", "the", "prompt", "limit", "1", "cut", "(middle)"] in lines
+    assert ["up", "to", "512", "5"] in lines
+    ended = call(*arguments, "--set", "input.num_tokens_column=n")
+    assert ["null", "text", "not", "read", "error", "rows"] in [line.split() for line in ended.stdout.splitlines()]
+
+
+def test_a_dry_run_says_which_files_it_does_not_read(call, tmp_path: Path):
+    """A folder may hold the other half of a corpus in another format."""
+    folder = write_corpus(tmp_path / "in" / "a.parquet", ["one", "two"]).parent
+    (folder / "b.jsonl").write_text("{}")
+    (folder / "c.csv").write_text("text")
+    arguments = ["--config", str(CONFIG), "--input", str(folder), "--output", str(tmp_path / "out"), "--dry-run"]
+    ended = call(*arguments, "--set", "input.id_column=null")
+    assert ended.code == 0, ended.stderr
+    said = ["files", "of", "another", "kind", "not", "read", "skipped:", "1", ".csv,", "1", ".jsonl"]
+    assert said in [line.split() for line in ended.stdout.splitlines()]
+
+
+def test_memory_is_that_of_weights_and_caches(call, tmp_path: Path):
+    """For the tiny pair in float32; n-gram drafts hold nothing."""
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", ["word " * 50])
+    arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
+    arguments += ["--set", "input.id_column=null", "--dry-run", "--json", str(tmp_path / "plan.json")]
+    assert call(*arguments).code == 0
+    sizes = json.loads((tmp_path / "plan.json").read_text())["memory_gib"]
+    weights = sum(path.stat().st_size for path in (ROOT / ".models/tiny-random/target").glob("*.safetensors"))
+    assert sizes["target_weights"] * 2**30 == pytest.approx(weights, rel=0.05), "the file has a header, too"
+    assert min(sizes["draft_weights"], sizes["draft_caches"], sizes["target_cache"]) > 0
+    assert call(*arguments, "--set", "draft={kind: ngram}").code == 0
+    sizes = json.loads((tmp_path / "plan.json").read_text())["memory_gib"]
+    assert (sizes["draft_weights"], sizes["draft_caches"]) == (0, 0)
+
+
+def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path: Path):
+    """It has neither the cores nor the GPU, and needs neither of them to say what there is to do."""
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", ["word " * 50])
+    arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
+    more = ["input.id_column=null", "job.cpus_per_worker=4096", "job.gpus_per_worker=1", "target.device=cuda"]
+    ended = call(*arguments, *(part for each in more for part in ("--set", each)), "--dry-run")
+    assert ended.code == 0, ended.stderr
+    assert "here no run can start: job.cpus_per_worker is 4096 but this machine has" in " ".join(ended.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--by", "07:00"], "--by goes with --dry-run"),
+        (["--dry-run", "--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
+        (["--dry-run", "--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
+    ],
+)
+def test_wrong_arguments_are_refused(call, arguments: list[str], said: str):
+    """A plan for a moment that nobody meant is worse than none."""
+    ended = call("--config", str(CONFIG), *arguments)
+    assert ended.code == 2
+    assert said in ended.stderr

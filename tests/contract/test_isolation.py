@@ -1,0 +1,374 @@
+"""Nothing of a request outlives it: not in the next one's tokens, not in caches, however it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from specextend import Completion
+from tests.alive import fresh
+from tests.covering import covering, each_once_then_slow
+from tests.tiny_models import BACKENDS, CONTEXT_LENGTH, Pair, at_call, random_prompt, request, tiny_engine
+
+DRAFTS = ("good", "eagle", "eagle3", "self", "ngram", "merged-eagle")
+POLICIES = ("full", "streaming", "retrieval")
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def pair(pairs):
+    return pairs("llama")
+
+
+@pytest.fixture(scope="module")
+def alone(pair):
+    """What a request gives in an engine that has seen nothing else, without a draft."""
+    engine = tiny_engine(pair, decoding__mode="autoregressive")
+
+    def token_ids(length: int, max_new_tokens: int = NEW) -> list[int]:
+        return run(engine, request("alone", random_prompt(length), max_new_tokens))[0].token_ids
+
+    return token_ids
+
+
+def run(engine, *requests) -> list[Completion]:
+    return list(engine.generate(requests))
+
+
+def counts(stats) -> dict:
+    """All but the seconds."""
+    return {name: value for name, value in dataclasses.asdict(stats).items() if not name.endswith("_s")}
+
+
+A_B_A = DRAFTS, POLICIES, [3, 20, 900], BACKENDS
+
+
+@pytest.mark.parametrize(("draft", "policy", "other", "backend"), each_once_then_slow(*A_B_A))
+def test_a_b_a(draft, policy, other, backend, pair, alone):
+    """The public code keeps the last document's chunks: a short one after a long one crashes or reads empty rows."""
+    engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend)
+    before = fresh(engine)
+    first, between, second = (
+        run(engine, request(name, random_prompt(length), NEW))[0]
+        for name, length in (("a", 200), ("b", other), ("a", 200))
+    )
+    assert first.token_ids == second.token_ids == alone(200)
+    assert counts(first.stats) == counts(second.stats)
+    assert between.token_ids == alone(other)
+    before.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_b_a_in_one_stream(draft, pair):
+    """The same through one call of `generate`, whose sequences take each other's place."""
+    engine = tiny_engine(pair, draft)
+    lengths = (200, 20, 200, 900, 200)
+    completions = run(engine, *(request(str(n), random_prompt(length), NEW) for n, length in enumerate(lengths)))
+    first, second, third = (completions[n] for n in (0, 2, 4))
+    assert first.token_ids == second.token_ids == third.token_ids
+    assert counts(first.stats) == counts(second.stats) == counts(third.stats)
+
+
+@pytest.mark.parametrize(("draft", "policy", "backend"), covering(DRAFTS, POLICIES, BACKENDS, strength=1))
+def test_sequences_join_and_leave(draft, policy, backend, pair, alone):
+    """Seven requests through three places: each says what it says alone, whoever sits beside it."""
+    engine = tiny_engine(pair, draft, cache__policy=policy, attention__backend=backend, decoding__max_batch_size=3)
+    before = fresh(engine)
+    sizes = [(200, 24), (3, 5), (90, 40), (41, 1), (600, 12), (17, 30), (33, 2)]
+    seen = []
+
+    def source():
+        for length, max_new_tokens in sizes:
+            seen.append(engine.num_active)
+            yield request(str(length), random_prompt(length), max_new_tokens)
+
+    completions = {completion.request_id: completion.token_ids for completion in engine.generate(source())}
+    assert completions == {str(length): alone(length, max_new_tokens) for length, max_new_tokens in sizes}
+    assert max(seen) == 2, "the source is asked only while there is a place"
+    before.assert_nothing_is_left(batch=3)
+
+
+def until(engine, num_tokens: int, then, *requests):
+    """A source of `requests`, which calls `then` once every request has so many tokens, and ends."""
+    yield from requests
+    while engine.num_active and min(engine.progress().values()) < num_tokens:
+        yield None
+    then()
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_cancelled_request_leaves_nothing(draft, pair, alone):
+    """No completion follows, its rows come back, its neighbour does not notice."""
+    engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
+    before = fresh(engine)
+    requests = request("gone", random_prompt(150), 1500), request("stays", random_prompt(200), NEW)
+    completions = list(engine.generate(until(engine, 5, lambda: engine.cancel("gone"), *requests)))
+    assert [(each.request_id, each.token_ids) for each in completions] == [("stays", alone(200))]
+    before.assert_nothing_is_left(batch=3, cancelled="gone")
+
+
+def fail() -> None:
+    raise RuntimeError("attention failed")
+
+
+def test_cancelling_works_from_another_thread(pair):
+    """A driver's deadline runs beside the engine, which sits in a step at that moment."""
+    engine = tiny_engine(pair, "bad")
+    before = fresh(engine)
+    reached, cancelled = threading.Event(), threading.Event()
+
+    def sit_in_the_step() -> None:
+        reached.set()
+        assert cancelled.wait(600)
+
+    def cancel() -> None:
+        reached.wait()
+        engine.cancel("long")
+        cancelled.set()
+
+    at_call(engine, 20, sit_in_the_step)
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    assert run(engine, request("long", random_prompt(100), CONTEXT_LENGTH - 200)) == []
+    thread.join()
+    before.assert_nothing_is_left(cancelled="long")
+
+
+def test_a_prefill_is_cancelled_between_its_chunks(pair, alone):
+    """A prompt of minutes must not be read to its end for nobody."""
+    engine = tiny_engine(pair)
+    before = fresh(engine)
+    at_call(engine, 1, lambda: engine.cancel("gone"))
+    assert run(engine, request("gone", random_prompt(1500), NEW)) == []
+    assert engine.num_steps == 1
+    before.assert_nothing_is_left(cancelled="gone")
+    assert run(engine, request("gone", random_prompt(30), NEW))[0].token_ids == alone(30), "the name is free again"
+
+
+def test_a_request_that_waits_for_rows_can_be_cancelled(pair, alone):
+    """It has left the source and is not in the batch yet; it must not run later, when nobody waits for it."""
+    engine = tiny_engine(pair, decoding__max_batch_size=3, decoding__cache_gib=0.0009)
+    before = fresh(engine)
+    assert before.num_rows == 1280
+    at_call(engine, 20, lambda: engine.cancel("waits"))
+    sizes = {"runs": 600, "waits": 700, "last": 30}
+    completions = engine.generate(request(name, random_prompt(length), NEW) for name, length in sizes.items())
+    assert {each.request_id: each.token_ids for each in completions} == {"runs": alone(600), "last": alone(30)}
+    before.assert_nothing_is_left(batch=3, cancelled="waits")
+
+
+def test_cancelling_what_is_not_there_does_nothing(pair, alone):
+    """A lease that ended a moment ago; the next request may even have its name."""
+    engine = tiny_engine(pair)
+    engine.cancel("nobody")
+    assert run(engine, request("a", random_prompt(30), NEW))[0].token_ids == alone(30)
+    engine.cancel("a")
+    assert run(engine, request("b", random_prompt(30), NEW), request("a", random_prompt(30), NEW))[1].request_id == "a"
+
+
+@pytest.mark.parametrize(("draft", "call"), covering(DRAFTS, [1, 2, 20], strength=1))
+def test_a_request_that_fails_alone_is_an_error_and_the_next_one_runs(draft, call, pair, alone):
+    """In prefill, and in the middle of a verification."""
+    engine = tiny_engine(pair, draft)
+    before = fresh(engine)
+    at_call(engine, call, fail)
+    errors = []
+    requests = request("fails", random_prompt(200), NEW), request("runs", random_prompt(90), NEW)
+    completions = list(engine.generate(requests, lambda name, error: errors.append((name, str(error)))))
+    assert [(each.request_id, each.token_ids) for each in completions] == [("runs", alone(90))]
+    assert errors == [("fails", "attention failed")]
+    before.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("blame", [False, True])
+def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(blame, pair, alone):
+    """Only one sequence alone can be blamed; who asks is told which ones it was."""
+    engine = tiny_engine(pair, decoding__max_batch_size=2)
+    before = fresh(engine)
+    at_call(engine, 20, fail)
+    requests = [request(str(n), random_prompt(n), NEW) for n in (200, 90, 50)]
+    errors = []
+    with pytest.raises(RuntimeError, match="attention failed") as failure:
+        list(engine.generate(requests, (lambda *error: errors.append(error)) if blame else None))
+    assert not blame or failure.value.request_ids == ["200", "90"]
+    assert errors == []
+    del failure  # its traceback holds the frames of the failed step
+    before.assert_nothing_is_left(batch=2)
+    assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
+
+
+def test_a_token_that_the_model_does_not_know_fails_its_request_alone(pair, alone):
+    """An index error out of the embedding, in a batch that is running."""
+    engine = tiny_engine(pair, decoding__max_batch_size=2)
+    errors = []
+    requests = request("a", random_prompt(90), NEW), request("bad", [5, 10**6], NEW), request("b", random_prompt(30), 9)
+    completions = engine.generate(requests, lambda name, error: errors.append((name, type(error))))
+    assert {each.request_id: each.token_ids for each in completions} == {"a": alone(90), "b": alone(30, 9)}
+    assert errors == [("bad", IndexError)]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_closing_the_generator_early_frees_everything(draft, pair, alone):
+    """A caller may stop listening; what runs is dropped."""
+    engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
+    before = fresh(engine)
+    completions = engine.generate(request(str(n), random_prompt(n), n) for n in (10, 60, 90, 200))
+    assert next(completions).request_id == "10"
+    assert engine.num_active == 2
+    completions.close()
+    before.assert_nothing_is_left(batch=3)
+    assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
+
+
+def test_a_failing_source_frees_everything(pair):
+    engine = tiny_engine(pair, decoding__max_batch_size=3)
+    before = fresh(engine)
+
+    def source():
+        yield request("a", random_prompt(90), NEW)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(engine.generate(source()))
+    before.assert_nothing_is_left(batch=3)
+
+
+def test_none_means_go_on_with_what_runs(pair, alone):
+    """A source with nothing now must not stop the batch, nor end the stream."""
+    engine = tiny_engine(pair, decoding__max_batch_size=2)
+    steps = []
+
+    def source():
+        yield None
+        yield request("a", random_prompt(90), NEW)
+        while engine.num_active:
+            steps.append(engine.num_steps)
+            yield None
+        yield None
+        yield request("b", random_prompt(30), NEW)
+
+    completions = {each.request_id: each.token_ids for each in engine.generate(source())}
+    assert completions == {"a": alone(90), "b": alone(30)}
+    assert steps == list(range(steps[0], steps[0] + len(steps))), "a step between any two questions"
+
+
+def test_an_empty_source_gives_nothing(pair):
+    assert run(tiny_engine(pair)) == []
+
+
+@pytest.mark.parametrize("mode", ["autoregressive", "specextend"])
+def test_a_request_that_can_never_fit_is_refused(mode, pair, alone):
+    """With the numbers; without `on_error` it raises before anything runs, with it the others go on.
+
+    The limit is one for all modes: else an over-long document would be cut elsewhere in each, and outputs differ.
+    """
+    engine = tiny_engine(pair, decoding__mode=mode)
+    room = CONTEXT_LENGTH - 5
+    assert engine.max_tokens == room
+    requests = request("big", random_prompt(2000), room - 1999), request("a", random_prompt(30), NEW)
+    message = rf"^prompt \(2000\) and max_new_tokens \({room - 1999}\) exceed the {room} tokens"
+    with pytest.raises(ValueError, match=message):
+        run(engine, *requests)
+    errors = []
+    completions = list(engine.generate(requests, lambda *error: errors.append(error)))
+    assert [each.token_ids for each in completions] == [alone(30)]
+    assert [name for name, _ in errors] == ["big"]
+
+
+def test_a_request_that_exceeds_the_whole_cache_is_refused(pair):
+    """It would wait for rows for ever."""
+    engine = tiny_engine(pair, decoding__cache_gib=0.0009)
+    with pytest.raises(ValueError, match=r"^1,800 tokens do not fit the cache of 1,280 rows; raise decoding.cache_gib"):
+        run(engine, request("big", random_prompt(1700), 100))
+
+
+@pytest.mark.parametrize(("draft", "policy"), covering(DRAFTS, POLICIES, strength=1))
+def test_the_longest_request_that_fits_runs_to_its_end(draft, policy, pair, alone):
+    """The last tree still finds rows and positions."""
+    engine = tiny_engine(pair, draft, cache__policy=policy)
+    max_new_tokens = 30
+    length = engine.max_tokens - max_new_tokens
+    [completion] = run(engine, request("a", random_prompt(length), max_new_tokens))
+    assert completion.token_ids == alone(length, max_new_tokens)
+
+
+def test_a_name_that_is_running_is_refused(pair):
+    """Two requests of one name could not be told apart by `cancel` or `progress`."""
+    engine = tiny_engine(pair, decoding__max_batch_size=2)
+    with pytest.raises(ValueError, match="'a' is running already"):
+        run(engine, request("a", random_prompt(30), NEW), request("a", random_prompt(40), NEW))
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_one_new_token_needs_no_draft(draft, pair, alone):
+    [completion] = run(tiny_engine(pair, draft), request("a", random_prompt(30), 1))
+    assert completion.token_ids == alone(30)[:1]
+    assert completion.finish_reason == "length"
+    assert (completion.stats.num_spec_steps, completion.stats.num_output_tokens) == (0, 1)
+    assert completion.stats.acceptance_histogram == []
+    assert completion.stats.decode_s == 0
+
+
+def with_eos(pair: Pair, folder: Path, *eos_token_ids: int) -> Pair:
+    """The same pair, whose target names other tokens that end an output."""
+    shutil.copytree(pair.target, folder)
+    text = json.dumps({"eos_token_id": list(eos_token_ids)})
+    (folder / "generation_config.json").write_text(text, encoding="utf-8")
+    return Pair(str(folder), pair.drafts)
+
+
+@pytest.mark.parametrize(("draft", "position"), [("same", 0), ("bad", 0), ("same", 1), ("same", 7), ("bad", 7)])
+def test_output_ends_with_its_eos(draft, position, pair, alone, tmp_path):
+    """Any of several EOS ids, as first token or inside an accepted path; no token past it, no text of it.
+
+    Unless a request asks to go on: a benchmark of long outputs must not measure short ones.
+    """
+    expected = alone(90)
+    eos = expected[position]
+    end = expected.index(eos) + 1
+    engine = tiny_engine(with_eos(pair, tmp_path / "target", 2, eos), draft, decoding__max_batch_size=2)
+    goes_on = request("c", random_prompt(90), NEW, ignore_eos=True)
+    completions = run(engine, *(request(name, random_prompt(90), NEW) for name in "ab"), goes_on)
+    assert len(completions) == 3
+    for completion in completions:
+        if completion.request_id == "c":
+            assert (completion.token_ids, completion.finish_reason) == (expected, "length")
+            continue
+        assert completion.token_ids == expected[:end]
+        assert completion.finish_reason == "stop"
+        assert completion.text == engine.tokenizer.decode(expected[: end - 1])
+
+
+@pytest.mark.parametrize("draft", ["same", "bad"])
+def test_output_ends_with_the_token_that_completes_a_stop_string(draft, pair, alone):
+    """Across a token border, in the middle of an accepted path; the text ends before the string."""
+    engine = tiny_engine(pair, draft)
+    words = [f"t{token_id}" for token_id in alone(90)]
+    stop = f"{words[9][-1]} {words[10][:2]}"
+    end = next(n for n in range(len(words)) if stop in " ".join(words[:n]))
+    [completion] = run(engine, request("a", random_prompt(90), NEW, stop=("nowhere", stop)))
+    assert completion.token_ids == alone(90)[:end]
+    assert completion.finish_reason == "stop"
+    assert completion.text == " ".join(words[:end]).partition(stop)[0]
+
+
+def test_stop_strings_and_settings_are_each_requests_own(pair, alone):
+    """Beside a request that stops and one that samples, a greedy one goes on."""
+    engine = tiny_engine(pair, decoding__max_batch_size=3)
+    first = f"t{alone(90)[0]}"
+    completions = run(
+        engine,
+        request("stops", random_prompt(90), NEW, stop=(first,)),
+        request("samples", random_prompt(90), NEW, temperature=1.5, seed=3),
+        request("greedy", random_prompt(90), NEW),
+    )
+    outputs = {each.request_id: each.token_ids for each in completions}
+    assert outputs["stops"] == alone(90)[:1]
+    assert outputs["greedy"] == alone(90)
+    assert outputs["samples"] != alone(90)

@@ -1,0 +1,133 @@
+"""The driver or a worker is killed, the driver is told to stop, or started twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import psutil
+import pytest
+
+from tests.contract.conftest import Run
+from tests.job.conftest import DYING_DRIVER, LONGEST_S, in_process, is_paused, wait_for
+
+MOMENTS = {
+    "writes a part": ("before", "*/_run/parts/part-*", "2"),
+    "has written its first part": ("after", "*/_run/parts/part-*", "1"),
+    "has written a part": ("after", "*/_run/parts/part-*", "2"),
+    "writes the manifest": ("before", "*/_run/manifest.json", "1"),
+    "writes summaries": ("before", "*/summaries/part-00000.parquet", "1"),
+    "writes the report": ("before", "*/report.json", "1"),
+    "writes _SUCCESS": ("before", "*/_SUCCESS", "1"),
+}
+LATER = ("has written a part", "writes the manifest", "writes summaries", "writes the report", "writes _SUCCESS")
+
+
+@pytest.mark.parametrize("kind", ["writes a part", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LATER)])
+def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(
+    run: Run, summarize_here, undisturbed, kind: str
+):
+    """Half a file under its final name, or a row done twice, would show only in the morning."""
+    when, pattern, number = MOMENTS[kind]
+    killed = run.start(DYING_DRIVER, "SIGKILL", when, pattern, number)
+    _, stderr = killed.communicate(timeout=LONGEST_S)
+    assert killed.returncode == -signal.SIGKILL, stderr
+    output, kept = run.output, run.commits()
+    assert (output / "_run" / "lock").exists()
+    assert not (output / "_SUCCESS").exists()
+    assert summarize_here(*run.arguments()).code == 0
+    assert run.result() == undisturbed
+    assert run.commits().items() >= kept.items(), "what was committed stays as it was"
+    assert len(run.committed()) == len(set(run.committed())) == len(undisturbed), "and is not done again"
+    assert not list(output.rglob(".*.tmp")), "nothing is left of what broke off"
+    first, second = json.loads((output / "report.json").read_text())["starts"]
+    assert (first["end"], first["exit_code"], second["exit_code"]) == (None, None, 0)
+    assert first["seconds"] > 0, "its last sign of life stands for its end"
+    assert first["paid_s"] is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT"])
+def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run: Run, summarize_here, undisturbed, kind: str):
+    """Whoever preempts a machine sends SIGTERM first; 75 means that running it again goes on where it stopped."""
+    process = run.start(DYING_DRIVER, kind, *MOMENTS["has written a part"])
+    _, stderr = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == 75, stderr
+    assert f"interrupted: {kind} received; finished work is on disk" in stderr
+    kept = run.commits()
+    assert not (run.output / "_run" / "lock").exists()
+    status = in_process("summarize.py", "--status", str(run.output))
+    assert status.stdout.startswith(f"stopped, run again to resume: {len(run.committed())} of 13 rows done, 0 failed, ")
+    assert summarize_here(*run.arguments()).code == 0
+    assert run.result() == undisturbed
+    assert run.commits().items() >= kept.items()
+
+
+def test_a_worker_that_is_killed_is_replaced_and_changes_no_summary(run: Run, undisturbed):
+    """The kernel's out-of-memory killer: the summaries are those of a run to which nothing happened."""
+    process = run.start(DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"])
+    wait_for(lambda: process.poll() is not None or is_paused(process.pid), "pause")
+    workers = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("ray::Worker")]
+    for worker in workers:
+        worker.kill()
+    process.send_signal(signal.SIGCONT)
+    _, stderr = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == 0, stderr
+    assert workers
+    assert run.result() == undisturbed
+    assert run.column("attempts").count(2) <= 3, "no more than a batch was charged"
+    assert len(run.committed()) == len(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_run_told_to_stop_at_the_very_end_ends_as_if_it_had_not_been(run: Run, undisturbed):
+    """Ray is shut down by then and has taken its own handler along: once that killed the process half-way."""
+    process = run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes _SUCCESS"])
+    _, stderr = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == 0, stderr
+    assert (run.output / "_SUCCESS").exists()
+    assert run.result() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_run_told_to_stop_while_it_writes_summaries_says_75_and_the_next_start_completes_it(
+    run: Run, summarize_here, undisturbed
+):
+    """Those of a large corpus take minutes, and the report: longer than whoever preempts a machine waits."""
+    process = run.start(DYING_DRIVER, "SIGTERM", *MOMENTS["writes summaries"])
+    _, stderr = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == 75, stderr
+    assert not (run.output / "_SUCCESS").exists()
+    status = in_process("summarize.py", "--status", str(run.output))
+    assert status.stdout.startswith("stopped, run again to resume: 13 of 13 rows done, 0 failed, 0 left")
+    assert summarize_here(*run.arguments()).code == 0
+    assert (run.output / "_SUCCESS").exists()
+    assert run.result() == undisturbed
+    assert len(run.committed()) == len(undisturbed), "nothing is decoded again"
+
+
+@pytest.mark.slow
+def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(run: Run, undisturbed):
+    """A scheduler that fires twice: two writers would double rows. The winner waits until the other has seen it."""
+    racers = [run.start(DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"]) for _ in range(2)]
+    winner = wait_for(lambda: next((racer for racer in racers if is_paused(racer.pid)), None), "winner")
+    [loser] = set(racers) - {winner}
+    said = ""
+    with loser.stderr:
+        while f"{run.output} is held by run " not in said:
+            line = loser.stderr.readline()
+            assert line, said
+            said += line
+        winner.send_signal(signal.SIGCONT)
+        said += loser.stderr.read()
+    loser.wait(LONGEST_S)
+    _, won = winner.communicate(timeout=LONGEST_S)
+    assert winner.returncode == 0, won
+    if "complete already" in said:  # the winner came to its end before it gave the next sign of life
+        assert loser.returncode == 0
+    else:
+        assert loser.returncode == 4
+        assert f"error: {run.output} " in said
+    assert "Traceback" not in said
+    assert run.result() == undisturbed
+    assert json.loads((run.output / "_SUCCESS").read_text())["done"] == len(undisturbed)

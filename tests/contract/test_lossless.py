@@ -1,0 +1,122 @@
+"""Greedy output equals transformers' own, token for token: every family, mode, policy, kernel, batch and draft."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from specextend import Completion
+from tests.covering import covering
+from tests.reference_outputs import Ties
+from tests.tiny_models import BACKENDS, FAMILIES, PUBLISHED, Pair, random_prompt, request, tiny_engine
+
+PROMPT_LENGTHS = (300, 37, 129)
+MAX_NEW_TOKENS = 40
+NGRAMS = ("ngram", "merged-cut", "merged-eagle")
+POLICIES = ("full", "streaming", "retrieval")
+SMALL_DRAFTS = ("good", "eagle", "copy", "eagle3", "self")
+AXES = {
+    "family": tuple(FAMILIES),
+    "mode": ("autoregressive", "tree", *POLICIES),
+    "backend": BACKENDS,
+    "tree": ("dense", "hybrid"),
+    "batch": (1, 3),
+    "draft": ("good", "bad", "eagle", "reduced", "copy", "small", "self", *PUBLISHED, *NGRAMS),
+}
+FAST = covering(*AXES.values(), strength=1)
+SLOW = [case for case in covering(*AXES.values()) if case not in FAST]
+"""Any two choices meet in a case of these or of the fast ones."""
+
+
+@pytest.fixture(scope="module")
+def ties(request):
+    ties = Ties()
+    yield ties
+    request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
+
+
+def engine_of(pair: Pair, mode: str, backend: str, tree: str, batch: int, draft: str):
+    """`mode` is a decoding mode or, for specextend, a cache policy."""
+    changes = {"attention__backend": backend, "attention__tree": tree, "decoding__max_batch_size": batch}
+    if mode in ("autoregressive", "tree"):
+        return tiny_engine(pair, draft, decoding__mode=mode, **changes)
+    return tiny_engine(pair, draft, cache__policy=mode, **changes)
+
+
+def engine_batch(case: tuple) -> int:
+    return case[tuple(AXES).index("batch")]
+
+
+def name_of(case: tuple) -> str:
+    return "-".join(map(str, case))
+
+
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=name_of)
+def test_output_is_the_targets_own(case, pairs, references, ties):
+    """Cache policy, tree attention and backend are three switches: no combination may matter."""
+    family, *how = case
+    engine = engine_of(pairs(family), *how)
+    lengths = PROMPT_LENGTHS[: engine_batch(case)]
+    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in lengths]
+    completions = list(engine.generate(requests))
+    assert {completion.request_id for completion in completions} == {str(length) for length in lengths}
+    for completion in completions:
+        reference = references(family, int(completion.request_id), MAX_NEW_TOKENS)
+        ties.assert_equal(completion.token_ids, reference, f"{name_of(case)}, {completion.request_id}")
+    assert not ties.found, "no tie is known on these models; look at it before you allow it"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_these_models_have_something_to_say(family, references):
+    """Random models tend to repeat one token, and every decoder agrees on that."""
+    outputs = [references(family, length, MAX_NEW_TOKENS).token_ids for length in PROMPT_LENGTHS]
+    assert len(set().union(*outputs)) >= 20
+    assert max(map(len, outputs)) == MAX_NEW_TOKENS
+
+
+@pytest.fixture(scope="module")
+def completions_of(pairs):
+    """(family, policy, draft) -> what the matrix's prompts give in one batch, made once."""
+
+    @cache
+    def run(family: str, policy: str, draft: str) -> list[Completion]:
+        engine = engine_of(pairs(family), policy, "sdpa", "hybrid", 3, draft)
+        return list(engine.generate([request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS]))
+
+    return run
+
+
+def mean_acceptance_length(completions: list[Completion]) -> float:
+    stats = [completion.stats for completion in completions]
+    return 1 + sum(each.num_accepted_tokens for each in stats) / sum(each.num_spec_steps for each in stats)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_retrieval_really_hides_much_of_the_prompt(family, completions_of):
+    """At most 48 tokens are visible: the matrix above would prove little if everything fitted."""
+    stats = [completion.stats for completion in completions_of(family, "retrieval", "bad")]
+    assert sum(each.num_retrievals for each in stats) > 10
+    assert min(each.retrieval_coverage for each in stats if each.num_retrievals) < 0.9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_good_drafts_are_accepted_and_bad_ones_are_not(family, completions_of):
+    """Right and wrong guesses both occur in the matrix, so paths are packed and rolled back."""
+    assert mean_acceptance_length(completions_of(family, "full", "good")) > 1.6
+    assert mean_acceptance_length(completions_of(family, "retrieval", "bad")) < 1.4
+
+
+SEVERAL_CHUNKS = covering(POLICIES, SMALL_DRAFTS, [1100], strength=1)
+"""1,100 tokens take three forwards; the draft's window slides over their borders."""
+SHORTEST = covering(POLICIES, SMALL_DRAFTS, [1, 2, 3, 8, 9])
+"""One token gives a head no key at all, and a chunk is longer than the text."""
+
+
+@pytest.mark.parametrize(("policy", "draft", "length"), [*SEVERAL_CHUNKS, *SHORTEST])
+def test_prompts_of_unusual_length(policy, draft, length, pairs, references, ties):
+    """Longer than a prefill chunk, or shorter than a chunk of the cache policy."""
+    engine = engine_of(pairs("llama"), policy, "sdpa", "hybrid", 1, draft)
+    [completion] = engine.generate([request("a", random_prompt(length), 24)])
+    ties.assert_equal(completion.token_ids, references("llama", length, 24), f"{length}-{policy}-{draft}")
+    assert not ties.found

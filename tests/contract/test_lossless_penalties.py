@@ -1,0 +1,108 @@
+"""With repetition penalties, output equals transformers' own, and sampled output plain sampling, in every mode."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.covering import covering
+from tests.reference_outputs import Ties, generate
+from tests.tiny_models import load_reference, random_prompt, request, tiny_engine, write_looping_pair
+
+MAX_NEW_TOKENS = 40
+LENGTHS = {"penalty": 60, "reward": 25, "ngrams": 20, "both": 300, "none": 37}
+OPTIONS = {
+    "penalty": {"repetition_penalty": 1.3},
+    "reward": {"repetition_penalty": 0.7},
+    "ngrams": {"no_repeat_ngram_size": 1},
+    "both": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2},
+    "none": {},
+}
+AXES = (("autoregressive", "tree", "streaming", "retrieval"), ("good", "bad", "eagle", "ngram", "merged-good"), (4, 1))
+FAST = covering(*AXES, strength=1)
+SLOW = [case for case in covering(*AXES) if case not in FAST]
+
+
+@pytest.fixture(scope="module")
+def pair(pairs):
+    return pairs("llama")
+
+
+@pytest.fixture(scope="module")
+def own(pair):
+    """Each request's output by transformers."""
+    model = load_reference(pair)
+    return {
+        name: generate(model, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS, **options)
+        for name, options in OPTIONS.items()
+    }
+
+
+def engine_of(pair, mode: str, draft: str, batch: int):
+    how = {"decoding__mode": mode} if mode in ("autoregressive", "tree") else {"cache__policy": mode}
+    return tiny_engine(pair, draft, decoding__max_batch_size=batch, **how)
+
+
+def outputs(engine, **sampling) -> dict:
+    """All requests side by side, each with penalties of its own; the seeds differ, too."""
+    requests = [
+        request(name, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS, **OPTIONS[name], **sampling, seed=number)
+        for number, name in enumerate(OPTIONS)
+    ]
+    return {completion.request_id: completion for completion in engine.generate(requests)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "draft", "batch"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_output_with_penalties_is_the_targets_own(mode, draft, batch, pair, own):
+    """A node's penalties count the tokens of its path: what a step accepts was penalised as in plain decoding."""
+    ties = Ties()
+    for name, completion in outputs(engine_of(pair, mode, draft, batch)).items():
+        ties.assert_equal(completion.token_ids, own[name], f"{name}-{mode}-{draft}-{batch}")
+    assert not ties.found
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "none"])
+def test_these_penalties_change_something(name, pair, own):
+    """Else the equality above would be that of a program without penalties."""
+    plain = generate(load_reference(pair), random_prompt(LENGTHS[name]), MAX_NEW_TOKENS)
+    assert own[name].token_ids != plain.token_ids
+
+
+SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+
+
+@pytest.fixture(scope="module")
+def sampled(pair):
+    """What plain sampling gives."""
+    return outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)
+
+
+@pytest.mark.parametrize(
+    ("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1), ("streaming", "ngram", 4)]
+)
+def test_a_seed_gives_the_same_text_with_penalties_in_every_mode(mode, draft, batch, pair, sampled):
+    """The noise is added to the penalised logits, wherever in a tree they were computed."""
+    found = outputs(engine_of(pair, mode, draft, batch), **SAMPLED)
+    assert {name: each.token_ids for name, each in found.items()} == {
+        name: each.token_ids for name, each in sampled.items()
+    }
+    assert draft == "ngram" or sum(each.stats.num_accepted_tokens for each in found.values()) > 20
+
+
+@pytest.fixture(scope="module")
+def looping(tmp_path_factory):
+    return write_looping_pair(tmp_path_factory.mktemp("looping"))
+
+
+@pytest.mark.parametrize(("mode", "draft", "size"), [("tree", "good", 2), ("retrieval", "merged-good", 4)])
+def test_a_model_that_goes_in_circles_leaves_them_where_transformers_does(mode, draft, size, looping):
+    """What the option is for: no run of so many tokens occurs twice. A path may repeat what only itself has."""
+    prompt = random_prompt(40)
+    [completion] = engine_of(looping, mode, draft, 1).generate([request("a", prompt, 80, no_repeat_ngram_size=size)])
+    reference = generate(load_reference(looping), prompt, 80, no_repeat_ngram_size=size)
+    assert completion.token_ids == reference.token_ids
+    text = prompt + completion.token_ids
+    runs = [tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1)]
+    assert len(set(runs)) == len(runs)
+    assert completion.stats.num_accepted_tokens > 0

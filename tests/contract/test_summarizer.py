@@ -1,0 +1,170 @@
+"""Summaries without the job: a table in, a table out, in a test's own process or in Ray Data's."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+import ray
+
+from specextend import Summarizer, load_engine
+from tests.contract.columns import BATCHES, assert_has
+from tests.tiny_models import at_call, random_prompt, tiny_config
+
+INPUT = {"input__id_column": "name", "input__max_new_tokens_column": "most", "input__passthrough": ["year"]}
+
+
+def text(length: int) -> str:
+    return " ".join(f"t{token_id}" for token_id in random_prompt(length))
+
+
+TEXTS = {"a": text(200), "null": None, "b": text(37), "empty": " ", "bad": text(9), "c": text(129)}
+
+
+def documents() -> pa.Table:
+    """Six documents, of which three can be processed."""
+    return pa.table(
+        {
+            "text": list(TEXTS.values()),
+            "name": list(TEXTS),
+            "most": pa.array([None, 5, 8, 5, 0, 12], pa.int32()),
+            "year": pa.array(range(2001, 2007), pa.int16()),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def config(pairs):
+    return tiny_config(pairs("llama"), decoding__max_batch_size=3, decoding__max_new_tokens=20, **INPUT)
+
+
+@pytest.fixture
+def engine(config):
+    return load_engine(config)
+
+
+def test_a_table_comes_back_with_a_row_for_each_row(config, engine):
+    """In its order, with one schema whatever failed: Ray Data joins blocks, and would refuse two."""
+    summarizer = Summarizer(config, lambda _: engine)
+    result = summarizer(documents())
+    assert_has(result.schema, {**BATCHES, "year": pa.int16()})
+    rows = result.to_pylist()
+    assert [row["doc_id"] for row in rows] == list(TEXTS)
+    assert [row["year"] for row in rows] == [*range(2001, 2007)]
+    assert [row["error_class"] for row in rows] == [None, "NullText", None, "EmptyText", "BadMaxNewTokens", None]
+    assert [row["stage"] for row in rows if row["summary"] is None] == ["read"] * 3
+    for row in rows:
+        if row["error_class"] is None:
+            assert row["num_prompt_tokens"] > {"a": 200, "b": 37, "c": 129}[row["doc_id"]]
+            assert 0 < row["num_output_tokens"] <= {"a": 20, "b": 8, "c": 12}[row["doc_id"]]
+            assert row["total_s"] == pytest.approx(row["ttft_s"] + row["decode_s"])
+    assert summarizer(documents().slice(1, 1)).schema == result.schema
+    assert summarizer(documents().slice(2, 1)).to_pylist()[0]["summary"] == rows[2]["summary"]
+
+
+def test_questions_about_a_document_read_it_once(pairs, engine):
+    """In the middle of other documents, and with the answers that each question alone gets."""
+    config = tiny_config(
+        pairs("llama"), decoding__max_new_tokens=20, input__id_column="name", input__instruction_column="ask"
+    )
+    asked = {"report-1": "t7", "report-2": "t8 t9", "report-3": "t11"}
+    texts = {"report-1": text(400), "other": text(401), "report-2": text(400), "report-3": text(400)}
+    questions = [f"{{document}} {asked[name]}" if name in asked else None for name in texts]
+    batch = pa.table({"name": list(texts), "text": list(texts.values()), "ask": pa.array(questions, pa.string())})
+    summarizer = Summarizer(config, lambda _: engine)
+    rows = summarizer(batch).to_pylist()
+    assert sorted(row["num_cached_tokens"] >= 400 for row in rows) == [False, False, True, True]
+    for number, row in enumerate(rows):
+        assert row["summary"] == summarizer(batch.slice(number, 1)).to_pylist()[0]["summary"]
+
+
+def test_after_a_failed_batch_its_documents_run_alone(config, engine):
+    """One of them, or the machine, made a step fail; the others must not be lost with it."""
+    failed = []
+
+    def fail() -> None:
+        failed.append(True)
+        raise RuntimeError("attention failed")
+
+    expected = Summarizer(config, lambda _: engine)(documents())["summary"]
+    at_call(engine, 20, fail)
+    assert Summarizer(config, lambda _: engine)(documents())["summary"] == expected
+    assert failed
+
+
+def test_a_document_that_fails_alone_is_an_error_in_its_row(config, engine):
+    """The engine goes on, and so does the pipeline."""
+    engine.target.attend = lambda *_: (_ for _ in ()).throw(RuntimeError("attention failed"))
+    rows = Summarizer(config, lambda _: engine)(documents().slice(2, 1)).to_pylist()
+    assert [(row["error_class"], row["message"], row["stage"]) for row in rows] == [
+        ("RuntimeError", "attention failed", "decode")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id_column": None}, "input.id_column must be set"),
+        ({"filter": "year > 2003"}, "input.filter chooses rows of files, not of batches: leave it out"),
+        ({"limit": 3}, "input.limit chooses rows of files"),
+        ({"passthrough": ["stage"]}, "input.passthrough names stage, which is a column of the result"),
+    ],
+)
+def test_options_that_no_batch_can_follow_are_refused_before_a_model_is_loaded(changes, message, pairs):
+    """A filter was ignored: the pipeline summarised, and paid for, what the configuration left out."""
+    options = INPUT | {f"input__{key}": value for key, value in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        Summarizer(tiny_config(pairs("llama"), **options), lambda _: pytest.fail("a model was loaded"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "message"),
+    [
+        (
+            {"text_column": "body"},
+            documents(),
+            r"the batch has no column 'body' \(input.text_column\); it has text, name",
+        ),
+        ({"text_column": "year"}, documents(), r"column 'year' \(input.text_column\) is int16, but must be a string"),
+        (
+            {"id_column": "most", "max_new_tokens_column": "name"},
+            documents(),
+            "is string, but must be an integer column",
+        ),
+        ({}, {"text": ["a"]}, 'a batch must be a pyarrow.Table, got dict: give batch_format="pyarrow"'),
+    ],
+)
+def test_a_batch_that_does_not_fit_its_configuration_is_refused(changes, batch, message, pairs, engine):
+    """In one line, and before anything is decoded; Ray Data's default are dictionaries."""
+    options = INPUT | {f"input__{key}": value for key, value in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        Summarizer(tiny_config(pairs("llama"), **options), lambda _: engine)(batch)
+
+
+def test_a_column_of_any_type_may_be_passed_on_and_numbers_may_be_ids(pairs, engine):
+    options = INPUT | {"input__passthrough": ["name"], "input__id_column": "year"}
+    result = Summarizer(tiny_config(pairs("llama"), **options), lambda _: engine)(documents().slice(0, 1))
+    assert (result["doc_id"].to_pylist(), result.column_names[-1]) == (["2001"], "name")
+
+
+@pytest.mark.slow
+def test_ray_data_maps_batches_with_it(config, local_ray: None):
+    """As in docs/pipelines.md: actors that load the models once, blocks in, blocks out."""
+    found = (
+        ray.data.from_arrow(documents())
+        .repartition(3)
+        .map_batches(
+            Summarizer,
+            fn_constructor_args=[config],
+            batch_format="pyarrow",
+            batch_size=4,
+            concurrency=1,
+            num_cpus=1,
+        )
+        .sort("year")
+        .take_all()
+    )
+    engine = load_engine(config)
+    assert [row["doc_id"] for row in found] == list(TEXTS)
+    expected = Summarizer(config, lambda _: engine)(documents()).to_pylist()
+    assert [row["summary"] for row in found] == [row["summary"] for row in expected]
+    assert [row["error_class"] for row in found] == [row["error_class"] for row in expected]

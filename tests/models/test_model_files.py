@@ -1,0 +1,72 @@
+"""Headers and hashes of weight files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specextend.model_files import TensorInfo, hash_files, read_json, read_safetensors_header
+
+
+def header(text: str) -> bytes:
+    """A safetensors file without a tensor's bytes."""
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+def test_a_header_names_tensors_with_type_and_shape(tmp_path):
+    """What a format check needs, without a byte of weights."""
+    file = tmp_path / "a.safetensors"
+    save_file({"w": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(3)}, file, metadata={"format": "pt"})
+    assert read_safetensors_header(file) == {"w": TensorInfo("BF16", (2, 3)), "b": TensorInfo("F32", (3,))}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x01",
+        b"\xff" * 64,
+        header("[1,2]"),
+        header('{"a": 1}'),
+        header('{"a": {"dtype": "F32", "shape": [], "data_offsets": [0, "x"]}}'),
+        header('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+    ],
+    ids=["empty", "shorter than a length", "endless header", "no object", "no tensors", "no offset", "deep"],
+)
+def test_what_is_no_safetensors_file_is_said_in_one_line(tmp_path, content):
+    """A pickle renamed, an error page saved as a model."""
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        read_safetensors_header(file)
+
+
+@pytest.mark.parametrize("change", [lambda raw: raw[:-1], lambda raw: raw + b"\0"], ids=["one less", "one more"])
+def test_a_file_of_another_length_than_promised_is_refused(tmp_path, change):
+    """An interrupted download has a whole header."""
+    file = tmp_path / "a.safetensors"
+    save_file({"w": torch.zeros(8)}, file)
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"is cut short: its header promises \d+ bytes"):
+        read_safetensors_header(file)
+
+
+def test_a_hash_depends_on_names_and_contents_and_not_on_order_or_place(tmp_path):
+    """Two shards swapped are another model."""
+    for folder, contents in (("a", ("1", "2")), ("b", ("1", "2")), ("c", ("2", "1"))):
+        (tmp_path / folder).mkdir()
+        for name, content in zip(("x", "y"), contents, strict=True):
+            (tmp_path / folder / name).write_text(content)
+    a, b, c = ([tmp_path / folder / name for name in ("x", "y")] for folder in "abc")
+    assert hash_files(a) == hash_files(b) == hash_files(reversed(a)) != hash_files(c)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", None])
+def test_json_that_is_no_object_is_said_in_one_line(tmp_path, content):
+    """Whatever is wrong with a config file, its path is the first thing to know."""
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_json(file)

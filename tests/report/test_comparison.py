@@ -1,0 +1,79 @@
+"""Two runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specextend.cli.report import main
+from specextend.core import DocumentKey
+from specextend.data.parts import PartWriter
+from specextend.data.storage import resolve
+from specextend.report import compare
+from tests.properties.rows import done
+from tests.report.made_up import config_of, write_manifest_file
+
+
+def run_of(folder: Path, texts: dict[int, str], digest: str = "a" * 64, **decoding: Any) -> str:
+    output, config = resolve(str(folder)), config_of("/same")
+    values = config.model_copy(update={"decoding": type(config.decoding)(mode="autoregressive", **decoding)})
+    write_manifest_file(output, values, len(texts), digest)
+    PartWriter(output, "0000000a").commit([done(DocumentKey(0, row), text) for row, text in texts.items()])
+    return str(folder)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    """Two runs that share three documents, one of whose texts differs by a space."""
+    here = run_of(tmp_path / "here", {0: "a", 1: "b", 2: "c", 3: "only here"})
+    there = run_of(tmp_path / "there", {0: "a", 1: "b ", 2: "c"}, digest="b" * 64, max_new_tokens=99)
+    return here, there
+
+
+def test_texts_are_compared_by_id_and_character_by_character(pair: tuple[str, str]):
+    """Whether a change was lossless is this number."""
+    assert compare(*pair)["texts"] == {
+        "common": 3,
+        "differing": 1,
+        "only_here": 1,
+        "only_there": 0,
+        "examples": ["0.parquet:1"],
+    }
+
+
+def test_what_differs_in_how_they_were_made_is_named(pair: tuple[str, str]):
+    """And nothing else is: two runs share most of a hundred values."""
+    found = compare(*pair)["configuration"]
+    assert found == {"decoding.max_new_tokens": [256, 99], "hash of target": ["a" * 12, "b" * 12]}
+
+
+def test_figures_stand_side_by_side(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]):
+    """The command prints them and writes nothing."""
+    here, there = pair
+    before = sorted(Path(here).rglob("*")), sorted(Path(there).rglob("*"))
+    assert main([here, "--against", there]) == 0
+    printed = capsys.readouterr().out
+    [line] = [line for line in printed.splitlines() if "rows done" in line]
+    assert [cell.strip() for cell in line.strip("│ ").split("│")] == ["rows done", "4", "3", "1.33"]
+    assert "Different where the ids are equal: 1 of 3 texts (33.3%)." in printed
+    assert "For example: 0.parquet:1" in printed
+    assert "Done only here: 1 document." in printed
+    assert "decoding.max_new_tokens" in printed
+    assert (sorted(Path(here).rglob("*")), sorted(Path(there).rglob("*"))) == before
+
+
+def test_a_run_equals_itself(made_up: Path):
+    """No figure, no text and no value differs."""
+    same = compare(str(made_up), str(made_up))
+    assert (same["texts"]["common"], same["texts"]["differing"]) == (same["figures"]["rows done"][0], 0)
+    assert same["configuration"] == {}
+    assert all(here == there for here, there in same["figures"].values())
+
+
+def test_a_folder_without_a_run_is_refused_in_one_line(pair: tuple[str, str], tmp_path: Path, capsys):
+    """Whichever of the two it is."""
+    assert main([pair[0], "--against", str(tmp_path / "nothing")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "holds no run" in line
