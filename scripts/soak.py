@@ -37,8 +37,6 @@ CONFIG = ROOT / "configs" / "tiny-random.yaml"
 WORDS = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
 POLL_S = 0.1
 FILES = 4
-EQUAL = 0.1
-"""Share of the documents whose text another one has."""
 MAX_STARTS = 200
 """Starts of the driver before the soak is given up."""
 EXIT_DONE = 0
@@ -170,15 +168,9 @@ class Log:
 
 
 def write_documents(options: SoakOptions) -> None:
-    """Write documents of 20 to 80 words in `FILES` files, with their number as a passthrough column.
-
-    About every tenth has the text of another one, which is decoded for both.
-    """
+    """Write documents of 20 to 80 words in `FILES` files, with their number as a passthrough column."""
     draw = random.Random(options.seed)
     texts = [" ".join(draw.choices(WORDS, k=draw.randint(20, 80))) for _ in range(options.documents)]
-    for number in range(options.documents):
-        if draw.random() < EQUAL:
-            texts[number] = draw.choice(texts)
     folder = options.folder / "input"
     folder.mkdir(parents=True)
     for file in range(FILES):

@@ -1,26 +1,41 @@
-"""The files of a model: where they are, whether its weights are whole, and their hashes. Loads nothing."""
+"""The files of a model: on disk, or from the Hugging Face Hub at a commit; checked and hashed, never loaded.
+
+If the Hub does not answer, its cache on this machine is used. What neither has raises ModelError, or
+HubUnreachableError if another try may help.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+import shlex
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from specextend import hub
-from specextend.checkpoint import (
-    INDEX,
-    ModelError,
-    TensorInfo,
-    combine_hashes,
-    convert_pickles,
-    hash_file,
-    hash_files,
-    indexed_names,
-    pickled_files,
-    read_safetensors_header,
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # type: ignore[attr-defined]  # of httpx, whichever release of it the library uses
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
 )
-from specextend.core import first_line
-from specextend.gguf_cache import find_kept, keep
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+from specextend.core import first_line
+
+INDEX = "model.safetensors.index.json"
+"""Says in which file each tensor is, if there are several."""
+TIMEOUT_S = 20.0
+"""Seconds in which the Hub must answer a question."""
+_LATER = (408, 425, 429)
+"""HTTP codes below 500 after which another try may succeed."""
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,172 +47,252 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-_WEIGHTS = "*.safetensors"
+_WEIGHTS, _ONE_FILE = "*.safetensors", "model.safetensors"
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_NOT_WEIGHTS = ("training_args.", "optimizer.", "scheduler.", "rng_state")
+_PICKLE_STARTS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
+_CONVERT = (
+    "import sys, torch; from safetensors.torch import save_file; to, *files = sys.argv[1:]; "
+    "save_file({n: t.contiguous().clone() for f in files "
+    "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, to, {'format': 'pt'})"
+)
+
+
+class ModelError(ValueError):
+    """A model that cannot be found, loaded or served; the message is one line."""
+
+
+class HubUnreachableError(ModelError):
+    """The Hub does not answer, and its cache on this machine lacks what is asked for; another try may help."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """The place of a model's files on this machine."""
+class TensorInfo:
+    """One tensor of a safetensors file."""
 
-    folder: Path
-    gguf_file: str | None = None
-    """Name of the GGUF file in `folder` that is the whole model; None for a folder of separate files."""
-
-    def gguf_argument(self) -> dict[str, str]:
-        """Return the keyword by which transformers reads a GGUF file; none for a folder."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+    dtype: str
+    """As the file spells it: `BF16`, `F16`, `F32`, ..."""
+    shape: tuple[int, ...]
 
 
-def find_files(model: str, revision: str | None, *, weights: bool, also: str | None = None) -> ModelFiles:
-    """Find a GGUF file, a local folder, or the files of a Hub id, which are fetched into the Hub's cache.
+# Where a model is
+
+
+def find_folder(model: str, revision: str | None, *, weights: bool, also: str | None = None) -> Path:
+    """Find a local folder, or the files of a Hub id, which are fetched into the Hub's cache.
 
     weights: fetch the weights too. also: one more file to fetch, if the model has it. Raises ModelError.
     """
-    path = Path(model)
-    if model.endswith(".gguf"):
-        if not path.is_file():
-            raise ModelError(f"{model} does not exist")
-        return ModelFiles(path.parent, path.name)
-    if path.is_dir():
-        return ModelFiles(path)
+    if Path(model).is_dir():
+        return Path(model)
+    if model.endswith(".gguf") and Path(model).is_file():
+        command = f"python jobs/prepare.py model {shlex.quote(model)} --output FOLDER"
+        raise ModelError(f"{model} must be unpacked once, into a folder to name instead: {command}")
     if looks_like_path(model):
-        raise ModelError(f"{model} does not exist; a model is a Hub id, a local folder or a .gguf file")
+        raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder")
     patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX, *([_WEIGHTS] if weights else []), *([also] if also else [])]
-    return ModelFiles(hub.fetch(model, revision, patterns))
-
-
-def find_beside(model: str, revision: str | None, name: str) -> Path | None:
-    """Return the folder in which the file `name` is, if the model has it; None for a GGUF file, which has no others."""
-    files = find_files(model, revision, weights=False, also=name)
-    return None if files.gguf_file else files.folder
+    with _said(model, revision), _quiet():
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
 
 def looks_like_path(model: str) -> bool:
     """Return True for a name that can only be a place on disk: a Hub id is `name` or `owner/name`."""
-    return Path(model).is_absolute() or model.startswith((".", "~")) or model.count("/") > 1 or Path(model).exists()
-
-
-def is_hub_id(model: str) -> bool:
-    """Return True for a name that is neither a path nor a GGUF file."""
-    return not model.endswith(".gguf") and not looks_like_path(model)
-
-
-def current_commit(model: str, revision: str | None) -> str | None:
-    """Ask the Hub which commit a Hub id's revision is now; None if it does not answer."""
-    try:
-        return hub.current_commit(model, revision)
-    except ModelError:
-        return None
+    is_like_one = model.startswith((".", "~")) or model.endswith(".gguf") or model.count("/") > 1
+    return is_like_one or Path(model).is_absolute() or Path(model).exists()
 
 
 def resolve_revision(model: str, revision: str | None) -> str | None:
     """Return the commit of a Hub id's revision, from the Hub or else from its cache; None for files on disk."""
-    if not is_hub_id(model):
+    if looks_like_path(model):
         return None
-    return revision if hub.is_commit(revision) else find_files(model, revision, weights=False).folder.name
+    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):  # can never come to mean anything else
+        return revision
+    return find_folder(model, revision, weights=False).name
 
 
-def check_weights(files: ModelFiles, model: str) -> None:
-    """Raise ModelError unless there are whole safetensors files or a GGUF; pickled weights are never opened."""
-    if files.gguf_file:
-        _check_gguf(files.folder / files.gguf_file)
-    else:
-        _read_folder(files.folder, model)
+# What its files hold
 
 
-def read_tensors(files: ModelFiles, model: str, revision: str | None) -> dict[str, TensorInfo]:
-    """Read the headers of a model's safetensors files, in its folder or else on the Hub, without fetching weights.
+def read_tensors(model: str, revision: str | None = None) -> dict[str, TensorInfo] | None:
+    """Read the headers of a model's safetensors files; None if only the Hub has them, which is asked for their names.
 
     Raises ModelError if a file is not whole, or there is none.
     """
-    if not is_hub_id(model) or _has_weights(files.folder):
-        return _read_folder(files.folder, model)
-    _indexed_names(files.folder)
-    names = hub.digests(model, revision, _WEIGHTS)
-    return hub.tensors(model, revision, names) if names else _read_folder(files.folder, model)
+    folder = find_folder(model, revision, weights=False)
+    if looks_like_path(model) or all((folder / name).is_file() for name in indexed_names(folder) or [_ONE_FILE]):
+        return read_folder(folder, model)
+    with _said(model, revision):
+        files = HfApi().model_info(model, revision=revision, timeout=TIMEOUT_S).siblings or []
+    if not any(file.rfilename.endswith(".safetensors") for file in files):
+        raise ModelError(_lacks_weights(model, folder))
+    return None
 
 
-def weight_hashes(model: str, revision: str | None = None) -> dict[str, str]:
-    """Compute the SHA-256 of a model's `weights`, with its config, and of its `tokenizer` from the files here.
-
-    Weights that are not on this machine are fetched. The place of the files and the library version that wrote the
-    config make no difference.
-    """
-    files = find_files(model, revision, weights=True)
-    check_weights(files, model)
-    if files.gguf_file:
-        return dict.fromkeys(("weights", "tokenizer"), hash_files([files.folder / files.gguf_file]))
-    return _hashes(files.folder, {file.name: hash_file(file) for file in files.folder.glob(_WEIGHTS)})
-
-
-def published_hashes(model: str, revision: str | None = None) -> dict[str, str]:
-    """Return what `weight_hashes` returns; for a Hub id from the Hub's own hashes, without fetching its weights.
-
-    If the Hub does not answer, the files of its cache are hashed.
-    """
-    if not is_hub_id(model):
-        return weight_hashes(model, revision)
-    try:
-        weights = hub.digests(model, revision, _WEIGHTS)
-    except ModelError:
-        if not _has_weights(hub.cached(model, revision)):
-            raise
-        return weight_hashes(model, revision)
-    return _hashes(find_files(model, revision, weights=False).folder, weights)
-
-
-def _hashes(folder: Path, weights: dict[str, str]) -> dict[str, str]:
-    """Combine the hashes of weights with those of the folder's configs and index, and those of its tokenizer files."""
-    configs, tokenizer = (
-        {name: hash_file(folder / name) for name in names if (folder / name).is_file()}
-        for names in ((*_CONFIG_FILES, INDEX), _TOKENIZER_FILES)
-    )
-    return {"weights": combine_hashes(weights | configs), "tokenizer": combine_hashes(tokenizer)}
-
-
-def _read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
+def read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
     """Read the headers of a folder's safetensors files. Raises ModelError if one is not whole, or there is none."""
-    names = _indexed_names(folder)
-    files = sorted(folder.glob(_WEIGHTS))
+    names, files = indexed_names(folder), sorted(folder.glob(_WEIGHTS))
     if not files:
-        found = "none (to convert a Hub repository's pickles, fetch it with: hf download ID --local-dir DIR)"
-        if pickled := pickled_files(folder):
-            found = f"only a pickle ({pickled[0].name}), {convert_pickles(pickled, folder / 'model.safetensors')}"
-        raise ModelError(f"{model} must have weights as safetensors; it has {found}")
+        raise ModelError(_lacks_weights(model, folder))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ModelError(f"{model} has no {missing[0]}, which its {INDEX} names")
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        try:
-            tensors |= read_safetensors_header(file)
-        except ValueError as error:
-            raise ModelError(f"{model}: {error}") from None
+        tensors |= read_safetensors_header(file)
     return tensors
 
 
-def _has_weights(folder: Path | None) -> bool:
-    """Return True if a folder of the Hub's cache has the weights that transformers would load."""
-    if folder is None:
-        return False
-    return all((folder / name).is_file() for name in _indexed_names(folder) or ["model.safetensors"])
+def _lacks_weights(model: str, folder: Path) -> str:
+    found = "none (to convert a Hub repository's pickles, fetch it with: hf download ID --local-dir DIR)"
+    if pickled := pickled_files(folder):
+        found = f"only a pickle ({pickled[0].name}), {convert_pickles(pickled, folder / _ONE_FILE)}"
+    return f"{model} must have weights as safetensors; it has {found}"
 
 
-def _indexed_names(folder: Path) -> list[str]:
-    """List what `indexed_names` does. Raises ModelError."""
+def indexed_names(folder: Path) -> list[str]:
+    """List the names that a folder's index gives for its weight files, in order; none without an index.
+
+    Raises ModelError if the index is broken, or names anything but safetensors files in the same folder: what lies
+    elsewhere is neither checked nor hashed.
+    """
+    if not (folder / INDEX).is_file():
+        return []
+    named = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise ModelError(f"{folder / INDEX} has no weight_map")
+    for name in named.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ModelError(
+                f"{folder / INDEX} names {name!r}; weights must be safetensors files in the same folder as their index"
+            )
+    return sorted(set(named.values()))
+
+
+def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
+    """Read names, types and shapes of the tensors of a safetensors file, and check that the file is whole.
+
+    Raises ModelError if it is a pickle, is no safetensors file or was cut short.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(_LENGTH_BYTES)
+        length = int.from_bytes(start, "little")
+        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            if start.startswith(_PICKLE_STARTS):
+                raise ModelError(f"{path} is a pickle, {convert_pickles([path], path)}")
+            raise ModelError(f"{path} is not a safetensors file, or is cut short ({size} bytes)")
+        header = _parse_header(path, file.read(length))
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if _LENGTH_BYTES + length + end != size:
+        raise ModelError(
+            f"{path} is cut short: its header promises {_LENGTH_BYTES + length + end} bytes, it has {size}"
+        )
+    return {name: TensorInfo(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        return indexed_names(folder)
-    except ValueError as error:
-        raise ModelError(str(error)) from None
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            if not {type(number) for number in (*entry["data_offsets"], *entry["shape"])} <= {int}:
+                raise ValueError("an offset or a size is not a whole number")
+            _ = entry["data_offsets"][1], entry["dtype"]
+    except (ValueError, AttributeError, KeyError, IndexError, TypeError, RecursionError):
+        raise ModelError(f"{path} is not a safetensors file: its header cannot be read") from None
+    return header
 
 
-def _check_gguf(file: Path) -> None:
-    """Raise ModelError unless a GGUF file is whole; what was found whole once is not parsed again."""
-    if find_kept(file, "headers") is not None:
-        return
-    from gguf import GGUFReader  # safetensors are read without it
-
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file. Raises ModelError if it is none."""
     try:
-        GGUFReader(file)  # maps every tensor, reads none
-    except Exception as error:  # noqa: BLE001  on a broken file it raises anything
-        raise ModelError(f"{file} is not a GGUF file, or is cut short: {first_line(error)}") from None
-    keep(file, "headers", lambda folder: None)
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} does not contain a JSON object")
+    return values
+
+
+def pickled_files(folder: Path) -> list[Path]:
+    """List the files of a folder that are pickled weights by their names, in order; they are never opened."""
+    found = sorted(path for pattern in _PICKLED for path in folder.glob(pattern))
+    return [path for path in found if not path.name.startswith(_NOT_WEIGHTS)]
+
+
+def convert_pickles(files: Iterable[Path], to: Path) -> str:
+    """Say why pickled weights are refused, and by which command they become the safetensors file `to`."""
+    names = " ".join(shlex.quote(str(path)) for path in (to, *files))
+    return f'which can run code and is refused; convert it with: python -c "{_CONVERT}" {names}'
+
+
+# Which model it is
+
+
+def identify(model: str, revision: str | None = None) -> dict[str, str]:
+    """Return what tells a model's `weights`, with its config, and its `tokenizer` from any others.
+
+    Of a Hub id that is the commit, of a folder the SHA-256 of its files; the folder's place makes no difference.
+    """
+    if (commit := resolve_revision(model, revision)) is not None:
+        return {"weights": commit, "tokenizer": commit}
+    folder = find_folder(model, revision, weights=True)
+    read_folder(folder, model)
+    weights = [folder / name for name in (*_CONFIG_FILES, INDEX)] + list(folder.glob(_WEIGHTS))
+    return {"weights": hash_files(weights), "tokenizer": hash_files(folder / name for name in _TOKENIZER_FILES)}
+
+
+def hash_files(paths: Iterable[Path]) -> str:
+    """Compute the SHA-256 over names and contents of those files that exist, in the order of their names."""
+    files = sorted((path for path in paths if path.is_file()), key=lambda path: path.name)
+    total = hashlib.sha256()
+    with ThreadPoolExecutor() as pool:  # hashing leaves Python's lock to others
+        for file, digest in zip(files, pool.map(_sha256, files), strict=True):
+            total.update(f"{file.name}\0".encode() + digest)
+    return total.hexdigest()
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+# The Hub
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Show no progress bars and no warnings; errors are raised, not logged."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        are_shown = not are_progress_bars_disabled()
+        disable_progress_bars()
+        try:
+            yield
+        finally:
+            if are_shown:
+                enable_progress_bars()
+
+
+@contextmanager
+def _said(model: str, revision: str | None) -> Iterator[None]:
+    """Turn what the library raises into a ModelError of one line."""
+    try:
+        yield
+    except (HTTPError, HFValidationError, OSError) as error:
+        name = f"{model} at revision {revision}" if revision else model
+        line = first_line(error)
+        if _may_pass(error):
+            what = f"the Hub does not answer for {name}, nor does its cache here: {line}"
+            raise HubUnreachableError(f"{what}; run again") from error
+        raise ModelError(f"{name} is not a local folder and cannot be fetched from the Hub: {line}") from None
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Return True if the network or the Hub itself is at fault, not what it was asked for."""
+    if isinstance(error, LocalEntryNotFoundError):  # from the cache, after the Hub has failed
+        return _may_pass(error.__cause__)
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code in _LATER
+    return isinstance(error, HTTPError | ConnectionError | TimeoutError) and not isinstance(error, OfflineModeIsEnabled)

@@ -5,25 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from specextend.checkpoint import ModelError, TensorInfo, read_json
 from specextend.core import first_line
-from specextend.gguf_cache import Part, find_kept, keep
-from specextend.model_files import ModelFiles, check_weights, find_files, read_tensors
+from specextend.model_files import ModelError, TensorInfo, find_folder, read_folder, read_json, read_tensors
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -50,7 +54,7 @@ class TargetOptions:
     """`target.*`: The large model, whose output the run produces."""
 
     model: str
-    """A name on the Hugging Face Hub, a local folder, or a GGUF file (a path that ends in `.gguf`)."""
+    """A name on the Hugging Face Hub, or a local folder; `jobs/prepare.py model` makes one of a GGUF file."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
     with."""
@@ -102,32 +106,29 @@ class ModelFacts:
 
 def read_facts(model: str, revision: str | None = None) -> ModelFacts:
     """Read the facts of a model from its config; fetches no weights. Raises ModelError if it cannot be served."""
-    return _facts(find_files(model, revision, weights=False), model)
+    return _facts(find_folder(model, revision, weights=False), model)
 
 
 def check_model(model: str, revision: str | None = None) -> ModelFacts:
     """Read the facts of a model, and check that its weights are whole safetensors files with the right shapes.
 
-    Only headers are read. Weights that only the Hub has are not fetched: it is asked for their headers. Raises
+    Only headers are read. Weights that only the Hub has are not fetched: whoever loads them checks them. Raises
     ModelError.
     """
-    location = find_files(model, revision, weights=False)
-    facts = _facts(location, model)  # refuses a model that cannot be served before its weights are examined
-    if location.gguf_file:
-        check_weights(location, model)
-    else:
-        _check_shapes(location, model, read_tensors(location, model, revision))
+    facts = read_facts(model, revision)  # refuses a model that cannot be served before its weights are examined
+    if (tensors := read_tensors(model, revision)) is not None:
+        _check_shapes(_read_config(find_folder(model, revision, weights=False), model), model, tensors)
     return facts
 
 
 def num_parameters(model: str, revision: str | None = None) -> int:
     """Count the parameters of a model by its config; tied ones count once. Fetches no weights. Raises ModelError."""
-    config = _read_config(find_files(model, revision, weights=False), model)
+    config = _read_config(find_folder(model, revision, weights=False), model)
     return sum(parameter.numel() for parameter in _without_weights(config).parameters())
 
 
-def _facts(location: ModelFiles, model: str) -> ModelFacts:
-    config = _read_config(location, model)
+def _facts(folder: Path, model: str) -> ModelFacts:
+    config = _read_config(folder, model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelFacts(
         name=model,
@@ -139,16 +140,14 @@ def _facts(location: ModelFiles, model: str) -> ModelFacts:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         context_length=context_length(config),
-        eos_token_ids=_eos_token_ids(location, config),
+        eos_token_ids=_eos_token_ids(folder, config),
     )
 
 
 def skeleton(target: TargetOptions) -> PreTrainedModel:
     """Make a target's modules without their weights."""
-    location = find_files(target.model, target.revision, weights=False)
-    config = AutoConfig.from_pretrained(location.folder, trust_remote_code=False, **location.gguf_argument())
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    folder = find_folder(target.model, target.revision, weights=False)
+    return _without_weights(_read_config(folder, target.model))
 
 
 def load_target(options: TargetOptions, attn_implementation: str) -> PreTrainedModel:
@@ -157,34 +156,21 @@ def load_target(options: TargetOptions, attn_implementation: str) -> PreTrainedM
 
 
 def load_causal_lm(
-    model: str, revision: str | None, dtype: Dtype, device: str, attn_implementation: str, *, is_kept: bool = True
+    model: str, revision: str | None, dtype: Dtype, device: str, attn_implementation: str
 ) -> PreTrainedModel:
-    """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read.
-
-    The unpacked weights of a GGUF file are kept for the next load, unless `is_kept` is False.
-    """
-    location = find_files(model, revision, weights=True)
-    config = _read_config(location, model)
-    check_weights(location, model)
-
-    def load(folder: Path, **gguf: str) -> PreTrainedModel:
+    """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read."""
+    folder = find_folder(model, revision, weights=True)
+    config = _read_config(folder, model)
+    _check_shapes(config, model, read_folder(folder, model))
+    with _quiet():
         loaded = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=DTYPES[dtype],
             attn_implementation=attn_implementation,
             trust_remote_code=False,
-            **(_unpacking(gguf) if gguf else {"use_safetensors": True}),
+            use_safetensors=True,
         )
-        if gguf:
-            _forget_quantization(loaded)
-        return loaded
-
-    with _quiet():
-        if is_kept:
-            loaded = _load_part(location, dtype, load, load, PreTrainedModel.get_memory_footprint)
-        else:
-            loaded = load(location.folder, **location.gguf_argument())
     module: torch.nn.Module = loaded  # transformers' own `to` has lost its signature
     module.to(resolve_device(device)).eval().requires_grad_(False)
     return loaded
@@ -192,16 +178,10 @@ def load_causal_lm(
 
 def load_tokenizer(model: str, revision: str | None = None) -> PreTrainedTokenizerFast:
     """Load the tokenizer beside a model, with its chat template. Raises ModelError if there is none."""
-    location = find_files(model, revision, weights=False)
+    folder = find_folder(model, revision, weights=False)
     try:
         with _quiet():
-            # AutoTokenizer would give a kept Qwen2 tokenizer a normalizer that the converted one does not have.
-            tokenizer = _load_part(
-                location,
-                "tokenizer",
-                partial(AutoTokenizer.from_pretrained, trust_remote_code=False, use_fast=True),
-                PreTrainedTokenizerFast.from_pretrained,
-            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, use_fast=True)
     except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception
         raise ModelError(f"{model} has no tokenizer that can be loaded: {first_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -251,15 +231,15 @@ def rope_frequencies(values: dict[str, Any], head_dim: int, model: str) -> tuple
     return rotary.inv_freq, rotary.attention_scaling
 
 
-def _read_config(location: ModelFiles, model: str) -> PreTrainedConfig:
+def _read_config(folder: Path, model: str) -> PreTrainedConfig:
     """Read a model's config and check it, as `check_supported` does."""
-    if not location.gguf_file and not (location.folder / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         raise ModelError(f"{model} has no config.json")
     with _reading(f"{model} has a config"):
-        if not location.gguf_file:
-            _check_raw_config(read_json(location.folder / "config.json"), model)
-        load = partial(AutoConfig.from_pretrained, trust_remote_code=False, attn_implementation="eager")
-        config: PreTrainedConfig = _load_part(location, "config", load, load)
+        _check_raw_config(read_json(folder / "config.json"), model)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, attn_implementation="eager"
+        )
         _check_sizes(config, model)
         check_supported(config, model)
     return config
@@ -275,27 +255,6 @@ def _reading(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001  they raise anything
         raise ModelError(f"{what} that transformers cannot read: {first_line(error)}") from None
-
-
-def _load_part(
-    location: ModelFiles,
-    part: Part,
-    load: Callable[..., Any],
-    load_kept: Callable[[Path], Any],
-    num_bytes: Callable[[Any], int] = lambda converted: 0,
-) -> Any:
-    """Load a part of a model; that of a GGUF file is converted once, kept, and loaded from there later.
-
-    `num_bytes` of what was converted is the room on disk that it takes, where that matters.
-    """
-    if not location.gguf_file:
-        return load(location.folder)
-    file = location.folder / location.gguf_file
-    if (folder := find_kept(file, part)) is not None:
-        return load_kept(folder)
-    converted = load(location.folder, **location.gguf_argument())
-    keep(file, part, converted.save_pretrained, num_bytes(converted))
-    return converted
 
 
 def _check_raw_config(raw: dict[str, Any], model: str) -> None:
@@ -343,9 +302,8 @@ def check_supported(config: PreTrainedConfig, model: str) -> None:
         )
 
 
-def _check_shapes(location: ModelFiles, model: str, found: dict[str, TensorInfo]) -> None:
+def _check_shapes(config: PreTrainedConfig, model: str, found: dict[str, TensorInfo]) -> None:
     """Raise ModelError if a tensor of the architecture is not among those found, or has another shape there."""
-    config = _read_config(location, model)
     expected: dict[str, torch.Tensor] = _without_weights(config).state_dict()
     for name, tensor in expected.items():
         info = found.get(name) or found.get(name.removeprefix("model."))  # a bare decoder's names have no prefix
@@ -355,28 +313,52 @@ def _check_shapes(location: ModelFiles, model: str, found: dict[str, TensorInfo]
             raise ModelError(f"{model}: {name} is {list(info.shape)}, config.json says {list(tensor.shape)}")
 
 
-def _without_weights(config: PreTrainedConfig) -> torch.nn.Module:
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model of a config with tensors that have a shape and no storage."""
     with torch.device("meta"), _reading(f"{config.name_or_path} has a config"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 
 
-def _eos_token_ids(location: ModelFiles, config: PreTrainedConfig) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
     eos = config.eos_token_id
-    if (location.folder / "generation_config.json").is_file() and not location.gguf_file:
-        with _reading(f"{location.folder} has a generation_config.json"):
-            named = GenerationConfig.from_pretrained(location.folder).eos_token_id
+    if (folder / "generation_config.json").is_file():
+        with _reading(f"{folder} has a generation_config.json"):
+            named = GenerationConfig.from_pretrained(folder).eos_token_id
         eos = eos if named is None else named
     if not {type(token_id) for token_id in (eos if isinstance(eos, list) else [eos])} <= {int, type(None)}:
-        raise ModelError(f"{location.folder} has the eos_token_id {eos!r}, which must be a number or a list of them")
+        raise ModelError(f"{folder} has the eos_token_id {eos!r}, which must be a number or a list of them")
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
 
 
-def _unpacking(gguf: dict[str, str]) -> dict[str, Any]:
-    """Return the keywords by which transformers unpacks the weights of a GGUF file."""
-    unpack = getattr(transformers, "GgufConfig", None)  # older releases unpack always and have no such option
-    return {**gguf, "quantization_config": unpack(dequantize=True)} if unpack else {**gguf}
+def convert_gguf(file: Path, folder: Path, dtype: Dtype = "bfloat16") -> None:
+    """Unpack a GGUF file to a folder of safetensors, config, tokenizer and chat template, whole or not at all.
+
+    Raises ModelError for a broken file, an unsupported model, and a folder that holds something.
+    """
+    if not file.is_file():
+        raise ModelError(f"{file} does not exist")
+    if folder.exists() and any(folder.iterdir()):
+        raise ModelError(f"{folder} holds something already; name another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
+        whole = Path(temporary, "model")
+        _unpack(file, whole, dtype)
+        whole.rename(folder)
+
+
+def _unpack(file: Path, folder: Path, dtype: Dtype) -> None:
+    with _reading(f"{file} is a GGUF file"):
+        unpack = getattr(transformers, "GgufConfig", None)  # older releases unpack always and have no such option
+        options = {} if unpack is None else {"quantization_config": unpack(dequantize=True)}
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=DTYPES[dtype], trust_remote_code=False, **options
+        )
+        _forget_quantization(model)
+        check_supported(model.config, str(file))
+        model.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:

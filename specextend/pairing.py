@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.checkpoint import INDEX, ModelError, hash_files, read_safetensors_header
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
@@ -32,7 +31,7 @@ from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.self_draft import SelfDrafter
 from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
 from specextend.drafters.small_lm import ModelNetwork, ReducedVocabulary, read_reduced, shared_vocabulary
-from specextend.model_files import find_beside, published_hashes, weight_hashes
+from specextend.model_files import INDEX, ModelError, find_folder, hash_files, identify, read_safetensors_header
 from specextend.models import (
     ModelFacts,
     TargetOptions,
@@ -49,9 +48,6 @@ _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id")
 _NUM_CACHES = 2
 """A draft with a network has a full cache and a working cache."""
 
-HashesOf = Callable[[str, str | None], dict[str, str]]
-"""Hashes of a model and revision: `weight_hashes` or `published_hashes`."""
-
 
 def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     """Return the target's facts if both models can be served and have the same tokens.
@@ -65,31 +61,23 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
 
 
 def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, str]:
-    """Compute the SHA-256 of `target`, `tokenizer` and `draft`: what the files hold, not where they are.
-
-    For a Hub id these are the Hub's own hashes if it answers, so weights are not fetched.
-    """
-    return _pair_hashes(target, draft, published_hashes)
+    """Identify `target`, `tokenizer` and `draft` by the SHA-256 of their files, or by the commit of a Hub id."""
+    found = identify(target.model, target.revision)
+    named = {"target": found["weights"], "tokenizer": found["tokenizer"]}
+    if draft is not None and draft.kind in KINDS:
+        named["draft"] = KINDS[draft.kind].sha256(draft)
+    return named
 
 
 def check_files(target: TargetOptions, draft: DraftOptions | None, expected: Mapping[str, str]) -> None:
-    """Raise ModelError unless the files on this machine, fetched if necessary, have the hashes of `pair_hashes`."""
-    found = _pair_hashes(target, draft, weight_hashes)
-    for part, sha256 in found.items():
+    """Raise ModelError unless the files on this machine have the hashes that `pair_hashes` found on the driver's."""
+    for part, sha256 in pair_hashes(target, draft).items():
         if sha256 != expected[part]:
             model = draft.model if part == "draft" and draft is not None else target.model
             raise ModelError(
                 f"the {part} in {model} on {platform.node()} is not the run's: its files have the hash {sha256[:12]}, "
                 f"the run's {expected[part][:12]}; put the run's files there"
             )
-
-
-def _pair_hashes(target: TargetOptions, draft: DraftOptions | None, hashes_of: HashesOf) -> dict[str, str]:
-    hashes = hashes_of(target.model, target.revision)
-    named = {"target": hashes["weights"], "tokenizer": hashes["tokenizer"]}
-    if draft is not None and draft.kind in KINDS:
-        named["draft"] = KINDS[draft.kind].sha256(draft, hashes_of)
-    return named
 
 
 def load_drafter(
@@ -185,9 +173,8 @@ class DraftSetting:
 
 def reduced_vocabulary(draft: DraftOptions) -> ReducedVocabulary | None:
     """Read the reduced vocabulary of a draft of kind `model`; None if it has none. Raises ModelError in one line."""
-    folder = find_beside(draft.model, draft.revision, VOCABULARY_FILE)
     try:
-        return None if folder is None else read_reduced(folder)
+        return read_reduced(find_folder(draft.model, draft.revision, weights=False, also=VOCABULARY_FILE))
     except ValueError as error:
         raise ModelError(str(error)) from None
 
@@ -251,14 +238,13 @@ def _check_equal(what: str, draft: str, theirs: object, target: str, ours: objec
         raise ModelError(f"draft {draft} does not fit target {target}: {what} is {theirs!r}, the target's is {ours!r}")
 
 
-def _hash_eagle(draft: DraftOptions, hashes_of: HashesOf) -> str:
+def _hash_eagle(draft: DraftOptions) -> str:
     folder = Path(draft.model)
-    index = [folder / INDEX] if (folder / INDEX).is_file() else []
-    return hash_files([folder / "config.json", *index, *weight_files(folder)])
+    return hash_files([folder / "config.json", folder / INDEX, *weight_files(folder)])
 
 
-def _hash_model(draft: DraftOptions, hashes_of: HashesOf) -> str:
-    return hashes_of(draft.model, draft.revision)["weights"]
+def _hash_model(draft: DraftOptions) -> str:
+    return identify(draft.model, draft.revision)["weights"]
 
 
 def _size_eagle(draft: DraftOptions) -> DraftSize:
@@ -325,8 +311,8 @@ class Kind:
 
     check: Callable[[DraftOptions, ModelFacts, TargetOptions], None]
     """Raises ModelError, in one line, if the draft does not fit the target."""
-    sha256: Callable[[DraftOptions, HashesOf], str]
-    """Hashes what the draft's files hold."""
+    sha256: Callable[[DraftOptions], str]
+    """Identifies what the draft's files hold."""
     size: Callable[[DraftOptions], DraftSize]
     """Reads what the draft takes in memory, without its weights."""
     load: Callable[[DraftOptions, DraftSetting], DraftNetwork]

@@ -5,6 +5,10 @@ python jobs/prepare.py jsonl documents.jsonl --text-field body --output data/doc
 python jobs/prepare.py text folder/ --output data/texts.parquet
 python jobs/prepare.py pdf folder/ --output data/reports.parquet
 python jobs/prepare.py openai requests.jsonl --output data/requests.parquet
+
+One more command unpacks a model in a GGUF file to a folder that target.model may name:
+
+python jobs/prepare.py model file.gguf --output models/mine
 """
 
 from __future__ import annotations
@@ -54,6 +58,8 @@ class LeftOut:
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 0, or 2 with one line on stderr if the input or output is unusable."""
     options = _parser().parse_args(argv)
+    if options.command == "model":
+        return _unpack(options)
     left_out, others = LeftOut(), _others(options)
     requests = BatchRequests(options.input) if options.command == "openai" else None
     documents, schema = (
@@ -95,7 +101,23 @@ def _parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         command.add_argument("--output", required=True, help="the Parquet file, a path or a URI")
         command.add_argument("--limit", type=_positive, help="documents at most")
+    model = commands.add_parser("model", help="a model in a GGUF file, to unpack to a folder")
+    model.add_argument("input", type=Path)
+    model.add_argument("--output", required=True, type=Path, help="the folder to make")
+    model.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the weights")
     return parser
+
+
+def _unpack(options: argparse.Namespace) -> int:
+    from specextend.models import convert_gguf  # it imports torch, which the other commands do not need
+
+    try:
+        convert_gguf(options.input, options.output, options.dtype)
+    except (ValueError, OSError) as error:
+        complain(error)
+        return 2
+    print(printable(f"model in {options.output}; give jobs/summarize.py: --set target.model={options.output}"))
+    return 0
 
 
 def _positive(text: str) -> int:

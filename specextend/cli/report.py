@@ -1,4 +1,4 @@
-"""Report on a run folder: write report.json, report.md and report.html into it and print their tables.
+"""Report on a run folder: write report.json and report.html into it and print their tables.
 
     python jobs/report.py OUTPUT
     python jobs/report.py OUTPUT --against OTHER
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         print(text, end="", flush=True)
     except OSError as error:
-        complain(OSError(f"stdout cannot be written: {error}; report.md has the tables of a report"))
+        complain(OSError(f"stdout cannot be written: {error}; report.html has the tables of a report"))
         return 1
     return 0
 

@@ -4,10 +4,10 @@
     python jobs/train_draft.py --config configs/smollm2.yaml --text books.parquet --output models/small --kind model
 
 The target of the configuration reads pieces of the documents and summarises them; the draft learns its choices. Kind
-`eagle` is a head over the target's last hidden state with copy heads, `eagle3` a head over three of its layers in the
-published layout, `model` a small standalone LM. One document in ten is held out; OUTPUT/README.md says how often the
-draft agrees with the target on those. After an interruption (exit code 75) the same command resumes. OUTPUT/work can be
-deleted afterwards. Exit code 2: the configuration, the text or the output folder cannot be used.
+`eagle` is a head over the target's last hidden state with copy heads, `model` a small standalone LM. One document in
+ten is held out; OUTPUT/README.md says how often the draft agrees with the target on those. After an interruption (exit
+code 75) the same command resumes. OUTPUT/work can be deleted afterwards. Exit code 2: the configuration, the text or
+the output folder cannot be used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from specextend.data.source import open_source
 from specextend.terminal import complain
 from specextend.training.distil import distil
 from specextend.training.fit import FitOptions
-from specextend.training.recording import SummaryOptions
-from specextend.training.samples import SampleOptions
+from specextend.training.recording import SampleOptions, SummaryOptions
 from specextend.training.task import LanguageModelOptions, TrainedKind, TrainOptions
 
 INTERRUPTED = 75

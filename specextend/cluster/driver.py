@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from specextend.cluster.auditing import AuditEnd
 from specextend.cluster.committing import Committer
@@ -33,11 +32,10 @@ from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.config import JobOptions
 from specextend.core import DocumentKey, counted
-from specextend.data.equal_texts import EqualRows
 from specextend.data.inputs import DocumentError, InputUnreachableError
 from specextend.data.parquet import DAMAGED
 from specextend.data.run_folder import RELEASED
-from specextend.data.schema import copied_row, error_row
+from specextend.data.schema import error_row
 from specextend.data.source import Source
 
 LOOK_EVERY_S = 1.0
@@ -61,8 +59,6 @@ class Driver:
     attempt: Attempt
     source: Source
     job: JobOptions
-    equal: EqualRows = field(default_factory=EqualRows.none)
-    """Rows that end like one of the scheduler's documents, without a lease of their own."""
     is_auditing: bool = False
     """True if workers decode some documents again (`decoding.audit_fraction`)."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
@@ -292,9 +288,9 @@ class Driver:
         if isinstance(outcome, Done):
             self._errors.done()
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
-            num_copies = self._commit(lease.key, outcome.row, now)
-            self.metrics.done(worker, lease.lease_id, outcome, num_copies)
-            self.ledger.finish(lease.key, outcome.stats, worker, num_copies)
+            self.committer.add(outcome.row, now)
+            self.metrics.done(worker, lease.lease_id, outcome)
+            self.ledger.finish(lease.key, outcome.stats, worker)
         else:
             self._fail(lease.key, lease.attempt, outcome, worker, now)
 
@@ -355,24 +351,13 @@ class Driver:
             retryable=failed.retryable,
             attempts=attempts,
         )
-        num_copies = self._commit(key, row, now)
+        self.committer.add(row, now)
         facts = place_facts(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
-        others = f" (rows with an equal text that fail like it: {num_copies:,})" if num_copies else ""
-        message = f"document {doc_id} failed: {failed.error_class}: {failed.message}{others}"
+        message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
         self.display.note(message, "document_failed", **facts, error_class=failed.error_class)
         self._errors.failed(doc_id, failed)
-        self.metrics.failed(failed.error_class, 1 + num_copies)
-        self.ledger.finish(key, None, worker, num_copies)
-
-    def _commit(self, key: DocumentKey, row: dict[str, Any], now: float) -> int:
-        """Add the row of a document and those of its copies to the next commit; return the number of copies."""
-        self.committer.add(row, now)
-        if equal := self.equal.of(key):
-            for copy, doc_id in equal:
-                self.committer.add(copied_row(row, copy, doc_id), now)
-            self.display.event("rows_copied", **place_facts(key), rows=len(equal))
-            self.committer.commit_if_due(now)
-        return len(equal)
+        self.metrics.failed(failed.error_class)
+        self.ledger.finish(key, None, worker)
 
 
 def is_damaged_row(source: Source, key: DocumentKey) -> bool:

@@ -319,7 +319,7 @@ class _Session:
         for event in self.pool.wait(TICK_S):
             self._handle(event)
         if self.guard.is_stalled(self.pool.clock()):
-            raise WorkersFailError("the worker of the calibration reads and writes no token (job.silence_s)")
+            raise WorkersFailError("the worker of the calibration reads and writes no token")
 
     def _handle(self, event: Event) -> None:
         match event:

@@ -18,7 +18,7 @@ from specextend.stats import PHASES
 EVERY_S = 1.0
 """Seconds between two values of a gauge."""
 COUNTERS = {
-    "documents": ("Rows that ended, by outcome: done, copied from a row with an equal text, or failed.", ("outcome",)),
+    "documents": ("Documents that ended, by outcome: done or failed.", ("outcome",)),
     "errors": ("Documents that became error rows, by class.", ("error_class",)),
     "worker_deaths": ("Workers that were lost, by cause: died, node or stalled.", ("cause",)),
     "prompt_tokens": ("Prompt tokens of documents done.", ()),
@@ -89,12 +89,10 @@ class Metrics:
         self._count("output_tokens", new, worker=worker)
         self._outputs[worker] = dict(outputs)
 
-    def done(self, worker: str, lease_id: str, done: Done, num_copies: int = 0) -> None:
-        """Record a document that is done. num_copies: rows that have got a copy of its result."""
+    def done(self, worker: str, lease_id: str, done: Done) -> None:
+        """Record a document that is done."""
         stats = done.stats
         self._count("documents", 1, outcome="done")
-        if num_copies:
-            self._count("documents", num_copies, outcome="copied")
         counted = self._outputs.get(worker, {}).pop(lease_id, 0)
         self._count("output_tokens", stats.num_output_tokens - counted, worker=worker)
         for name in COUNTED:
@@ -107,10 +105,10 @@ class Metrics:
         if stats.mean_acceptance_length is not None:
             self._histograms["acceptance_length"].observe(stats.mean_acceptance_length)
 
-    def failed(self, error_class: str, num_rows: int = 1) -> None:
-        """Record a document that has become an error row. num_rows: how many, with rows that have an equal text."""
-        self._count("documents", num_rows, outcome="failed")
-        self._count("errors", num_rows, error_class=error_class)
+    def failed(self, error_class: str) -> None:
+        """Record a document that has become an error row."""
+        self._count("documents", 1, outcome="failed")
+        self._count("errors", 1, error_class=error_class)
 
     def worker_lost(self, worker: str, cause: str) -> None:
         """Record a worker that was lost. cause: `died`, `node` or `stalled`."""

@@ -24,10 +24,9 @@ from specextend.data.selection import recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
-from specextend.hub import HubUnreachableError
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.long_documents import check_chunks
-from specextend.model_files import current_commit, resolve_revision
+from specextend.model_files import HubUnreachableError, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes
 
@@ -148,16 +147,9 @@ def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfi
         models[name] = asked | {"commit": commit}
         if commit is not None and commit != options.revision:
             changed[name] = replace(options, revision=commit)
-            newer = current_commit(options.model, options.revision) if is_known else commit
-            notes.append(_say_commit(name, options.model, options.revision, commit, newer))
+            begun = ", with which this run began" if is_known else ""
+            notes.append(f"{name} {options.model} ({options.revision or 'default branch'}) is commit {commit}{begun}")
     return config.model_copy(update=changed), models, tuple(notes)
-
-
-def _say_commit(name: str, model: str, revision: str | None, commit: str, newer: str | None) -> str:
-    line = f"{name} {model} ({revision or 'default branch'}) is commit {commit}"
-    if newer in (None, commit):
-        return line
-    return f"{line}, with which this run began; the Hub has {newer} by now, which only a run of its own takes"
 
 
 def _check_run(config: RunConfig, prompts: Prompts) -> None:

@@ -111,19 +111,19 @@ class Ledger:
         self._num_running = 0
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "", num_copies: int = 0) -> None:
+    def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> None:
         """Note that a document is done, with its true counts, or has become an error row (None).
 
-        worker: in whose engine it was, if it was in one. num_copies: rows that end like it.
+        worker: in whose engine it was, if it was in one.
         """
         estimate = self._estimates[key]
         self._leave(key, self._running.get(worker, {}))
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
         if stats is None:
-            self._num_errors += 1 + num_copies
+            self._num_errors += 1
             return
-        self._num_done += 1 + num_copies
+        self._num_done += 1
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
 

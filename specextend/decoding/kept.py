@@ -17,8 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specextend.file_hashes import cache_folder
-
 VERSION = 2
 _MOST_PREEMPTIONS_PER_S = 100.0
 """Two idle cores show 20 to 45, beside one more busy process 150 and more."""
@@ -26,6 +24,15 @@ _PATIENCE_S = 1.5
 """Seconds within which a disturbed measurement is repeated."""
 
 Measured = TypeVar("Measured")
+
+
+def cache_folder() -> Path | None:
+    """Return `$XDG_CACHE_HOME/specextend` or `~/.cache/specextend`; None if there is no home either."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the standard says to ignore relative ones
+        return Path(base, "specextend")
+    home = os.path.expanduser("~")
+    return Path(home, ".cache", "specextend") if os.path.isabs(home) else None
 
 
 def measure_undisturbed(

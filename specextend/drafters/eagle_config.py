@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from specextend.checkpoint import TensorInfo, read_json, read_safetensors_header
+from specextend.model_files import TensorInfo, read_json, read_safetensors_header
 
 FORMAT = "specextend-eagle"
 VERSION = 1

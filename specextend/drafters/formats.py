@@ -21,7 +21,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specextend.checkpoint import (
+from specextend.core import counted
+from specextend.drafters import eagle_config
+from specextend.model_files import (
     INDEX,
     TensorInfo,
     convert_pickles,
@@ -30,8 +32,6 @@ from specextend.checkpoint import (
     read_json,
     read_safetensors_header,
 )
-from specextend.core import counted
-from specextend.drafters import eagle_config
 
 KNOWN = "specextend-eagle (our own), EAGLE-1/2 and EAGLE-3 (SafeAILab), speculators (eagle, eagle3)"
 _LAYERS = ("midlayer.", "layers.0.", "transformer.")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
-from specextend.checkpoint import read_json, read_safetensors_header
 from specextend.decoding.model import CachedModel
 from specextend.drafters.draft_cache import DraftCache
 from specextend.drafters.eagle_config import VOCABULARY, read_token_ids
+from specextend.model_files import read_json, read_safetensors_header
 
 
 class ModelNetwork:

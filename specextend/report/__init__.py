@@ -1,9 +1,9 @@
 """The report of a run folder: the wall clock, speeds, shares of the time, findings; and two runs side by side."""
 
 from specextend.report.build import build_report, read_report, write_report
+from specextend.report.comparison import compare, render_comparison
 from specextend.report.figures import RunFigures
 from specextend.report.sections import render, render_outcome
-from specextend.report.side_by_side import compare, render_comparison
 
 __all__ = [
     "RunFigures",

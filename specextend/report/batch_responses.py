@@ -9,7 +9,7 @@ from typing import Any
 
 from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.storage import Location, atomic_output
-from specextend.report.rows import RUN_ID, Rows
+from specextend.report.rows import RUN_ID, read_rows
 
 _DONE = (
     "doc_id",
@@ -32,17 +32,16 @@ def write_responses(output: Location, file: Location) -> tuple[int, int, int | N
     manifest = read_manifest(output)
     model = "" if manifest is None else str(manifest["config"]["target"]["model"])
     counts = [0, 0]
-    rows = Rows(output)
     with atomic_output(file) as path, open(path, "w", encoding="utf-8") as stream:
-        for response in _responses(rows, model):
+        for response in _responses(output, model):
             stream.write(json.dumps(response, ensure_ascii=False) + "\n")
             counts[0] += 1
             counts[1] += response["error"] is not None
     return counts[0], counts[1], None if manifest is None else num_input_rows(manifest)
 
 
-def _responses(rows: Rows, model: str) -> Iterator[dict[str, Any]]:
-    for is_done, table in rows.both(_DONE, _FAILED):
+def _responses(output: Location, model: str) -> Iterator[dict[str, Any]]:
+    for is_done, table in read_rows(output, _DONE, _FAILED):
         yield from (_response(row, model) if is_done else _error(row) for row in table.to_pylist())
 
 

@@ -1,24 +1,22 @@
-"""Figures of the documents of a run, collected table by table."""
+"""Figures of the documents of a run: sums and their ratios in all and by prompt length, spreads, counts, errors."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from specextend.data.schema import PART_SCHEMA
-from specextend.report.limit_shares import LIMITED
 from specextend.report.rows import BATCH_ROWS, RUN_ID, told_apart
-from specextend.report.statistics import COLUMNS, Tally, bucket_name, bucket_of, spread, spread_json
 from specextend.stats import PHASES, ratio
 
-_TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
-_OF_WORK = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
+SMALLEST = 512
+"""Upper bound in tokens of the smallest bucket of prompt lengths."""
+NUM_SLOWEST = 10
 _STEP_COUNTS = (
     "num_spec_steps",
     "num_plain_steps",
@@ -27,129 +25,33 @@ _STEP_COUNTS = (
     "num_fallbacks",
     "num_hybrid_steps",
 )
-TIMED = tuple(dict.fromkeys(("started_at", "total_s", "num_output_tokens", *PHASES, *LIMITED)))
-"""Columns that the wall clock and the limits need of each document, beside RUN_ID."""
+_TOKENS = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_dropped_tokens")
+_SUMS = (*_TOKENS, *_STEP_COUNTS, "num_retrievals", "num_memory_retries", "decode_s", "total_s", *PHASES)
+_WEIGHTED = ("coverage_sum", "churn_sum", "num_churns", "tried_again")
+_OF_TEXT = ("copied_fraction", "rouge1", "rouge2", "rougeL")
+_OF_WORK = ("queue_s", "ttft_s", "decode_s", "total_s", "mean_acceptance_length")
 _SLOWEST = ("doc_id", "worker", "attempts", "num_prompt_tokens", "num_output_tokens", "finish_reason", "queue_s")
-DONE_COLUMNS = [
-    *dict.fromkeys([*COLUMNS, *_OF_WORK, *_TEXT, *TIMED, *_SLOWEST, "quality_flags", "copied_from"]),
-]
-"""Columns of a finished document that the report needs."""
-ERROR_COLUMNS = ["doc_id", "error_class", "message", "stage", "retryable"]
+DONE_COLUMNS = tuple(
+    dict.fromkeys(
+        (
+            *(*_SLOWEST, *_SUMS, *_OF_WORK, *_OF_TEXT, "acceptance_histogram", "retrieval_coverage", "retrieval_churn"),
+            *("started_at", "num_forwards", "num_requests", "quality_flags", "copied_from"),
+        )
+    )
+)
+"""Columns of a finished document that the report needs: no text, but a few hundred bytes."""
+ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
-NUM_SLOWEST = 10
-
-
-@dataclass(slots=True)
-class DoneFigures:
-    """Figures of the finished documents, collected table by table.
-
-    A row that is a copy of another one counts where summaries are counted and measured, not where work is.
-    """
-
-    num_rows: int = 0
-    num_copied: int = 0
-    tally: Tally = field(default_factory=Tally)
-    buckets: defaultdict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    values: defaultdict[str, list[NDArray[np.float64]]] = field(default_factory=lambda: defaultdict(list))
-    """One number per document, for the spreads."""
-    counts: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    _timed: list[pa.Table] = field(default_factory=list)
-    _slowest: pa.Table | None = None
-
-    def add(self, rows: pa.Table) -> None:
-        """Add rows of DONE_COLUMNS and RUN_ID."""
-        rows = _without_nan(rows)
-        is_decoded = rows["copied_from"].is_null()
-        self._add_work(rows.filter(is_decoded) if rows["copied_from"].null_count < len(rows) else rows)
-        self._add_texts(rows)
-
-    def _add_texts(self, rows: pa.Table) -> None:
-        self.num_rows += len(rows)
-        self.num_copied += len(rows) - rows["copied_from"].null_count
-        for name in _TEXT:
-            self.values[name].append(rows[name].drop_null().to_numpy())
-        self.counts["finish_reason"].update(rows["finish_reason"].drop_null().to_pylist())
-        self.counts["quality_flags"].update(pc.list_flatten(rows["quality_flags"]).to_pylist())
-
-    def _add_work(self, rows: pa.Table) -> None:
-        self.tally.add(rows)
-        buckets = np.array([bucket_of(tokens) for tokens in rows["num_prompt_tokens"].fill_null(0).to_pylist()])
-        for bucket in np.unique(buckets).tolist():
-            self.buckets[bucket].add(rows.filter(pa.array(buckets == bucket)))
-        for name in _OF_WORK:
-            self.values[name].append(rows[name].drop_null().to_numpy())
-        self.values["decode_tokens_per_s"].append(_decode_speeds(rows))
-        self.counts["worker"].update(rows["worker"].drop_null().to_pylist())
-        self._timed.append(rows.select([*TIMED, RUN_ID]))
-        self._keep_slowest(rows.filter(rows["total_s"].is_valid()))
-
-    def _keep_slowest(self, rows: pa.Table) -> None:
-        rows = rows if self._slowest is None else pa.concat_tables([self._slowest, rows])
-        keys = [("total_s", "descending"), ("doc_id", "ascending")]
-        self._slowest = rows.take(pc.select_k_unstable(rows, NUM_SLOWEST, keys))
-
-    @property
-    def timed(self) -> pa.Table:
-        """Return TIMED and RUN_ID of all documents."""
-        schema = pa.schema([*(PART_SCHEMA.field(name) for name in TIMED), (RUN_ID, pa.string())])
-        return pa.concat_tables(self._timed) if self._timed else schema.empty_table()
-
-    def report(self) -> dict[str, Any]:
-        """Return the sections of the report that follow from the finished documents alone."""
-        tally = self.tally
-        return {
-            "tokens": {name: tally.sums[f"num_{name}_tokens"] for name in ("prompt", "cached", "output", "dropped")},
-            "acceptance": _acceptance(tally),
-            "speed": _speed(tally),
-            "time": {"busy_s": tally.busy_s, "shares": tally.time_shares},
-            "retrieval": _retrieval(tally),
-            "retries": {"documents": tally.num_tried_again, "memory": tally.sums["num_memory_retries"]},
-            "per_document": {
-                name: spread_json(spread(np.concatenate(values).tolist())) for name, values in self.values.items()
-            },
-            "buckets": [_bucket(bucket, self.buckets[bucket]) for bucket in sorted(self.buckets)],
-            "finish_reasons": _falling(self.counts["finish_reason"]),
-            "quality_flags": _falling(self.counts["quality_flags"]),
-            "workers": _falling(self.counts["worker"]),
-            "slowest": [] if self._slowest is None else [_slow(row) for row in self._slowest.to_pylist()],
-        }
-
-
-@dataclass(slots=True)
-class ErrorFigures:
-    """Counts of the failed documents by class and stage, with one example each."""
-
-    counts: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
-    examples: dict[tuple[str, str, bool], tuple[str, str]] = field(default_factory=dict)
-
-    @property
-    def num_rows(self) -> int:
-        """Count the failed documents."""
-        return self.counts.total()
-
-    def add(self, rows: pa.Table) -> None:
-        """Add rows of ERROR_COLUMNS."""
-        for row in rows.to_pylist():
-            kind = (row["error_class"], row["stage"] or "", row["retryable"])
-            self.counts[kind] += 1
-            self.examples.setdefault(kind, (row["doc_id"] or "", row["message"] or ""))
-
-    def report(self) -> list[dict[str, Any]]:
-        """Return one entry for each class and stage, the most frequent first."""
-        names = ("error_class", "stage", "retryable", "rows", "example_doc_id", "example_message")
-        return [
-            dict(zip(names, (*kind, rows, *self.examples[kind]), strict=True))
-            for kind, rows in self.counts.most_common()
-        ]
+_DONE_SCHEMA = pa.schema([*(PART_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, pa.string())])
 
 
 class RunFigures:
-    """Figures of all documents of a run, collected as its results are read."""
+    """What the figures of a run need of its rows, collected as they are read."""
 
     def __init__(self) -> None:
-        self._done, self.errors = DoneFigures(), ErrorFigures()
-        self._waiting: list[pa.Table] = []
-        self._num_waiting = 0
+        self._done: list[pa.Table] = []
+        self._waiting = [_DONE_SCHEMA.empty_table()]
+        self._errors: dict[tuple[str, str, bool], dict[str, Any]] = {}
 
     def add(self, results: pa.Table) -> None:
         """Add results as `read_results` yields them, with all columns and ORIGIN."""
@@ -157,85 +59,196 @@ class RunFigures:
 
     def take(self, is_done: bool, rows: pa.Table) -> None:
         """Add rows of DONE_COLUMNS and RUN_ID, or error rows of ERROR_COLUMNS."""
-        if not is_done:
-            self.errors.add(rows)
+        if is_done:
+            self._waiting.append(rows)
+            if sum(map(len, self._waiting)) >= BATCH_ROWS:
+                self._join()
             return
-        self._waiting.append(rows)
-        self._num_waiting += len(rows)
-        if self._num_waiting >= BATCH_ROWS:
-            self._join()
+        for row in rows.to_pylist():
+            kind = {"error_class": row["error_class"], "stage": row["stage"] or "", "retryable": row["retryable"]}
+            example = {"example_doc_id": row["doc_id"] or "", "example_message": row["message"] or ""}
+            self._errors.setdefault(tuple(kind.values()), {**kind, "rows": 0, **example})["rows"] += 1
 
     @property
-    def done(self) -> DoneFigures:
-        """Return the figures of the finished documents that were added so far."""
+    def done(self) -> pa.Table:
+        """Return DONE_COLUMNS and RUN_ID of the finished documents; NaN and infinity are null."""
         self._join()
-        return self._done
+        return pa.concat_tables(self._done)
+
+    @property
+    def num_errors(self) -> int:
+        """Count the failed documents."""
+        return sum(error["rows"] for error in self._errors.values())
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        """Return the failed documents by class and stage, each with one example, the most frequent first."""
+        return sorted(self._errors.values(), key=lambda error: -error["rows"])
 
     def _join(self) -> None:
-        """Count the rows that wait: a commit has few, and every table costs the same."""
+        """Make one piece of the tables that wait: a commit has few rows, and every piece costs the same."""
         if self._waiting:
-            self._done.add(pa.concat_tables(self._waiting).combine_chunks())
-        self._waiting, self._num_waiting = [], 0
+            self._done.append(_without_nan(pa.concat_tables(self._waiting).combine_chunks()))
+        self._waiting = []
 
 
-def _acceptance(tally: Tally) -> dict[str, Any]:
+def decoded(documents: pa.Table) -> pa.Table:
+    """Select the documents on which work was done: not those that are copies of another one."""
+    is_decoded = documents["copied_from"].is_null()
+    return documents.filter(is_decoded) if documents["copied_from"].null_count < len(documents) else documents
+
+
+def document_figures(documents: pa.Table) -> dict[str, Any]:
+    """Compute the sections of the report that follow from the finished documents (DONE_COLUMNS) alone.
+
+    A copy of another document counts where summaries are counted and measured, not where work is.
+    """
+    work = _with_weights(decoded(documents))
+    sums = _sums(work)
+    busy_s = _busy_s(sums)
+    histogram = _histogram(work["acceptance_histogram"])
+    spreads = {name: work[name] for name in _OF_WORK} | {"decode_tokens_per_s": _decode_speeds(work)}
+    spreads |= {name: documents[name] for name in _OF_TEXT}
     return {
-        "mean_acceptance_length": tally.mean_acceptance_length,
-        "draft_acceptance_rate": tally.draft_acceptance_rate,
-        "histogram": tally.acceptance_histogram,
-        "at_least": tally.accepted_at_least,
-        "mean_tree_size": tally.mean_tree_size,
-        **{name: tally.sums[name] for name in _STEP_COUNTS},
-    }
-
-
-def _speed(tally: Tally) -> dict[str, float | None]:
-    return {
-        "decode_tokens_per_s": tally.decode_tokens_per_s,
-        "end_to_end_tokens_per_s": tally.end_to_end_tokens_per_s,
-        "tokens_per_busy_s": tally.tokens_per_busy_s,
-    }
-
-
-def _retrieval(tally: Tally) -> dict[str, float | None]:
-    return {
-        "num_retrievals": tally.sums["num_retrievals"],
-        "coverage": tally.retrieval_coverage,
-        "churn": tally.retrieval_churn,
-    }
-
-
-def _bucket(bucket: int, tally: Tally) -> dict[str, Any]:
-    return {
-        "bucket": bucket_name(bucket),
-        "max_prompt_tokens": bucket,
-        "documents": tally.num_documents,
-        "mean_acceptance_length": tally.mean_acceptance_length,
-        **_speed(tally),
-        "time_shares": tally.time_shares,
-        "seconds_per_document": {
-            name.removesuffix("_s"): ratio(tally.sums[name], tally.num_documents) for name in PHASES
+        "tokens": {name.removeprefix("num_").removesuffix("_tokens"): sums[name] for name in _TOKENS},
+        "acceptance": {
+            "mean_acceptance_length": _acceptance_length(sums),
+            "draft_acceptance_rate": ratio(sums["num_accepted_tokens"], sums["num_draft_tokens"]),
+            "histogram": histogram,
+            "at_least": [sum(histogram[depth:]) / sum(histogram) for depth in range(len(histogram)) if sum(histogram)],
+            "mean_tree_size": ratio(sums["num_draft_tokens"], sums["num_spec_steps"]),
+            **{name: sums[name] for name in _STEP_COUNTS},
         },
-        "retrieval_coverage": tally.retrieval_coverage,
+        "speed": _speed(sums),
+        "time": {"busy_s": busy_s, "shares": _shares(sums)},
+        "retrieval": {
+            "num_retrievals": sums["num_retrievals"],
+            "coverage": ratio(sums["coverage_sum"], sums["num_retrievals"]),
+            "churn": ratio(sums["churn_sum"], sums["num_churns"]),
+        },
+        "retries": {"documents": sums["tried_again"], "memory": sums["num_memory_retries"]},
+        "per_document": {name: _spread(column) for name, column in spreads.items()},
+        "buckets": _buckets(work),
+        "finish_reasons": _counts(documents["finish_reason"]),
+        "quality_flags": _counts(pc.list_flatten(documents["quality_flags"])),
+        "workers": _counts(work["worker"]),
+        "slowest": _slowest(work),
     }
 
 
-def _slow(row: dict[str, Any]) -> dict[str, Any]:
-    """Describe one of the slowest documents."""
-    times = {name: row[name] for name in ("total_s", *PHASES)}
-    started = None if row["started_at"] is None else row["started_at"].isoformat(timespec="milliseconds")
-    return {name: row[name] for name in _SLOWEST} | times | {"started_at": started}
+def _with_weights(work: pa.Table) -> pa.Table:
+    """Add the columns of _WEIGHTED, whose sums are divided by others.
+
+    A document with one retrieval has no churn: null, and left out of both sums.
+    """
+    retrievals, churn = work["num_retrievals"], work["retrieval_churn"]
+    changes = pc.subtract(retrievals, 1)
+    added = {
+        "coverage_sum": pc.multiply(work["retrieval_coverage"], retrievals),
+        "churn_sum": pc.multiply(churn, changes),
+        "num_churns": pc.if_else(churn.is_valid(), changes, None),
+        "tried_again": pc.cast(pc.greater(work["attempts"], 1), pa.int64()),
+    }
+    for name, column in added.items():
+        work = work.append_column(name, column)
+    return work
 
 
-def _falling(counts: Counter[str]) -> dict[str, int]:
-    return dict(counts.most_common())
+def _sums(work: pa.Table) -> dict[str, Any]:
+    """Add up the columns over the documents; those without values are 0."""
+    sums = {name: pc.sum(work[name]).as_py() or 0 for name in (*_SUMS, *_WEIGHTED)}
+    return {"documents": len(work), **sums}
 
 
-def _decode_speeds(rows: pa.Table) -> NDArray[np.float64]:
+def _buckets(work: pa.Table) -> list[dict[str, Any]]:
+    """Describe the documents of each prompt length, up to a power of two; the bound belongs to its bucket."""
+    tokens = work["num_prompt_tokens"].fill_null(0).to_numpy()
+    bounds = np.maximum(SMALLEST, 1 << np.frexp(tokens - 1)[1])
+    narrow = work.select([*_SUMS, *_WEIGHTED])
+    of_bound = ((bound, _sums(narrow.filter(pa.array(bounds == bound)))) for bound in np.unique(bounds).tolist())
+    return [_bucket(bound, sums) for bound, sums in of_bound]
+
+
+def _bucket(bound: int, sums: Mapping[str, Any]) -> dict[str, Any]:
+    documents = sums["documents"]
+    return {
+        "bucket": f"{bound // 1024}K" if bound >= 1024 else str(bound),
+        "max_prompt_tokens": bound,
+        "documents": documents,
+        "mean_acceptance_length": _acceptance_length(sums),
+        **_speed(sums),
+        "time_shares": _shares(sums),
+        "seconds_per_document": {name.removesuffix("_s"): ratio(sums[name], documents) for name in PHASES},
+        "retrieval_coverage": ratio(sums["coverage_sum"], sums["num_retrievals"]),
+    }
+
+
+def _acceptance_length(sums: Mapping[str, Any]) -> float | None:
+    """Return the tokens per speculative step, including the one that the target adds."""
+    extra = ratio(sums["num_accepted_tokens"], sums["num_spec_steps"])
+    return None if extra is None else 1 + extra
+
+
+def _speed(sums: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return tokens per second: of a sequence after its first token, of it with prefill, of a worker with its batch."""
+    tokens = sums["num_output_tokens"]
+    return {
+        "decode_tokens_per_s": ratio(tokens - sums["documents"], sums["decode_s"]),
+        "end_to_end_tokens_per_s": ratio(tokens, sums["total_s"]),
+        "tokens_per_busy_s": ratio(tokens, _busy_s(sums)),
+    }
+
+
+def _busy_s(sums: Mapping[str, Any]) -> float:
+    return sum(sums[name] for name in PHASES)
+
+
+def _shares(sums: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the share of the workers' time that each phase took."""
+    return {name.removesuffix("_s"): ratio(sums[name], _busy_s(sums)) for name in PHASES}
+
+
+def _histogram(column: pa.ChunkedArray) -> list[int]:
+    """Add lists up entry by entry, the missing entries of shorter ones as 0."""
+    lists = pa.chunked_array([column.drop_null().combine_chunks()])
+    lengths = pc.list_value_length(lists).to_numpy()
+    places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return [int(count) for count in np.bincount(places, weights=pc.list_flatten(lists).to_numpy())]
+
+
+def _decode_speeds(work: pa.Table) -> pa.ChunkedArray:
     """Compute the decode speed of each document with two or more tokens."""
-    rows = rows.filter(pc.greater(rows["decode_s"], 0))
-    speeds = pc.divide(pc.cast(pc.subtract(rows["num_output_tokens"], 1), pa.float64()), rows["decode_s"])
-    return speeds.drop_null().to_numpy()
+    seconds = pc.if_else(pc.greater(work["decode_s"], 0), work["decode_s"], None)
+    return pc.divide(pc.cast(pc.subtract(work["num_output_tokens"], 1), pa.float64()), seconds)
+
+
+def _spread(column: pa.ChunkedArray) -> dict[str, Any] | None:
+    """Return n, median, mean, range and sample standard deviation of the values that are not null."""
+    values = column.drop_null().to_pylist()
+    if not values:
+        return None
+    return {
+        "n": len(values),
+        "median": statistics.median(values),
+        "mean": statistics.fmean(values),
+        "min": min(values),
+        "max": max(values),
+        "sd": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def _counts(column: pa.ChunkedArray) -> dict[str, int]:
+    """Count the rows of each value, the most frequent first."""
+    counts = pc.value_counts(column.drop_null()).to_pylist()
+    return {each["values"]: each["counts"] for each in sorted(counts, key=lambda each: -each["counts"])}
+
+
+def _slowest(work: pa.Table) -> list[dict[str, Any]]:
+    chosen = pc.select_k_unstable(work, NUM_SLOWEST, [("total_s", "descending"), ("doc_id", "ascending")])
+    rows = work.select(list(dict.fromkeys((*_SLOWEST, "total_s", *PHASES, "started_at")))).take(chosen).to_pylist()
+    for row in rows:
+        row["started_at"] = row["started_at"] and row["started_at"].isoformat(timespec="milliseconds")
+    return [row for row in rows if row["total_s"] is not None]
 
 
 def _without_nan(rows: pa.Table) -> pa.Table:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -13,21 +13,19 @@ from markupsafe import Markup, escape
 
 from specextend.core import counted, first_line, printable
 from specextend.data.run_folder import parse_time
-from specextend.report import sections
-from specextend.report.tables import Section, duration, number, percent
+from specextend.report.sections import RUN, WALL_CLOCK, Figures, look_up, number, sections
 
-FORMATS: dict[str, Callable[[Any], str]] = {
-    "count": partial(number, digits=0),
-    "documents": partial(counted, noun="document"),
-    "plain steps": partial(counted, noun="plain step"),
-    "times": partial(counted, noun="time"),
-    "tokens": partial(counted, noun="token"),
-    "1 digit": partial(number, digits=1),
-    "2 digits": partial(number, digits=2),
-    "percent": percent,
-    "duration": duration,
+TILES: Figures = {
+    "Documents done": ("rows.done", number),
+    "Failed": ("rows.errors", number),
+    "Left to do": ("rows.pending", number),
+    "Documents an hour": WALL_CLOCK["documents an hour"],
+    "Output tokens a second": WALL_CLOCK["output tokens/s of the job"],
+    "Tokens per speculative step": RUN["mean acceptance length"],
+    "Cost of 1,000 documents": WALL_CLOCK["cost of 1,000 documents"],
+    "Worker hours": WALL_CLOCK["worker hours"],
 }
-"""How the page shows a figure of the report."""
+"""What the page shows first, in large figures; those without a value are left out."""
 STATES = {
     None: "no end recorded",
     0: "complete",
@@ -38,20 +36,9 @@ STATES = {
 """What an exit code of the last start means for its run; any other is a failure."""
 ALIVE_S = 60.0
 """Age of a driver's last sign of life below which the page calls its run running; a driver beats every 10 s."""
-TABLES: tuple[Callable[[dict[str, Any]], Section], ...] = (
-    sections.phases,
-    sections.limits,
-    sections.buckets,
-    sections.slowest,
-    sections.texts,
-    sections.audit,
-    sections.errors,
-    sections.starts,
-)
-"""The tables of the page, which names them as their functions."""
 
 
-def to_html(report: dict[str, Any]) -> str:
+def to_html(report: Mapping[str, Any]) -> str:
     """Render the report as a page.
 
     It never raises: the texts of a run are there, and must not be lost to a fault of its page, which says so instead.
@@ -62,11 +49,17 @@ def to_html(report: dict[str, Any]) -> str:
         why = escape(printable(f"{type(error).__name__}: {first_line(error)}"))
         return (
             '<!doctype html><meta charset="utf-8"><title>Report</title>'
-            f"<p>This page could not be made ({why}). report.md and report.json hold the figures.</p>\n"
+            f"<p>This page could not be made ({why}). report.json holds the figures.</p>\n"
         )
 
 
-def _render(report: dict[str, Any]) -> str:
+def _render(report: Mapping[str, Any]) -> str:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # what it says of its font cache would break a JSON log
+    from specextend.report.plots import draw_plots  # matplotlib takes a second to import
+
+    plots: defaultdict[str, list[Any]] = defaultdict(list)
+    for plot in draw_plots(report):
+        plots[plot.section].append((plot, Markup(plot.svg)))
     environment = Environment(
         loader=PackageLoader("specextend", "report"),
         autoescape=True,
@@ -75,17 +68,13 @@ def _render(report: dict[str, Any]) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    plots, no_plots = _plots(report)
     return environment.get_template("page.html").render(
         report=report,
-        figure=partial(_figure, report),
-        counted=counted,
-        tables={table.__name__: table(report) for table in TABLES},
-        plots=plots,
-        no_plots=no_plots,
         state=_state(report),
-        phase_names=sections.PHASE_NAMES,
-        kind_names=sections.KIND_NAMES,
+        starts=counted(len(report["starts"]), "start"),
+        tiles=[(name, *_tile(report, *figure)) for name, figure in TILES.items()],
+        sections=sections(report),
+        plots=plots,
         config=_config(report),
     )
 
@@ -95,27 +84,12 @@ def _shown(value: Any) -> Any:
     return printable(value, keep="\n") if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def _plots(report: dict[str, Any]) -> tuple[dict[str, Markup], str]:
-    """Return the plots by name, and the reason if there can be none."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # what it says of its font cache would break a JSON log
-    try:
-        from specextend.report.plots import draw_plots  # matplotlib takes a second to import
-    except ImportError as error:
-        return {}, f"There are no plots, because matplotlib is not installed ({first_line(error)})."
-    return {name: Markup(svg) for name, svg in draw_plots(report).items()}, ""
+def _tile(report: Mapping[str, Any], path: str, show: Callable[[Any], str]) -> tuple[str, str]:
+    """Return where a figure is, and its text."""
+    return path, show(look_up(report, path))
 
 
-def _figure(report: dict[str, Any], path: str, how: str) -> Markup:
-    """Return an element with a figure of the report, which names its place there. path: keys, joined by dots."""
-    value: Any = report
-    for key in path.split("."):
-        value = None if value is None else value[key]
-    if value is None:
-        return Markup('<span class="none">not recorded</span>')
-    return Markup('<data data-figure="{}" value="{}">{}</data>').format(path, json.dumps(value), FORMATS[how](value))
-
-
-def _state(report: dict[str, Any]) -> str:
+def _state(report: Mapping[str, Any]) -> str:
     """Say in a few words how the run stands."""
     if not report["starts"]:
         return "no start recorded"
@@ -126,7 +100,7 @@ def _state(report: dict[str, Any]) -> str:
     return STATES.get(code, f"failed with exit {code}; run again to resume")
 
 
-def _config(report: dict[str, Any]) -> str:
+def _config(report: Mapping[str, Any]) -> str:
     """Return the parts of the configuration that the report holds, as JSON."""
     run = report["run"] or {}
     shown = {name: value for name, value in run.items() if name not in ("fingerprint", "models") and value is not None}

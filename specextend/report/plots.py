@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
-from specextend.core import printable
+from specextend.core import counted, printable
+from specextend.data.run_folder import RELEASED
 from specextend.report.sections import PHASE_NAMES
 
 COLORS = {
@@ -58,91 +60,97 @@ MOST_LABELS = 12
 """Bars of a small plot that have room for a number each."""
 WIDE = 9.2
 """Inches of a plot as wide as the page."""
-Spans = Sequence[tuple[float, float]]
+Box = tuple[int, float, float]
+"""A line of the time line, and begin and end of what is drawn on it, in seconds."""
 
 
-def draw_plots(report: dict[str, Any]) -> dict[str, str]:
-    """Draw the plots for which the report has figures, as SVG elements by name.
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A drawing, and the title of the section to which it belongs."""
 
-    Names are `acceptance_by_depth`, `acceptance_by_bucket`, `time_by_bucket`, and `timeline_<run id>` for each start.
-    """
-    plots: dict[str, Callable[[], Figure]] = {}
-    if len(report["acceptance"]["at_least"]) > 1:
-        plots["acceptance_by_depth"] = lambda: _acceptance_by_depth(report["acceptance"]["at_least"])
-    known = [bucket for bucket in report["buckets"] if bucket["mean_acceptance_length"] is not None]
+    section: str
+    name: str
+    about: str
+    svg: str
+    is_wide: bool = False
+
+
+@rc_context(STYLE)
+def draw_plots(report: Mapping[str, Any]) -> list[Plot]:
+    """Draw the plots for which the report has figures."""
+    at_least, buckets, title = report["acceptance"]["at_least"][1:], report["buckets"], "By prompt length"
+    known = [bucket for bucket in buckets if bucket["mean_acceptance_length"] is not None]
+    names = [bucket["bucket"] for bucket in known]
+    lengths = [bucket["mean_acceptance_length"] for bucket in known]
+    plots = []
+    if at_least:
+        depths, shares = [str(depth + 1) for depth in range(len(at_least))], [100 * share for share in at_least]
+        figure = _bars(depths, shares, "draft tokens accepted, at least", "% of speculative steps", "%.0f", 5.0)
+        plots.append(_plot(title, "acceptance_by_depth", "Speculative steps by accepted draft tokens", figure))
     if known:
-        plots["acceptance_by_bucket"] = lambda: _acceptance_by_bucket(known)
-    timed = [bucket for bucket in report["buckets"] if any(bucket["seconds_per_document"].values())]
-    if timed:
-        plots["time_by_bucket"] = lambda: _time_by_bucket(timed)
+        figure = _bars(names, lengths, "prompt tokens, up to", "tokens per speculative step", "%.2f")
+        plots.append(_plot(title, "acceptance_by_bucket", "Acceptance; 1 is decoding without a draft", figure))
+    if any(any(bucket["seconds_per_document"].values()) for bucket in buckets):
+        plots.append(_plot(title, "time_by_bucket", "Mean seconds of a worker, by phase", _time_by_bucket(buckets)))
     for line in report["timeline"]:
-        plots[f"timeline_{line['run_id']}"] = partial(_timeline, line)
-    return {name: _svg(draw, name) for name, draw in plots.items()}
+        left_out = f"; left out: {counted(line['seats_left_out'], 'more seat')}" if line["seats_left_out"] else ""
+        about = f"Start {line['run_id']}{left_out}"
+        plots.append(_plot("The workers' time", f"timeline_{line['run_id']}", about, _timeline(line), is_wide=True))
+    return plots
 
 
-def _svg(draw: Callable[[], Figure], salt: str) -> str:
-    """Draw a figure as an SVG element without a size of its own. salt: keeps its ids apart from those of others."""
-    with rc_context(STYLE | {"svg.hashsalt": salt}):
-        text = io.StringIO()
+def _plot(section: str, name: str, about: str, figure: Figure, is_wide: bool = False) -> Plot:
+    """Draw a figure as an SVG element without a size of its own; its name keeps its ids apart from those of others."""
+    text = io.StringIO()
+    with rc_context({"svg.hashsalt": name}):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        draw().savefig(text, format="svg", bbox_inches="tight", pad_inches=0.03, metadata=nothing)
+        figure.savefig(text, format="svg", bbox_inches="tight", pad_inches=0.03, metadata=nothing)
     svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    for size in ("width", "height"):
+        svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    for name, color in COLORS.items():
-        svg = svg.replace(color, f"var(--{name})")
-    return svg
+    for variable, color in COLORS.items():
+        svg = svg.replace(color, f"var(--{variable})")
+    return Plot(section, name, about, svg, is_wide)
 
 
-def _acceptance_by_depth(at_least: Sequence[float]) -> Figure:
-    """Draw the share of speculative steps that accepted at least so many draft tokens."""
-    figure, axes = _small()
-    depths = range(1, len(at_least))
-    bars = axes.bar(depths, [100 * share for share in at_least[1:]], width=0.62, color=COLORS["accent"])
-    if len(depths) <= MOST_LABELS:
-        axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=8, color=COLORS["muted"])
-    axes.set_xticks(depths[:: -(-len(depths) // MOST_LABELS)])
-    axes.set_xlabel("draft tokens accepted, at least")
-    axes.set_ylabel("% of speculative steps")
-    axes.set_ylim(0, max(5.0, 115 * max(at_least[1:])))
-    return figure
-
-
-def _acceptance_by_bucket(buckets: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the acceptance length over prompt length."""
-    figure, axes = _small()
-    lengths = [bucket["mean_acceptance_length"] for bucket in buckets]
-    bars = axes.bar(range(len(buckets)), lengths, width=0.62, color=COLORS["accent"])
-    axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8, color=COLORS["muted"])
-    axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8, linestyle=(0, (3, 3)))
-    axes.set_xticks(range(len(buckets)), [bucket["bucket"] for bucket in buckets])
-    axes.set_xlabel("prompt tokens, up to")
-    axes.set_ylabel("tokens per speculative step")
-    axes.set_ylim(0, 1.15 * max(lengths))
+def _bars(
+    names: Sequence[str], values: Sequence[float], x_label: str, y_label: str, fmt: str, least: float = 0.0
+) -> Figure:
+    """Draw one bar for each name. least: height of the axis if all bars are low."""
+    figure, axes = _small(names, x_label, y_label)
+    bars = axes.bar(range(len(names)), values, width=0.62, color=COLORS["accent"])
+    if len(names) <= MOST_LABELS:
+        axes.bar_label(bars, fmt=fmt, padding=2, fontsize=8, color=COLORS["muted"])
+    axes.set_ylim(0, max(least, 1.15 * max(values)))
     return figure
 
 
 def _time_by_bucket(buckets: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the seconds that a document takes, by phase, over prompt length."""
-    figure, axes = _small()
-    bottoms = [0.0] * len(buckets)
+    figure, axes = _small([bucket["bucket"] for bucket in buckets], "prompt tokens, up to", "seconds per document")
+    bottoms = np.zeros(len(buckets))
     for number, (phase, name) in enumerate(PHASE_NAMES.items()):
-        seconds = [bucket["seconds_per_document"][phase] or 0.0 for bucket in buckets]
-        if any(seconds):
-            axes.bar(
-                range(len(buckets)), seconds, bottom=bottoms, width=0.62, color=COLORS[f"shade-{number}"], label=name
-            )
-        bottoms = [bottom + value for bottom, value in zip(bottoms, seconds, strict=True)]
-    axes.set_xticks(range(len(buckets)), [bucket["bucket"] for bucket in buckets])
-    axes.set_xlabel("prompt tokens, up to")
-    axes.set_ylabel("seconds per document")
-    handles, labels = axes.get_legend_handles_labels()
+        seconds = np.array([bucket["seconds_per_document"][phase] or 0.0 for bucket in buckets])
+        if seconds.any():
+            color = COLORS[f"shade-{number}"]
+            axes.bar(range(len(buckets)), seconds, bottom=bottoms, width=0.62, color=color, label=name)
+        bottoms += seconds
     style: dict[str, Any] = {"fontsize": 8, "handlelength": 0.9, "columnspacing": 1.2, "borderpad": 0.1}
-    axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3, **style)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3, **style)
     return figure
+
+
+def _small(names: Sequence[str], x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    """Make a small plot with a place for each name; of many names only some are written."""
+    figure = Figure(figsize=SMALL)
+    axes = figure.add_subplot()
+    step = -(-len(names) // MOST_LABELS)
+    axes.set_xticks(range(0, len(names), step), names[::step])
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return figure, axes
 
 
 def _timeline(line: Mapping[str, Any]) -> Figure:
@@ -151,18 +159,23 @@ def _timeline(line: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(WIDE, 0.75 + 0.26 * len(seats)))
     axes = figure.add_subplot()
     size, unit = _unit(line["seconds"])
-    drawn: dict[str, list[tuple[int, float, float]]] = {"ready": [], "loading": [], "documents": []}
+    ready, loading, documents = list[Box](), list[Box](), list[Box]()
     for worker in line["workers"]:
         place = seats.index(_label(worker))
-        for kind, spans in _kinds(worker, line["seconds"]).items():
-            drawn[kind] += [(place, begin / size, end / size) for begin, end in spans]
-        if worker["reason"] not in (None, "released") and worker["gone_s"] is not None:
-            axes.plot(worker["gone_s"] / size, place, marker="x", markersize=7, color=COLORS["bad"], zorder=4)
-    is_sparse = len(drawn["documents"]) <= 25 * len(seats)  # edges would cover boxes that are narrower
+        begun_s, ready_s = worker["begun_s"], worker["ready_s"]
+        gone_s = line["seconds"] if worker["gone_s"] is None else worker["gone_s"]
+        if begun_s is not None:
+            loading.append((place, begun_s, gone_s if ready_s is None else ready_s))
+        if ready_s is not None:
+            ready.append((place, ready_s, gone_s))
+        documents += [(place, begin, end) for begin, end, _ in worker["spans"]]
+        if worker["reason"] not in (None, RELEASED) and worker["gone_s"] is not None:
+            axes.plot(gone_s / size, place, marker="x", markersize=7, color=COLORS["bad"], zorder=4)
+    is_sparse = len(documents) <= 25 * len(seats)  # edges would cover boxes that are narrower
     edge = {"edgecolor": COLORS["page"], "linewidth": 0.7} if is_sparse else {}
-    axes.add_patch(_boxes(drawn["ready"], 0.12, facecolor=COLORS["line"], label="ready, without a document"))
-    axes.add_patch(_boxes(drawn["loading"], 0.5, facecolor=COLORS["muted"], alpha=0.55, label="loading"))
-    axes.add_patch(_boxes(drawn["documents"], 0.62, facecolor=COLORS["accent"], label="documents", **edge))
+    axes.add_patch(_boxes(ready, size, 0.12, facecolor=COLORS["line"], label="ready, without a document"))
+    axes.add_patch(_boxes(loading, size, 0.5, facecolor=COLORS["muted"], alpha=0.55, label="loading"))
+    axes.add_patch(_boxes(documents, size, 0.62, facecolor=COLORS["accent"], label="documents", **edge))
     axes.plot([], [], marker="x", linestyle="none", markersize=7, color=COLORS["bad"], label="died")
     axes.set_yticks(range(len(seats)), seats)
     axes.set_ylim(len(seats) - 0.4, -0.6)
@@ -181,22 +194,11 @@ def _label(worker: Mapping[str, Any]) -> str:
     return known.decode()[:24]
 
 
-def _kinds(worker: Mapping[str, Any], seconds: float) -> dict[str, Spans]:
-    """Return the times of a worker by kind, in seconds since the start."""
-    begun, ready = worker["begun_s"], worker["ready_s"]
-    gone = seconds if worker["gone_s"] is None else worker["gone_s"]
-    loaded = gone if ready is None else ready
-    return {
-        "loading": [] if begun is None else [(begun, max(begun, loaded))],
-        "ready": [] if ready is None else [(ready, max(ready, gone))],
-        "documents": [(begin, end) for begin, end, _ in worker["spans"]],
-    }
-
-
-def _boxes(boxes: Sequence[tuple[int, float, float]], height: float, **style: Any) -> PathPatch:
-    """Make one patch of many boxes, which keeps the page small. boxes: line, begin and end of each."""
+def _boxes(boxes: Sequence[Box], size: float, height: float, **style: Any) -> PathPatch:
+    """Make one patch of many boxes, which keeps the page small. size: seconds of the time axis' unit."""
     vertices, codes = [(0.0, 0.0)], [Path.MOVETO]
-    for place, begin, end in boxes:
+    for place, begin_s, end_s in boxes:
+        begin, end = begin_s / size, max(begin_s, end_s) / size
         low, high = place - height / 2, place + height / 2
         vertices += [(begin, low), (end, low), (end, high), (begin, high), (begin, low)]
         codes += [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
@@ -208,8 +210,3 @@ def _unit(seconds: float) -> tuple[float, str]:
     if seconds < 180:
         return 1.0, "seconds"
     return (60.0, "minutes") if seconds < 3 * 3600 else (3600.0, "hours")
-
-
-def _small() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=SMALL)
-    return figure, figure.add_subplot()

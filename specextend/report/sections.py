@@ -1,26 +1,23 @@
-"""The tables of the report, as text for a terminal and as Markdown."""
+"""The sections of a report: tables of texts, which the page shows as HTML and the commands print."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from specextend.core import counted
-from specextend.report.tables import (
-    Section,
-    duration,
-    markdown_table,
-    markdown_text,
-    number,
-    percent,
-    shortened,
-    to_grid,
-    to_text,
-)
+from rich.console import Console
+from rich.table import Table
 
-MOST_FINDINGS = 3
-"""Findings that the end of a run shows."""
-MOST_CLASSES = 5
-"""Classes of errors that the end of a run names."""
+from specextend.core import counted, printable
+from specextend.stats import ratio
+
+LONGEST = 200
+"""Most characters of an id or a message that a table shows."""
+MOST_FINDINGS, MOST_CLASSES = 3, 5
+"""Findings and classes of errors that the end of a run shows."""
 PHASE_NAMES = {
     "prefill": "target prefill",
     "draft_prefill": "draft prefill",
@@ -41,272 +38,306 @@ KIND_NAMES = {
 }
 
 
-def render(report: dict[str, Any], width: int = 110) -> str:
-    """Render the report as tables for a terminal, without colours."""
-    return to_text(sections(report), advice_lines(report), width)
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table with a title. The first column and those in `text_columns` hold text, the others numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: Sequence[str] = ()
+    about: str = ""
+    """What a reader must know to understand it."""
 
 
-def render_outcome(report: dict[str, Any], width: int = 110) -> str:
+def number(value: float | None, digits: int = 2) -> str:
+    """Format a number, with a comma between thousands; `-` for None."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """Format a share as a percentage; `-` for None."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def duration(seconds: float | None) -> str:
+    """Format seconds as `0.42 s`, `12.3 s`, `4 min 05 s` or `2 h 07 min`; `-` for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60:,} h {minutes % 60:02d} min"
+
+
+def shortened(text: Any) -> str:
+    """Cut an id, a name or a message to LONGEST characters; `-` for None."""
+    whole = "-" if text is None else str(text)
+    return whole if len(whole) <= LONGEST else whole[: LONGEST - 1] + "…"
+
+
+def message(text: str) -> str:
+    """Join the lines of a message."""
+    return shortened(" ".join(text.split()))
+
+
+def moment(text: str | None) -> str:
+    """Format a time of ISO 8601 to the second; `-` for None."""
+    return "-" if text is None else text[:19].replace("T", " ")
+
+
+tenths = partial(number, digits=1)
+Figures = Mapping[str, tuple[str, Callable[[Any], str]]]
+"""By the name that people read: where a figure is (keys, joined by dots), and how it is shown."""
+RUN: Figures = {
+    "rows in": ("rows.input", number),
+    "rows of the whole input": ("selection.input", number),
+    "rows left out, done before and unchanged": ("selection.unchanged", number),
+    "rows in that had changed": ("selection.changed", number),
+    "rows in that were new": ("selection.new", number),
+    "rows done": ("rows.done", number),
+    "rows copied from rows with an equal text": ("rows.copied", number),
+    "rows failed": ("rows.errors", number),
+    "rows to do": ("rows.pending", number),
+    "rows that took several attempts": ("retries.documents", number),
+    "times that a row began again for want of memory": ("retries.memory", number),
+    "prompt tokens": ("tokens.prompt", number),
+    "prompt tokens that were read for another prompt": ("tokens.cached", number),
+    "output tokens": ("tokens.output", number),
+    "dropped tokens": ("tokens.dropped", number),
+    "mean acceptance length": ("acceptance.mean_acceptance_length", number),
+    "draft acceptance rate": ("acceptance.draft_acceptance_rate", percent),
+    "draft tokens per speculative step": ("acceptance.mean_tree_size", tenths),
+    "speculative steps": ("acceptance.num_spec_steps", number),
+    "plain steps": ("acceptance.num_plain_steps", number),
+    "times that speculation was given up": ("acceptance.num_fallbacks", number),
+    "decode tokens/s": ("speed.decode_tokens_per_s", tenths),
+    "end-to-end tokens/s": ("speed.end_to_end_tokens_per_s", tenths),
+    "output tokens per second of a worker": ("speed.tokens_per_busy_s", tenths),
+    "retrieval coverage": ("retrieval.coverage", percent),
+    "retrieval churn": ("retrieval.churn", percent),
+}
+WALL_CLOCK: Figures = {
+    "time of all starts": ("wall_clock.seconds", duration),
+    "documents an hour": ("wall_clock.documents_per_hour", tenths),
+    "prompt tokens/s of the job": ("wall_clock.prompt_tokens_per_s", tenths),
+    "output tokens/s of the job": ("wall_clock.output_tokens_per_s", tenths),
+    "worker hours": ("wall_clock.worker_hours", number),
+    "GPU hours": ("wall_clock.gpu_hours", number),
+    "cost": ("wall_clock.cost.total", number),
+    "cost of 1,000 documents": ("wall_clock.cost.per_thousand_documents", number),
+    "cost of 1,000,000 output tokens": ("wall_clock.cost.per_million_output_tokens", number),
+    "last 1% of the documents": ("tail.last_percent_s", duration),
+    "last worker alone": ("tail.last_worker_alone_s", duration),
+}
+AUDIT: Figures = {
+    "documents decoded again without a draft": ("audit.documents", number),
+    "of which failed": ("audit.failed", number),
+    "equal to the last token": ("audit.equal", number),
+    "different where two tokens nearly tied": ("audit.near_ties", number),
+    "different by more than rounding": ("audit.different", number),
+    "tokens before the first difference": ("audit.token_agreement", percent),
+    "largest gap of a difference, in logits": ("audit.largest_gap", partial(number, digits=3)),
+    "speed-up of decoding": ("audit.speedup.decode", number),
+    "speed-up end to end": ("audit.speedup.end_to_end", number),
+    "speed-up measured on documents": ("audit.speedup.documents", number),
+    "decoded together": ("audit.speedup.batch_size", number),
+    "worker time": ("audit.seconds", duration),
+}
+LIMITS: Figures = {
+    "prefill, share of the matrix rate": ("limits.prefill_share", percent),
+    "verification, share of the memory bandwidth": ("limits.verify_share", percent),
+    "over documents": ("limits.documents", number),
+}
+
+
+BUCKET: Figures = {
+    "prompt up to": ("bucket", str),
+    "documents": ("documents", number),
+    "acceptance length": ("mean_acceptance_length", number),
+    "decode tokens/s": ("decode_tokens_per_s", tenths),
+    "end-to-end tokens/s": ("end_to_end_tokens_per_s", tenths),
+    "prefill": ("time_shares.prefill", percent),
+}
+SLOW: Figures = {
+    "document": ("doc_id", shortened),
+    "took": ("total_s", duration),
+    "prompt tokens": ("num_prompt_tokens", number),
+    "output tokens": ("num_output_tokens", number),
+    "prefill": ("prefill_s", duration),
+    "attempts": ("attempts", number),
+    "worker": ("worker", shortened),
+}
+START: Figures = {
+    "start": ("run_id", str),
+    "began": ("begin", moment),
+    "took": ("seconds", duration),
+    "exit": ("exit_code", number),
+    "last sign of life": ("last_sign", moment),
+    "documents": ("documents", number),
+    "an hour": ("documents_per_hour", tenths),
+    "died": ("workers.died", number),
+    "forecast": ("forecast.predicted_s", duration),
+}
+ERROR: Figures = {
+    "class": ("error_class", shortened),
+    "stage": ("stage", str),
+    "rows": ("rows", number),
+    "for example": ("example_doc_id", shortened),
+    "message": ("example_message", message),
+}
+DEVICE: Figures = {
+    "device": ("device", shortened),
+    "workers": ("workers", number),
+    "GFLOP/s": ("flop_per_s", lambda rate: tenths(rate / 1e9)),
+    "GB/s": ("read_bytes_per_s", lambda rate: tenths(rate / 1e9)),
+}
+MODEL: Figures = {
+    "model": ("name", str),
+    "asked for": ("model", shortened),
+    "commit": ("commit", lambda commit: shortened(commit)[:12]),
+    "hash of its files": ("sha256", lambda sha256: shortened(sha256)[:12]),
+}
+MEASURED: Figures = {
+    "": ("about", str),
+    "documents": ("n", number),
+    "median": ("median", partial(number, digits=3)),
+    "mean": ("mean", partial(number, digits=3)),
+}
+MEASURES = {
+    "copied_fraction": "share of runs of 8 words copied from the document",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+}
+
+
+def look_up(report: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path; None if there is none."""
+    value: Any = report
+    for key in path.split("."):
+        value = None if value is None else value.get(key)
+    return value
+
+
+def sections(report: Mapping[str, Any]) -> list[Section]:
+    """Make the tables of the report; those without rows are left out."""
+    spreads, models = report["per_document"], look_up(report, "run.models") or {}
+    measures = [{"about": MEASURES[name], **spreads[name]} for name in MEASURES if spreads.get(name)]
+    named_models = [{"name": name, **model} for name, model in models.items()]
+    tables = [
+        _named("Run", RUN, report),
+        _named("Wall clock", WALL_CLOCK, report),
+        _paid_time(report["wall_clock"]),
+        _listed("By prompt length", BUCKET, report["buckets"]),
+        _phases(report["time"]),
+        _named("Beside the limits of the device", LIMITS, report),
+        _listed("Devices", DEVICE, look_up(report, "limits.devices") or ()),
+        _texts(report),
+        _listed("The texts measured", MEASURED, measures),
+        _named("Audit", AUDIT, report, "A sample of the documents, decoded once more without a draft."),
+        _listed("Errors", ERROR, report["errors"], ("stage", "for example", "message")),
+        _listed("Slowest documents", SLOW, report["slowest"], ("worker",)),
+        _listed("Starts", START, report["starts"], ("began", "took", "last sign of life")),
+        _listed("How the texts were made", MODEL, named_models, [*MODEL]),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _named(title: str, figures: Figures, report: Mapping[str, Any], about: str = "") -> Section:
+    """Make a table of names and figures, without those that have no value."""
+    values = [(name, look_up(report, path), show) for name, (path, show) in figures.items()]
+    rows = [(name, show(value)) for name, value, show in values if value is not None]
+    return Section(title, ("", "value"), rows, about=about)
+
+
+def _listed(
+    title: str, figures: Figures, entries: Iterable[Mapping[str, Any]], text_columns: Sequence[str] = ()
+) -> Section:
+    """Make a table with a row for each entry of a list."""
+    rows = [[show(look_up(entry, path)) for path, show in figures.values()] for entry in entries]
+    return Section(title, [*figures], rows, text_columns)
+
+
+def _paid_time(clock: Mapping[str, Any]) -> Section:
+    shares = {kind: share for kind, share in (clock["shares"] or {}).items() if share}
+    rows = [(KIND_NAMES[kind], percent(share), duration(clock["paid_s"][kind])) for kind, share in shares.items()]
+    about = "From the moment a worker has a process until it is released: seconds that were paid for."
+    return Section("The workers' time", ("at", "share", "worker time"), rows, about=about)
+
+
+def _phases(time: Mapping[str, Any]) -> Section:
+    shares = {name: share for name, share in time["shares"].items() if share is not None}
+    rows = [(PHASE_NAMES[name], percent(share), tenths(share * time["busy_s"])) for name, share in shares.items()]
+    return Section("Where the time of the work went", ("phase", "share", "seconds"), rows)
+
+
+def _texts(report: Mapping[str, Any]) -> Section:
+    done = report["rows"]["done"]
+    rows = [
+        (f"{what} {name}", number(rows), percent(ratio(rows, done)))
+        for group, what in (("finish_reasons", "ended by"), ("quality_flags", "flagged"))
+        for name, rows in report[group].items()
+    ]
+    return Section("The texts", ("", "rows", "share"), rows)
+
+
+def render(report: Mapping[str, Any], width: int = 110) -> str:
+    """Render the report as tables for a terminal, then its findings."""
+    return to_text(sections(report), [advice["says"] for advice in report["advice"]], width)
+
+
+def render_outcome(report: Mapping[str, Any], width: int = 110) -> str:
     """Render in about fifteen lines what a run has done: rows, failures and why, speed, the first findings."""
-    rows, clock, advice = report["rows"], report["wall_clock"], advice_lines(report)
-    length, more = report["acceptance"]["mean_acceptance_length"], len(advice) - MOST_FINDINGS
-    of_all = "" if rows["input"] is None else f" of {rows['input']:,}"
-    known = {
-        "rows done": number(rows["done"]) + of_all,
-        "rows failed": _failures(report),
-        "time of all starts": duration(clock["seconds"]),
-        "documents an hour": number(clock["documents_per_hour"], 1),
-        "mean acceptance length": number(length),
-        "decode tokens/s": number(report["speed"]["decode_tokens_per_s"], 1),
-    }
-    outcome = [(name, value) for name, value in known.items() if value != "-"]
-    outcome += [("finding", says) for says in advice[:MOST_FINDINGS]]
-    if more > 0:
+    advice = [("finding", each["says"]) for each in report["advice"]]
+    done, rows_in = (look_up(report, f"rows.{name}") for name in ("done", "input"))
+    outcome = [
+        ("rows done", number(done) + ("" if rows_in is None else f" of {rows_in:,}")),
+        ("rows failed", _failures(report)),
+        *_named("", {name: WALL_CLOCK[name] for name in ("time of all starts", "documents an hour")}, report).rows,
+        *_named("", {name: RUN[name] for name in ("mean acceptance length", "decode tokens/s")}, report).rows,
+        *advice[:MOST_FINDINGS],
+    ]
+    if (more := len(advice) - MOST_FINDINGS) > 0:
         outcome.append(("", f"{counted(more, 'more finding')} in the report"))
-    return to_grid(outcome, width)
+    grid = Table.grid(padding=(0, 2))
+    for name, value in outcome:
+        grid.add_row(printable(name), printable(value))
+    return _print([grid], width)
 
 
-def _failures(report: dict[str, Any]) -> str:
+def _failures(report: Mapping[str, Any]) -> str:
     """Count the failed rows by class, with an example of the most frequent one."""
     failed, errors = number(report["rows"]["errors"]), report["errors"]
     if not errors:
         return failed
     classes = ", ".join(f"{error['rows']:,} {error['error_class']}" for error in errors[:MOST_CLASSES])
-    return f"{failed}: {classes}{', ...' if errors[MOST_CLASSES:] else ''}; for example {_example(errors[0])}"
+    example = f"{shortened(errors[0]['example_doc_id'])}: {message(errors[0]['example_message'])}"
+    return f"{failed}: {classes}{', ...' if errors[MOST_CLASSES:] else ''}; for example {example}"
 
 
-def to_markdown(report: dict[str, Any]) -> str:
-    """Render the report as Markdown."""
-    lines = [f"# Report of {markdown_text(report['output'])}", ""]
-    for section in sections(report):
-        lines += [f"## {section.title}", "", *markdown_table(section), ""]
-    if sentences := advice_lines(report):
-        lines += ["## Findings", "", *(f"- {markdown_text(sentence)}" for sentence in sentences), ""]
-    return "\n".join(lines)
+def to_text(tables: Iterable[Section], sentences: Iterable[str] = (), width: int = 110) -> str:
+    """Render tables, then sentences, for a terminal, without colours."""
+    return _print([*map(_table, tables), *map(printable, sentences)], width)
 
 
-def advice_lines(report: dict[str, Any]) -> list[str]:
-    """Return the sentences of the advice."""
-    return [advice["says"] for advice in report["advice"]]
+def _table(section: Section) -> Table:
+    table = Table(title=section.title, title_justify="left")
+    for index, name in enumerate(section.header):
+        is_text = index == 0 or name in section.text_columns
+        table.add_column(name, justify="left" if is_text else "right")
+    for row in section.rows:
+        table.add_row(*map(printable, row))
+    return table
 
 
-def sections(report: dict[str, Any]) -> list[Section]:
-    """Make the tables of the report; those without rows are left out."""
-    tables = [
-        _summary(report),
-        _wall_clock(report),
-        paid_time(report),
-        buckets(report),
-        phases(report),
-        limits(report),
-        starts(report),
-        slowest(report),
-        Section("Finish reasons", ("reason", "rows"), _counted(report["finish_reasons"])),
-        Section("Quality flags", ("flag", "rows"), _counted(report["quality_flags"])),
-        texts(report),
-        audit(report),
-        errors(report),
-    ]
-    return [table for table in tables if table.rows]
-
-
-def _summary(report: dict[str, Any]) -> Section:
-    rows, tokens, speed, acceptance = report["rows"], report["tokens"], report["speed"], report["acceptance"]
-    chosen = report["selection"] or {}
-    named = {
-        "rows in": number(rows["input"]),
-        "rows of the whole input": number(chosen.get("input")),
-        "rows left out, done before and unchanged": number(chosen.get("unchanged")),
-        "rows in that had changed": number(chosen.get("changed")),
-        "rows in that were new": number(chosen.get("new")),
-        "rows done": number(rows["done"]),
-        "rows copied from rows with an equal text": number(rows.get("copied") or None),
-        "rows failed": number(rows["errors"]),
-        "rows to do": number(rows["pending"]),
-        "prompt tokens": number(tokens["prompt"]),
-        "prompt tokens that were read for another prompt": number(tokens["cached"] or None),
-        "output tokens": number(tokens["output"]),
-        "dropped tokens": number(tokens["dropped"]),
-        "mean acceptance length": number(acceptance["mean_acceptance_length"]),
-        "draft tokens per speculative step": number(acceptance["mean_tree_size"], 1),
-        "speculative steps": number(acceptance["num_spec_steps"]),
-        "plain steps": number(acceptance["num_plain_steps"]),
-        "decode tokens/s": number(speed["decode_tokens_per_s"], 1),
-        "end-to-end tokens/s": number(speed["end_to_end_tokens_per_s"], 1),
-        "output tokens per second of a worker": number(speed["tokens_per_busy_s"], 1),
-        "retrieval coverage": percent(report["retrieval"]["coverage"]),
-        "retrieval churn": percent(report["retrieval"]["churn"]),
-    }
-    return _named("Run", named)
-
-
-def _wall_clock(report: dict[str, Any]) -> Section:
-    clock, tail = report["wall_clock"], report["tail"] or {}
-    cost = clock["cost"] or {}
-    named = {
-        "time of all starts": duration(clock["seconds"]),
-        "documents an hour": number(clock["documents_per_hour"], 1),
-        "prompt tokens/s of the job": number(clock["prompt_tokens_per_s"], 1),
-        "output tokens/s of the job": number(clock["output_tokens_per_s"], 1),
-        "worker hours": number(clock["worker_hours"]),
-        "GPU hours": number(clock["gpu_hours"] or None),
-        "cost": number(cost.get("total")),
-        "cost of 1,000 documents": number(cost.get("per_thousand_documents")),
-        "cost of 1,000,000 output tokens": number(cost.get("per_million_output_tokens")),
-        "last 1% of the documents": duration(tail.get("last_percent_s")),
-        "last worker alone": duration(tail.get("last_worker_alone_s")),
-    }
-    return _named("Wall clock", named)
-
-
-def _named(title: str, named: dict[str, str]) -> Section:
-    """Make a table of names and values, without those that have none."""
-    return Section(title, ("", "value"), [item for item in named.items() if item[1] != "-"])
-
-
-def paid_time(report: dict[str, Any]) -> Section:
-    """Make the table of what the workers' time was spent on."""
-    clock = report["wall_clock"]
-    rows = [
-        (KIND_NAMES[kind], percent(share), duration(clock["paid_s"][kind]))
-        for kind, share in (clock["shares"] or {}).items()
-        if share
-    ]
-    return Section("The workers' time", ("at", "share", "worker time"), rows)
-
-
-def buckets(report: dict[str, Any]) -> Section:
-    """Make the table of the prompt lengths."""
-    header = ("prompt up to", "documents", "acceptance length", "decode tokens/s", "end-to-end tokens/s", "prefill")
-    rows = [
-        (
-            bucket["bucket"],
-            number(bucket["documents"]),
-            number(bucket["mean_acceptance_length"]),
-            number(bucket["decode_tokens_per_s"], 1),
-            number(bucket["end_to_end_tokens_per_s"], 1),
-            percent(bucket["time_shares"]["prefill"]),
-        )
-        for bucket in report["buckets"]
-    ]
-    return Section("By prompt length", header, rows)
-
-
-def phases(report: dict[str, Any]) -> Section:
-    """Make the table of the phases of decoding."""
-    busy = report["time"]["busy_s"]
-    rows = [
-        (PHASE_NAMES[name], percent(share), number(share * busy, 1))
-        for name, share in report["time"]["shares"].items()
-        if share is not None
-    ]
-    return Section("Where the time of the work went", ("phase", "share", "seconds"), rows)
-
-
-def starts(report: dict[str, Any]) -> Section:
-    """Make the table of the starts."""
-    header = ("start", "began", "took", "exit", "documents", "documents an hour", "worker hours", "forecast")
-    rows = [
-        (
-            start["run_id"],
-            (start["begin"] or "-")[:19].replace("T", " "),
-            duration(start["seconds"]) + (" (last sign of life)" if start["last_sign"] else ""),
-            "not recorded" if start["exit_code"] is None else str(start["exit_code"]),
-            number(start["documents"]),
-            number(start["documents_per_hour"], 1),
-            number(start["worker_hours"]),
-            duration((start["forecast"] or {}).get("predicted_s")),
-        )
-        for start in report["starts"]
-    ]
-    return Section("Starts", header, rows, ("began", "took"))
-
-
-def slowest(report: dict[str, Any]) -> Section:
-    """Make the table of the slowest documents."""
-    header = ("document", "took", "prompt tokens", "output tokens", "prefill", "attempts", "worker")
-    rows = [
-        (
-            shortened(document["doc_id"] or ""),
-            duration(document["total_s"]),
-            number(document["num_prompt_tokens"]),
-            number(document["num_output_tokens"]),
-            duration(document["prefill_s"]),
-            number(document["attempts"]),
-            document["worker"] or "-",
-        )
-        for document in report["slowest"]
-    ]
-    return Section("Slowest documents", header, rows, ("worker",))
-
-
-def texts(report: dict[str, Any]) -> Section:
-    """Make the table of what was measured of each text."""
-    named = {
-        "copied_fraction": "share of runs of 8 words copied from the document",
-        "rouge1": "ROUGE-1",
-        "rouge2": "ROUGE-2",
-        "rougeL": "ROUGE-L",
-    }
-    rows = [
-        (about, number(spread["n"]), number(spread["median"], 3), number(spread["mean"], 3))
-        for name, about in named.items()
-        if (spread := report["per_document"].get(name)) is not None
-    ]
-    return Section("The texts measured", ("", "documents", "median", "mean"), rows)
-
-
-def audit(report: dict[str, Any]) -> Section:
-    """Make the table of the audit."""
-    found = report["audit"]
-    if found is None:
-        return Section("Audit", ("", "value"), [])
-    speedup = found["speedup"] or {}
-    named = {
-        "documents decoded again without a draft": number(found["documents"]),
-        "of which failed": number(found["failed"] or None),
-        "equal to the last token": number(found["equal"]),
-        "different where two tokens nearly tied": number(found["near_ties"]),
-        "different by more than rounding": number(found["different"]),
-        "tokens before the first difference": percent(found["token_agreement"]),
-        "largest gap of a difference, in logits": number(found["largest_gap"], 3),
-        "speed-up of decoding": number(speedup.get("decode")),
-        "speed-up end to end": number(speedup.get("end_to_end")),
-        "speed-up measured on documents": number(speedup.get("documents")),
-        "decoded together": number(speedup.get("batch_size")),
-        "worker time": duration(found["seconds"]),
-    }
-    return _named("Audit", named)
-
-
-def limits(report: dict[str, Any]) -> Section:
-    """Make the table of what was reached of what the devices can do."""
-    found = report["limits"]
-    if found is None:
-        return Section("Beside the limits of the device", ("", "value"), [])
-    named = {
-        "prefill, share of the matrix rate": percent(found["prefill_share"]),
-        "verification, share of the memory bandwidth": percent(found["verify_share"]),
-        "over documents": number(found["documents"]),
-    }
-    for device in found["devices"]:
-        rate, bandwidth = (number(device[name] / 1e9, 1) for name in ("flop_per_s", "read_bytes_per_s"))
-        named[f"{device['device']}, workers: {device['workers']}"] = f"{rate} GFLOP/s, {bandwidth} GB/s"
-    return _named("Beside the limits of the device", named)
-
-
-def errors(report: dict[str, Any]) -> Section:
-    """Make the table of the errors."""
-    rows = [
-        (error["error_class"], error["stage"], number(error["rows"]), _example(error)) for error in report["errors"]
-    ]
-    return Section("Errors", ("class", "stage", "rows", "for example"), rows, ("stage", "for example"))
-
-
-def _example(error: dict[str, Any]) -> str:
-    message = " ".join(error["example_message"].split())
-    return f"{shortened(error['example_doc_id'])}: {shortened(message)}"
-
-
-def _counted(counts: dict[str, int]) -> list[tuple[str, str]]:
-    return [(name, number(rows)) for name, rows in counts.items()]
+def _print(parts: Iterable[Table | str], width: int) -> str:
+    text = io.StringIO()
+    console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    for part in parts:
+        console.print(part)
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())

@@ -1,4 +1,4 @@
-"""The wall clock of a run: how long its starts took, what its workers did meanwhile, and what that cost.
+"""The wall clock of a run: how long its starts took, what each worker did when, how a run ended, and what it cost.
 
 A worker is paid for from the moment it has a process until it is released. What it does in that time is one of KINDS:
 they add up to the worker-seconds that were paid.
@@ -6,6 +6,7 @@ they add up to the worker-seconds that were paid.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +15,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from specextend.data.run_folder import RELEASED, Start, WorkerRecord, parse_time, time_text
 from specextend.report.rows import RUN_ID
 from specextend.stats import PHASES, ratio
 
-PREFILL = ("prefill_s", "draft_prefill_s")
-OTHER = ("other_s",)
-DECODE = tuple(name for name in PHASES if name not in PREFILL + OTHER)
-BUSY = {"prefill": PREFILL, "decode": DECODE, "other": OTHER}
+BUSY = {
+    "prefill": ("prefill_s", "draft_prefill_s"),
+    "decode": ("draft_s", "verify_s", "retrieval_s"),
+    "other": ("other_s",),
+}
 """Kinds of time at work on documents that are done, each with the phases that it joins."""
 KINDS = (*BUSY, "audit", "waiting", "lost", "loading", "dead")
 """What a worker's time is spent on.
@@ -34,73 +35,34 @@ is ready. `dead`: from the end of a worker to the moment when its successor is r
 """
 FINISHED = (0, 3)
 """Exit codes of a start that came to the end of its documents."""
+RESOLUTION = 400
+"""Parts of a start's time; documents that are shorter are drawn as one span."""
+MOST_STARTS = 6
+MOST_SEATS = 64
+"""Starts and seats that the time line shows."""
+IDLE_SHARE = 0.05
+"""Share of a start's time, at its end, from which on a worker without documents counts as idle."""
 HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class TimedDocuments:
-    """Finished documents as columns of N entries; times are seconds since the epoch, NaN if they are not recorded."""
+class Work:
+    """The documents that one worker finished in one start."""
 
-    run_ids: NDArray[np.str_]
-    """Empty if it is not known which start finished a document."""
-    workers: NDArray[np.str_]
-    begins: NDArray[np.float64]
-    ends: NDArray[np.float64]
-    prompt_tokens: NDArray[np.float64]
-    output_tokens: NDArray[np.float64]
-    busy: Mapping[str, NDArray[np.float64]]
+    documents: int
+    busy: Mapping[str, float]
     """Seconds by the kinds of BUSY."""
-
-    def __len__(self) -> int:
-        return len(self.run_ids)
-
-    def where(self, mask: NDArray[np.bool_]) -> TimedDocuments:
-        """Select documents."""
-        return TimedDocuments(
-            run_ids=self.run_ids[mask],
-            workers=self.workers[mask],
-            begins=self.begins[mask],
-            ends=self.ends[mask],
-            prompt_tokens=self.prompt_tokens[mask],
-            output_tokens=self.output_tokens[mask],
-            busy={kind: seconds[mask] for kind, seconds in self.busy.items()},
-        )
-
-    def by_worker(self) -> dict[str, TimedDocuments]:
-        """Group documents by the worker that did them."""
-        names, codes = np.unique(self.workers, return_inverse=True)
-        return {str(name): self.where(codes == code) for code, name in enumerate(names)}
-
-
-def timed_documents(table: pa.Table) -> TimedDocuments:
-    """Turn rows of TIMED and RUN_ID into columns."""
-    begins = _floats(pc.cast(table["started_at"], pa.int64())) / 1000
-    return TimedDocuments(
-        run_ids=_texts(table[RUN_ID]),
-        workers=_texts(table["worker"]),
-        begins=begins,
-        ends=begins + _floats(table["total_s"]),
-        prompt_tokens=_floats(table["num_prompt_tokens"], 0.0),
-        output_tokens=_floats(table["num_output_tokens"], 0.0),
-        busy={kind: np.sum([_floats(table[name], 0.0) for name in names], axis=0) for kind, names in BUSY.items()},
-    )
-
-
-def _texts(column: pa.ChunkedArray) -> NDArray[np.str_]:
-    return np.array(pc.fill_null(column, "").to_pylist(), np.str_)
-
-
-def _floats(column: pa.ChunkedArray, missing: float = np.nan) -> NDArray[np.float64]:
-    return pc.fill_null(pc.cast(column, pa.float64()), missing).to_numpy()
+    end: float | None
+    """When the last of them was finished, in seconds since the epoch; None if that is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStart:
-    """A start with its span of time and the documents that it finished."""
+    """A start with its span of time and what its workers did in it. Times are seconds since the epoch."""
 
     start: Start
-    documents: TimedDocuments | None
-    """None if it is not known which start finished which document."""
+    works: Mapping[str, Work] | None
+    """By `host:pid`; None if it is not known which start finished which document."""
     begin: float | None
     end: float | None
     """Its end, or the last sign of life of a start whose end is not recorded."""
@@ -112,6 +74,78 @@ class TimedStart:
         """Return how long the start took."""
         return None if self.begin is None or self.end is None else max(0.0, self.end - self.begin)
 
+    @property
+    def documents(self) -> int | None:
+        """Count the documents that the start finished."""
+        return None if self.works is None else sum(work.documents for work in self.works.values())
+
+    @property
+    def worker_hours(self) -> float | None:
+        """Return the hours of workers that were paid."""
+        return None if self.paid is None else sum(self.paid.values()) / HOUR_S
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Return the hours of GPUs that were paid."""
+        hours, gpus = self.worker_hours, self.start.gpus_per_worker
+        return None if hours is None or gpus is None else hours * gpus
+
+
+def with_times(documents: pa.Table) -> pa.Table:
+    """Select what the wall clock needs of finished documents, and add `begin` and `end` in seconds since the epoch."""
+    begins = pc.divide(pc.cast(documents["started_at"], pa.int64()), 1000.0)
+    ends = pc.add(begins, documents["total_s"])
+    workers = documents["worker"].fill_null("")
+    table = documents.select([RUN_ID, *PHASES])
+    return table.append_column("worker", workers).append_column("begin", begins).append_column("end", ends)
+
+
+def timed_starts(
+    starts: Iterable[Start],
+    documents: pa.Table,
+    heartbeat: tuple[str, float] | None,
+    audit_s: Mapping[str, float],
+) -> list[TimedStart]:
+    """Find when each start began and ended, and what its workers did.
+
+    documents: from `with_times`. heartbeat: run id and time of the driver whose lock is in the folder. audit_s: seconds
+    of the audit by run id.
+    """
+    starts = list(starts)
+    signs = [start.took_over for start in starts] + [heartbeat]
+    works = _works(documents)
+    timed = []
+    for start in starts:
+        own = None if works is None else works.get(start.run_id, {})
+        beats = [sign[1] for sign in signs if sign is not None and sign[0] == start.run_id]
+        end = parse_time(start.end)
+        if end is None:
+            end = max(_known([*beats, start.seen, _last_end(own)]), default=None)
+        paid = _paid_seconds(start, own, end, audit_s.get(start.run_id, 0.0))
+        timed.append(TimedStart(start, own, parse_time(start.begin), end, paid))
+    return timed
+
+
+def _works(documents: pa.Table) -> dict[str, dict[str, Work]] | None:
+    """Return the work of each worker by run id; None if the start of a document is not known."""
+    if documents[RUN_ID].null_count:
+        return None
+    sums = [("end", "max"), ([], "count_all"), *((phase, "sum") for phase in PHASES)]
+    grouped = documents.group_by([RUN_ID, "worker"], use_threads=False).aggregate(sums)
+    works: defaultdict[str, dict[str, Work]] = defaultdict(dict)
+    for row in grouped.sort_by("worker").to_pylist():
+        busy = {kind: sum(row[f"{phase}_sum"] or 0.0 for phase in phases) for kind, phases in BUSY.items()}
+        works[row[RUN_ID]][row["worker"]] = Work(row["count_all"], busy, row["end_max"])
+    return works
+
+
+def _last_end(works: Mapping[str, Work] | None) -> float | None:
+    return max(_known(work.end for work in (works or {}).values()), default=None)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
 
 def is_stopped(start: Start) -> bool:
     """Return True if a start ended before its documents did, as far as is known."""
@@ -119,20 +153,27 @@ def is_stopped(start: Start) -> bool:
 
 
 def _paid_seconds(
-    start: Start, documents: TimedDocuments | None, end: float | None, audit_s: float
+    start: Start, works: Mapping[str, Work] | None, end: float | None, audit_s: float
 ) -> dict[str, float] | None:
     """Return the worker-seconds of a start that were paid, by KINDS; None if they are not recorded."""
-    if start.workers is None or documents is None or end is None:
+    if start.workers is None or works is None or end is None:
         return None
+    ready = {
+        worker.name: (worker, worker.ready, max(worker.ready, end if worker.gone is None else worker.gone))
+        for worker in start.workers
+        if worker.name is not None and worker.ready is not None
+    }
     seats: defaultdict[int, list[WorkerRecord]] = defaultdict(list)
-    for worker in start.workers:
+    for worker in sorted(start.workers, key=lambda worker: worker.asked):
         seats[worker.seat].append(worker)
-    paid, ready = dict.fromkeys(KINDS, 0.0), _ready_spans(start, end)
+    spent = [work.busy for name, work in works.items() if name not in ready]  # known by their rows alone
     for seat in seats.values():
-        _add(paid, _seat_seconds(sorted(seat, key=lambda worker: worker.asked), ready, end))
-    by_worker = documents.by_worker()
-    for name in {*by_worker, *ready}:
-        _add(paid, _worker_seconds(ready.get(name), by_worker.get(name)))
+        spans = [ready[worker.name][1:] for worker in seat if worker.name is not None and worker.name in ready]
+        spent.append(_seat_seconds(seat, spans, end))
+    for name, (worker, since, until) in ready.items():
+        is_cut_off = is_stopped(start) or worker.reason not in (None, RELEASED)
+        spent.append(_worker_seconds(since, until, is_cut_off, works.get(name)))
+    paid = {kind: sum(seconds.get(kind, 0.0) for seconds in spent) for kind in KINDS}
     for kind in ("waiting", "lost"):  # rows of documents do not know of the audit
         moved = min(audit_s - paid["audit"], paid[kind])
         paid["audit"] += moved
@@ -140,146 +181,128 @@ def _paid_seconds(
     return paid
 
 
-@dataclass(frozen=True, slots=True)
-class ReadySpan:
-    """The time in which a worker could take documents, in seconds since the epoch."""
-
-    since: float
-    until: float
-    is_cut_off: bool
-    """True if it may have been at work on a document when it ended."""
-
-
-def _ready_spans(start: Start, end: float) -> dict[str, ReadySpan]:
-    """Return when each worker was ready, by `host:pid`."""
-    return {
-        worker.name: ReadySpan(
-            worker.ready,
-            max(worker.ready, end if worker.gone is None else worker.gone),
-            is_stopped(start) or worker.reason not in (None, RELEASED),
-        )
-        for worker in start.workers or ()
-        if worker.name is not None and worker.ready is not None
-    }
-
-
-def _worker_seconds(span: ReadySpan | None, documents: TimedDocuments | None) -> dict[str, float]:
-    """Divide the time in which a worker was ready; one that only its rows know was busy, and no more."""
-    busy = {kind: float(documents.busy[kind].sum()) if documents else 0.0 for kind in BUSY}
-    if span is None:
-        return busy
-    there, total = span.until - span.since, sum(busy.values())
+def _worker_seconds(since: float, until: float, is_cut_off: bool, work: Work | None) -> dict[str, float]:
+    """Divide the time in which a worker was ready. is_cut_off: it may have been at work on a document at the end."""
+    busy = dict.fromkeys(BUSY, 0.0) if work is None else dict(work.busy)
+    there, total = until - since, sum(busy.values())
     if total > there:  # parts of documents that an earlier start has decoded are in its rows
         busy = {kind: seconds * there / total for kind, seconds in busy.items()}
-    idle = max(0.0, there - total)
-    lost = 0.0
-    if span.is_cut_off and (documents is None or not np.isnan(documents.ends).any()):
-        last = span.since if documents is None else max(span.since, float(documents.ends.max()))
-        lost = min(idle, max(0.0, span.until - last))
+    idle, lost = max(0.0, there - total), 0.0
+    last = since if work is None else work.end
+    if is_cut_off and last is not None:
+        lost = min(idle, max(0.0, until - max(since, last)))
     return {**busy, "lost": lost, "waiting": idle - lost}
 
 
-def _seat_seconds(workers: Sequence[WorkerRecord], ready: Mapping[str, ReadySpan], end: float) -> dict[str, float]:
-    """Return the seconds in which a seat was paid for and had no worker that was ready."""
-    begun = [worker.begun for worker in workers if worker.begun is not None]
+def _seat_seconds(
+    workers: Sequence[WorkerRecord], ready: Sequence[tuple[float, float]], end: float
+) -> dict[str, float]:
+    """Return the seconds in which a seat was paid for and had no worker that was ready. ready: spans of its workers."""
+    begun = _known(worker.begun for worker in workers)
     if not begun:
         return {}
     last = workers[-1].gone
     paid_from = min(begun)
     paid_to = max(paid_from, end if last is None else last)
-    spans = [ready[worker.name] for worker in workers if worker.name is not None and worker.name in ready]
-    first = min((span.since for span in spans), default=paid_to)
-    away = paid_to - paid_from - sum(span.until - span.since for span in spans)
+    first = min((since for since, _ in ready), default=paid_to)
+    away = paid_to - paid_from - sum(until - since for since, until in ready)
     loading = max(0.0, min(first, paid_to) - paid_from)
     return {"loading": loading, "dead": max(0.0, away - loading)}
 
 
-def _add(sums: dict[str, float], seconds: Mapping[str, float]) -> None:
-    for kind, value in seconds.items():
-        sums[kind] += value
+def wall_clock_section(
+    starts: Sequence[TimedStart], num_documents: int, prompt_tokens: int, output_tokens: int
+) -> dict[str, Any]:
+    """Add up the starts of a run: rates of the whole job, hours, shares of the paid time, cost."""
+    seconds = _sum_known([timed.seconds for timed in starts])
+    paid = _paid(starts)
+    total = None if paid is None else sum(paid.values())
+    hours = None if total is None else total / HOUR_S
+    prices = _known(timed.start.price_per_worker_hour for timed in starts)
+    return {
+        "seconds": seconds,
+        "is_exact": bool(starts) and all(timed.start.end is not None for timed in starts),
+        "documents_per_hour": _per_hour(num_documents, seconds),
+        "prompt_tokens_per_s": ratio(prompt_tokens, seconds) if seconds else None,
+        "output_tokens_per_s": ratio(output_tokens, seconds) if seconds else None,
+        "worker_hours": hours,
+        "gpu_hours": _sum_known([timed.gpu_hours for timed in starts]),
+        "paid_s": paid,
+        "shares": {kind: value / total for kind, value in paid.items()} if paid and total else None,
+        "cost": _cost(prices[-1], hours, num_documents, output_tokens) if prices and hours is not None else None,
+    }
 
 
-def timed_starts(
-    starts: Iterable[Start],
-    documents: TimedDocuments,
-    heartbeat: tuple[str, float] | None,
-    audit_s: Mapping[str, float],
-) -> list[TimedStart]:
-    """Find when each start began and ended, and what its workers did.
-
-    heartbeat: run id and time of the driver whose lock is in the folder. audit_s: seconds of the audit by run id.
-    """
-    starts = list(starts)
-    beats = [start.took_over for start in starts] + [heartbeat]
-    is_known = bool(np.all(documents.run_ids != ""))
-    timed = []
-    for start in starts:
-        own = documents.where(documents.run_ids == start.run_id) if is_known else None
-        signs = [time for beat in beats if beat is not None for run_id, time in [beat] if run_id == start.run_id]
-        end = _end(start, own, signs)
-        paid = _paid_seconds(start, own, end, audit_s.get(start.run_id, 0.0))
-        timed.append(TimedStart(start, own, parse_time(start.begin), end, paid))
-    return timed
+def _paid(starts: Sequence[TimedStart]) -> dict[str, float] | None:
+    """Add up the worker-seconds of all starts by kind; None if those of one are not recorded."""
+    known = [timed.paid for timed in starts if timed.paid is not None]
+    if not known or len(known) < len(starts):
+        return None
+    return {kind: sum(paid[kind] for paid in known) for kind in KINDS}
 
 
-def _end(start: Start, documents: TimedDocuments | None, signs: list[float]) -> float | None:
-    """Return the end of a start, or its last sign of life: a heartbeat, a document, a write of its record."""
-    if (end := parse_time(start.end)) is not None:
-        return end
-    signs += [] if start.seen is None else [start.seen]
-    if documents is not None and not np.isnan(documents.ends).all():
-        signs.append(float(np.nanmax(documents.ends)))
-    return max(signs, default=None)
+def _cost(price: float, hours: float, num_documents: int, output_tokens: int) -> dict[str, float | None]:
+    """Return what the run cost, in the currency of the price."""
+    total = price * hours
+    return {
+        "price_per_worker_hour": price,
+        "total": total,
+        "per_thousand_documents": ratio(1e3 * total, num_documents),
+        "per_million_output_tokens": ratio(1e6 * total, output_tokens),
+    }
+
+
+def _per_hour(count: int, seconds: float | None) -> float | None:
+    return ratio(HOUR_S * count, seconds) if seconds else None
+
+
+def _sum_known(values: Sequence[float | None]) -> float | None:
+    """Add values up; None if there are none or one is None."""
+    known = _known(values)
+    return sum(known) if known and len(known) == len(values) else None
 
 
 def start_section(timed: TimedStart) -> dict[str, Any]:
     """Describe one start; what is not recorded is null."""
-    start, documents = timed.start, timed.documents
+    start = timed.start
     names = ("run_id", "begin", "end", "exit_code", "versions", "git_commit")
     is_open = start.end is None and timed.end is not None
     return {
         **{name: getattr(start, name) for name in names},
         "last_sign": time_text(timed.end) if is_open and timed.end is not None else None,
         "seconds": timed.seconds,
-        "documents": None if documents is None else len(documents),
-        "documents_per_hour": None if documents is None else _per_hour(len(documents), timed.seconds),
-        "workers": _worker_counts(start.workers),
-        "worker_hours": None if timed.paid is None else sum(timed.paid.values()) / HOUR_S,
+        "documents": timed.documents,
+        "documents_per_hour": None if timed.documents is None else _per_hour(timed.documents, timed.seconds),
+        "workers": None if start.workers is None else _worker_counts(start.workers),
+        "worker_hours": timed.worker_hours,
         "gpus_per_worker": start.gpus_per_worker,
         "paid_s": timed.paid,
-        "forecast": _forecast(timed),
+        "forecast": None if start.forecast is None else _forecast(timed, start.forecast),
     }
 
 
-def _worker_counts(workers: tuple[WorkerRecord, ...] | None) -> dict[str, int] | None:
-    if workers is None:
-        return None
+def _worker_counts(workers: Sequence[WorkerRecord]) -> dict[str, int]:
+    ended = [worker for worker in workers if worker.reason not in (None, RELEASED)]
     return {
         "asked": len(workers),
         "seats": len({worker.seat for worker in workers}),
         "never_begun": sum(worker.begun is None for worker in workers),
         "ready": sum(worker.ready is not None for worker in workers),
-        "failed_to_start": sum(worker.ready is None and worker.reason not in (None, RELEASED) for worker in workers),
-        "died": sum(worker.ready is not None and worker.reason not in (None, RELEASED) for worker in workers),
+        "failed_to_start": sum(worker.ready is None for worker in ended),
+        "died": sum(worker.ready is not None for worker in ended),
     }
 
 
-def _decoding_s(timed: TimedStart) -> float | None:
-    """Return the seconds from the first worker's start to the last document, which is what a forecast is about."""
-    asked = min((worker.asked for worker in timed.start.workers or ()), default=None)
-    if asked is None or timed.documents is None or not len(timed.documents) or np.isnan(timed.documents.ends).all():
-        return None
-    return max(0.0, float(np.nanmax(timed.documents.ends)) - asked)
+def _forecast(timed: TimedStart, forecast: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare a forecast with the time from the first worker's start to the last document.
 
-
-def _forecast(timed: TimedStart) -> dict[str, Any] | None:
-    """Compare the forecast of a start with what happened; a start that was stopped shows no actual time."""
-    forecast = timed.start.forecast
-    if forecast is None:
-        return None
+    A start that was stopped shows no actual time.
+    """
     predicted = forecast.get("seconds")
     predicted = float(predicted) if isinstance(predicted, int | float) and predicted > 0 else None
-    actual = None if is_stopped(timed.start) else _decoding_s(timed)
+    asked, last = min((worker.asked for worker in timed.start.workers or ()), default=None), _last_end(timed.works)
+    is_known = asked is not None and last is not None and not is_stopped(timed.start)
+    actual = max(0.0, last - asked) if is_known and last is not None and asked is not None else None
     return {
         "predicted_s": predicted,
         "low_s": forecast.get("seconds_low"),
@@ -290,60 +313,112 @@ def _forecast(timed: TimedStart) -> dict[str, Any] | None:
     }
 
 
-def wall_clock_section(
-    starts: Sequence[TimedStart], documents: TimedDocuments, price_per_worker_hour: float | None
-) -> dict[str, Any]:
-    """Add up the starts of a run: rates of the whole job, hours, shares of the paid time, cost."""
-    seconds = _sum_known([timed.seconds for timed in starts])
-    paid = _paid(starts)
-    hours = None if paid is None else sum(paid.values()) / HOUR_S
+def tail_section(starts: Sequence[TimedStart], documents: pa.Table) -> dict[str, Any] | None:
+    """Describe the end of the last start with documents, if it came to their end; None if it is not recorded."""
+    finished = [timed for timed in starts if timed.documents]
+    if not finished or is_stopped(finished[-1].start):
+        return None
+    timed = finished[-1]
+    own = _documents_of(timed, documents)
+    if not len(own):
+        return None
+    ends = np.sort(own["end"].to_numpy())
+    last = float(ends[-1])
+    num_last = math.ceil(len(ends) / 100)
+    before = float(ends[-num_last - 1]) if num_last < len(ends) else pc.min(own["begin"]).as_py()
+    idle = np.array(sorted(_idle_seconds(timed, last)))
+    long = idle[idle > IDLE_SHARE * (timed.seconds or math.inf)]
     return {
+        "run_id": timed.start.run_id,
+        "documents": len(ends),
+        "last_percent_documents": num_last,
+        "last_percent_s": last - before,
+        "last_worker_alone_s": float(idle[1]) if len(idle) > 1 else 0.0,
+        "workers": len(idle),
+        "idle_worker_s": float(idle.sum()),
+        "idle_workers": len(long),
+        "idle_median_s": float(np.median(long)) if len(long) else 0.0,
+    }
+
+
+def _documents_of(timed: TimedStart, documents: pa.Table) -> pa.Table:
+    """Select the documents of a start whose times are recorded."""
+    is_own = pc.equal(documents[RUN_ID], timed.start.run_id)
+    return documents.select(["worker", "begin", "end"]).filter(pc.and_(is_own, documents["end"].is_valid()))
+
+
+def _idle_seconds(timed: TimedStart, last: float) -> list[float]:
+    """Return for each worker that was there at the end how long before the last document it had ended its own."""
+    ends = {name: work.end for name, work in (timed.works or {}).items() if work.end is not None}
+    for worker in timed.start.workers or ():
+        if worker.name is None or worker.ready is None:
+            continue
+        if worker.gone is not None and worker.gone < last:
+            ends.pop(worker.name, None)
+        else:
+            ends[worker.name] = max(worker.ready, ends.get(worker.name, worker.ready))
+    return [max(0.0, last - end) for end in ends.values()]
+
+
+def timeline_section(starts: Sequence[TimedStart], documents: pa.Table) -> list[dict[str, Any]]:
+    """Return the time lines of the last starts with workers or documents; seconds are since a start's beginning."""
+    shown = [timed for timed in starts if timed.works is not None and (timed.works or timed.start.workers)]
+    return [line for timed in shown[-MOST_STARTS:] if (line := _timeline(timed, documents)) is not None]
+
+
+def _timeline(timed: TimedStart, documents: pa.Table) -> dict[str, Any] | None:
+    begin, seconds = timed.begin, timed.seconds
+    if begin is None or not seconds:
+        return None
+    listed = _documents_of(timed, documents).sort_by("begin").group_by("worker", use_threads=False)
+    spans = {
+        row["worker"]: _spans(row["begin_list"], row["end_list"], begin, seconds)
+        for row in listed.aggregate([("begin", "list"), ("end", "list")]).to_pylist()
+    }
+    works = dict(timed.works or {})
+    records = [(worker.name or "", worker) for worker in timed.start.workers or ()]
+    lines = [_line(worker, name, works.pop(name, None), spans, begin) for name, worker in records]
+    lines += [_line(None, name, work, spans, begin) for name, work in works.items()]  # their driver was killed
+    lines.sort(key=lambda line: (line["seat"] is None, line["seat"] or 0, line["asked_s"] or 0.0))
+    seats = list(dict.fromkeys(_place(line) for line in lines))
+    shown = set(seats[:MOST_SEATS])
+    return {
+        "run_id": timed.start.run_id,
         "seconds": seconds,
-        "is_exact": bool(starts) and all(timed.start.end is not None for timed in starts),
-        "documents_per_hour": _per_hour(len(documents), seconds),
-        "prompt_tokens_per_s": ratio(float(documents.prompt_tokens.sum()), seconds) if seconds else None,
-        "output_tokens_per_s": ratio(float(documents.output_tokens.sum()), seconds) if seconds else None,
-        "worker_hours": hours,
-        "gpu_hours": _gpu_hours(starts),
-        "paid_s": paid,
-        "shares": None if not paid or not hours else {kind: value / sum(paid.values()) for kind, value in paid.items()},
-        "cost": _cost(price_per_worker_hour, hours, documents),
+        "seats_left_out": len(seats) - len(shown),
+        "workers": [line for line in lines if _place(line) in shown],
     }
 
 
-def _paid(starts: Sequence[TimedStart]) -> dict[str, float] | None:
-    """Add up the worker-seconds of all starts by kind; None if those of one are not recorded."""
-    each = [timed.paid for timed in starts]
-    known = [paid for paid in each if paid is not None]
-    if not known or len(known) < len(each):
-        return None
-    return {kind: sum(paid[kind] for paid in known) for kind in KINDS}
+def _place(line: Mapping[str, Any]) -> int | str:
+    return line["worker"] if line["seat"] is None else line["seat"]
 
 
-def _gpu_hours(starts: Sequence[TimedStart]) -> float | None:
-    each = [(timed.paid, timed.start.gpus_per_worker) for timed in starts]
-    known = [sum(paid.values()) * gpus / HOUR_S for paid, gpus in each if paid is not None and gpus is not None]
-    return sum(known) if known and len(known) == len(each) else None
+def _line(
+    worker: WorkerRecord | None, name: str, work: Work | None, spans: Mapping[str, Any], begin: float
+) -> dict[str, Any]:
+    """Describe one worker. worker: None if only its rows know it, because its driver had not recorded it."""
+    record: dict[str, Any] = {"worker": name, "seat": None, "device": None, "reason": None}
+    times: dict[str, float | None] = dict.fromkeys(("asked", "begun", "ready", "gone"))
+    if worker is not None:
+        record = {key: getattr(worker, key) for key in record}
+        times = {key: getattr(worker, key) for key in times}
+    since = {f"{key}_s": None if time is None else time - begin for key, time in times.items()}
+    reason = {"reason": record.pop("reason")}
+    shown = [] if work is None else spans.get(name, [])
+    return record | since | reason | {"documents": 0 if work is None else work.documents, "spans": shown}
 
 
-def _cost(price: float | None, hours: float | None, documents: TimedDocuments) -> dict[str, float | None] | None:
-    """Return what the run cost, in the currency of the price; None without a price or without hours."""
-    if price is None or hours is None:
-        return None
-    total = price * hours
-    return {
-        "price_per_worker_hour": price,
-        "total": total,
-        "per_thousand_documents": ratio(1e3 * total, len(documents)),
-        "per_million_output_tokens": ratio(1e6 * total, float(documents.output_tokens.sum())),
-    }
-
-
-def _per_hour(count: int, seconds: float | None) -> float | None:
-    return ratio(HOUR_S * count, seconds) if seconds else None
-
-
-def _sum_known(values: Sequence[float | None]) -> float | None:
-    """Add values up; None if there are none or one is None."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known and len(known) == len(values) else None
+def _spans(begins: list[float], ends: list[float], begin: float, seconds: float) -> list[tuple[float, float, int]]:
+    """Return (begin, end, documents) of the times at work; documents too short to be seen apart share a span."""
+    least = seconds / RESOLUTION
+    spans: list[tuple[float, float, int]] = []
+    for since, until in zip(begins, ends, strict=True):
+        since, until = since - begin, until - begin
+        if spans:
+            first, last, count = spans[-1]
+            if since < last or (since - last <= least and last - first < least):
+                spans[-1] = (first, max(last, until), count + 1)
+                continue
+        spans.append((since, until, 1))
+    return spans

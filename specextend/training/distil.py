@@ -18,7 +18,6 @@ from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_config import load_eagle_config
 from specextend.models import check_model
 from specextend.pairing import check_pair
-from specextend.training.eagle3_head import fused_layers, train_eagle3
 from specextend.training.eagle_head import train_eagle
 from specextend.training.fit import Say
 from specextend.training.language_model import train_language_model
@@ -27,7 +26,6 @@ from specextend.training.task import Corpus, Task, TrainedKind, TrainOptions, lo
 
 TRAIN: dict[TrainedKind, Callable[[Task], dict[str, Any]]] = {
     "eagle": train_eagle,
-    "eagle3": train_eagle3,
     "model": train_language_model,
 }
 
@@ -39,8 +37,7 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     anything, if `output` holds another training, if there is too little text, or if the head to start from does not
     fit.
     """
-    num_layers = check_model(config.target.model, config.target.revision).num_layers
-    layers = fused_layers(num_layers) if options.kind == "eagle3" else ()
+    check_model(config.target.model, config.target.revision)
     if options.start_from is not None:
         load_eagle_config(options.start_from)
         check_pair(config.target, DraftOptions(kind="eagle", model=options.start_from))
@@ -49,7 +46,7 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     samples = corpus.samples()
     (output / "work").mkdir(parents=True, exist_ok=True)
     _claim(output / "work" / "settings.json", corpus)
-    paths = corpus.record(samples, layers, output / "work" / "recordings", say)
+    paths = corpus.record(samples, output / "work" / "recordings", say)
     learned, held = split(paths)
     task = Task(corpus, load_frozen(config), vocabulary, learned, held, output, say)
     counts = {"recordings": len(learned), "held_out": len(held), "tokens": sum(map(count_tokens, learned))}
@@ -76,7 +73,6 @@ def _claim(path: Path, corpus: Corpus) -> None:
 
 DESCRIPTIONS: dict[TrainedKind, str] = {
     "eagle": "an EAGLE head in the project's own format, with copy heads (`specextend/drafters/eagle_config.py`)",
-    "eagle3": "a head in the published EAGLE-3 layout (`specextend/drafters/formats.py`)",
     "model": "a small standalone Llama with a reduced vocabulary (`specextend/drafters/small_lm.py`)",
 }
 

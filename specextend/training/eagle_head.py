@@ -1,24 +1,40 @@
 """Training of an EAGLE head in our own format, with copy heads; its tensors are those of `drafters/eagle_config.py`.
 
-Shapes: `n` slots, `C` hidden size, `K` key heads, `D` head size, `V` draft vocabulary.
+A head reads a recording as slots: slot i holds the embedding of token i + 1 and the target's hidden state at i. From
+them it predicts the target's hidden state at i + 1, which decides token i + 2. The loss follows a head on its own
+output, which replaces the target's hidden state in the next slot, as in drafting (arXiv 2503.01840, "training-time
+test").
+
+Shapes: `S` slots, `Q` of them asked, `n` some slots, `C` hidden size, `H` query heads, `K` key heads, `D` head size,
+`V` draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, rms_norm
+from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
+from specextend.drafters.causal import HISTORY
 from specextend.drafters.draft_cache import rotate
 from specextend.drafters.eagle_config import VOCABULARY, WEIGHTS_FILE, EagleConfig, load_eagle_config
-from specextend.training.head_training import HeadTensors, evaluate_head, fit_head
-from specextend.training.slots import SlotInputs
+from specextend.training.fit import Fit
+from specextend.training.recording import Recording, Span
 from specextend.training.task import Target, Task
+
+STEP_WEIGHTS = (1.0, 0.8)
+"""Weights of the losses of the first and the second drafted token."""
+PROMPT_SLOTS = 256
+"""Number of prompt slots that a step asks for, beside all slots of the answers."""
+
+
+# The head
 
 
 class EagleHead(nn.Module):
@@ -32,8 +48,13 @@ class EagleHead(nn.Module):
         self.target_rows: Tensor
         self.vocabulary: Tensor
         self._inv_freq: Tensor
-        trained = {name: weight for name, weight in weights.items() if name != VOCABULARY}
-        self.tensors = HeadTensors(trained, config.head_dim, config.layer_norm_eps, config.head_norm_eps)
+        self._tensors = nn.ParameterDict(
+            {
+                name.replace(".", "/"): nn.Parameter(weight.float())
+                for name, weight in weights.items()
+                if name != VOCABULARY
+            }
+        )
         vocabulary = weights.get(VOCABULARY, torch.arange(len(lm_head))).to(lm_head.device)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.register_buffer("embedding", embedding.float(), persistent=False)
@@ -43,36 +64,63 @@ class EagleHead(nn.Module):
 
     def keys_values(self, places: SlotInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Compute keys and values [n, K, D] from hidden [n, C]; the copy heads come last."""
-        normed = self.tensors.norm("layer.input_layernorm", self._inputs(places, hidden))
-        keys = rotate(self.tensors.heads("layer.self_attn.k_proj", normed), places.positions, self._inv_freq)
-        values = self.tensors.heads("layer.self_attn.v_proj", normed)
+        normed = self._norm("layer.input_layernorm", self._inputs(places, hidden))
+        keys = rotate(self._heads("layer.self_attn.k_proj", normed), places.positions, self._inv_freq)
+        values = self._heads("layer.self_attn.v_proj", normed)
         if self.config.copy_heads:
-            copied = self.tensors.heads("copy.k_proj", self._embed(places.history).flatten(-2))
+            copied = self._heads("copy.k_proj", self._embed(places.history).flatten(-2))
             keys = torch.cat([keys, copied], -2)
-            values = torch.cat([values, self.tensors.heads("copy.v_proj", self._embed(places.token_ids))], -2)
+            values = torch.cat([values, self._heads("copy.v_proj", self._embed(places.token_ids))], -2)
         return keys, values
 
     def layer(self, places: SlotInputs, hidden: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
         """Compute the output [n, C] of slots that see keys and values [m, K, D] where `visible` [n, m] is true."""
         residual = self._inputs(places, hidden)
-        normed = self.tensors.norm("layer.input_layernorm", residual)
-        query = rotate(self.tensors.heads("layer.self_attn.q_proj", normed), places.positions, self._inv_freq)
+        normed = self._norm("layer.input_layernorm", residual)
+        query = rotate(self._heads("layer.self_attn.q_proj", normed), places.positions, self._inv_freq)
         if self.config.copy_heads:
             latest = torch.cat([places.token_ids[:, None], places.history[:, :-1]], 1)
-            query = torch.cat([query, self.tensors.heads("copy.q_proj", self._embed(latest).flatten(-2))], -2)
-        return self.tensors.norm("norm", self.tensors.finish(residual, query, keys, values, visible))
+            query = torch.cat([query, self._heads("copy.q_proj", self._embed(latest).flatten(-2))], -2)
+        return self._norm("norm", self._finish(residual, query, keys, values, visible))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, V] from outputs [n, C]."""
         return linear(hidden, self.target_rows.to(hidden.dtype))
 
     def _inputs(self, places: SlotInputs, hidden: Tensor) -> Tensor:
-        return self.tensors.linear(
-            "fc", torch.cat([self._embed(places.token_ids), self.tensors.norm("hn", hidden)], -1)
-        )
+        return self._linear("fc", torch.cat([self._embed(places.token_ids), self._norm("hn", hidden)], -1))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        return self.tensors.norm("en", self.embedding[token_ids])
+        return self._norm("en", self.embedding[token_ids])
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the trained tensors by the names of the format."""
+        return {name.replace("/", "."): weight.detach() for name, weight in self._tensors.items()}
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        """Apply a linear map: x [..., in] to [..., out]."""
+        return linear(x, self._of(name))
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:
+        """Apply a linear map and split its output into heads: x [..., in] to [..., heads, D]."""
+        return self._linear(name, x).unflatten(-1, (-1, self.config.head_dim))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        """Apply an RMS norm in fp32."""
+        eps = self.config.layer_norm_eps if name.startswith("layer.") else self.config.head_norm_eps
+        return rms_norm(x.float(), (x.shape[-1],), self._of(name), eps)
+
+    def _finish(self, residual: Tensor, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+        """Add attention of query [n, H, D] where `visible` [n, m] is true, then the MLP, to residual [n, C]."""
+        q, k, v = (x.transpose(0, 1)[None].to(residual.dtype) for x in (query, keys, values))
+        mixed = scaled_dot_product_attention(q, k, v, attn_mask=visible[None, None], enable_gqa=True)
+        residual = residual + self._linear("layer.self_attn.o_proj", mixed[0].transpose(0, 1).flatten(1))
+        normed = self._norm("layer.post_attention_layernorm", residual)
+        gated = silu(self._linear("layer.mlp.gate_proj", normed)) * self._linear("layer.mlp.up_proj", normed)
+        return residual + self._linear("layer.mlp.down_proj", gated)
+
+    def _of(self, name: str) -> Tensor:
+        return self._tensors[f"{name}.weight".replace(".", "/")]
 
 
 def add_copy_heads(
@@ -118,17 +166,197 @@ def new_weights(config: EagleConfig, final_norm: Tensor, seed: int) -> dict[str,
     return {**weights, "norm.weight": final_norm.float().cpu()}
 
 
+# Its lessons
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInputs:
+    """The tokens at some slots, the tokens before them, and their positions."""
+
+    token_ids: Tensor
+    """[S] int64: token i + 1"""
+    history: Tensor
+    """[S, 3] int64: tokens i, i - 1, i - 2; the first token stands for those before it"""
+    positions: Tensor
+    """[S] int64: i"""
+
+    def at(self, slots: Tensor) -> SlotInputs:
+        """Select `slots` [n]."""
+        return SlotInputs(self.token_ids[slots], self.history[slots], self.positions[slots])
+
+    def to(self, device: torch.device) -> SlotInputs:
+        """Move to `device`."""
+        return SlotInputs(self.token_ids.to(device), self.history.to(device), self.positions.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """All slots of a recording."""
+
+    places: SlotInputs
+    hidden: Tensor
+    """[S, C] of the target at i"""
+    labels: Tensor
+    """[S, C] of the target at i + 1, which the head predicts"""
+    groups: Tensor
+    """[S] int64: 0 for the prompt, 1 and up for the answers; each is contiguous"""
+
+    def to(self, device: torch.device) -> Slots:
+        """Move to `device`."""
+        return Slots(self.places.to(device), *(x.to(device) for x in (self.hidden, self.labels, self.groups)))
+
+    def visible(self, asked: Tensor) -> Tensor:
+        """Return the mask [Q, S] bool of what each asked slot sees: the prompt, and its own answer up to itself."""
+        own = self.groups[asked][:, None]
+        before = self.places.positions[None] <= self.places.positions[asked][:, None]
+        return before & ((self.groups[None] == 0) | (self.groups[None] == own))
+
+    def follow(self, asked: Tensor, steps: int) -> Tensor:
+        """Return, for each asked slot, whether the slot `steps` further belongs to the same group: [Q] bool."""
+        last = len(self.groups) - 1
+        return (asked + steps <= last) & (self.groups[(asked + steps).clamp(max=last)] == self.groups[asked])
+
+
+def lay_out(recording: Recording) -> Slots:
+    """Lay out a recording as slots."""
+    parts = [_prompt(recording.prompt), *(_answer(recording.prompt, answer) for answer in recording.answers)]
+    groups = [torch.full_like(part[0], number) for number, part in enumerate(parts)]
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    token_ids, history, hidden, labels, positions = columns
+    return Slots(SlotInputs(token_ids, history, positions), hidden, labels, torch.cat(groups))
+
+
+def _prompt(prompt: Span) -> tuple[Tensor, ...]:
+    tokens, size = prompt.token_ids, len(prompt.token_ids) - 1
+    history = _history(tokens, torch.arange(size))
+    return tokens[1:], history, prompt.hidden[:-1], prompt.hidden[1:], torch.arange(size)
+
+
+def _answer(prompt: Span, answer: Span) -> tuple[Tensor, ...]:
+    tokens = torch.cat([prompt.token_ids, answer.token_ids])
+    positions = torch.arange(len(prompt.token_ids) - 1, len(tokens) - 1)
+    hidden = torch.cat([prompt.hidden[-1:], answer.hidden[:-1]])
+    return answer.token_ids, _history(tokens, positions), hidden, answer.hidden, positions
+
+
+def _history(tokens: Tensor, positions: Tensor) -> Tensor:
+    """Collect the tokens at `positions` [n] and at the two before each: [n, 3]."""
+    return tokens[(positions[:, None] - torch.arange(HISTORY)).clamp(min=0)]
+
+
+def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run a head on the slots `asked` [Q], then on the slots behind them with its own output as features.
+
+    Yields, for each step, outputs [Q, C] and the slots [Q] with whose labels they are compared. Values of a chain that
+    has left its group (`Slots.follow`) are meaningless.
+    """
+    keys, values = head.keys_values(slots.places, slots.hidden)
+    visible = slots.visible(asked)
+    hidden, own = slots.hidden[asked], torch.eye(len(asked), dtype=torch.bool, device=asked.device)
+    for step in range(num_steps):
+        at = (asked + step).clamp(max=len(slots.groups) - 1)
+        places = slots.places.at(at)
+        if step:  # a drafted slot sees the real slots up to its root's, and the drafted slots of its own chain
+            drafted = head.keys_values(places, hidden)
+            keys, values = torch.cat([keys, drafted[0]]), torch.cat([values, drafted[1]])
+            visible = torch.cat([visible, own], 1)
+        hidden = head.layer(places, hidden, keys, values, visible)
+        yield hidden, at
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """The slots of a recording, and how much of the target's probability the draft can express."""
+
+    slots: Slots
+    shares: Tensor
+    """[S] fp32 probability that the target gives to the draft vocabulary."""
+
+
+def make_lesson(recording: Recording, lm_head: Tensor, vocabulary: Tensor) -> Lesson:
+    """Lay out a recording for a head that proposes `vocabulary` [V]; `lm_head` [tokens, C] is the target's."""
+    slots, vocabulary = lay_out(recording), vocabulary.to(lm_head.device)
+    shares = []
+    for labels in slots.labels.split(256):
+        logits = linear(labels.to(lm_head), lm_head).float()
+        shares.append((logits[:, vocabulary].logsumexp(1) - logits.logsumexp(1)).exp().cpu())
+    return Lesson(slots, torch.cat(shares))
+
+
+def head_loss(head: EagleHead, lesson: Lesson, generator: torch.Generator) -> Tensor:
+    """Compute the soft cross-entropy against the target: mean over slots, weighted sum over chain steps.
+
+    Each slot is weighted by the share of the target's probability that the draft vocabulary holds.
+    """
+    rows = head.target_rows
+    slots, shares = lesson.slots.to(rows.device), lesson.shares.to(rows.device)
+    asked = _asked(slots, generator)
+    total = torch.zeros((), device=rows.device)
+    with torch.autocast(rows.device.type, torch.bfloat16):
+        for step, (hidden, at) in enumerate(chain(head, slots, asked, len(STEP_WEIGHTS))):
+            weights = shares[at] * slots.follow(asked, step)
+            wanted = linear(slots.labels[at].to(rows.dtype), rows).float().softmax(-1)
+            logits = head.logits(hidden).float()
+            losses = logits.logsumexp(-1) - (wanted * logits).sum(-1)
+            total = total + STEP_WEIGHTS[step] * (losses * weights).sum() / weights.sum()
+    return total
+
+
+def _asked(slots: Slots, generator: torch.Generator) -> Tensor:
+    """Choose all slots of the answers and a random subset of the prompt's."""
+    num_prompt = int((slots.groups == 0).sum())
+    some = torch.randperm(num_prompt, generator=generator)[:PROMPT_SLOTS].sort().values
+    return torch.cat([some, torch.arange(num_prompt, len(slots.groups))]).to(slots.groups.device)
+
+
+@torch.inference_mode()
+def agreement(
+    head: EagleHead, lessons: Sequence[Lesson], kinds: Sequence[str], lm_head: Tensor
+) -> dict[str, list[float]]:
+    """Measure, by kind of text and chain step, the share of tokens at which head and target have the same first choice.
+
+    `kinds` names each group of slots, the prompt's first. `lm_head` [tokens, C] is the target's; a choice outside the
+    draft vocabulary counts as missed.
+    """
+    same: Counter[tuple[str, int]] = Counter()
+    count: Counter[tuple[str, int]] = Counter()
+    for lesson in lessons:
+        for step, groups, right in _compare_choices(head, lesson.slots.to(lm_head.device), lm_head):
+            for group in groups.unique().tolist():
+                same[kinds[group], step] += int(right[groups == group].sum())
+                count[kinds[group], step] += int((groups == group).sum())
+    steps = range(len(STEP_WEIGHTS))
+    return {name: [same[name, step] / max(1, count[name, step]) for step in steps] for name in dict.fromkeys(kinds)}
+
+
+def _compare_choices(head: EagleHead, slots: Slots, lm_head: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield for each step, of the asked slots whose chain holds, the groups [n] and where the choices are equal [n]."""
+    asked = _asked(slots, torch.Generator().manual_seed(0))
+    with torch.autocast(lm_head.device.type, torch.bfloat16):
+        for step, (hidden, at) in enumerate(chain(head, slots, asked, len(STEP_WEIGHTS))):
+            wanted = linear(slots.labels[at].to(lm_head.dtype), lm_head).argmax(-1)
+            held = slots.follow(asked, step)
+            yield step, slots.groups[asked][held], (head.vocabulary[head.logits(hidden).argmax(-1)] == wanted)[held]
+
+
+# The training
+
+
 def train_eagle(task: Task) -> dict[str, Any]:
     """Train a head, write it and return its figures."""
     config, weights = _first_head(task)
     head = EagleHead(config, weights, task.target.embedding, task.target.lm_head).to(task.target.device)
-    fit_head(task, head)
+    learned = [make_lesson(Recording.load(path), task.target.lm_head, head.vocabulary) for path in task.learned]
+    Fit(head, lambda lesson, chance: head_loss(head, lesson, chance), task.options.fit, task.work).run(
+        learned, task.say
+    )
     dtype = getattr(torch, config.dtype)
-    tensors = {name: weight.to(dtype).cpu().contiguous() for name, weight in head.tensors.values().items()}
+    tensors = {name: weight.to(dtype).cpu().contiguous() for name, weight in head.values().items()}
     vocabulary = {} if config.draft_vocab_size is None else {VOCABULARY: weights[VOCABULARY]}
     save_file({**tensors, **vocabulary}, task.output / WEIGHTS_FILE)
     config.save(task.output)
-    return evaluate_head(task, head)
+    held = [make_lesson(Recording.load(path), task.target.lm_head, head.vocabulary) for path in task.held]
+    return {"agreement": agreement(head, held, task.groups(), task.target.lm_head)}
 
 
 def _first_head(task: Task) -> tuple[EagleConfig, dict[str, Tensor]]:

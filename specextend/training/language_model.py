@@ -85,7 +85,7 @@ def recorded_windows(recording: Recording, rows: Tensor, size: int, seed: int) -
         first = random.choice((most, random.randrange(most + 1)))
         before = slice(first, first + room)
         token_ids = torch.cat([prompt.token_ids[before], answer.token_ids[:size]])
-        windows.append(TokenWindow(rows[token_ids], torch.cat([prompt.last_hidden[before], answer.last_hidden[:size]])))
+        windows.append(TokenWindow(rows[token_ids], torch.cat([prompt.hidden[before], answer.hidden[:size]])))
     return windows
 
 

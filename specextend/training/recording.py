@@ -1,12 +1,19 @@
-"""Recordings, from which drafts learn: the target runs over a sample once, and its hidden states are kept.
+"""What drafts learn from: prompts around pieces of documents, and what the target made of them.
+
+A summary repeats its document, so a draft must learn to find earlier occurrences of a token. Beside the target's own
+summaries, a sample has answers that quote spans of its document word for word, and one that repeats facts which were
+hidden in it. The target reads each sample once, and its hidden states are kept in a file.
 
 Shapes: `P` prompt tokens, `T` tokens of an answer, `B` summaries decoded together, `C` hidden size, `V` vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -14,9 +21,127 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
+from specextend.data.prompts import Prompts
 from specextend.decoding.cache import aligned
 from specextend.decoding.model import CachedModel
-from specextend.training.samples import Sample
+
+LEADS = (
+    'The report states: "',
+    'According to the document, "',
+    'In its own words: "',
+    'One passage reads as follows: "',
+    'As the text puts it, "',
+)
+FACTS = (
+    "The reference number of {name} is {code}.",
+    "{name} is registered under {code}.",
+    "The file of {name} carries the number {code}.",
+)
+SENTENCE_TOKENS = 64
+"""Most tokens of one of these sentences."""
+_SYLLABLES = ("bar", "del", "fen", "gor", "hal", "jin", "kes", "lom", "mar", "nis", "pol", "ras", "sun", "tor", "vek")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOptions:
+    """Shape of the samples. Lengths are in tokens."""
+
+    min_tokens: int = 1024
+    """Shortest piece of a document."""
+    max_tokens: int = 5120
+    """Longest piece of a document."""
+    num_quotes: int = 4
+    """Number of answers that quote the piece."""
+    min_quote: int = 32
+    max_quote: int = 96
+    num_facts: int = 3
+    """Number of facts hidden in a piece and repeated in one answer."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 2 * self.max_quote <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be from 2 x max_quote ({2 * self.max_quote}) to max_tokens ({self.max_tokens}), "
+                f"got {self.min_tokens}"
+            )
+        if self.num_quotes < 0 or self.num_facts < 0:
+            raise ValueError("num_quotes and num_facts must be 0 or more")
+        if not 1 <= self.min_quote <= self.max_quote:
+            raise ValueError(f"min_quote must be from 1 to max_quote ({self.max_quote}), got {self.min_quote}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt and the answers to it, each read directly behind it."""
+
+    prompt_token_ids: list[int]
+    answers: list[list[int]]
+    """The quotes, then the facts if there are any."""
+
+
+class SampleMaker:
+    """Makes samples of documents; the same seed gives the same samples."""
+
+    def __init__(self, tokenizer: Any, prompts: Prompts, options: SampleOptions, max_summary_tokens: int) -> None:
+        """Check that the target's context has room for the shortest piece, its answers and `max_summary_tokens`.
+
+        Raises ValueError if it does not, and DocumentError as `Prompts.room` does.
+        """
+        self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
+        facts = SENTENCE_TOKENS * options.num_facts
+        self._answer_tokens = max(max_summary_tokens, options.max_quote + SENTENCE_TOKENS, facts)
+        room = prompts.room(self._answer_tokens) - facts - SENTENCE_TOKENS
+        if room < options.min_tokens:
+            raise ValueError(
+                f"the target's context has room for pieces of {max(0, room)} tokens, fewer than min_tokens "
+                f"({options.min_tokens}); choose smaller values"
+            )
+        self._most = min(options.max_tokens, room)
+
+    def fits(self, text: str) -> bool:
+        """Return True if a document is long enough for a sample."""
+        return len(self._prompts.encode_document(text)) >= self._options.min_tokens
+
+    def make(self, text: str, number: int) -> Sample:
+        """Make the sample `number` from a random piece of a document that `fits`."""
+        random = Random(f"{self._options.seed}/{number}")
+        token_ids = self._prompts.encode_document(text)
+        most = min(self._most, len(token_ids))
+        # Short pieces are as frequent as long ones on a logarithmic scale.
+        size = min(most, round(self._options.min_tokens * (most / self._options.min_tokens) ** random.random()))
+        first = random.randrange(len(token_ids) - size + 1)
+        piece = token_ids[first : first + size]
+        names, sentences = self._facts(random)
+        hidden = self._hide(piece, sentences, random)
+        prompt = self._prompts.render(self._tokenizer.decode(hidden), self._answer_tokens)
+        return Sample(prompt.token_ids, [*self._quotes(piece, random), *([self._encode(names)] if names else [])])
+
+    def _facts(self, random: Random) -> tuple[str, list[str]]:
+        """Make up facts: the answer that repeats them all, and the sentences to hide."""
+        sentences = []
+        for _ in range(self._options.num_facts):
+            name = "".join(random.choices(_SYLLABLES, k=3)).capitalize()
+            sentences.append(random.choice(FACTS).format(name=name, code=random.randrange(10_000, 1_000_000)))
+        return " ".join(sentences), random.sample(sentences, len(sentences))
+
+    def _hide(self, piece: list[int], sentences: Sequence[str], random: Random) -> list[int]:
+        """Insert the sentences into the piece at random places."""
+        hidden = list(piece)
+        for sentence in sentences:
+            at = random.randrange(len(hidden))
+            hidden[at:at] = self._encode(f" {sentence} ")
+        return hidden
+
+    def _quotes(self, piece: list[int], random: Random) -> Iterator[list[int]]:
+        for _ in range(self._options.num_quotes):
+            size = random.randint(self._options.min_quote, self._options.max_quote)
+            first = random.randrange(len(piece) - size + 1)
+            quote = self._tokenizer.decode(piece[first : first + size]).strip()
+            yield self._encode(f'{random.choice(LEADS)}{quote}"')
+
+    def _encode(self, text: str) -> list[int]:
+        return self._prompts.encode_document(text)
+
 
 CHUNK = 512
 """Most tokens of one forward pass."""
@@ -43,9 +168,7 @@ class Span:
     token_ids: Tensor
     """[T] int64"""
     hidden: Tensor
-    """[T, F] features at the tokens: the last hidden state, or the outputs of several layers"""
-    last_hidden: Tensor
-    """[T, C] after the final norm, as the LM head reads it"""
+    """[T, C] the last, after the final norm, as the LM head reads it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +183,6 @@ class Recording:
         tensors = {}
         for name, span in (("prompt", self.prompt), *((f"answer{i}", span) for i, span in enumerate(self.answers))):
             tensors[f"{name}.token_ids"], tensors[f"{name}.hidden"] = span.token_ids, span.hidden
-            if span.last_hidden is not span.hidden:
-                tensors[f"{name}.last_hidden"] = span.last_hidden
         temporary = path.with_suffix(".tmp")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
         temporary.replace(path)
@@ -72,8 +193,7 @@ class Recording:
         tensors = load_file(path)
 
         def span(name: str) -> Span:
-            hidden = tensors[f"{name}.hidden"]
-            return Span(tensors[f"{name}.token_ids"], hidden, tensors.get(f"{name}.last_hidden", hidden))
+            return Span(tensors[f"{name}.token_ids"], tensors[f"{name}.hidden"])
 
         count = sum(name.startswith("answer") and name.endswith(".token_ids") for name in tensors)
         return Recording(span("prompt"), [span(f"answer{i}") for i in range(count)])
@@ -89,15 +209,8 @@ def count_tokens(path: Path) -> int:
 class Recorder:
     """Records samples with a target whose cache holds `rows_needed` rows."""
 
-    def __init__(
-        self,
-        target: CachedModel,
-        eos_token_ids: frozenset[int],
-        options: SummaryOptions,
-        layers: tuple[int, ...] = (),
-    ) -> None:
-        """Take the target; features are the outputs of `layers`, ascending, or without any the last hidden state."""
-        self._target, self._eos_token_ids, self._options, self._layers = target, eos_token_ids, options, layers
+    def __init__(self, target: CachedModel, eos_token_ids: frozenset[int], options: SummaryOptions) -> None:
+        self._target, self._eos_token_ids, self._options = target, eos_token_ids, options
 
     @torch.inference_mode()
     def record(self, sample: Sample, seed: int) -> Recording:
@@ -111,23 +224,17 @@ class Recorder:
     @torch.inference_mode()
     def read(self, token_ids: Tensor, first: int) -> Span:
         """Run tokens [T] at positions `first` and up, behind those already in the cache."""
-        states = []
+        hidden = []
         for chunk in token_ids.split(CHUNK):
             plan = AttentionPlan([0], [first + len(chunk)], len(chunk))
-            states.append(self._forward(chunk[None], torch.arange(first, first + len(chunk))[None], plan))
+            hidden.append(self._forward(chunk[None], torch.arange(first, first + len(chunk))[None], plan))
             first += len(chunk)
-        return self._span(token_ids, *(torch.cat(part, 1)[0] for part in zip(*states, strict=True)))
+        return Span(token_ids.cpu(), torch.cat(hidden, 1)[0].cpu())
 
-    def _forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """Compute features [B, T, F] and last hidden states [B, T, C] of token_ids [B, T]."""
-        token_ids, positions = token_ids.to(self._target.device), positions.to(self._target.device)
-        hidden, features = self._target.forward_with_features(token_ids, positions, plan, self._layers)
-        return features, hidden
-
-    def _span(self, token_ids: Tensor, features: Tensor, hidden: Tensor) -> Span:
-        """Copy a span to the CPU, only once if the features are the last hidden states."""
-        last_hidden = hidden.to("cpu", copy=True)
-        return Span(token_ids.cpu(), features.to("cpu", copy=True) if self._layers else last_hidden, last_hidden)
+    def _forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """Compute the last hidden states [B, T, C] of token_ids [B, T]."""
+        device = self._target.device
+        return self._target.forward(token_ids.to(device), positions.to(device), plan)
 
     def _summaries(self, prompt: Span, generator: torch.Generator) -> list[Span]:
         """Decode [B] summaries of the prompt together, and cut each behind its end."""
@@ -136,12 +243,12 @@ class Recorder:
         stored = self._target.cache.stored
         for start in starts[1:]:
             stored[..., start : start + length, :] = stored[..., :length, :]
-        chosen = self._choose(prompt.last_hidden[-1:].to(self._target.device).expand(count, -1), generator)
+        chosen = self._choose(prompt.hidden[-1:].to(self._target.device).expand(count, -1), generator)
         steps = []
         for step in range(self._options.max_new_tokens):
             plan = AttentionPlan(starts, [length + step + 1] * count, 1)
-            features, hidden = self._forward(chosen[:, None], torch.full((count, 1), length + step), plan)
-            steps.append((chosen[:, None], features, hidden))
+            hidden = self._forward(chosen[:, None], torch.full((count, 1), length + step), plan)
+            steps.append((chosen[:, None], hidden))
             chosen = self._choose(hidden[:, 0], generator)
         columns = [torch.cat(column, 1) for column in zip(*steps, strict=True)]
         return [self._cut(*(column[b] for column in columns)) for b in range(count)]
@@ -153,11 +260,11 @@ class Recorder:
         sampled[0] = logits[0].argmax()
         return sampled
 
-    def _cut(self, token_ids: Tensor, features: Tensor, hidden: Tensor) -> Span:
-        """Cut a span behind the first token that ends an output."""
+    def _cut(self, token_ids: Tensor, hidden: Tensor) -> Span:
+        """Cut a span behind the first token that ends an output; copy it to the CPU."""
         ends = [i for i, token_id in enumerate(token_ids.tolist()) if token_id in self._eos_token_ids]
         size = ends[0] + 1 if ends else len(token_ids)
-        return self._span(token_ids[:size].clone(), features[:size], hidden[:size])
+        return Span(token_ids[:size].to("cpu", copy=True), hidden[:size].to("cpu", copy=True))
 
 
 def rows_needed(num_prompt_tokens: int, options: SummaryOptions) -> int:

@@ -24,10 +24,16 @@ from specextend.data.source import Source
 from specextend.decoding.model import CachedModel
 from specextend.models import load_target, load_tokenizer, read_facts, tokens_sha256
 from specextend.training.fit import FitOptions, Say
-from specextend.training.recording import Recorder, SummaryOptions, rows_needed
-from specextend.training.samples import Sample, SampleMaker, SampleOptions
+from specextend.training.recording import (
+    Recorder,
+    Sample,
+    SampleMaker,
+    SampleOptions,
+    SummaryOptions,
+    rows_needed,
+)
 
-TrainedKind = Literal["eagle", "eagle3", "model"]
+TrainedKind = Literal["eagle", "model"]
 HEAD_DIM = 64
 
 
@@ -54,8 +60,7 @@ class TrainOptions:
     """Settings of a whole training."""
 
     kind: TrainedKind = "eagle"
-    """`eagle`: a head over the target's last hidden state, in our format; `eagle3`: one over three layers, in the
-    published EAGLE-3 layout; `model`: a small standalone LM."""
+    """`eagle`: a head over the target's last hidden state, in our format; `model`: a small standalone LM."""
     start_from: str | None = None
     """Folder of a head in our format to continue from; it keeps its shape and vocabulary, and gains copy heads if it
     has none."""
@@ -76,7 +81,7 @@ class TrainOptions:
         if self.kind not in get_args(TrainedKind):
             raise ValueError(f"kind must be one of {', '.join(get_args(TrainedKind))}, got {self.kind!r}")
         if self.kind != "eagle" and self.start_from is not None:
-            raise ValueError("start_from works with kind eagle only; the other kinds start from scratch")
+            raise ValueError("start_from works with kind eagle only; a standalone LM starts from scratch")
         for name, least in (("num_samples", 2), ("vocabulary", 16), ("copy_heads", 0), ("text_passes", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -127,26 +132,26 @@ class Corpus:
         texts |= dict(zip(held, cycle(self.texts.held), strict=False))
         return [self.maker.make(text, number) for number, text in sorted(texts.items())]
 
-    def record(self, samples: list[Sample], layers: tuple[int, ...], folder: Path, say: Say) -> list[Path]:
-        """Record each sample with the outputs of `layers`, and return the paths. Existing recordings are kept."""
+    def record(self, samples: list[Sample], folder: Path, say: Say) -> list[Path]:
+        """Record each sample, and return the paths. Existing recordings are kept."""
         folder.mkdir(exist_ok=True)
         paths = [folder / f"{number:05d}.safetensors" for number in range(len(samples))]
         missing = [number for number, path in enumerate(paths) if not path.exists()]
         if missing:
-            recorder = self._recorder(samples, layers)
+            recorder = self._recorder(samples)
             for count, number in enumerate(missing, start=1):
                 recorder.record(samples[number], self.options.sample.seed + number).save(paths[number])
                 say(f"recording {count}/{len(missing)}: {len(samples[number].prompt_token_ids)} prompt tokens")
         return paths
 
-    def _recorder(self, samples: list[Sample], layers: tuple[int, ...]) -> Recorder:
+    def _recorder(self, samples: list[Sample]) -> Recorder:
         config, options = self.config, self.options.summary
         facts = read_facts(config.target.model, config.target.revision)
         model = load_target(config.target, IMPLEMENTATION)
         longest = max(len(sample.prompt_token_ids) + max(map(len, sample.answers), default=0) for sample in samples)
         attend = load_backend(config.attention.backend, model.device)
         target = CachedModel(model, attend, rows_needed(longest, options))
-        return Recorder(target, frozenset(facts.eos_token_ids), options, layers)
+        return Recorder(target, frozenset(facts.eos_token_ids), options)
 
     def _tokenizer(self) -> Any:
         return load_tokenizer(self.config.target.model, self.config.target.revision)

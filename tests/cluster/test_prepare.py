@@ -91,27 +91,10 @@ def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(
     again = prepare(configure())
     assert check_same_run(again)
     assert again.config.target.revision == pair[0]
-    assert again.notes[0] == (
-        f"target {TARGET} (default branch) is commit {pair[0]}, with which this run began; "
-        f"the Hub has {newer} by now, which only a run of its own takes"
-    )
+    assert again.notes[0] == f"target {TARGET} (default branch) is commit {pair[0]}, with which this run began"
     asked_for = {"model": TARGET, "revision": newer, "dtype": "float32", "device": "cpu"}
     with pytest.raises(OtherRunError, match="weights of target: "):
         check_same_run(prepare(configure(target=asked_for)))
-
-
-def test_a_run_moves_between_the_hub_and_copies_on_disk(hub: Hub, pair: tuple[str, str], configure: Configure) -> None:
-    """Begun by a head that has no weights, gone on with on a machine that has no network, or the other way."""
-    begin(prepare(configure()))
-    local = configure(
-        target={"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
-        draft={"kind": "model", "model": str(MODELS / "draft-model")},
-    )
-    hub.is_down = True
-    prepared = prepare(local)
-    assert check_same_run(prepared)
-    assert prepared.models["target"]["commit"] is None
-    assert prepared.notes == ()
 
 
 def test_a_hub_that_is_away_at_the_start_is_no_mistake_of_the_configuration(

@@ -121,7 +121,7 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(demo: tuple[Ended, Path]
     run_ids = {re.fullmatch(r"part-([0-9a-f]{8})-\d{6}\.parquet", path.name)[1] for path in parts(output)}
     assert len(run_ids) == 1
     results = {name for name in names if not name.startswith("_run/")}
-    assert results - {"report.md"} == {"_SUCCESS", "report.json", "report.html", "summaries/part-00000.parquet"}
+    assert results == {"_SUCCESS", "report.json", "report.html", "summaries/part-00000.parquet"}
     records = {"_run/manifest.json", *(f"_run/attempts/{run_id}.json" for run_id in run_ids)}
     assert names - results >= records
     assert "_run/lock" not in names

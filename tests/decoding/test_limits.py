@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specextend.decoding import limits
+from specextend.decoding.kept import cache_folder
 from specextend.decoding.limits import MachineLimits, count_work, load_limits, measure_copy, measure_limits
-from specextend.file_hashes import cache_folder
 from specextend.models import DTYPES, TargetOptions, load_target, read_facts, skeleton
 from tests.tiny_models import FAMILIES, tiny_model, write_model
 

@@ -13,6 +13,7 @@ from specextend.attention.layer_reference import REFERENCE
 from specextend.decoding import tuning
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.graphs import Graphs
+from specextend.decoding.kept import cache_folder
 from specextend.decoding.model import CachedModel
 from specextend.decoding.step_costs import CostTable
 from specextend.decoding.tuning import (
@@ -26,7 +27,6 @@ from specextend.decoding.tuning import (
     read_table,
     write_table,
 )
-from specextend.file_hashes import cache_folder
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
 GRID = TuningGrid(("dense", "hybrid"), (1, 4, 16), (512, 1500))

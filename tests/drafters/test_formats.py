@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specextend.checkpoint import ModelError
 from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.formats import is_ours, read_head
+from specextend.model_files import ModelError
 from specextend.models import TargetOptions
 from specextend.pairing import check_pair, pair_hashes
 from tests.published_heads import WRITERS

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from specextend.attention.cpu import attend_by_head
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.checkpoint import ModelError
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.small_lm import FILE, ModelNetwork, read_reduced
+from specextend.model_files import ModelError
 from specextend.models import TargetOptions, load_causal_lm
 from specextend.pairing import check_pair, pair_hashes
 from tests.tiny_models import FAMILIES, VOCABULARY, random_prompt, write_pair, write_small

@@ -28,8 +28,6 @@ from tests.faults.nodes import nodes as nodes
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-random.yaml"
 NUM_ROWS = 12
-EQUAL = 4
-"""The row whose text another row has, too, behind them."""
 SENTENCE = "The committee met and talked about the weather, then about number {}. "
 SAME = (
     "doc_id",
@@ -48,9 +46,9 @@ def write_corpus(path: Path) -> None:
     """Documents of different lengths, the longest of which do not fit; the columns beside the text are nested."""
     table = pa.table(
         {
-            "text": [SENTENCE.format(row) * (4 + 3 * row) for row in [*range(NUM_ROWS), EQUAL]],
-            "year": pa.array(range(1990, 1991 + NUM_ROWS), pa.int16()),
-            "source": [{"url": f"a/{row}", "tags": ["x"] * (row % 3)} for row in range(NUM_ROWS + 1)],
+            "text": [SENTENCE.format(row) * (4 + 3 * row) for row in range(NUM_ROWS)],
+            "year": pa.array(range(1990, 1990 + NUM_ROWS), pa.int16()),
+            "source": [{"url": f"a/{row}", "tags": ["x"] * (row % 3)} for row in range(NUM_ROWS)],
         }
     )
     pq.write_table(table, path, row_group_size=5)
@@ -93,8 +91,8 @@ class RealJob:
         return same_columns(self.output)
 
     def column(self, name: str) -> list[Any]:
-        """The values of the documents that were decoded."""
-        return [row[name] for row in rows(self.output / "summaries") if row["copied_from"] is None]
+        """The values of all documents."""
+        return [row[name] for row in rows(self.output / "summaries")]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -151,7 +149,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> li
         signal.signal(number, handler)
     result = calm.result()
     assert len({row["summary"] for row in result}) > NUM_ROWS / 2, "equal summaries would prove nothing"
-    assert result[-1]["summary"] == result[EQUAL]["summary"]
     assert {row["num_dropped_tokens"] > 0 for row in result} == {False, True}
     return result
 

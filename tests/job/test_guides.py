@@ -56,7 +56,7 @@ def test_the_keys_that_a_page_names_exist(page: Path):
     """Keys are renamed, and a guide that says to turn one of the old ones is worse than none."""
     sections = "|".join(RunConfig.model_fields)
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\.)", prose(page)))
-    files = {"report.json", "report.md", "report.html", "input.md", "output.md", "report.py"}
+    files = {"report.json", "report.html", "report.md", "input.md", "output.md", "report.py"}
     assert named - KEYS - files == set()
 
 

@@ -10,10 +10,8 @@ import huggingface_hub.constants
 import pytest
 from safetensors.torch import load_file, save_file
 
-from specextend.checkpoint import ModelError
 from specextend.drafters.draft_options import DraftOptions
-from specextend.hub import HubUnreachableError
-from specextend.model_files import published_hashes, resolve_revision, weight_hashes
+from specextend.model_files import HubUnreachableError, ModelError, identify, resolve_revision
 from specextend.models import TargetOptions, check_model, load_target
 from specextend.pairing import check_files, check_pair, pair_hashes
 from tests.hub_server import Hub
@@ -28,37 +26,28 @@ def change(folder: Path) -> None:
     save_file({name: weight + 1 for name, weight in weights.items()}, folder / WEIGHTS, {"format": "pt"})
 
 
-def test_a_pair_is_checked_and_hashed_without_its_weights(hub: Hub, write_model: Callable[..., Path]) -> None:
-    """A head without a disk for them: of sixteen gigabytes it needs the headers and thirty-two bytes."""
-    target, draft = write_model("target"), write_model("draft", num_hidden_layers=1)
-    hub.push(NAME, target)
-    hub.push("owner/draft", draft)
-    options = TargetOptions(model=NAME), DraftOptions(kind="model", model="owner/draft")
-    assert check_pair(*options).num_layers == 2
-    here = TargetOptions(model=str(target)), DraftOptions(kind="model", model=str(draft))
-    assert pair_hashes(*options) == pair_hashes(*here)
+def test_a_pair_is_checked_and_identified_without_its_weights(hub: Hub, write_model: Callable[..., Path]) -> None:
+    """A head without a disk for them: of sixteen gigabytes it needs a name."""
+    commits = [
+        hub.push(name, folder)
+        for name, folder in ((NAME, write_model("target")), ("owner/draft", write_model("draft", num_hidden_layers=1)))
+    ]
+    pair = TargetOptions(model=NAME), DraftOptions(kind="model", model="owner/draft")
+    assert check_pair(*pair).num_layers == 2
+    assert pair_hashes(*pair) == {"target": commits[0], "tokenizer": commits[0], "draft": commits[1]}
     assert {"config.json", "tokenizer.json"} <= set(hub.fetched)
     assert WEIGHTS not in hub.fetched
 
 
-def test_files_that_the_hub_has_no_hash_of_are_fetched_and_hashed(hub: Hub, write_model: Callable[..., Path]) -> None:
-    """A small one may be kept like any text."""
-    folder = write_model()
-    hub.large = ()
-    hub.push(NAME, folder)
-    assert published_hashes(NAME) == weight_hashes(str(folder))
-
-
-def test_weights_on_the_hub_of_another_shape_are_refused_by_their_header(
+def test_weights_of_another_shape_are_refused_by_their_header(
     hub: Hub, write_model: Callable[..., Path], edit_json: Callable[..., None]
 ) -> None:
-    """Before any node fetches them."""
+    """Where they are fetched, before any is loaded."""
     folder = write_model()
     edit_json(folder / "config.json", intermediate_size=64)
     hub.push(NAME, folder)
     with pytest.raises(ModelError, match=r"mlp.* is \[48, 32\], config.json says \[64, 32\]"):
-        check_model(NAME)
-    assert WEIGHTS not in hub.fetched
+        load_target(TargetOptions(model=NAME), "sdpa")
 
 
 def test_a_repository_of_pickles_alone_is_refused_unopened(hub: Hub, write_model: Callable[..., Path]) -> None:
@@ -84,7 +73,7 @@ def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub: Hub, wr
     check_files(options, None, before)
     loaded = load_target(options, "sdpa").state_dict()["model.norm.weight"]
     assert loaded.max() == 1.0, "a norm before the change"
-    with pytest.raises(ModelError, match=r"the target in owner/target on .* is not the run's: its files have the hash"):
+    with pytest.raises(ModelError, match=r"the target in owner/target on .* is not the run's"):
         check_files(TargetOptions(model=NAME), None, before)
 
 
@@ -94,12 +83,12 @@ def test_without_the_hub_its_cache_answers(
 ) -> None:
     """A run that has what it needs must not fail for a look that it could do without."""
     commit = hub.push(NAME, write_model())
-    expected = weight_hashes(NAME)
-    assert published_hashes(NAME) == expected
+    load_target(TargetOptions(model=NAME), "sdpa")
     cut_off(hub, way, monkeypatch)
     assert resolve_revision(NAME, None) == commit
-    assert published_hashes(NAME, commit) == weight_hashes(NAME, commit) == expected
+    assert identify(NAME, "main")["weights"] == commit
     assert check_model(NAME, commit).num_layers == 2
+    load_target(TargetOptions(model=NAME), "sdpa")
 
 
 @pytest.mark.parametrize("way", ["down", "gone"])
@@ -120,17 +109,13 @@ def test_a_hub_that_is_away_is_said_to_be_and_not_the_model(
     assert "\n" not in str(away.value)
 
 
-def test_weights_that_only_the_hub_has_cannot_be_vouched_for_without_it(
-    hub: Hub, write_model: Callable[..., Path]
-) -> None:
+def test_weights_that_only_the_hub_has_are_not_checked_without_it(hub: Hub, write_model: Callable[..., Path]) -> None:
     """The cache has the small files of a driver's last start; half of what is needed is not enough."""
     hub.push(NAME, write_model())
     check_model(NAME)
     hub.is_down = True
     with pytest.raises(HubUnreachableError):
         check_model(NAME)
-    with pytest.raises(HubUnreachableError):
-        published_hashes(NAME)
 
 
 def test_a_pinned_commit_and_a_folder_need_no_hub(hub: Hub, write_model: Callable[..., Path]) -> None:
@@ -149,7 +134,7 @@ def test_a_machine_with_other_bytes_is_named_with_both_hashes(write_model: Calla
     change(there)
     with pytest.raises(ModelError) as refused:
         check_files(TargetOptions(model=str(there)), None, expected)
-    found = weight_hashes(str(there))["weights"]
+    found = identify(str(there))["weights"]
     assert f"the target in {there} on " in str(refused.value)
     assert found[:12] in str(refused.value)
     assert expected["target"][:12] in str(refused.value)

@@ -16,9 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specextend.checkpoint import ModelError
-from specextend.hub import HubUnreachableError
-from specextend.model_files import weight_hashes
+from specextend.model_files import HubUnreachableError, ModelError, identify
 from specextend.models import (
     ARCHITECTURES,
     TargetOptions,
@@ -308,12 +306,11 @@ def test_the_tokenizer_comes_from_the_models_folder(write_model):
 def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, edit_json):
     """A run must resume after its models moved, and must not resume with others."""
     first, moved = write_model("first"), write_model("moved")
-    edit_json(moved / "config.json", transformers_version="5.0.0")
-    assert weight_hashes(str(first)) == weight_hashes(str(moved))
+    assert identify(str(first)) == identify(str(moved))
     edit_json(moved / "config.json", rms_norm_eps=1e-3)
-    changed = weight_hashes(str(moved))
-    assert changed["weights"] != weight_hashes(str(first))["weights"]
-    assert changed["tokenizer"] == weight_hashes(str(first))["tokenizer"]
+    changed = identify(str(moved))
+    assert changed["weights"] != identify(str(first))["weights"]
+    assert changed["tokenizer"] == identify(str(first))["tokenizer"]
 
 
 @pytest.mark.parametrize(
@@ -390,14 +387,14 @@ def test_an_index_that_leads_elsewhere_is_refused(write_model, name):
     folder = write_model()
     write_index(folder, name)
     assert "weights must be safetensors files in the same folder" in refusal(folder, check_model)
-    assert "weights must be safetensors files in the same folder" in refusal(folder, weight_hashes)
+    assert "weights must be safetensors files in the same folder" in refusal(folder, identify)
 
 
 def test_an_index_is_part_of_the_hash_and_its_files_must_be_there(write_model):
     """Which of two files a tensor is taken from decides what the model says."""
     folder = write_model()
-    plain = weight_hashes(str(folder))["weights"]
+    plain = identify(str(folder))["weights"]
     write_index(folder, "model.safetensors")
-    assert weight_hashes(str(folder))["weights"] != plain
+    assert identify(str(folder))["weights"] != plain
     write_index(folder, "model-00001-of-00001.safetensors")
     assert "has no model-00001-of-00001.safetensors, which its" in refusal(folder, check_model)

@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import save_file
 from torch import zeros
 
-from specextend.checkpoint import ModelError
 from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_config import EagleConfig
+from specextend.model_files import ModelError
 from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
 from specextend.pairing import check_pair, pair_hashes
 

@@ -23,7 +23,6 @@ from specextend.cluster.scheduler import Scheduler
 from specextend.config import JobOptions, RunConfig
 from specextend.core import DocumentKey
 from specextend.data.audit_rows import AuditWriter
-from specextend.data.equal_texts import EqualRows
 from specextend.data.parts import PartWriter
 from specextend.data.source import Source
 from specextend.data.storage import Location
@@ -216,7 +215,6 @@ def driver_of(
     run_id: str = "0a0a0a0a",
     rows_per_commit: int = 64,
     tried: Mapping[DocumentKey, Tried] | None = None,
-    equal: EqualRows | None = None,
 ) -> Driver:
     """The real driver of one start around a pool that is made up, on the pool's clock."""
     config = RunConfig.from_values(
@@ -244,7 +242,6 @@ def driver_of(
         attempt=Attempt(output, run_id, config),
         source=source,
         job=job,
-        equal=equal or EqualRows.none(),
         clock=AwakeClock(pool.clock),
     )
 

@@ -20,8 +20,6 @@ from specextend.cluster.progress import MIN_ENDED
 from specextend.cluster.records import tried_before
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
-from specextend.data import equal_texts
-from specextend.data.equal_texts import EqualTexts
 from specextend.data.finalize import finalize
 from specextend.data.results import pending, read_parts
 from specextend.data.run_folder import Counts
@@ -31,12 +29,6 @@ from tests.properties.rows import in_a_folder, name_of, rows_of, source_of
 from tests.properties.simulated import LATE, LEASES, Clock, Killed, SimulatedPool, driver_of
 
 MAX_STARTS = 60
-
-
-@pytest.fixture(autouse=True)
-def _few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one result, so that a text that many rows have is decoded more than once."""
-    monkeypatch.setattr(equal_texts, "MAX_COPIES", 3)
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +52,9 @@ class Night:
         self.draw = random.Random(seed)
         self.sizes = [self.draw.randint(0, 9) for _ in range(self.draw.randint(1, 4))]
         self.keys = [DocumentKey(file, row) for file, size in enumerate(self.sizes) for row in range(size)]
-        num_texts = self.draw.choice([3, 10, 1000])
-        self.texts = {key: f"text {self.draw.randrange(num_texts)}" for key in self.keys}
-        self.source: Source = source_of(folder / "input", self.sizes, self.texts.__getitem__)
+        self.source: Source = source_of(folder / "input", self.sizes)
         self.output = resolve(str(folder / "output"))
-        poison = {text for text in sorted(set(self.texts.values())) if self.draw.random() < 0.1}
-        self.poison = frozenset(key for key in self.keys if self.texts[key] in poison)
-        self.equal = EqualTexts(self.source)
-        for row in self.source.scan():
-            self.equal.add(row)
+        self.poison = frozenset(key for key in self.keys if self.draw.random() < 0.1)
         self.interrupt = interrupt
         self.trouble = self.draw.choice([0, 10, 40])
         self.workers = self.draw.randint(1, 4)
@@ -94,7 +80,7 @@ class Night:
         raise AssertionError("the run does not end")
 
     def summary_of(self, key: DocumentKey) -> str:
-        return f"summary of {self.texts[key]}"
+        return f"summary of {name_of(key)}"
 
     def driver(self, pool: SimulatedPool) -> Driver:
         progress = read_parts(self.output)
@@ -104,9 +90,7 @@ class Night:
             stall_s=100.0 if self.trouble else 1e5,
         )
         keys = set(pending(self.sizes, progress))
-        equal = self.equal.among(keys)
-        copies = {copy for each in equal.values() for copy, _ in each}
-        estimates = {key: TokenEstimate(self.draw.randint(1, 100), 5) for key in sorted(keys - copies)}
+        estimates = {key: TokenEstimate(self.draw.randint(1, 100), 5) for key in sorted(keys)}
         return driver_of(
             self.source,
             self.output,
@@ -117,7 +101,6 @@ class Night:
             rows_per_commit=self.draw.randint(1, 6),
             run_id=f"{self.draw.getrandbits(32):08x}",
             tried=tried_before(self.output, progress),
-            equal=equal,
         )
 
 
@@ -125,7 +108,7 @@ class Night:
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(seed: int, interrupt: Interrupt) -> None:
     """Workers die, hang and never start; calls and nodes are lost; drivers are killed, batches fail; files are
-    out of reach. Many rows have equal texts, and are copies of one that is decoded.
+    out of reach.
     """
 
     def check(folder: Path) -> None:
@@ -139,11 +122,10 @@ def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(se
         failed = {row["doc_id"] for row in errors}
         assert failed >= set(map(name_of, night.poison))
         wanted = {name_of(key): night.summary_of(key) for key in night.keys}
-        assert all(row["summary"] == wanted[row["doc_id"]] for row in summaries), "its own text's, decoded or copied"
+        assert all(row["summary"] == wanted[row["doc_id"]] for row in summaries), "its own"
         for part in (folder / "output" / "_run" / "parts").glob("*.parquet"):
             rows = pq.read_table(part).to_pylist()
             assert all(row["summary"] != LATE for row in rows)
-            assert {row["copied_from"] for row in rows} <= {None, *(row["doc_id"] for row in rows)}, "never by itself"
         if not night.trouble:
             assert failed == set(map(name_of, night.poison)), "without trouble nobody else is given up"
 

@@ -1,4 +1,4 @@
-"""The report of a run folder, from commits and from summaries, checked against figures worked out by hand."""
+"""The report of a run folder: what it is made from, what is written and printed, and folders that are damaged."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from specextend.data.quality import Quality
 from specextend.data.schema import SUMMARY_SCHEMA, error_row, result_row
 from specextend.data.storage import resolve
 from specextend.report import build_report, render, render_outcome, write_report
+from specextend.report.sections import Section, to_text
 from specextend.stats import DecodingStats
 from tests.damage import DAMAGES, damage
 
@@ -108,71 +109,6 @@ def run(tmp_path: Path) -> str:
     return commit(tmp_path / "run", [done(0, SHORT), failed(2)], [done(1, LONG, "length", dropped=50)])
 
 
-def test_totals_are_sums_and_ratios_are_divisions_of_sums(run):
-    """A mean of means would weigh a document of ten tokens like one of a thousand."""
-    report = build_report(run)
-    assert report["rows"] == {"input": None, "done": 2, "copied": 0, "errors": 1, "pending": None}
-    assert report["tokens"] == {"prompt": 5_000, "cached": 0, "output": 32, "dropped": 50}
-    assert report["acceptance"]["mean_acceptance_length"] == pytest.approx(1 + 19 / 15)
-    assert report["acceptance"]["draft_acceptance_rate"] == pytest.approx(19 / 240)
-    assert report["acceptance"]["histogram"] == [4, 5, 4, 2]
-    assert report["acceptance"]["mean_tree_size"] == pytest.approx(240 / 15)
-    assert {name: report["acceptance"][f"num_{name}"] for name in ("plain_steps", "fallbacks", "hybrid_steps")} == {
-        "plain_steps": 2,
-        "fallbacks": 1,
-        "hybrid_steps": 3,
-    }
-    assert report["speed"]["decode_tokens_per_s"] == pytest.approx(30 / 4)
-    assert report["speed"]["end_to_end_tokens_per_s"] == pytest.approx(32 / 10)
-    assert report["speed"]["tokens_per_busy_s"] == pytest.approx(32 / 10)
-    assert report["retrieval"] == {
-        "num_retrievals": 4,
-        "coverage": pytest.approx(2.4 / 4),
-        "churn": pytest.approx(0.25),
-    }
-
-
-def test_time_shares_add_up_to_the_workers_time(run):
-    """The answer to "why not faster" must account for every second."""
-    time = build_report(run)["time"]
-    assert time["busy_s"] == pytest.approx(10.0)
-    assert time["shares"]["prefill"] == pytest.approx(0.55)
-    assert sum(time["shares"].values()) == pytest.approx(1.0)
-
-
-def test_buckets_hold_the_documents_of_their_length(run):
-    """Acceptance falls with length: one figure for all lengths would hide it."""
-    buckets = {bucket["bucket"]: bucket for bucket in build_report(run)["buckets"]}
-    assert [*buckets] == ["1K", "4K"]
-    assert buckets["1K"]["mean_acceptance_length"] == pytest.approx(2.5)
-    assert buckets["4K"]["decode_tokens_per_s"] == pytest.approx(5.0)
-
-
-def test_spread_is_over_documents(run):
-    """A median and its range, with their n."""
-    spread = build_report(run)["per_document"]
-    assert spread["decode_tokens_per_s"]["n"] == 2
-    assert (spread["decode_tokens_per_s"]["min"], spread["decode_tokens_per_s"]["max"]) == (5.0, 10.0)
-    assert spread["queue_s"]["median"] == 0.25
-
-
-def test_reasons_flags_and_errors_are_counted(run):
-    """Each error class with an example, so that a reader need not open the dead letters."""
-    report = build_report(run)
-    assert report["finish_reasons"] == {"stop": 1, "length": 1}
-    assert report["quality_flags"] == {"truncated": 1}
-    assert report["errors"] == [
-        {
-            "error_class": "NullText",
-            "stage": "read",
-            "retryable": False,
-            "rows": 1,
-            "example_doc_id": "id-2",
-            "example_message": "the text is null",
-        }
-    ]
-
-
 def test_a_document_committed_twice_counts_once(tmp_path):
     """After a crash a row may stand in two commits: done beats error, later beats earlier, wherever they stand."""
     run = commit(tmp_path / "run", [done(0, LONG), done(1, SHORT)], [failed(1), failed(2)], [done(0, SHORT), failed(2)])
@@ -213,26 +149,14 @@ def test_a_run_that_did_nothing_but_fail_has_a_report(tmp_path):
     assert "no [bold]such[/bold] | thing at all" in " ".join(render(report, width=200).split())
 
 
-def test_what_was_done_again_is_counted_and_said(run, tmp_path):
-    """Lost attempts are in no row's seconds, so without this nobody would find out where the night went."""
-    assert build_report(run)["retries"] == {"documents": 0, "memory": 0}
-    assert "second attempt" not in render(build_report(run))
-    short_of_memory = replace(SHORT, num_memory_retries=3)
-    rows = [done(0, SHORT, attempts=2), done(1, short_of_memory, attempts=4), done(2, LONG)]
-    report = build_report(commit(tmp_path / "again", rows))
-    assert report["retries"] == {"documents": 2, "memory": 3}
-    text = " ".join(render(report).split())
-    assert "2 documents took a second attempt or more; the log says why." in text
-    assert "Sequences began again 3 times because memory ran out: lower decoding.max_batch_size" in text
-
-
 def test_report_files_are_written_and_say_the_same(run):
-    """JSON for programs, Markdown for people."""
+    """JSON for programs, HTML for people."""
     report = write_report(run)
     assert json.loads(Path(run, "report.json").read_text()) == report
-    text = Path(run, "report.md").read_text()
-    assert "| mean acceptance length | 2.27 |" in text
-    assert "60% of the work is prefill: with decoding for free the run would be 1.7 times as fast" in text
+    page = Path(run, "report.html").read_text()
+    for text in (page, " ".join(render(report).split())):
+        assert "2.27" in text
+        assert "60% of the work is prefill: with decoding for free the run would be 1.7 times as fast" in text
 
 
 def test_the_end_of_a_run_is_shown_in_few_lines(report: dict[str, Any]):
@@ -253,7 +177,7 @@ def test_the_job_prints_the_tables_and_writes_the_files(run, capsys):
     printed = capsys.readouterr().out
     assert "mean acceptance length" in printed
     assert "NullText" in printed
-    assert {file.name for file in Path(run).iterdir()} == {"_run", "report.json", "report.md", "report.html"}
+    assert {file.name for file in Path(run).iterdir()} == {"_run", "report.json", "report.html"}
 
 
 def test_a_folder_that_holds_no_run_is_refused_in_one_line(tmp_path, capsys):
@@ -341,7 +265,6 @@ def test_report_json_is_json_whatever_the_rows_hold(tmp_path: Path):
     assert report["time"]["busy_s"] == SHORT.prefill_s + SHORT.draft_s, "an infinite time is none"
     assert report["starts"][0]["run_id"] == "\ud800"
     assert report["errors"][0]["example_message"] == "half \u2028 \x1b \x00"
-    assert "nan" not in Path(run, "report.md").read_text()
 
 
 def test_long_ids_and_messages_are_cut_in_tables_and_whole_in_json(tmp_path: Path):
@@ -350,7 +273,16 @@ def test_long_ids_and_messages_are_cut_in_tables_and_whole_in_json(tmp_path: Pat
     report = build_report(commit(tmp_path / "run", [row]))
     assert len(report["errors"][0]["example_doc_id"]) == 5_000
     shown = render(report, width=1_000)
-    assert f"{'d' * 199}…: {'m' * 199}…" in shown
+    assert f" {'d' * 199}… " in shown
+    assert f" {'m' * 199}… " in shown
+
+
+def test_a_table_on_a_terminal_shows_codes_and_no_markup():
+    """Rich knows `[red]`, links and `:smile:`; a cell is text."""
+    hostile = "[red]x[/red] :smile: [link=http://x]y[/link] \x1b[2J\u202e\nz"
+    text = to_text([Section("T", ("a",), [(hostile,)])], ["\x1b[1m"])
+    assert r"[red]x[/red] :smile: [link=http://x]y[/link] \x1b[2J\u202e\nz" in text
+    assert "\x1b" not in text
 
 
 def test_rows_without_values_are_counted(tmp_path: Path):

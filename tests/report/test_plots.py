@@ -13,9 +13,10 @@ NOTHING: dict[str, Any] = {"acceptance": {"at_least": []}, "buckets": [], "timel
 TEXT = "{http://www.w3.org/2000/svg}text"
 
 
-def texts(svg: str) -> list[str]:
-    """What a plot says; raises for invalid XML."""
-    return ["".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(TEXT)]
+def texts(report: dict[str, Any]) -> list[str]:
+    """What the only plot of a report says; raises for invalid XML."""
+    [plot] = draw_plots(report)
+    return ["".join(element.itertext()) for element in ElementTree.fromstring(plot.svg).iter(TEXT)]
 
 
 def line(**worker: Any) -> dict[str, Any]:
@@ -26,14 +27,14 @@ def line(**worker: Any) -> dict[str, Any]:
 
 def test_a_run_without_figures_has_no_plots():
     """An empty frame would look like a fault."""
-    assert draw_plots(NOTHING) == {}
+    assert draw_plots(NOTHING) == []
 
 
 @pytest.mark.parametrize("depth", [1, MOST_LABELS, 60])
 def test_deep_trees_fit_a_small_plot(depth: int):
     """Drafts of n-grams may be sixty tokens deep; sixty numbers side by side cannot be read."""
     report = NOTHING | {"acceptance": {"at_least": [1 - step / (depth + 1) for step in range(depth + 1)]}}
-    said = texts(draw_plots(report)["acceptance_by_depth"])
+    said = texts(report)
     assert "% of speculative steps" in said
     assert len(said) < 45
 
@@ -51,6 +52,6 @@ def test_deep_trees_fit_a_small_plot(depth: int):
 )
 def test_a_worker_is_drawn_whatever_is_known_of_it(worker: dict[str, Any]):
     """Drivers are killed at any moment; a name is text, whatever is in it."""
-    said = texts(draw_plots(NOTHING | {"timeline": [line(**worker)]})["timeline_a"])
+    said = texts(NOTHING | {"timeline": [line(**worker)]})
     assert "minutes since the start" in said
     assert ("seat 1" in said) or (r"ho$t$:1\u202e\u5317<b>"[:24] in said)

@@ -19,8 +19,7 @@ from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.training.distil import distil
 from specextend.training.fit import FitOptions
-from specextend.training.recording import Recording, Span, SummaryOptions
-from specextend.training.samples import SampleOptions
+from specextend.training.recording import Recording, SampleOptions, Span, SummaryOptions
 from specextend.training.task import LanguageModelOptions, TrainedKind, TrainOptions
 from tests.tiny_models import FAMILIES, SECTIONS, tiny_model
 
@@ -85,13 +84,12 @@ def workshop(tmp_path_factory) -> Workshop:
     return Workshop(str(folder / "target"), write_texts(folder / "texts.parquet", [document(i) for i in range(8)]))
 
 
-def made_up_recording(vocab_size: int, hidden_size: int, num_features: int, seed: int = 0) -> Recording:
+def made_up_recording(vocab_size: int, hidden_size: int) -> Recording:
     """A prompt of 24 tokens and two answers, with states that no target has made."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def span(length: int) -> Span:
         token_ids = torch.randint(vocab_size, (length,), generator=generator)
-        features, hidden = (torch.randn(length, n, generator=generator) for n in (num_features, hidden_size))
-        return Span(token_ids, hidden if num_features == hidden_size else features, hidden)
+        return Span(token_ids, torch.randn(length, hidden_size, generator=generator))
 
     return Recording(span(24), [span(7), span(9)])

@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 
 from specextend.drafters.draft_options import DraftKind
 from specextend.drafters.eagle_config import load_eagle_config
-from specextend.drafters.formats import read_head
 from specextend.loading import load_engine
 from specextend.models import load_tokenizer, tokens_sha256
-from specextend.training.task import TrainedKind, TrainOptions
+from specextend.training.task import TrainedKind
 from tests.tiny_models import random_prompt, request
 from tests.training.conftest import OPTIONS, Workshop
 
-KINDS: dict[TrainedKind, DraftKind] = {"eagle": "eagle", "eagle3": "eagle", "model": "model"}
+KINDS: dict[TrainedKind, DraftKind] = {"eagle": "eagle", "model": "model"}
 
 
 def weights_of(folder: Path) -> bytes:
@@ -70,13 +69,6 @@ def test_the_card_says_what_the_draft_has_read(workshop, drafts, kind):
     assert "| `texts.parquet` | 8 |" in card
     assert f'"kind": "{kind}"' in card
     assert re.search(r"\| summaries \| 0\.\d{3}", card)
-
-
-def test_the_formats_are_those_that_their_readers_expect(drafts):
-    """The copy heads, the three layers, and the vocabulary that was asked for."""
-    ours, published = load_eagle_config(drafts["eagle"]), read_head(drafts["eagle3"])
-    assert (ours.copy_heads, ours.draft_vocab_size) == (2, 18)
-    assert (published.format, published.hidden_layers(3), published.draft_vocab_size) == ("EAGLE-3", (0, 1, 2), 18)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "model"])
@@ -150,18 +142,3 @@ def test_what_cannot_be_trained_leaves_no_trace(workshop, tmp_path, changes, mes
     with pytest.raises(ValueError, match=message):
         workshop.train(tmp_path / "draft", "eagle", **changes)
     assert not (tmp_path / "draft").exists()
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"kind": "medusa"}, "kind must be one of eagle, eagle3, model, got 'medusa'"),
-        ({"kind": "model", "start_from": "x"}, "start_from works with kind eagle only"),
-        ({"num_samples": 1}, "num_samples must be at least 2, got 1"),
-        ({"copy_heads": -1}, "copy_heads must be at least 0, got -1"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(values, message):
-    """By the options themselves."""
-    with pytest.raises(ValueError, match=message):
-        TrainOptions(**values)

@@ -51,25 +51,8 @@ def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_finished_training_is_not_done_again(tmp_path):
-    """Its checkpoint is the result."""
-    expected = Learner(tmp_path).run()
-    again = Learner(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(again.run(), expected, strict=True))
-    assert again.taken == 0
-
-
 def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     """Rather than going on with half of a cosine that was meant for something else."""
     Learner(tmp_path).run()
     with pytest.raises(ValueError, match=f"{CHECKPOINT} belongs to another training"):
         Learner(tmp_path, FitOptions(passes=4)).run()
-
-
-def test_the_rate_rises_and_falls():
-    """From nothing to all of it in the warm-up, then down to a twentieth."""
-    rates = [FitOptions(warm_up=0.1).rate(step, 100) for step in range(100)]
-    assert rates[9] == 1 == max(rates)
-    assert rates[:10] == sorted(rates[:10])
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[-1] == pytest.approx(0.05, abs=0.001)

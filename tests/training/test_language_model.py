@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -17,7 +16,6 @@ from specextend.training.language_model import (
     save_language_model,
     text_windows,
 )
-from specextend.training.task import LanguageModelOptions
 from tests.training.conftest import OPTIONS, made_up_recording
 
 VOCABULARY = torch.tensor([1, 4, 5, 9, 30])
@@ -51,7 +49,7 @@ def test_tokens_outside_the_vocabulary_share_a_row():
 
 def test_windows_end_in_an_answer_and_are_never_longer_than_the_model_reads():
     """More positions than it will have at run time, or fewer tokens of the answer, would be learned in vain."""
-    recording, rows = made_up_recording(40, 48, 48), row_of_token(VOCABULARY, 40)
+    recording, rows = made_up_recording(40, 48), row_of_token(VOCABULARY, 40)
     for size in (5, 8, 16, 64):
         windows = recorded_windows(recording, rows, size, 0)
         for window, answer in zip(windows, recording.answers, strict=True):
@@ -59,7 +57,7 @@ def test_windows_end_in_an_answer_and_are_never_longer_than_the_model_reads():
             assert window.hidden is not None
             assert len(window.rows) == len(window.hidden) == min(size, 24 + kept)
             assert torch.equal(window.rows[-kept:], rows[answer.token_ids[:kept]])
-            assert torch.equal(window.hidden[-kept:], answer.last_hidden[:kept])
+            assert torch.equal(window.hidden[-kept:], answer.hidden[:kept])
 
 
 def test_a_choice_outside_the_vocabulary_is_never_right():
@@ -75,10 +73,3 @@ def test_a_choice_outside_the_vocabulary_is_never_right():
 
     assert sum(right(token_id) for token_id in VOCABULARY.tolist()) == 4
     assert right(2) == right(39) == 0
-
-
-@pytest.mark.parametrize("values", [{"num_layers": 0}, {"hidden_size": 0}, {"hidden_size": 96}])
-def test_sizes_that_cannot_be_are_refused(values):
-    """By the options, in one line."""
-    with pytest.raises(ValueError, match=r"must be (1 or more|a multiple of 64)"):
-        LanguageModelOptions(**values)

@@ -8,7 +8,7 @@ import pytest
 
 from specextend.data.prompt_options import PromptOptions
 from specextend.data.prompts import Prompts
-from specextend.training.samples import LEADS, SampleMaker, SampleOptions
+from specextend.training.recording import LEADS, SampleMaker, SampleOptions
 from tests.training.conftest import OPTIONS, byte_tokenizer, document
 
 OPTIONS_OF_SAMPLES = replace(OPTIONS.sample, num_quotes=4, num_facts=2)
@@ -51,18 +51,3 @@ def test_pieces_leave_room_in_the_context():
     assert max(lengths) <= 600 - 128
     with pytest.raises(ValueError, match=r"room for pieces of 14 tokens, fewer than min_tokens \(128\)"):
         maker(limit=379)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"min_tokens": 100}, r"min_tokens must be from 2 x max_quote \(192\) to max_tokens \(5120\), got 100"),
-        ({"max_tokens": 1000}, r"to max_tokens \(1000\), got 1024"),
-        ({"min_quote": 97}, r"min_quote must be from 1 to max_quote \(96\), got 97"),
-        ({"num_facts": -1}, "must be 0 or more"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(values, message):
-    """Before a target has read for an hour."""
-    with pytest.raises(ValueError, match=message):
-        SampleOptions(**values)
