@@ -53,10 +53,9 @@ from specextend.config import JobOptions, RunConfig  # noqa: E402
 from specextend.core import Completion, DocumentKey  # noqa: E402
 from specextend.data.audit_rows import AuditWriter  # noqa: E402
 from specextend.data.inputs import InputFile, InputOptions  # noqa: E402
-from specextend.data.parts import PartWriter  # noqa: E402
+from specextend.data.parts import PartWriter, read_parts  # noqa: E402
 from specextend.data.prompts import Prompt  # noqa: E402
 from specextend.data.quality import Quality  # noqa: E402
-from specextend.data.results import read_parts  # noqa: E402
 from specextend.data.run_folder import parts_folder  # noqa: E402
 from specextend.data.schema import result_row  # noqa: E402
 from specextend.data.source import Source  # noqa: E402

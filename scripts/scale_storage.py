@@ -33,16 +33,14 @@ from specextend.cluster.committing import rows_per_commit
 from specextend.cluster.estimates import RowSet
 from specextend.cluster.plan import make_plan
 from specextend.core import Completion, DocumentKey
-from specextend.data.audit import Listing, audit
-from specextend.data.compaction import compact
+from specextend.data.audit import audit
 from specextend.data.finalize import finalize
 from specextend.data.in_order import NUM_THREADS
 from specextend.data.inputs import InputOptions
-from specextend.data.parts import PartWriter
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompt, Prompts
+from specextend.data.listing import Listing
+from specextend.data.parts import PartWriter, pending, read_parts
+from specextend.data.prompts import Prompt, PromptOptions, Prompts
 from specextend.data.quality import Quality
-from specextend.data.results import pending, read_parts
 from specextend.data.schema import result_row
 from specextend.data.selection import select_rows
 from specextend.data.source import Source
@@ -119,9 +117,6 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
     with meter.step("rows are chosen by a filter"):
         select_rows(Source(replace(source.options, filter="title != ''"), source.root, source.files, ()))
     there, prompts = Location(filesystem, str(output)), prompts_of(options)
-    if options.merge:
-        with meter.step("resume: commits are merged"):
-            compact(there, "", most_parts=1)
     with meter.step("resume: commits are read"):
         progress = read_parts(there)
         rows = [file.num_rows for file in source.files]
@@ -220,7 +215,6 @@ def main() -> int:
     )
     for name in ("documents", "rows_per_file", "workers", "rows_per_part"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
-    parser.add_argument("--merge", action="store_true", help="merge the commits before they are read")
     parser.add_argument("--latency-ms", type=float, default=default.latency_ms)
     parser.add_argument("--folder", type=Path, default=default.folder, help="for input and output; emptied first")
     parser.add_argument("--json", type=Path, help="write the figures there")

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from specextend.core import first_line
 from specextend.data.inputs import InputOptions, OutputOptions
-from specextend.data.prompt_options import ChunkOptions, PromptOptions
+from specextend.data.prompts import ChunkOptions, PromptOptions
 from specextend.data.quality import QualityOptions
 from specextend.decoding.decoding_options import (
     AttentionOptions,

@@ -18,10 +18,18 @@ from specextend.data.quality import assess
 from specextend.data.schema import result_row
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
-from specextend.document_requests import as_document_error
+from specextend.document_requests import (
+    Round,
+    Rounds,
+    Summary,
+    advance,
+    as_document_error,
+    check_chunks,
+    shared_start,
+    summarize,
+)
 from specextend.inbox import in_order
 from specextend.loading import load_engine
-from specextend.long_documents import Round, Rounds, Summary, advance, check_chunks, shared_start, summarize
 
 
 class Summarizer:
@@ -102,7 +110,7 @@ class Summarizer:
         assert isinstance(summary, Summary), "all rounds are done"
         completion = summary.completion
         text, options = row.document.text, self._config.quality
-        quality = assess(completion, text, row.reference, options, summary.is_incomplete)
+        quality = assess(completion, text, row.reference, options)
         total_s = completion.stats.total_s
         return result_row(
             row.document.key,

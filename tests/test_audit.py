@@ -16,9 +16,10 @@ from specextend.data.storage import resolve
 from specextend.decoding import verification as verification_module
 from specextend.decoding.sampling import FARTHEST, choice_gap, choose_tokens, gumbel_noise
 from specextend.loading import load_engine
+from tests.contract.conftest import kept_kernels as kept_kernels
 from tests.covering import covering
-from tests.faults.conftest import CONFIG, rows
 from tests.faults.conftest import real_job as real_job
+from tests.job.conftest import CONFIG, rows
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 DRAFTS = ("good", "merged-eagle")
@@ -138,7 +139,7 @@ def test_a_job_audits_its_sample_and_changes_nothing(real_job):
     """Rows of the audit stand beside the parts; the summaries are those of a run without."""
     config = RunConfig.load(CONFIG, [*real_job.settings(), "decoding.audit_fraction=1", "decoding.max_batch_size=3"])
     assert run(config, real_job.screen, Interrupt(600.0), factory=load_engine) == EXIT_DONE
-    done = [row for row in rows(real_job.output / "summaries") if row["copied_from"] is None]
+    done = rows(real_job.output / "summaries")
     found = read_audits(resolve(str(real_job.output))).to_pylist()
     assert sorted(row["doc_id"] for row in found) == sorted(row["doc_id"] for row in done)
     sizes = {row["doc_id"]: row["num_output_tokens"] for row in done}

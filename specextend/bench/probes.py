@@ -14,8 +14,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any, Literal, get_args
 
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import PromptOptions, Prompts
 
 ProbeKind = Literal["passkey", "needles", "quote"]
 PROBE_KINDS: tuple[ProbeKind, ...] = get_args(ProbeKind)

@@ -5,6 +5,7 @@ python jobs/prepare.py jsonl documents.jsonl --text-field body --output data/doc
 python jobs/prepare.py text folder/ --output data/texts.parquet
 python jobs/prepare.py pdf folder/ --output data/reports.parquet
 python jobs/prepare.py openai requests.jsonl --output data/requests.parquet
+python jobs/prepare.py repartition large.parquet --output data/smaller/
 
 One more command unpacks a model in a GGUF file to a folder that target.model may name:
 
@@ -32,6 +33,7 @@ from specextend.data.importers import (
     read_pdf_folder,
     read_text_folder,
     refuse,
+    repartition,
     write_documents,
 )
 from specextend.data.inputs import InputError
@@ -60,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.command == "model":
         return _unpack(options)
+    if options.command == "repartition":
+        return _repartition(options)
     left_out, others = LeftOut(), _others(options)
     requests = BatchRequests(options.input) if options.command == "openai" else None
     documents, schema = (
@@ -76,6 +80,16 @@ def main(argv: Sequence[str]) -> int:
         print(printable(f"of another kind, left out: {_name_some(others)}"), file=sys.stderr)
     if requests is not None:
         print(printable(f"give jobs/summarize.py: {requests.settings}"))
+    return 0
+
+
+def _repartition(options: argparse.Namespace) -> int:
+    try:
+        count = repartition(options.input, options.output)
+    except (ValueError, OSError) as error:
+        complain(error)
+        return 2
+    print(printable(f"{counted(count, 'file')} in {options.output}"))
     return 0
 
 
@@ -96,11 +110,16 @@ def _parser() -> argparse.ArgumentParser:
     pdf.add_argument("input", type=Path)
     for command in (text, pdf):
         command.add_argument("--skip-unreadable", action="store_true", help="leave out files that cannot be read")
+    again = commands.add_parser("repartition", help="Parquet files with large row groups, written in smaller ones")
+    again.add_argument("input", help="what input.path takes: a file, a folder or a glob, local or a URI")
     openai = commands.add_parser("openai", help="requests in the input format of OpenAI's Batch API")
     openai.add_argument("input", type=Path)
     for command in commands.choices.values():
-        command.add_argument("--output", required=True, help="the Parquet file, a path or a URI")
-        command.add_argument("--limit", type=_positive, help="documents at most")
+        is_folder = command is again
+        what = "the folder to write the files to" if is_folder else "the Parquet file"
+        command.add_argument("--output", required=True, help=f"{what}, a path or a URI")
+        if not is_folder:
+            command.add_argument("--limit", type=_positive, help="documents at most")
     model = commands.add_parser("model", help="a model in a GGUF file, to unpack to a folder")
     model.add_argument("input", type=Path)
     model.add_argument("--output", required=True, type=Path, help="the folder to make")

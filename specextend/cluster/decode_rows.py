@@ -26,11 +26,8 @@ from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.core import DocumentKey, counted
 from specextend.data.audit_rows import AuditWriter
-from specextend.data.parts import PartWriter
-from specextend.data.provenance import provenance
-from specextend.data.regrouping import regroup
-from specextend.data.results import Progress
-from specextend.data.source import Source
+from specextend.data.fingerprint import provenance
+from specextend.data.parts import PartWriter, Progress
 
 EXTRA_LEASES = 2
 """Leases that wait at a worker in addition to those that it decodes."""
@@ -50,15 +47,9 @@ class RowDecoding:
     checkpoint: Callable[[], None]
     """Called between the steps of long operations; may raise."""
 
-    def plan(self, keys: RowSet) -> tuple[Source, Plan]:
-        """Return the source from which to read, and the plan. Raises InputError for a file that breaks off."""
-        output = self.prepared.output
-        with writing(output):
-            source = regroup(self.prepared.source, output, self.checkpoint)
-        return source, self._make_plan(source, keys)
-
-    def _make_plan(self, source: Source, keys: RowSet) -> Plan:
-        decoding = self.prepared.config.decoding
+    def plan(self, keys: RowSet) -> Plan:
+        """Plan the rows. Raises InputError for a file that breaks off."""
+        source, decoding = self.prepared.source, self.prepared.config.decoding
         begin = time.monotonic()
         plan = make_plan(source, self.prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.checkpoint)
         self.display.note(
@@ -67,20 +58,20 @@ class RowDecoding:
         )
         return plan
 
-    def run(self, source: Source, plan: Plan, progress: Progress, num_errors: int) -> None:
+    def run(self, plan: Plan, progress: Progress, num_errors: int) -> None:
         """Decode what `plan` has planned. num_errors: error rows of earlier starts that are left as they are."""
         with reading(self.prepared.output):
             tried = tried_before(self.prepared.output, progress)
         config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
         self.prepared = replace(self.prepared, config=config)
         self._plan_memory(plan)
-        self._decode(source, plan, Ledger(plan.estimates, len(progress.done), num_errors), tried)
+        self._decode(plan, Ledger(plan.estimates, len(progress.done), num_errors), tried)
 
-    def _decode(self, source: Source, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
+    def _decode(self, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
         with connected(self.interrupt), claimed(self.prepared.output.path):
             self.prepared = replace(self.prepared, config=settle_cores(self.prepared.config))
             self._say_what_fits()
-            driver = self._driver(source, plan, ledger, tried)
+            driver = self._driver(plan, ledger, tried)
             try:
                 driver.run()
             finally:
@@ -104,15 +95,15 @@ class RowDecoding:
         if warning := say_room(job) if is_local() else say_no_node(job):
             self.display.note(f"warning: {warning}")
 
-    def _driver(self, source: Source, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
-        config, job = self.prepared.config, self.prepared.config.job
+    def _driver(self, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
+        source, config, job = self.prepared.source, self.prepared.config, self.prepared.config.job
         limits = Limits(
             max_attempts=job.max_attempts,
             deadline_s=job.document_deadline_s,
             stall_s=job.stall_s,
         )
         num_leases = config.decoding.batch_size + EXTRA_LEASES
-        group_rows = [source.group_rows(file.number) for file in source.files]
+        group_rows = [file.group_rows for file in source.files]
         output, manifest = self.prepared.output, self.prepared.manifest
         with writing(output):
             origin = provenance(manifest, [self.attempt.start], [self.run_id])

@@ -27,9 +27,9 @@ from specextend.cluster.prepare import (
 )
 from specextend.cluster.progress import describe_duration
 from specextend.core import counted
-from specextend.data.audit import describe_skipped
 from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.results import Progress, Retry, pending
+from specextend.data.listing import describe_skipped
+from specextend.data.parts import Progress, Retry, pending
 
 NOT_MEASURED = "not measured"
 WIDTH = 80

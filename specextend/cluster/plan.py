@@ -18,7 +18,7 @@ from specextend.cluster.environment import is_local
 from specextend.cluster.estimates import Estimates
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
-from specextend.data.chunk_prompts import ChunkPrompts
+from specextend.data.chunks import ChunkPrompts
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.scanning import ScannedRow

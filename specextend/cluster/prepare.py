@@ -12,20 +12,18 @@ from specextend.cluster.environment import check_device, check_resources, is_loc
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
-from specextend.data.earlier import find_earlier
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputUnreachableError
-from specextend.data.parts import StrangePartError
+from specextend.data.parts import Progress, StrangePartError, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
-from specextend.data.results import Progress, read_parts
 from specextend.data.run_folder import check_kinds
-from specextend.data.selection import recall_selection, select_rows
+from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
+from specextend.document_requests import check_chunks
 from specextend.loading import GIB, longest_request, rows_per_sequence
-from specextend.long_documents import check_chunks
 from specextend.model_files import HubUnreachableError, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes

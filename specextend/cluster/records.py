@@ -21,7 +21,7 @@ from specextend.cluster.lock import LockHolder, read_lock
 from specextend.cluster.messages import WorkerInfo
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.fingerprint import num_input_rows, read_manifest
-from specextend.data.results import Progress, read_parts
+from specextend.data.parts import Progress, read_parts
 from specextend.data.run_folder import (
     RELEASED,
     Start,

@@ -43,13 +43,10 @@ from specextend.cluster.records import Attempt, version_changes
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
-from specextend.data.compaction import compact
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import write_manifest
 from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.parts import DamagedPartError, StrangePartError
-from specextend.data.regrouping import remove_copies
-from specextend.data.results import Retry, pending
+from specextend.data.parts import DamagedPartError, Retry, StrangePartError, pending
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
@@ -181,8 +178,6 @@ class _LockedRun:
         rows = [file.num_rows for file in self.prepared.source.files]
         with reading(output):
             is_begun = check_same_run(self.prepared)
-        if is_begun:
-            self._merge_commits()
         with reading(output):
             progress = read_progress(self.prepared)
             keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=self.prepared.source.rows))
@@ -202,27 +197,17 @@ class _LockedRun:
             self.factory,
             self._checkpoint,
         )
-        work = decoding.plan(keys) if keys else None
+        plan = decoding.plan(keys) if keys else None
         with writing(output):
             if not is_begun:
                 if self.prepared.config.input.except_done_in:
                     write_selection(self.prepared.source, output)
                 write_manifest(output, self.prepared.manifest)
             remove_success(output)
-        if work is not None:
-            decoding.run(*work, progress, sum(key not in keys for key in progress.errors))
+        if plan is not None:
+            decoding.run(plan, progress, sum(key not in keys for key in progress.errors))
         with writing(output):
             return self._conclude(finalize(self.prepared.source, output, self._checkpoint, self.observe))
-
-    def _merge_commits(self) -> None:
-        """Merge commits if there are so many that reading them takes minutes; those of a complete run are let alone."""
-        with writing(self.prepared.output):
-            if read_success(self.prepared.output) is not None:
-                return
-            fewer = compact(self.prepared.output, self.prepared.manifest["fingerprint"], self._checkpoint)
-        if fewer:
-            said = f"small commits are merged, which saves {counted(fewer, 'file')} in _run/parts"
-            self.display.note(said, "commits_merged")
 
     def _checkpoint(self) -> None:
         """Stop if told to. Called between the steps of long operations."""
@@ -233,7 +218,6 @@ class _LockedRun:
         output = self.prepared.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self._checkpoint()
-        remove_copies(output)
         self.report(
             self.prepared.config.output.path, output, ending=self.attempt.ending(code), checkpoint=self._checkpoint
         )

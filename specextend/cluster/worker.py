@@ -31,9 +31,8 @@ from specextend.data.schema import result_row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
-from specextend.document_requests import as_document_error
+from specextend.document_requests import Summary, advance, as_document_error, shared_start, summarize
 from specextend.inbox import Inbox
-from specextend.long_documents import Summary, advance, shared_start, summarize
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
 
@@ -169,7 +168,7 @@ class Worker:
         stats = completion.stats
         queue_s = max(0.0, time.monotonic() - received - stats.total_s)
         started_at = time.time() - stats.total_s
-        facts = (completion, text, row.reference, options, outcome.is_incomplete)
+        facts = (completion, text, row.reference, options)
         quality = await loop.run_in_executor(None, assess, *facts)  # may take 0.1 s
         result = result_row(
             key,

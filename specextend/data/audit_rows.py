@@ -5,14 +5,18 @@ They are commits of the driver in `_run/audits/`, beside those of the results, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from specextend.core import Completion, DocumentKey
+from specextend.core import Completion, DocumentKey, one_line
+from specextend.data.in_order import in_order
+from specextend.data.parquet import DAMAGED, is_damaged
+from specextend.data.parts import DamagedPartError
 from specextend.data.run_folder import audits_folder
-from specextend.data.side_rows import SideWriter, read_side_rows
-from specextend.data.storage import Location
+from specextend.data.storage import Location, list_files, write_bytes
 
 AUDIT_SCHEMA = pa.schema(
     [
@@ -75,13 +79,36 @@ def _decode_s(completion: Completion) -> float:
     return completion.stats.draft_prefill_s + completion.stats.step_s
 
 
-class AuditWriter(SideWriter):
-    """Commits rows of `audit_row` to `_run/audits/`."""
+class AuditWriter:
+    """Commits rows of `audit_row` to `_run/audits/audit-<run id>-<seq>.parquet`; one writer per start of a run."""
 
     def __init__(self, output: Location, run_id: str) -> None:
-        super().__init__(audits_folder(output), "audit", AUDIT_SCHEMA, run_id)
+        self._folder, self._run_id, self._next_seq = audits_folder(output), run_id, 0
+
+    def commit(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows, whole or not at all; the column `run_id` is filled in."""
+        if not rows:
+            return
+        table = pa.Table.from_pylist([{**row, "run_id": self._run_id} for row in rows], schema=AUDIT_SCHEMA)
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd")
+        write_bytes(self._folder.child(f"audit-{self._run_id}-{self._next_seq:06d}.parquet"), sink.getvalue())
+        self._next_seq += 1
 
 
 def read_audits(output: Location) -> pa.Table:
     """Read the rows of all starts; none if nothing was audited. Raises DamagedPartError."""
-    return pa.concat_tables([AUDIT_SCHEMA.empty_table(), *read_side_rows(audits_folder(output), AUDIT_SCHEMA)])
+    folder = audits_folder(output)
+    files = [folder.child(name) for name in list_files(folder) if name.endswith(".parquet")]
+    return pa.concat_tables([AUDIT_SCHEMA.empty_table(), *in_order(_read, files)])
+
+
+def _read(file: Location) -> pa.Table:
+    try:
+        return pq.read_table(file.path, filesystem=file.filesystem).select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)
+    except (*DAMAGED, KeyError) as error:
+        if not is_damaged(file, error):
+            raise
+        raise DamagedPartError(
+            f"{file.path} is damaged ({one_line(error)}); delete it to do without its rows"
+        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,12 +13,17 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.core import counted
-from specextend.data.fingerprint import read_manifest
+from specextend.data.fingerprint import PROVENANCE, provenance, read_manifest
 from specextend.data.in_order import in_order
-from specextend.data.parquet import DAMAGED, is_damaged, rows_where
-from specextend.data.parts import ORIGIN, part_sizes
-from specextend.data.provenance import PROVENANCE, provenance
-from specextend.data.results import ResultKeys, Results, find_results, read_results
+from specextend.data.parquet import DAMAGED, gathered, is_damaged, rows_where
+from specextend.data.parts import (
+    KEY_COLUMNS,
+    ORIGIN,
+    commit_order,
+    part_sizes,
+    read_results,
+    run_id_of,
+)
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
 from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA, SUMMARY_SCHEMA, summary_schema
 from specextend.data.sorted_rows import BUFFER_BYTES, SortedRows, Tables, Window, cut
@@ -37,7 +42,6 @@ _PASSTHROUGH_BYTES = 32 << 20
 """Most memory that the passthrough columns of an input file take while its summaries are written."""
 _DIGEST = b"specextend.results"
 _CHUNK_ROWS = 4096
-_GROUP_BYTES = 16 << 20
 
 
 class ReconciliationError(RuntimeError):
@@ -164,7 +168,7 @@ class _Ending:
         """Return True if the files of an input file are what `write` would write."""
         (done, failed), errors = self._positions(number), result_name(number)
         has_errors = errors in self._there[self._errors.path]
-        return self._holds(self._summaries, self._source.summaries_name(number), self._summaries_schema(done)) and (
+        return self._holds(self._summaries, result_name(number), self._summaries_schema(done)) and (
             self._holds(self._errors, errors, self._errors_schema(failed)) if len(failed) else not has_errors
         )
 
@@ -172,12 +176,10 @@ class _Ending:
         """Write both files of an input file, unless they are there."""
         self._checkpoint()
         done, failed = self._positions(stretch.number)
-        name, schema = self._source.summaries_name(stretch.number), self._summaries_schema(done)
+        name, schema = result_name(stretch.number), self._summaries_schema(done)
         if not self._holds(self._summaries, name, schema):
-            tables = self._summaries_of(stretch, schema)
-            has_dictionary = any("dictionary<" in str(field.type) for field in schema)  # each table has its own
-            joined = (table for table, _ in tables if len(table)) if has_dictionary else gathered(tables)
-            self._write(self._summaries.child(name), schema, done, joined)
+            tables = gathered(schema, self._summaries_of(stretch, schema))
+            self._write(self._summaries.child(name), schema, done, tables)
         name, schema = result_name(stretch.number), self._errors_schema(failed)
         if not len(failed):
             if name in self._there[self._errors.path]:
@@ -242,25 +244,6 @@ def _errors_of(stretch: _Stretch, schema: pa.Schema) -> Iterator[pa.Table]:
         yield pa.Table.from_arrays([keys, *(rows[name] for name in ERROR_SCHEMA.names[1:])], schema=schema)
 
 
-def gathered(tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
-    """Join tables into row groups that are not too small: a writer keeps metadata of each until the file is whole.
-
-    tables: each with the bytes that it keeps in memory, which for a slice are more than its own size.
-    """
-    waiting: list[pa.Table] = []
-    num_rows = num_bytes = 0
-    for table, held_bytes in tables:
-        if not len(table):
-            continue
-        waiting.append(table)
-        num_rows, num_bytes = num_rows + len(table), num_bytes + held_bytes
-        if num_rows >= _CHUNK_ROWS or num_bytes >= _GROUP_BYTES:
-            yield pa.concat_tables(waiting)
-            waiting, num_rows, num_bytes = [], 0, 0
-    if waiting:
-        yield pa.concat_tables(waiting)
-
-
 def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedArray], int]]:
     """Yield the passthrough columns of a file and their number of rows, some rows at a time, in row order."""
     fields = source.passthrough_fields
@@ -268,7 +251,7 @@ def _passthrough(source: Source, number: int) -> Iterator[tuple[list[pa.ChunkedA
         num_rows = len(source.rows(number))
         yield from (([], min(_CHUNK_ROWS, num_rows - begin)) for begin in range(0, num_rows, _CHUNK_ROWS))
         return
-    for batch in source.chosen_batches(number, [field.name for field in fields], original=True):
+    for batch in source.chosen_batches(number, [field.name for field in fields]):
         yield [_typed(batch[field.name], field.type) for field in fields], len(batch)
 
 
@@ -284,3 +267,78 @@ def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 def _with_digest(schema: pa.Schema, digest: str) -> pa.Schema:
     columns = hashlib.sha256(schema.to_string().encode()).hexdigest()
     return schema.with_metadata({_DIGEST: f"{columns}:{digest}".encode()})
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Says where the results that count were committed, sorted by the keys of their rows; no text is held.
+
+    files, rows, parts, offsets [N] int64; done [N] bool.
+    """
+
+    names: tuple[str, ...]
+    """The parts with which they were committed, in that order."""
+    files: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    parts: NDArray[np.int64]
+    """Index into `names`."""
+    offsets: NDArray[np.int64]
+    """Row in the part."""
+    done: NDArray[np.bool_]
+
+    def span(self, number: int) -> range:
+        """Return the positions of an input file's rows."""
+        begin, end = np.searchsorted(self.files, [number, number + 1])
+        return range(int(begin), int(end))
+
+    def run_ids(self, positions: NDArray[np.int64]) -> list[str]:
+        """Return the run ids of the starts that committed the results at some positions, in the order of commits."""
+        return list(dict.fromkeys(run_id_of(self.names[part]) for part in np.unique(self.parts[positions])))
+
+    def digest(self, positions: NDArray[np.int64]) -> str:
+        """Hash the places of the results at some positions; a commit never changes, so equal hashes mean equal rows."""
+        used, local = np.unique(self.parts[positions], return_inverse=True)
+        digest = hashlib.sha256("\n".join(self.names[part] for part in used).encode())
+        for values in (local, self.offsets[positions], self.rows[positions]):
+            digest.update(values.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+class ResultKeys:
+    """Collects the places of results, table by table."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._columns: list[tuple[NDArray[np.int64], ...]] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Add a table with the KEY_COLUMNS and ORIGIN."""
+        numbers = (table[name].to_numpy() for name in ("file", "row", "origin_row"))
+        done = table["error_class"].is_null().to_numpy()
+        self._columns.append((*numbers, done, self._parts(table["origin"])))
+
+    def _parts(self, origins: pa.ChunkedArray) -> NDArray[np.int64]:
+        """Number the parts that a column names."""
+        pieces = [np.zeros(0, np.int32)]
+        for chunk in origins.chunks:
+            known = [self._names.setdefault(name, len(self._names)) for name in chunk.dictionary.to_pylist()]
+            pieces.append(np.array(known, np.int32)[chunk.indices.to_numpy()])
+        return np.concatenate(pieces)
+
+    def results(self) -> Results:
+        """Return what was added, sorted."""
+        names = sorted(self._names, key=commit_order)
+        ranks = np.zeros(len(names), np.int32)
+        ranks[[self._names[name] for name in names]] = np.arange(len(names))
+        empty = tuple(np.zeros(0, kind) for kind in (np.int32, np.int64, np.int32, bool, np.int32))
+        files, rows, offsets, done, parts = map(np.concatenate, zip(empty, *self._columns, strict=True))
+        order = np.lexsort((rows, files))
+        return Results(tuple(names), files[order], rows[order], ranks[parts[order]], offsets[order], done[order])
+
+
+def find_results(output: Location) -> Results:
+    """Find the result of each input row, without its text. Raises DamagedPartError, StrangePartError."""
+    keys = ResultKeys()
+    for table in read_results(output, (*KEY_COLUMNS, *ORIGIN)):
+        keys.add(table)
+    return keys.results()

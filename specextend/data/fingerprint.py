@@ -1,14 +1,14 @@
-"""The manifest of a run, which describes what it is made of; its fingerprint, and the differences of two manifests."""
+"""The manifest of a run, which describes what it is made of, and the provenance that its files hold."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specextend.core import counted, printable
-from specextend.data.run_folder import manifest_file
+from specextend.data.run_folder import Start, manifest_file
 from specextend.data.source import Source
 from specextend.data.storage import Location, create_bytes, read_bytes
 
@@ -31,45 +31,7 @@ _FREE = (
 documents are done, and what reports show."""
 _HASHED = ("target.model", "target.revision", "draft.model", "draft.revision")
 """Options that name weights; the manifest holds the hashes of the weights instead."""
-RETIRED: dict[str, Any] = {"cache.chunk_boundaries": "fixed", "cache.score_heads": "mean"}
-"""Options that no longer exist, each with the JSON value that describes how the code now always acts."""
-ADDED: dict[str, Any] = {
-    "decoding.stop_repetition": False,
-    "decoding.repetition_penalty": 1.0,
-    "decoding.no_repeat_ngram_size": 0,
-    "decoding.repetition_scope": "all",
-    "input.reference_column": None,
-    "input.instruction_column": None,
-    "input.filter": None,
-    "input.sample": None,
-    "input.sample_seed": 0,
-    "input.limit": None,
-    "output.partition_by": [],
-    "chunks.tokens": None,
-    "chunks.overlap_tokens": 0,
-    "chunks.instruction": "{document}\n\nSummarize this part of a longer document.",
-    "chunks.merge_instruction": (
-        "{document}\n\nThese are summaries of the consecutive parts of one document. Write one summary of the whole."
-    ),
-    "chunks.max_new_tokens": None,
-    "chunks.on_error": "fail",
-    "quality.max_repeated_ngrams": 0.2,
-    "quality.max_copied": 0.8,
-    "quality.min_words": 0,
-    "quality.max_words": 0,
-    "quality.language": False,
-}
-"""Options that older versions did not have, each with the JSON value that describes how those acted. Rows that older
-versions wrote have none of the flags of `quality.*`, and no `copied_fraction`."""
-
-_SELECTING = (
-    "input.filter",
-    "input.sample",
-    "input.sample_seed",
-    "input.limit",
-    "input.passthrough",
-    "output.partition_by",
-)
+_SELECTING = ("input.filter", "input.sample", "input.limit", "input.passthrough")
 """Options on which no row that a run makes depends, only which rows it makes and what is copied beside them."""
 
 
@@ -153,8 +115,7 @@ def write_manifest(output: Location, manifest: Mapping[str, Any]) -> None:
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return one line for each value in which two manifests' identities differ; none if they are of the same run.
 
-    A line names the value, what the output folder has, and what this run has. Values that no longer make a difference
-    are left out, so that a run of an older version can be resumed even if its fingerprint differs.
+    A line names the value, what the output folder has, and what this run has.
     """
     before, after = dict(_flat_identity(recorded)), dict(_flat_identity(current))
     names = [*before, *(name for name in after if name not in before)]
@@ -193,16 +154,11 @@ def _is_whole(manifest: Mapping[str, Any]) -> bool:
 
 def _binding(values: Mapping[str, Any]) -> dict[str, Any]:
     """Select the flat values of a configuration on which the output depends."""
-    return {name: value for name, value in values.items() if not _is_free(name) and not _says_nothing(name, value)}
+    return {name: value for name, value in values.items() if not _is_free(name)}
 
 
 def _is_free(name: str) -> bool:
     return any(name == free or name.startswith(f"{free}.") for free in _FREE + _HASHED)
-
-
-def _says_nothing(name: str, value: Any) -> bool:
-    """Return True if an option has the value that describes how the code acts, or acted, without it."""
-    return any(name in table and table[name] == value for table in (RETIRED, ADDED))
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -236,3 +192,34 @@ def _flat_identity(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _say(values: Mapping[str, Any], name: str) -> str:
     return json.dumps(values[name], ensure_ascii=False) if name in values else "nothing"
+
+
+PROVENANCE = b"specextend"
+"""Key of the provenance in a file's metadata; the value is JSON."""
+
+
+def provenance(manifest: Mapping[str, Any] | None, starts: Iterable[Start], run_ids: Iterable[str]) -> bytes:
+    """Encode where rows come from, as JSON: `{"fingerprint", "models", "starts"}`; what is not known is null.
+
+    models: by name, what was asked for, its commit, and the hash of its files. starts: those of `run_ids`, each with
+    the versions of the libraries and the git commit of the code.
+    """
+    known = {start.run_id: start for start in starts}
+    return json.dumps(
+        {
+            "fingerprint": None if manifest is None else manifest["fingerprint"],
+            "models": {} if manifest is None else models_of(manifest),
+            "starts": [_start(known.get(run_id, Start(run_id))) for run_id in run_ids],
+        }
+    ).encode()
+
+
+def models_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the models of a run by name: what was asked for, its commit, and the hash of its files."""
+    asked, hashes = manifest.get("models") or {}, manifest["identity"]["hashes"]
+    return {name: {**asked.get(name, {}), "sha256": hashes.get(name)} for name in sorted({*asked, *hashes})}
+
+
+def _start(start: Start) -> dict[str, Any]:
+    names = ("run_id", "begin", "versions", "git_commit")
+    return {name: getattr(start, name) for name in names}

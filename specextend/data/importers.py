@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from specextend.core import one_line
-from specextend.data.inputs import InputError
-from specextend.data.storage import Location, atomic_output
+from specextend.data.inputs import InputError, unreadable
+from specextend.data.listing import check_apart, list_input
+from specextend.data.parquet import DAMAGED, gathered, is_damaged, open_parquet, stream
+from specextend.data.storage import Location, atomic_output, resolve
 
 DOCUMENT_SCHEMA = pa.schema([("id", pa.string()), ("text", pa.string()), ("reference", pa.string())])
 """The columns that are written: id, text, and a reference summary if the data set has one."""
@@ -233,6 +235,29 @@ def write_documents(
         if not written:
             raise InputError("there are no documents to write; give a source that has some")
     return written
+
+
+def repartition(path: str, output: str) -> int:
+    """Write the Parquet files of `input.path` anew in small row groups, under the same names in a folder; count them.
+
+    Streams: a row group ends at about 16 MiB. Raises InputError for files that cannot be read.
+    """
+    listing = list_input(path)
+    check_apart(listing, output)
+    for name in listing.relative_paths:
+        source = listing.root.child(name)
+        try:
+            with open_parquet(source) as parquet, atomic_output(resolve(output).child(name)) as written:
+                schema = parquet.schema_arrow
+                tables = ((table, table.nbytes) for table in stream(parquet, schema.names))
+                with pq.ParquetWriter(written, schema, compression="zstd") as writer:
+                    for table in gathered(schema, tables):
+                        writer.write_table(table, row_group_size=len(table))
+        except DAMAGED as error:
+            if not is_damaged(source, error):
+                raise
+            raise unreadable(name, error) from error
+    return len(listing.relative_paths)
 
 
 def _groups(documents: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

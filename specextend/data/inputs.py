@@ -88,9 +88,8 @@ class InputOptions:
     filter: str | None = None
     """Only the rows that match, such as `lang == 'en' and pages > 2`; `docs/input.md` has the grammar."""
     sample: float | int | None = None
-    """Only a random part of the rows: a fraction between 0 and 1 (`0.01`), or a number of rows (`500`)."""
-    sample_seed: int = 0
-    """Which rows the sample has: each row's id decides with it, so the same documents are drawn from a larger input."""
+    """Only a random part of the rows: a fraction between 0 and 1 (`0.01`), or a number of rows (`500`). Each row's id
+    decides, so the same documents are drawn from a larger input."""
     except_done_in: tuple[str, ...] = ()
     """Output folders of earlier runs, or globs of them: rows that are done there and have not changed are left out."""
     limit: int | None = None
@@ -156,16 +155,12 @@ class OutputOptions:
 
     path: str
     """The folder of the run, a local path or a URI; created if it does not exist."""
-    partition_by: tuple[str, ...] = ()
-    """Columns in the folders of the input's paths that are folders of `summaries/`, too: `[year]` for `year=2026`."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("output.path must not be empty")
         if holds_secret(self.path):
             raise ValueError(f"output.path {NO_CREDENTIALS}")
-        if len(set(self.partition_by)) < len(self.partition_by):
-            raise ValueError("output.partition_by names a column more than once")
 
 
 @dataclass(frozen=True, slots=True)

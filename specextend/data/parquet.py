@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,8 @@ _NOT_COMPACT = "Not yet implemented"
 DAMAGED = (OSError, pa.ArrowException, UnicodeDecodeError)
 """Errors of reading a file that is not Parquet, is damaged, or has columns whose names are not UTF-8."""
 _CHECK_BYTES = 1 << 20
+_GROUP_ROWS = 4096
+"""Rows of a row group that is written, unless they are many bytes."""
 
 
 def is_damaged(location: Location, error: Exception) -> bool:
@@ -206,3 +208,24 @@ def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:
     values = values.cast(pa.large_string())
     values.validate(full=True)
     return values
+
+
+def gathered(schema: pa.Schema, tables: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
+    """Join tables into row groups that are not too small: a writer keeps metadata of each until the file is whole.
+
+    Tables with dictionaries stay as they are, because each has its own. tables: of the schema, each with the bytes that
+    it keeps in memory, which for a slice are more than its own size.
+    """
+    has_dictionary = any("dictionary<" in str(field.type) for field in schema)
+    waiting: list[pa.Table] = []
+    num_rows = num_bytes = 0
+    for table, held_bytes in tables:
+        if not len(table):
+            continue
+        waiting.append(table)
+        num_rows, num_bytes = num_rows + len(table), num_bytes + held_bytes
+        if has_dictionary or num_rows >= _GROUP_ROWS or num_bytes >= BATCH_BYTES:
+            yield pa.concat_tables(waiting)
+            waiting, num_rows, num_bytes = [], 0, 0
+    if waiting:
+        yield pa.concat_tables(waiting)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from specextend.core import one_line
-from specextend.data.fingerprint import read_manifest
+from specextend.core import DocumentKey, one_line
+from specextend.data.fingerprint import PROVENANCE, read_manifest
+from specextend.data.in_order import in_order
 from specextend.data.parquet import DAMAGED, is_damaged
-from specextend.data.provenance import PROVENANCE
 from specextend.data.run_folder import parts_folder
-from specextend.data.schema import PART_SCHEMA
+from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA
 from specextend.data.storage import Location, file_sizes, remove_temporary_files, write_bytes
 
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
@@ -25,10 +27,7 @@ _WHOLE_BYTES = 1 << 20
 KEY_COLUMNS = ("file", "row", "error_class")
 """The columns that name the row of a result, and whether it is done: then the last is null."""
 ORIGIN_SCHEMA = pa.schema([("origin", pa.dictionary(pa.int32(), pa.string())), ("origin_row", pa.int32())])
-"""Columns of a merged part: the part with which a row was committed, and its place in that part.
-
-They can be read from every part: a row of a part that was not merged is where it was committed.
-"""
+"""Columns that are read of every part and stored in none: its name, and a row's place in it."""
 ORIGIN = tuple(ORIGIN_SCHEMA.names)
 _FIELDS = {field.name: field for field in (*PART_SCHEMA, *ORIGIN_SCHEMA)}
 
@@ -102,9 +101,8 @@ def read_part(
 ) -> pa.Table:
     """Read columns of one part with the types of PART_SCHEMA and ORIGIN_SCHEMA.
 
-    A column that an older version did not have is null. num_bytes: size of the part; a large one is read by columns.
-    Raises DamagedPartError if it cannot be read: none of our writers leaves such a part. Raises StrangePartError if it
-    names another run than `fingerprint`; parts of older versions name none.
+    num_bytes: size of the part; a large one is read by columns. Raises DamagedPartError if it cannot be read: none of
+    our writers leaves such a part. Raises StrangePartError if it names another run than `fingerprint`.
     """
     location = parts_folder(output).child(name)
     try:
@@ -112,8 +110,8 @@ def read_part(
             contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file
             with pq.ParquetFile(contents, pre_buffer=True) as parquet:
                 found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
-                there = [column for column in columns if column in parquet.schema_arrow.names]
-                table = _typed(name, parquet.read(there), columns, parquet.metadata.num_rows)
+                stored = parquet.read([column for column in columns if column not in ORIGIN])
+                table = _typed(name, stored, columns)
     except (*DAMAGED, KeyError) as error:
         if not is_damaged(location, error):
             raise
@@ -126,26 +124,17 @@ def read_part(
     return table
 
 
-def _typed(name: str, table: pa.Table, columns: Sequence[str], num_rows: int) -> pa.Table:
-    """Cast the columns to their types. Raises KeyError for a part without keys, or ArrowException."""
-    if missing := [column for column in KEY_COLUMNS if column in columns and column not in table.column_names]:
-        raise KeyError(f"it has no column {missing[0]}")
-    known = dict(zip(table.column_names, table.columns, strict=True))
+def _typed(name: str, table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Cast columns to their types, and add those of ORIGIN. Raises KeyError for a missing one, or ArrowException."""
+    num_rows = len(table)
+    first = pa.array(np.zeros(num_rows, np.int32))
+    made = {
+        "origin": pa.chunked_array([pa.DictionaryArray.from_arrays(first, pa.array([name]))]),
+        "origin_row": pa.chunked_array([pa.array(np.arange(num_rows, dtype=np.int32))]),
+    }
     fields = [_FIELDS[column] for column in columns]
-    arrays = [_column(field, known, name, num_rows) for field in fields]
+    arrays = [made[field.name] if field.name in made else table[field.name].cast(field.type) for field in fields]
     return pa.table(arrays, schema=pa.schema(fields))
-
-
-def _column(field: pa.Field, known: Mapping[str, pa.ChunkedArray], name: str, num_rows: int) -> pa.ChunkedArray:
-    """Return a column of a part with its type, whether the part has it or not."""
-    if field.name in known and known[field.name].null_count < num_rows:
-        return known[field.name].cast(field.type)
-    if field.name == "origin":
-        first = pa.array(np.zeros(num_rows, np.int32))
-        return pa.chunked_array([pa.DictionaryArray.from_arrays(first, pa.array([name]))])
-    if field.name == "origin_row":
-        return pa.chunked_array([pa.array(np.arange(num_rows, dtype=np.int32))])
-    return pa.chunked_array([pa.nulls(num_rows, field.type)])
 
 
 def run_id_of(name: str) -> str:
@@ -158,3 +147,159 @@ def commit_order(name: str) -> tuple[int, str]:
     match = _NAME.fullmatch(name)
     assert match is not None, name
     return int(match["seq"]), match["run_id"]
+
+
+Retry = Literal["none", "retryable", "all"]
+"""The error rows that are done again."""
+MOST_BYTES = 64 << 20
+"""Bytes of parts, as they are stored, that are read ahead; in memory they take a few times as much."""
+_MOST_ROWS = 1 << 32
+"""No input file has so many rows."""
+_ERROR_COLUMNS = {*KEY_COLUMNS, *ORIGIN, *ERROR_SCHEMA.names}
+_OPEN, _FAILED, _DONE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of a run, as the parts of its output folder record it."""
+
+    done: frozenset[DocumentKey]
+    errors: dict[DocumentKey, str]
+    """Error rows that are not done: key -> error_class of the latest result."""
+    final: frozenset[DocumentKey] = frozenset()
+    """Those of `errors` that would fail again, because their latest result is not retryable."""
+    attempts: dict[DocumentKey, int] = field(default_factory=dict)
+    """Attempts of `errors`: key -> attempts of the latest result."""
+
+
+def read_parts(output: Location, fingerprint: str = "") -> Progress:
+    """Read the keys of every part; without parts the progress is empty.
+
+    fingerprint: that of the run to which the parts must belong; if empty, that of the folder's manifest.
+    """
+    done: set[DocumentKey] = set()
+    errors: dict[DocumentKey, str] = {}
+    final: set[DocumentKey] = set()
+    attempts: dict[DocumentKey, int] = {}
+    for table in read_results(output, (*KEY_COLUMNS, "retryable", "attempts"), fingerprint):
+        keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
+        if table["error_class"].null_count:
+            done.update(keys)
+            continue
+        for key, row in zip(keys, table.to_pylist(), strict=True):
+            errors[key] = row["error_class"]
+            attempts[key] = row["attempts"] or 0
+            if not row["retryable"]:
+                final.add(key)
+    return Progress(frozenset(done), errors, frozenset(final), attempts)
+
+
+def pending(
+    file_rows: Sequence[int],
+    progress: Progress,
+    *,
+    retry_errors: Retry = "none",
+    chosen: Callable[[int], Sequence[int]] | None = None,
+) -> Iterator[DocumentKey]:
+    """Yield the keys to do, in order.
+
+    file_rows: rows of each input file. retry_errors: the error rows to redo. chosen: gives the rows that are wanted of
+    a file, by its number; without it all are.
+    """
+    closed = {"none": progress.errors.keys(), "retryable": progress.final, "all": set[DocumentKey]()}[retry_errors]
+    for file, num_rows in enumerate(file_rows):
+        for row in range(num_rows) if chosen is None else chosen(file):
+            key = DocumentKey(file, row)
+            if key not in progress.done and key not in closed:
+                yield key
+
+
+def read_results(output: Location, columns: Sequence[str], fingerprint: str = "") -> Iterator[pa.Table]:
+    """Yield the results that count as tables of `columns`, in which the KEY_COLUMNS must be; each part is read once.
+
+    Done beats error, later beats earlier, and each input row has one result. A table holds rows done, or error rows:
+    first come those done, the latest commits first, then the error rows in the order of their commits. Memory: the
+    parts read ahead (MOST_BYTES), the error rows' own columns, and a byte for each input row. fingerprint: as for
+    `read_parts`. Raises DamagedPartError and StrangePartError.
+    """
+    sizes = part_sizes(output)
+    fingerprint = fingerprint or recorded_fingerprint(output)
+    settled, failed = _Settled(), list[tuple[str, pa.Table]]()
+    names = list(reversed(sizes))
+
+    def read(name: str) -> pa.Table:
+        return read_part(output, name, columns, fingerprint, sizes[name])
+
+    tables = in_order(read, names, cost=sizes.__getitem__, most=MOST_BYTES)
+    for name, table in zip(names, tables, strict=True):
+        path = parts_folder(output).child(name).path
+        places = settled.places(table, path)
+        is_done = table["error_class"].is_null().to_numpy()
+        if len(done := settled.settle(places, is_done, _DONE)):
+            yield table.take(pa.array(done))
+        if len(errors := settled.settle(places, ~is_done, _FAILED)):
+            own = table.select([column for column in columns if column in _ERROR_COLUMNS])
+            failed.append((path, own.take(pa.array(errors))))
+    while failed:
+        path, own = failed.pop()
+        own = own.filter(pa.array(settled.is_failed(settled.places(own, path))))
+        if len(own):
+            yield _with_nulls(own, columns, table.schema)
+
+
+def _with_nulls(table: pa.Table, columns: Sequence[str], schema: pa.Schema) -> pa.Table:
+    """Add the columns that error rows do not have."""
+    arrays = [
+        table[name] if name in table.column_names else pa.nulls(len(table), schema.field(name).type) for name in columns
+    ]
+    return pa.table(arrays, schema=schema)
+
+
+class _Settled:
+    """Remembers for each input row whether a result that counts was seen: one that is done, or only a failed one."""
+
+    def __init__(self) -> None:
+        self._room = np.zeros(0, np.int64)
+        self._begins = np.zeros(0, np.int64)
+        self._states = np.zeros(0, np.uint8)
+
+    def places(self, table: pa.Table, path: str) -> NDArray[np.int64]:
+        """Return the place of each row's state [N], until the next call. path: of the part, for messages.
+
+        Raises DamagedPartError.
+        """
+        files, rows = (table[column].to_numpy() for column in ("file", "row"))
+        if not len(files):
+            return np.zeros(0, np.int64)
+        if min(files.min(), rows.min()) < 0 or rows.max() >= _MOST_ROWS:
+            raise DamagedPartError(f"{path} is damaged (it names a row that no input has); delete it to go on")
+        self._make_room(files, rows)
+        return self._begins[files] + rows
+
+    def settle(self, places: NDArray[np.int64], mask: NDArray[np.bool_], state: int) -> NDArray[np.int64]:
+        """Give rows a state if theirs is less; return which of the masked ones got it, the last of equal ones."""
+        chosen = np.flatnonzero(mask)
+        chosen = chosen[self._states[places[chosen]] < state]
+        _, last = np.unique(places[chosen][::-1], return_index=True)
+        chosen = np.sort(chosen[::-1][last])
+        self._states[places[chosen]] = state
+        return chosen
+
+    def is_failed(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which rows have failed and were not done, before or afterwards."""
+        return self._states[places] == _FAILED
+
+    def _make_room(self, files: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Make room for the highest row of each file, and for twice as many where there was too little."""
+        room = np.zeros(max(len(self._room), int(files.max()) + 1), np.int64)
+        room[: len(self._room)] = self._room
+        needed = room.copy()
+        np.maximum.at(needed, files, rows + 1)
+        if np.array_equal(needed, self._room):
+            return
+        room = np.where(needed > room, 2 * needed, room)
+        begins = np.cumsum(room) - room
+        states = np.zeros(int(room.sum()), np.uint8)
+        moved = begins[: len(self._room)] - self._begins
+        states[np.arange(len(self._states)) + np.repeat(moved, self._room)] = self._states
+        self._room, self._begins, self._states = room, begins, states

@@ -1,8 +1,9 @@
-"""Prompts: the template around a document, and the length policy for documents that do not fit."""
+"""Prompts: their options, the template around a document, and the length policy for documents that do not fit."""
 
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 import signal
 import threading
@@ -10,15 +11,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from specextend.data.inputs import PLACEHOLDER, DocumentError
-from specextend.data.prompt_options import ChunkOptions, LengthPolicy, PromptOptions
 
+LengthPolicy = Literal["error", "head", "tail", "middle", "chunk"]
 PIECE_CHARACTERS = 1 << 18
 """Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes per character."""
 _LEAST_PIECES = 4
@@ -34,6 +35,65 @@ TEMPLATE_S = 10.0
 _SENTINEL = "\u2063DOCUMENT\u2063"
 _ANCHOR = "\n"
 """Text that a piece is tokenized behind, because tokenizers may treat the start of a text specially."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptOptions:
+    """`prompt.*`: The prompt, and how a document that is too long is shortened."""
+
+    instruction: str = "Summarize the following document."
+    """The user message. `{document}` is replaced by the document; without it the document is appended after a blank
+    line."""
+    system: str = ""
+    """The system message; empty sends none."""
+    length_policy: LengthPolicy = "middle"
+    """What to do with a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
+    both ends and drops the middle, `chunk` summarises it in parts and merges their summaries (`chunks.*`), `error`
+    makes it an error row."""
+    max_prompt_tokens: int | None = None
+    """Maximum number of tokens in the rendered prompt; if unset, what the model's context leaves room for."""
+
+    def __post_init__(self) -> None:
+        if self.length_policy not in get_args(LengthPolicy):
+            allowed = ", ".join(get_args(LengthPolicy))
+            raise ValueError(f"prompt.length_policy must be one of {allowed}, got {self.length_policy!r}")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(f"prompt.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        _check_instruction("prompt.instruction", self.instruction)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkOptions:
+    """`chunks.*`: Documents under `prompt.length_policy: chunk` that do not fit into one prompt.
+
+    Such a document is split into parts where sections, paragraphs or sentences end, each part is summarised, and the
+    summaries are merged: all at once or, if they do not fit into one prompt, group by group until one is left.
+    """
+
+    tokens: int | None = None
+    """Tokens of a part at most; if unset, what fits into a prompt. Parts of a document are all about as long."""
+    instruction: str = "{document}\n\nSummarize this part of a longer document."
+    """The user message for a part, with `{document}` as in `prompt.instruction`. In a document with an instruction of
+    its own that is used for parts and merges."""
+    merge_instruction: str = (
+        "{document}\n\nThese are summaries of the consecutive parts of one document. Write one summary of the whole."
+    )
+    """The user message for the summaries of parts, which take the place of `{document}`."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens < 64:
+            raise ValueError(f"chunks.tokens must be at least 64, got {self.tokens}")
+        for name in ("instruction", "merge_instruction"):
+            _check_instruction(f"chunks.{name}", getattr(self, name))
+
+
+def _check_instruction(name: str, text: str) -> None:
+    """Raise ValueError for an instruction with two places for the document, or with a misspelt one."""
+    if text.count(PLACEHOLDER) > 1:
+        raise ValueError(f"{name} must contain {PLACEHOLDER} at most once")
+    words = re.findall(r"\{\s*(\w+)\s*\}", text.replace(PLACEHOLDER, ""))
+    if close := difflib.get_close_matches(PLACEHOLDER[1:-1], words):
+        raise ValueError(f"{name} contains {{{close[0]}}}, which would be read as text; write {PLACEHOLDER}")
 
 
 @dataclass(frozen=True, slots=True)

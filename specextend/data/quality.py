@@ -15,13 +15,16 @@ import regex
 from rapidfuzz.distance import LCSseq
 
 from specextend.core import Completion, printable
-from specextend.decoding.decoding_options import at_least
 from specextend.decoding.stopping import is_loop
 
 REPEATED_WORDS = 4
 """Length of the runs of words that count as repeated, in words."""
 COPIED_WORDS = 8
 """Length of the runs of words that count as copied, in words."""
+MOST_REPEATED = 0.2
+"""Share of a summary's runs of words that occurred in it before, above which it is flagged `repeated_ngrams`."""
+MOST_COPIED = 0.8
+"""Share of a summary's runs of words that are in its document, above which it is flagged `copied`."""
 MOST_ROUGE_CHARACTERS = 200_000
 """Characters at the start of summary and reference that ROUGE compares."""
 
@@ -48,30 +51,11 @@ _GAP = regex.compile(r"\W")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QualityOptions:
-    """`quality.*`: When a summary gets a quality flag. A flag is a hint to the reader; the summary is kept."""
+    """`quality.*`: What is found out about a summary besides the flags and figures that every summary gets."""
 
-    max_repeated_ngrams: float = 0.2
-    """Share of a summary's runs of 4 words, from 0 to 1, that occurred in it before, above which it is flagged
-    `repeated_ngrams`; 1 flags none."""
-    max_copied: float = 0.8
-    """Share of a summary's runs of 8 words, from 0 to 1, that are in its document word for word (`copied_fraction`),
-    above which it is flagged `copied`; 1 flags none."""
-    min_words: int = 0
-    """Number of words below which a summary is flagged `short`; 0 flags none."""
-    max_words: int = 0
-    """Number of words above which a summary is flagged `long`; 0 flags none."""
     language: bool = False
     """Flag a summary `wrong_language` if it is in another language than its document. Needs the extra `language`. Close
     languages, such as Danish and Norwegian, are sometimes confused."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_repeated_ngrams", "max_copied"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"quality.{name} must be in [0, 1], got {getattr(self, name)}")
-        at_least("quality.min_words", self.min_words, 0)
-        at_least("quality.max_words", self.max_words, 0)
-        if 0 < self.max_words < self.min_words:
-            raise ValueError(f"quality.max_words must be at least min_words = {self.min_words}, got {self.max_words}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,31 +71,19 @@ class Quality:
     rougeL: float | None = None  # noqa: N815 (the name of the column)
 
 
-def assess(
-    completion: Completion,
-    document: str,
-    reference: str | None,
-    options: QualityOptions,
-    is_incomplete: bool = False,
-) -> Quality:
-    """Assess the summary of a document, in time linear in it.
-
-    reference: another summary to compare with, if any. is_incomplete: parts of the document were left out.
-    """
+def assess(completion: Completion, document: str, reference: str | None, options: QualityOptions) -> Quality:
+    """Assess the summary of a document, in time linear in it. reference: another summary to compare with, if any."""
     text, summary = completion.text, split_words(completion.text)
     copied = copied_fraction(summary, document)
     flags = {
         "empty": not text.strip(),
         "truncated": completion.finish_reason == "length",
         "repeated": is_loop(completion.token_ids),
-        "repeated_ngrams": repeated_fraction(summary) > options.max_repeated_ngrams,
-        "copied": copied is not None and copied > options.max_copied,
-        "short": len(summary) < options.min_words,
-        "long": 0 < options.max_words < len(summary),
+        "repeated_ngrams": repeated_fraction(summary) > MOST_REPEATED,
+        "copied": copied is not None and copied > MOST_COPIED,
         "wrong_script": _differ(dominant_script(text), dominant_script(document)),
         "wrong_language": options.language and _differ(language_of(text), language_of(document)),
         "control_characters": printable(text, keep="\t\n\r") != text,
-        "incomplete": is_incomplete,
     }
     scores = () if reference is None else rouge(text, reference)
     return Quality([name for name, raised in flags.items() if raised], copied, *scores)

@@ -49,11 +49,6 @@ def starts_folder(output: Location) -> Location:
     return output.child("_run", "attempts")
 
 
-def copies_folder(output: Location) -> Location:
-    """Return the folder of the copies of input files with large row groups."""
-    return output.child("_run", "input")
-
-
 def selection_file(output: Location) -> Location:
     """Return the place of the rows that a run is about, if it leaves out what earlier runs have done."""
     return output.child("_run", "selection.parquet")
@@ -84,7 +79,7 @@ def check_kinds(output: Location) -> None:
     if not output.is_local:
         return
     folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
-    folders += [each(output) for each in (parts_folder, audits_folder, starts_folder, copies_folder)]
+    folders += [each(output) for each in (parts_folder, audits_folder, starts_folder)]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
     files += [report_file(output, ending) for ending in ("json", "md", "html")]
     for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):

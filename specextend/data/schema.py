@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -65,7 +65,6 @@ SUMMARY_SCHEMA = pa.schema(
         ("content_sha256", pa.string()),
         ("coverage", pa.float64()),
         ("num_requests", pa.int32()),
-        ("copied_from", pa.string()),
         ("num_cached_tokens", pa.int32()),
     ]
 )
@@ -95,15 +94,6 @@ PART_SCHEMA = pa.schema(
 """Columns of `_run/parts/`: the key, the summary columns, the error columns; `error_class` is null for a row done."""
 
 _FROM_STATS = [name for name in SUMMARY_SCHEMA.names if hasattr(DecodingStats(), name)]
-_NO_WORK: dict[str, Any] = {
-    **{name: getattr(DecodingStats(), name) for name in _FROM_STATS},
-    "acceptance_histogram": None,
-    "queue_s": 0.0,
-    "num_requests": 0,
-    "worker": None,
-    "attempts": 0,
-    "started_at": None,
-}
 
 
 def result_row(
@@ -143,17 +133,6 @@ def result_row(
         "started_at": datetime.fromtimestamp(started_at, UTC),
         "content_sha256": content_sha256,
     }
-
-
-def copied_row(row: Mapping[str, Any], key: DocumentKey, doc_id: str) -> dict[str, Any]:
-    """Make the row of a part for a row of the input that is equal to the one whose `row` this is, done or not.
-
-    No work was done for a copy: its counts and seconds are 0, and ratios are null.
-    """
-    own = {"file": key.file, "row": key.row, "doc_id": doc_id}
-    if row.get("error_class") is not None:
-        return {**row, **own}
-    return {**row, **own, **_NO_WORK, "copied_from": row["doc_id"]}
 
 
 def error_row(

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.core import Document, DocumentKey, counted
-from specextend.data.audit import ask, audit, check_apart, describe_skipped, list_input
+from specextend.data.audit import ask, audit, partition_column, partition_types
 from specextend.data.in_order import in_order
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
@@ -34,6 +34,7 @@ from specextend.data.inputs import (
     decode_text,
     unreadable,
 )
+from specextend.data.listing import check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     DAMAGED,
     as_bytes,
@@ -44,8 +45,6 @@ from specextend.data.parquet import (
     rows_where,
     stream,
 )
-from specextend.data.partitions import partition_column, partition_folders, partition_types, partition_values
-from specextend.data.run_folder import result_name
 from specextend.data.scanning import ScannedRow, count_columns, lacks_counts, scanned_rows, text_columns
 from specextend.data.storage import Location, check_writable, resolve
 
@@ -53,14 +52,6 @@ _OPEN_FILES = 8
 _CACHED_GROUPS = 2
 
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A file's rows in smaller row groups, read in its place."""
-
-    location: Location
-    group_rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,34 +76,25 @@ class Source:
         root: Location,
         files: tuple[InputFile, ...],
         passthrough_fields: tuple[pa.Field, ...],
-        copies: Mapping[int, Copy] | None = None,
         skipped: Mapping[str, int] | None = None,
         partitions: Mapping[str, pa.DataType] | None = None,
         selection: ChosenRows | None = None,
-        partition_by: tuple[str, ...] = (),
         num_repeated: int = 0,
     ) -> None:
         self.options = options
         self.root = root
         self.files = files
         self.passthrough_fields = passthrough_fields
-        self.copies = dict(copies or {})
         self.skipped = dict(skipped or {})  # number of files in the input's folder that are not read, by extension
         self.num_repeated = num_repeated  # paths that are left out, because they lead to a file that is read already
         self.partitions = dict(partitions or {})  # type of each column in the files' paths
-        self.partition_by = partition_by  # columns in the files' paths that are folders of the summaries
         self.selection = selection  # the driver's: workers get the keys of single rows
         self._lock = threading.Lock()
         self._open: OrderedDict[Hashable, pq.ParquetFile] = OrderedDict()
         self._groups: OrderedDict[Hashable, pa.Table] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self.options, self.root, self.files, self.passthrough_fields, self.copies)
-
-    def summaries_name(self, number: int) -> str:
-        """Return the path that the summaries of a file have below `summaries/`."""
-        folders = partition_folders(self.files[number].relative_path, self.partition_by)
-        return "/".join([*folders, result_name(number)])
+        return Source, (self.options, self.root, self.files, self.passthrough_fields)
 
     @property
     def num_rows(self) -> int:
@@ -200,7 +182,7 @@ class Source:
     def opens(self, number: int) -> bool:
         """Return True if a file can be opened, damaged or not; False if it is out of reach."""
         try:
-            open_parquet(self._read_location(number)).close()
+            open_parquet(self.location(number)).close()
         except OSError:
             return False
         except DAMAGED:
@@ -218,15 +200,15 @@ class Source:
             for batch in batches:
                 yield from scanned_rows(batch, keys, self.options)
 
-    def batches(self, number: int, columns: list[str], *, original: bool = False) -> Iterator[pa.Table]:
-        """Stream columns of a file as small tables, in row order. original: read the input itself, not its copy.
+    def batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
+        """Stream columns of a file as small tables, in row order.
 
         Raises InputError for a file that cannot be read to its end (only its footer has been read before), and
         InputChangedError, after the last table, for one that has been written to.
         """
         file, num_rows = self.files[number], 0
         try:
-            location = self.location(number) if original else self._read_location(number)
+            location = self.location(number)
             with open_parquet(location, self._compact(columns)) as parquet:
                 stored = [name for name in columns if name in parquet.schema_arrow.names or name not in self.partitions]
                 for batch in stream(parquet, stored, plain=lambda: open_parquet(location)):
@@ -241,15 +223,15 @@ class Source:
             raise unreadable(file.relative_path, error) from error
         self.check_unchanged(number)
 
-    def chosen_batches(self, number: int, columns: list[str], *, original: bool = False) -> Iterator[pa.Table]:
+    def chosen_batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
         """Stream columns of the rows that the run is about, as `batches` does; a table may be without rows."""
         if self.selection is None:
-            yield from self.batches(number, columns, original=original)
+            yield from self.batches(number, columns)
             return
         mask = np.zeros(self.files[number].num_rows, bool)
         mask[self.selection.rows[number]] = True
         begin = 0
-        for batch in self.batches(number, columns, original=original):
+        for batch in self.batches(number, columns):
             yield rows_where(batch, mask[begin : begin + len(batch)])
             begin += len(batch)
 
@@ -259,7 +241,7 @@ class Source:
         if column is None:
             places = [self.place(DocumentKey(number, row)) for row in range(self.files[number].num_rows)]
             return pa.chunked_array([pa.array(places, kind)])
-        batches = self.batches(number, [column], original=True)
+        batches = self.batches(number, [column])
         return pa.chunked_array([chunk for batch in batches for chunk in plain_text(batch[column]).chunks], kind)
 
     def limited_to(self, numbers: Sequence[int], selection: ChosenRows) -> Source:
@@ -268,16 +250,8 @@ class Source:
         numbers: in order. selection: with the new numbers.
         """
         files = tuple(replace(self.files[number], number=i) for i, number in enumerate(numbers))
-        return self._with(files=files, selection=selection)
-
-    def with_copies(self, copies: Mapping[int, Copy]) -> Source:
-        """Return a source that reads some files from their copies."""
-        return self._with(copies=copies)
-
-    def _with(self, **changes: Any) -> Source:
-        names = ("options", "root", "files", "passthrough_fields", "copies", "skipped", "partitions", "selection")
-        kept = {name: getattr(self, name) for name in (*names, "partition_by", "num_repeated")}
-        return Source(**(kept | changes))
+        facts = (self.skipped, self.partitions, selection, self.num_repeated)
+        return Source(self.options, self.root, files, self.passthrough_fields, *facts)
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
         """Add the columns that the file's path holds, and put all into the order of `columns`."""
@@ -294,7 +268,7 @@ class Source:
         Before them, the passthrough columns are read and dropped: nothing is decoded if they are damaged.
         """
         if self.passthrough_fields:
-            for _ in self.batches(file.number, [field.name for field in self.passthrough_fields], original=True):
+            for _ in self.batches(file.number, [field.name for field in self.passthrough_fields]):
                 pass
         batches = self.chosen_batches(file.number, self._scanned_columns(file.number))
         return list(batches) if file.is_small else batches
@@ -313,18 +287,11 @@ class Source:
         texts = {*own, *(field.name for field in fields if is_text(field.type))}
         return [column for column in columns if column in texts]
 
-    def _read_location(self, number: int) -> Location:
-        return self.copies[number].location if number in self.copies else self.location(number)
-
-    def group_rows(self, number: int) -> tuple[int, ...]:
-        """Return the rows of each row group of a file, as documents are read from it: perhaps from its copy."""
-        return (self.copies.get(number) or self.files[number]).group_rows
-
     def _row(self, key: DocumentKey, columns: list[str]) -> pa.Table:
         """Read columns of a row as a table of one row."""
         if not 0 <= key.file < len(self.files) or not 0 <= key.row < self.files[key.file].num_rows:
             raise IndexError(f"{key} is not in the input")
-        group_rows = self.group_rows(key.file)
+        group_rows = self.files[key.file].group_rows
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)
         with self._lock:
@@ -333,9 +300,9 @@ class Source:
         return table.slice(key.row - (ends[group] - group_rows[group]), 1)
 
     def _read_group(self, number: int, group: int, columns: list[str]) -> pa.Table:
-        num_rows = self.group_rows(number)[group]
+        num_rows = self.files[number].group_rows[group]
         try:
-            location, texts = self._read_location(number), self._compact(self.options.document_columns)
+            location, texts = self.location(number), self._compact(self.options.document_columns)
             parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(location, texts))
             table = read_group(parquet, group, columns, plain=lambda: open_parquet(location))
             if len(table) != num_rows:
@@ -379,20 +346,7 @@ def open_source(
         skipped=listing.skipped,
         num_repeated=listing.num_repeated,
         partitions=partition_types(listing.relative_paths),
-        partition_by=() if output is None else _partition_by(output, files),
     )
-
-
-def _partition_by(output: OutputOptions, files: Sequence[InputFile]) -> tuple[str, ...]:
-    """Return the columns of `output.partition_by`. Raises InputError if a file's path lacks one."""
-    for column in output.partition_by:
-        for file in files:
-            if column not in partition_values(file.relative_path):
-                raise InputError(
-                    f"output.partition_by names {column}, but {file.relative_path} is in no folder {column}=...; "
-                    "it takes columns that all paths below the input path have"
-                )
-    return output.partition_by
 
 
 def _check_writable(output: str) -> None:

@@ -9,15 +9,21 @@ from collections.abc import Callable
 from typing import Any
 
 from specextend.data.audit_rows import read_audits
-from specextend.data.fingerprint import num_input_rows, read_manifest
+from specextend.data.fingerprint import models_of, num_input_rows, read_manifest
 from specextend.data.parts import list_parts
-from specextend.data.provenance import models_of
 from specextend.data.run_folder import Start, read_heartbeat, read_starts, report_file, time_text
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
-from specextend.report.figures import DONE_COLUMNS, ERROR_COLUMNS, RunFigures, decoded, document_figures
+from specextend.report.figures import (
+    DONE_COLUMNS,
+    ERROR_COLUMNS,
+    RunFigures,
+    audit_figures,
+    audit_seconds,
+    document_figures,
+    limit_figures,
+)
 from specextend.report.page import to_html
-from specextend.report.references import audit_figures, audit_seconds, limit_figures
 from specextend.report.rows import read_rows
 from specextend.report.wall_clock import (
     start_section,
@@ -76,7 +82,7 @@ def build_report(
     figures = figures or _read(location, checkpoint)
     done = figures.done
     manifest = read_manifest(location)
-    times = with_times(decoded(done))
+    times = with_times(done)
     audits = read_audits(location)
     records = [ending if ending and ending.run_id == start.run_id else start for start in read_starts(location)]
     starts = timed_starts(records, times, read_heartbeat(location), audit_seconds(audits))
@@ -89,10 +95,10 @@ def build_report(
         "source": source,
         "run": None if manifest is None else _run(manifest),
         "selection": None if manifest is None else manifest.get("selection"),
-        "rows": _row_counts(manifest, len(done), len(done) - len(times), figures.num_errors),
+        "rows": _row_counts(manifest, len(done), figures.num_errors),
         "wall_clock": wall_clock_section(starts, len(times), tokens["prompt"], tokens["output"]),
         "starts": [start_section(timed) for timed in starts],
-        "limits": limit_figures(decoded(done), records),
+        "limits": limit_figures(done, records),
         "tail": tail_section(starts, times),
         **described,
         "errors": figures.errors,
@@ -133,11 +139,11 @@ def _dtype(manifest: dict[str, Any] | None) -> str:
     return str(target.get("dtype", "float32"))
 
 
-def _row_counts(manifest: dict[str, Any] | None, done: int, copied: int, errors: int) -> dict[str, int | None]:
-    """Return the rows by outcome; those `copied` are `done`, too."""
+def _row_counts(manifest: dict[str, Any] | None, done: int, errors: int) -> dict[str, int | None]:
+    """Return the rows by outcome."""
     rows = None if manifest is None else num_input_rows(manifest)
     pending = None if rows is None else rows - done - errors
-    return {"input": rows, "done": done, "copied": copied, "errors": errors, "pending": pending}
+    return {"input": rows, "done": done, "errors": errors, "pending": pending}
 
 
 def _finite(value: Any) -> Any:

@@ -100,7 +100,6 @@ RUN: Figures = {
     "rows in that had changed": ("selection.changed", number),
     "rows in that were new": ("selection.new", number),
     "rows done": ("rows.done", number),
-    "rows copied from rows with an equal text": ("rows.copied", number),
     "rows failed": ("rows.errors", number),
     "rows to do": ("rows.pending", number),
     "rows that took several attempts": ("retries.documents", number),
@@ -229,9 +228,9 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
     measures = [{"about": MEASURES[name], **spreads[name]} for name in MEASURES if spreads.get(name)]
     named_models = [{"name": name, **model} for name, model in models.items()]
     tables = [
-        _named("Run", RUN, report),
         _named("Wall clock", WALL_CLOCK, report),
         _paid_time(report["wall_clock"]),
+        _named("Run", RUN, report),
         _listed("By prompt length", BUCKET, report["buckets"]),
         _phases(report["time"]),
         _named("Beside the limits of the device", LIMITS, report),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS
+from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
 from tests.cluster.conftest import Job
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -31,12 +31,3 @@ def test_a_part_that_fails_is_found_and_named_and_a_worker_that_dies_loses_none(
     assert error["message"].startswith("part ")
     assert error["message"].endswith("this document cannot be done")
     assert len(run.summaries()["d1"]["chunk_summaries"]) > 2
-    (tmp_path / "lenient").mkdir()
-    lenient = Job(
-        tmp_path / "lenient", texts, {"max_attempts": 1}, sections=SECTIONS | {"chunks": {"on_error": "leave_out"}}
-    )
-    assert lenient.run() == EXIT_DONE
-    row = lenient.summaries()["d0"]
-    assert "incomplete" in row["quality_flags"]
-    assert 0 < row["coverage"] < 1
-    assert [chunk["text"] for chunk in row["chunk_summaries"]].count(None) >= 1

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,9 +31,8 @@ from specextend.cluster.records import read_status
 from specextend.cluster.run import run
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
-from specextend.data.compaction import compact
 from specextend.data.fingerprint import write_manifest
-from specextend.data.parts import PartWriter, list_parts
+from specextend.data.parts import PartWriter
 from specextend.data.storage import resolve
 from specextend.report import write_report
 from tests.cluster.conftest import MODELS, Screen, rows_of
@@ -184,20 +182,6 @@ def test_a_success_file_that_says_nothing_is_written_again(ended: Ended, content
     assert read_status(resolve(str(ended.output)))["state"] == "stopped, run again to resume"
     assert ended.run() == EXIT_DONE
     assert (ended.output / "_SUCCESS").read_bytes() == whole
-
-
-def test_a_start_merges_commits_if_there_are_too_many_and_lets_a_complete_run_alone(
-    ended: Ended, monkeypatch: pytest.MonkeyPatch
-):
-    """Thousands of files that an older version left: each start would have read them one by one."""
-    monkeypatch.setattr("specextend.cluster.run.compact", partial(compact, most_parts=1))
-    ended.commit([done(DocumentKey(1, 0), "again")], ended.fingerprint)
-    assert ended.run() == EXIT_DONE
-    assert len(list_parts(resolve(str(ended.output)))) == 1
-    assert [row["summary"] for row in rows_of(ended.output / "summaries").values()].count("again") == 1
-    ended.commit([done(DocumentKey(1, 0), "once more")], ended.fingerprint)
-    ended.run()
-    assert len(list_parts(resolve(str(ended.output)))) == 2
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])

@@ -12,8 +12,7 @@ from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.plan import SAMPLE_SIZE, Plan, make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import Source, open_source
 from specextend.models import load_tokenizer
 from tests.cluster.conftest import MODELS

@@ -30,8 +30,7 @@ from specextend.core import DocumentKey
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.fingerprint import build_manifest, fingerprint, read_manifest, write_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parts import PartWriter
-from specextend.data.results import read_parts
+from specextend.data.parts import PartWriter, read_parts
 from specextend.data.run_folder import Counts, lock_file, read_starts, write_success
 from specextend.data.schema import error_row
 from specextend.data.source import open_source

@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster import lock as lock_module
@@ -158,28 +156,6 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job):
         run.run(interrupt=interrupt)
     interrupt.disarm()
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
-
-
-@pytest.mark.slow
-def test_copies_of_large_row_groups_are_kept_for_a_resume_and_removed_at_the_end(job, hasty):
-    """They are as large as the corpus, and nobody looks into `_run` once there are summaries."""
-    run = job([])
-    texts = [*(text.encode() for text in GOOD[:2]), b"\xff" * (65 << 20)]  # the last is an error row at once
-    text = pa.array(texts).cast(pa.string(), safe=False)
-    pq.write_table(pa.table({"id": ["d0", "d1", "d2"], "text": text}), run.input)
-    copy = run.output / "_run" / "input" / "file-00000.parquet"
-    with pytest.raises(WorkersFailError):
-        run.run(NeverLoads())
-    written = copy.stat().st_mtime_ns
-    run.screen.on_show = lambda snapshot: seen.append(copy.stat().st_mtime_ns)
-    seen: list[int] = []
-    assert run.run() == EXIT_TOO_MANY_ERRORS
-    assert set(seen) == {written}, "used again, not written again"
-    assert not copy.exists()
-    assert len(run.summaries()) == 2
-    copy.write_bytes(b"of a driver that was killed at the very end")
-    assert run.run(NeverLoads(), max_error_fraction=0.5) == EXIT_DONE
-    assert not copy.exists()
 
 
 def test_errors_within_the_allowed_fraction_are_a_success_without_decoding_again(finished: Job):

@@ -15,8 +15,7 @@ from specextend.cluster.exits import EXIT_DONE
 from specextend.cluster.messages import Done, Failed, Outcome
 from specextend.cluster.worker import Worker
 from specextend.core import DocumentKey, Request
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import open_source
 from specextend.document_requests import document_seed
 from specextend.inbox import Inbox

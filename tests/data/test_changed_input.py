@@ -19,7 +19,6 @@ from specextend.core import DocumentKey
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputChangedError, InputOptions, InputUnreachableError
 from specextend.data.parts import PartWriter
-from specextend.data.regrouping import regroup
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, list_files
 from tests.job.conftest import LONGEST_S, pausing_command, rows, start, wait_for_pause, write_corpus
@@ -87,16 +86,6 @@ def test_finalize_notices_before_it_writes(
     with pytest.raises(InputChangedError):
         finalize(source, output)
     assert list_files(output.child("summaries")) == []
-
-
-def test_a_copy_stands_in_for_a_file_that_changes_later(
-    source: Source, path: Path, write: Write, output: Location
-) -> None:
-    """Finalize tells; but no reader of a copy may take it for the new file."""
-    copied = regroup(source, output, max_group_bytes=1)
-    take_away(path, write)
-    with pytest.raises(InputChangedError):
-        copied.read(DocumentKey(0, 3))
 
 
 def test_a_new_start_takes_a_moved_file_as_it_is(source: Source, path: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
-from specextend.data.finalize import ReconciliationError, finalize, gathered
+from specextend.data.finalize import ReconciliationError, finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
-from specextend.data.run_folder import Counts, read_success, remove_success, write_success
-from specextend.data.schema import ERROR_SCHEMA, summary_schema
+from specextend.data.run_folder import Counts
+from specextend.data.schema import summary_schema
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.report import RunFigures, write_report
@@ -105,12 +102,6 @@ def test_a_row_without_a_result_stops_it_before_anything_is_written(
     assert files(output, "summaries") == []
 
 
-def test_a_result_without_a_row_stops_it_too(source: Source, output: Location, done: MakeRow) -> None:
-    PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 0), done(2, 1), done(2, 2)])
-    with pytest.raises(ReconciliationError, match="the parts hold 6 rows, the input has 5"):
-        finalize(source, output)
-
-
 def test_retried_errors_change_only_the_files_they_are_in(
     source: Source, output: Location, done: MakeRow, failed: MakeRow
 ) -> None:
@@ -137,16 +128,6 @@ def test_damaged_summaries_are_written_again(where: str, source: Source, output:
     assert read(output, "summaries", 2) == whole
 
 
-def test_a_row_done_twice_is_there_once_as_done_last(source: Source, output: Location, done: MakeRow) -> None:
-    """The driver may die after a commit and another do a row again: the later result stands."""
-    PartWriter(output, "ffffffff").commit(
-        [done(file, row, "early") for file, row in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]]
-    )
-    PartWriter(output, "00000000").commit([done(0, 1, "late")])
-    assert finalize(source, output).done == 5
-    assert read(output, "summaries", 0)["summary"].to_pylist() == ["early", "late", "early"]
-
-
 def test_litter_of_a_killed_finalize_goes(source: Source, output: Location, done: MakeRow) -> None:
     PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 0), done(2, 1)])
     os.makedirs(f"{output.path}/summaries")
@@ -155,17 +136,6 @@ def test_litter_of_a_killed_finalize_goes(source: Source, output: Location, done
     finalize(source, output)
     assert files(output, "summaries") == [f"part-{number:05d}.parquet" for number in range(3)]
     assert read(output, "summaries", 2).num_rows == 2
-
-
-def test_it_works_on_other_file_systems_and_without_passthrough(
-    tmp_path: Path, write: Write, done: MakeRow, failed: MakeRow
-) -> None:
-    source = open_source(InputOptions(path=str(write("a.parquet", {"text": ["x"] * 3}))))
-    output = Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "run")
-    PartWriter(output, "0000000a").commit([done(0, 2), failed(0, 0), done(0, 1)])
-    assert finalize(source, output) == Counts(3, 2, 1)
-    assert read(output, "summaries", 0)["doc_id"].to_pylist() == ["id-0-1", "id-0-2"]
-    assert read(output, "errors", 0).schema.equals(ERROR_SCHEMA)
 
 
 def test_the_end_of_a_run_reads_each_commit_once(tmp_path: Path, write: Write, done: MakeRow) -> None:
@@ -184,54 +154,6 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path: Path, write: Write, d
         requests.append(store.tally.requests - before)
         assert report["rows"]["done"] == 60
     assert requests[1] - requests[0] == 2 * 40, "its size is asked for, and then it is read"
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
-@given(st.data())
-def test_whatever_the_order_of_commits_every_row_is_there_once(
-    tmp_path: Path, write: Write, done: MakeRow, failed: MakeRow, data: st.DataObject
-) -> None:
-    """With a window of four rows, so that files and windows overlap in every way; with and without a temporary file."""
-    place = uuid.uuid4().hex
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
-    for number, size in enumerate(sizes):
-        columns = {"text": ["x"] * size, "n": list(range(size))}
-        write(f"{place}/in/{number}.parquet", columns, group_rows=3, types={"text": pa.string(), "n": pa.int64()})
-    source = open_source(InputOptions(path=str(tmp_path / place / "in"), passthrough=("n",)))
-    output = resolve(str(tmp_path / place / "out"))
-    keys = [(file, row) for file, size in enumerate(sizes) for row in range(size)]
-    bad = set(data.draw(st.lists(st.sampled_from(keys)))) if keys else set()
-    order = data.draw(st.permutations(keys))
-    writer = PartWriter(output, "0000000a")
-    for begin in range(0, len(order), 4):
-        writer.commit([failed(*key) if key in bad else done(*key) for key in order[begin : begin + 4]])
-    counts = finalize(source, output, window_rows=4, buffer_bytes=data.draw(st.sampled_from([1, 1 << 20])))
-    assert counts == Counts(len(keys), len(keys) - len(bad), len(bad))
-    for number in range(len(sizes)):
-        expected = [row for file, row in keys if file == number and (file, row) not in bad]
-        table = read(output, "summaries", number)
-        assert table["doc_id"].to_pylist() == [f"id-{number}-{row}" for row in expected]
-        assert table["n"].to_pylist() == expected
-
-
-def test_success_is_written_read_and_removed(output: Location) -> None:
-    assert read_success(output) is None
-    write_success(output, Counts(5, 4, 1))
-    assert Path(output.path, "_SUCCESS").read_text() == '{"rows": 5, "done": 4, "errors": 1}\n'
-    assert read_success(output) == Counts(5, 4, 1)
-    remove_success(output)
-    remove_success(output)
-    assert read_success(output) is None
-
-
-def test_row_groups_are_gathered_by_what_they_keep_in_memory_not_by_what_they_show() -> None:
-    """A slice of one row holds the batch that it was cut from; an empty one must not be held at all."""
-    row = pa.table({"n": [1]})
-    small = [(row, 100)] * 10
-    assert [len(table) for table in gathered(small)] == [10]
-    large = [(row, 5 << 20), (row.slice(1), 5 << 20)] * 10
-    assert [len(table) for table in gathered(large)] == [4, 4, 2]
-    assert list(gathered([(row.slice(1), 1 << 40)] * 3)) == []
 
 
 def test_dictionaries_of_many_row_groups_are_not_made_one(tmp_path: Path, done: MakeRow) -> None:

@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 
-from specextend.config import RunConfig
 from specextend.data.fingerprint import (
-    ADDED,
-    RETIRED,
     build_manifest,
     differences,
-    fingerprint,
     read_manifest,
     write_manifest,
 )
@@ -93,66 +89,6 @@ def test_another_value_is_another_run_and_the_difference_is_said(
     other = manifest(changed(section, key, value))
     assert other["fingerprint"] != manifest()["fingerprint"]
     assert differences(manifest(), other) == [line]
-
-
-def recorded_with(manifest: dict[str, Any], **values: Any) -> dict[str, Any]:
-    """A manifest as an older version would have written it, with more values in its identity."""
-    identity = manifest["identity"] | {"config": manifest["identity"]["config"] | values}
-    return manifest | {"identity": identity, "fingerprint": fingerprint(identity)}
-
-
-def test_a_run_whose_version_still_counted_memory_goes_on(
-    output: Location, manifest: Callable[..., dict[str, Any]]
-) -> None:
-    """Its fingerprint is another hash, over values that count no more: what differs is asked, not whether hashes do."""
-    old = recorded_with(
-        manifest(), **{"decoding.cache_gib": 8.0, "attention.backend": "flash", "target.revision": "v1"}
-    )
-    write_manifest(output, old)
-    assert old["fingerprint"] != manifest()["fingerprint"]
-    recorded = read_manifest(output)
-    assert recorded is not None
-    assert differences(recorded, manifest()) == []
-
-
-def test_an_option_that_was_retired_ends_no_run_that_had_the_value_that_is_left(
-    manifest: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An upgrade in the middle of a run; with another value the run would go on as another one."""
-    kept, other = (recorded_with(manifest(), **{"tree.shape": shape}) for shape in (["wide"], ["deep"]))
-    assert differences(kept, manifest()) == ['tree.shape: ["wide"] there, nothing here']
-    monkeypatch.setitem(RETIRED, "tree.shape", ["wide"])
-    assert differences(kept, manifest()) == []
-    assert differences(other, manifest()) == ['tree.shape: ["deep"] there, nothing here']
-
-
-def test_an_option_that_was_added_ends_no_run_while_it_says_what_was_always_done(
-    manifest: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other direction of the same upgrade."""
-    before = manifest()
-    monkeypatch.setitem(ADDED, "tree.shape", "wide")
-    assert differences(before, manifest(changed("tree", "shape", "wide"))) == []
-    assert manifest(changed("tree", "shape", "wide"))["fingerprint"] == before["fingerprint"]
-    assert differences(before, manifest(changed("tree", "shape", "deep"))) == ['tree.shape: nothing there, "deep" here']
-
-
-def test_a_run_of_a_version_without_stop_repetition_goes_on_unless_it_is_switched_on(
-    manifest: Callable[..., dict[str, Any]],
-) -> None:
-    """It changes summaries, so half of a run must not have it."""
-    off, on = (manifest(changed("decoding", "stop_repetition", value)) for value in (False, True))
-    assert off["fingerprint"] == manifest()["fingerprint"]
-    assert differences(manifest(), on) == ["decoding.stop_repetition: nothing there, true here"]
-
-
-def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_every_option_added_since() -> None:
-    """Else an upgrade in the middle of a run would end it with exit 5, over options that nobody has set."""
-    least = {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "owner/target"}}
-    config = RunConfig.from_values(least | {"decoding": {"mode": "autoregressive"}}).model_dump(mode="json")
-    for name, value in ADDED.items():
-        section, key = name.split(".")
-        assert config[section][key] == value, name
 
 
 def test_other_weights_are_another_run(manifest: Callable[..., dict[str, Any]]) -> None:

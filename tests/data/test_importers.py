@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pypdf
 import pytest
@@ -15,8 +16,6 @@ from pypdf.generic import ArrayObject, DecodedStreamObject, DictionaryObject, Na
 
 from specextend.data.importers import (
     DOCUMENT_SCHEMA,
-    HUB_DATASETS,
-    read_hub,
     read_pdf_folder,
     read_text_folder,
     write_documents,
@@ -206,14 +205,6 @@ def test_an_output_that_cannot_be_written_is_exit_2_in_one_line(tmp_path: Path) 
     assert done.stderr.startswith("error: ")
 
 
-def test_missing_and_empty_input_is_exit_2_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n")
-    for arguments in (("jsonl", "missing.jsonl"), ("text", "missing"), ("jsonl", "empty.jsonl")):
-        done = prepare(tmp_path, *arguments, "--output", "out.parquet")
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert prepare(tmp_path, "jsonl", "empty.jsonl", "--output", "x", "--limit", "0").returncode == 2
-
-
 def test_a_folder_in_the_place_of_a_file_and_a_file_in_that_of_a_folder_are_named(tmp_path: Path) -> None:
     """The folder was found out after the last document, in words of a temporary file; `.pdf` was shown as a pattern."""
     (tmp_path / "in").mkdir()
@@ -235,13 +226,19 @@ def test_without_the_hub_a_data_set_is_one_clear_line(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_an_unknown_data_set_is_refused_with_those_known() -> None:
-    with pytest.raises(InputError, match=f"known are {', '.join(HUB_DATASETS)}"):
-        next(read_hub("cnn", "test"))
-
-
-def test_row_groups_are_small_so_that_one_document_reads_quickly(tmp_path: Path) -> None:
-    documents = ({"id": str(i), "text": "x" * 300_000, "reference": None} for i in range(10))
-    assert write_documents(documents, resolve(str(tmp_path / "a.parquet"))) == 10
-    metadata = pq.read_metadata(tmp_path / "a.parquet")
-    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [4, 4, 2]
+def test_files_with_large_row_groups_are_written_in_smaller_ones(tmp_path: Path) -> None:
+    """What the job asks for where a worker could not hold a row group. Every column and type stays."""
+    table = pa.table(
+        {"text": [f"{row} " * 500_000 for row in range(40)], "kind": pa.array(["a", "b"] * 20).dictionary_encode()}
+    )
+    for name in ("in/a.parquet", "in/deep/b.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, tmp_path / name, compression="none", use_dictionary=["kind"])
+    done = prepare(tmp_path, "repartition", "in", "--output", "out")
+    assert (done.returncode, done.stdout) == (0, "2 files in out\n"), done.stderr
+    for name in ("a.parquet", "deep/b.parquet"):
+        metadata = pq.read_metadata(tmp_path / "out" / name)
+        assert metadata.num_row_groups > 2
+        assert max(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)) < 20 << 20
+        assert pq.read_table(tmp_path / "out" / name).to_pylist() == table.to_pylist()
+    assert prepare(tmp_path, "repartition", "in", "--output", "in/out").returncode == 2

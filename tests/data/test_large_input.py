@@ -24,7 +24,6 @@ from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
-from specextend.data.regrouping import regroup
 from specextend.data.source import open_source
 from specextend.data.storage import resolve
 
@@ -34,7 +33,7 @@ def peak():
 
 before = peak()
 output = resolve(sys.argv[2])
-source = regroup(open_source(InputOptions(path=sys.argv[1], passthrough=("text",))), output)
+source = open_source(InputOptions(path=sys.argv[1], passthrough=("text",)))
 assert sum(row.num_bytes for row in source.scan()) >= 2 << 30
 keys = [DocumentKey(0, row) for row in range(source.num_rows)]
 for key in keys[::40]:
@@ -51,7 +50,7 @@ from pathlib import Path
 from specextend.cluster.plan import make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
-from specextend.data.prompt_options import PromptOptions
+from specextend.data.prompts import PromptOptions
 from specextend.data.prompts import Prompts
 from specextend.data.source import open_source
 from specextend.models import load_tokenizer
@@ -80,7 +79,6 @@ from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.schema import error_row
-from specextend.data.regrouping import regroup
 from specextend.data.source import open_source
 from specextend.data.storage import resolve
 
@@ -90,7 +88,7 @@ def peak():
 
 before, output = peak(), resolve(sys.argv[2])
 options = InputOptions(path=sys.argv[1], text_column="a.text", passthrough=("a.text",))
-source = regroup(open_source(options), output)
+source = open_source(options)
 assert sum(row.num_bytes for row in source.scan()) > 400 << 20
 keys = [DocumentKey(0, row) for row in range(source.num_rows)]
 for key in keys[::400]:
@@ -114,22 +112,16 @@ def write_two_gigabytes(path: Path, group_rows: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("group_rows", "most_mib"), [(8, 400), (700, 5000)], ids=["in row groups of 8 MiB", "in three row groups"]
-)
-def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path, group_rows: int, most_mib: int) -> None:
-    """Audit, plan, documents and summaries with the text passed through; also where a row group is itself too large.
-
-    Arrow writes up to 1,024 rows into a page, here 700 MiB, and takes five times a page to read it in small pieces.
-    """
+def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    """Audit, plan, documents and summaries with the text passed through."""
     path = tmp_path / "in" / "a.parquet"
     path.parent.mkdir()
-    write_two_gigabytes(path, group_rows)
+    write_two_gigabytes(path, group_rows=8)
     assert path.stat().st_size > 2 << 30
     [peak] = measured(READ_IT_ALL, path, tmp_path / "out")
     for large in tmp_path.rglob("*.parquet"):
         large.unlink()
-    assert peak < most_mib, "MiB over what the libraries take"
+    assert peak < 400, "MiB over what the libraries take"
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specextend.data.audit import glob_matches, list_input
 from specextend.data.inputs import InputError, InputOptions, OutputOptions
+from specextend.data.listing import glob_matches, list_input
 from specextend.data.source import open_source
 
 Write = Callable[..., Path]
@@ -53,11 +53,6 @@ def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path: Pa
     assert list_input(f"{tmp_path}/in/20*/x.parquet").relative_paths == ("2024/x.parquet", "2025/x.parquet")
     assert list_input(f"{tmp_path}/in/2025/**/x.parquet").relative_paths == ("deep/x.parquet", "x.parquet")
     assert list_input(f"{tmp_path}/in/2025/?.parquet").relative_paths == ("x.parquet",)
-
-
-def test_a_file_may_have_a_wildcard_in_its_name(tmp_path: Path, write: Write) -> None:
-    path = write("in/[draft].parquet", {"text": ["x"]})
-    assert list_input(str(path)).relative_paths == ("[draft].parquet",)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +128,3 @@ def test_input_and_output_must_be_apart(tmp_path: Path, write: Write, path: str,
     (tmp_path / "link").symlink_to(tmp_path / "in")
     with pytest.raises(InputError, match=message):
         open_source(InputOptions(path=str(tmp_path / path)), OutputOptions(path=str(tmp_path / output)))
-
-
-@pytest.mark.parametrize(
-    ("path", "output"), [("in", "out"), ("in", "in2"), ("in/a.parquet", "in/out"), ("in/*.parquet", "in/out")]
-)
-def test_an_output_beside_the_input_is_fine(tmp_path: Path, write: Write, path: str, output: str) -> None:
-    write("in/a.parquet", {"text": ["x"]})
-    assert (
-        open_source(InputOptions(path=str(tmp_path / path)), OutputOptions(path=str(tmp_path / output))).num_rows == 1
-    )

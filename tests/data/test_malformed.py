@@ -1,4 +1,4 @@
-"""Two hundred malformed inputs: each is a clear error or an error row, never a traceback and never a row lost."""
+"""Malformed inputs: each is a clear error or an error row, never a traceback and never a row lost."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from transformers import PreTrainedTokenizerFast
 from specextend.core import DocumentKey
 from specextend.data.importers import read_jsonl, read_text_folder
 from specextend.data.inputs import DocumentError, InputError, InputOptions
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import Source, open_source
-from tests.job.conftest import Ended, rows, summarize
+from tests.job.conftest import rows, summarize
 
 Write = Callable[..., Path]
 
 NAMED_A_COLUMN_IN_LATIN_1, ENDED_THE_PROCESS, LOST_A_ROW = 67, 1444, 1589
 """Seeds of what was found among six thousand files; the last two before the job had learnt to expect them."""
-SEEDS = [*range(160), ENDED_THE_PROCESS, LOST_A_ROW]
+SEEDS = [*range(50), ENDED_THE_PROCESS, LOST_A_ROW]
 PER_TEST = 27
 
 ODD_TEXTS: dict[str, bytes] = {
@@ -120,7 +119,7 @@ def read_all(path: Path) -> int:
     source = open_source(InputOptions(path=str(path), id_column="id", passthrough=("topic",)))
     assert sum(1 for _ in source.scan()) == source.num_rows
     found = sum(outcome(source, row) is not None for row in range(source.num_rows))
-    assert sum(len(batch) for batch in source.batches(0, ["topic"], original=True)) == source.num_rows
+    assert sum(len(batch) for batch in source.batches(0, ["topic"])) == source.num_rows
     return found
 
 
@@ -282,21 +281,6 @@ def test_a_line_of_a_megabyte_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
     [document] = read_jsonl(tmp_path / "a.jsonl", "text", None)
     assert document["text"] == text
-
-
-@pytest.mark.slow
-def test_a_job_over_odd_text_loses_no_row(odd_file: Path, tmp_path: Path) -> None:
-    """The real job: every odd text is a summary or an error row, its name passed through byte for byte."""
-    settings = ["input.id_column=name", "input.passthrough=[name]", "job.max_error_fraction=1"]
-    arguments = [part for setting in settings for part in ("--set", setting)]
-    output = tmp_path / "out"
-    ended: Ended = summarize("--input", str(odd_file), "--output", str(output), *arguments)
-    assert ended.code == 0, ended.stderr
-    assert "Traceback" not in ended.stderr
-    done, failed = ({row["doc_id"] for row in rows(output / folder)} for folder in ("summaries", "errors"))
-    assert done == {name for name, data in ODD_TEXTS.items() if is_text(data)}
-    assert failed == ODD_TEXTS.keys() - done
-    assert [row["name"] for row in rows(output / "summaries")] == [name for name in ODD_TEXTS if name in done]
 
 
 @pytest.mark.slow

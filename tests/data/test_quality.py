@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,9 +16,6 @@ from specextend.data.quality import (
     assess,
     check_library,
     copied_fraction,
-    dominant_script,
-    repeated_fraction,
-    rouge,
     split_words,
 )
 from specextend.stats import DecodingStats
@@ -30,21 +26,19 @@ FLAGS = [
     "repeated",
     "repeated_ngrams",
     "copied",
-    "short",
-    "long",
     "wrong_script",
     "wrong_language",
     "control_characters",
 ]
 DOCUMENT = "The committee met on Monday in the old town hall and spoke about the budget for the schools of the county."
+DEFAULTS = QualityOptions()
 RUSSIAN = "Комитет собрался в понедельник, бюджет принят."
-LOOSE = QualityOptions(max_repeated_ngrams=0.5, max_copied=0.5)
 
 
 def assessed(
     text: str,
     document: str = DOCUMENT,
-    options: QualityOptions = LOOSE,
+    options: QualityOptions = DEFAULTS,
     token_ids: tuple[int, ...] = (1, 2, 3),
     reason: Any = "stop",
     reference: str | None = None,
@@ -76,7 +70,7 @@ def test_flags_of_the_tokens(text: str, token_ids: list[int], reason: Any, flags
     [
         ("one two three four " * 4, ["repeated_ngrams"]),  # 13 runs, 4 of them different
         ("One, two: three FOUR " * 4, ["repeated_ngrams"]),
-        ("one two three four five one two three four six", []),
+        ("one two three four five one two three four six", []),  # 1 of 7 runs
         (" ".join(DOCUMENT.split()[3:15]), ["copied"]),
         ("COMMITTEE met, on Monday - in the old town", ["copied"]),
         ("committee met on Monday in the old village", []),
@@ -127,9 +121,9 @@ FRENCH = "Le comité s'est réuni lundi à l'ancienne mairie. Il a parlé des é
 )
 def test_the_language_is_the_documents_if_that_is_asked_for(text: str, document: str, flags: list[str]) -> None:
     """Models like to answer in English whatever they read, and the script does not show it."""
-    asked = QualityOptions(language=True, max_copied=1)
-    assert assessed(text, document, asked).quality_flags == flags
-    assert assessed(text, document, QualityOptions(max_copied=1)).quality_flags == []
+    asked = QualityOptions(language=True)
+    assert [flag for flag in assessed(text, document, asked).quality_flags if flag != "copied"] == flags
+    assert "wrong_language" not in assessed(text, document).quality_flags
 
 
 def test_languages_need_a_library_that_is_asked_for_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,37 +133,6 @@ def test_languages_need_a_library_that_is_asked_for_before_a_model_is_loaded(mon
     check_library(QualityOptions())
     with pytest.raises(ValueError, match=r"quality.language needs the extra `language`: pip install 'specextend\[lang"):
         check_library(QualityOptions(language=True))
-
-
-@pytest.mark.parametrize(
-    ("num_words", "flags"), [(0, ["empty", "short"]), (4, ["short"]), (5, []), (7, []), (8, ["long"])]
-)
-def test_length_counts_only_if_bounds_are_set(num_words: int, flags: list[str]) -> None:
-    """Nobody but the user knows how long a summary should be."""
-    text = " ".join("abcdefgh"[:num_words])
-    assert assessed(text, options=QualityOptions(min_words=5, max_words=7)).quality_flags == flags
-    assert {"short", "long"}.isdisjoint(assessed(text, options=QualityOptions()).quality_flags)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_copied": 1.5}, r"quality\.max_copied must be in \[0, 1\], got 1\.5"),
-        ({"max_repeated_ngrams": -0.1}, r"quality\.max_repeated_ngrams must be in \[0, 1\], got -0\.1"),
-        ({"min_words": -1}, r"quality\.min_words must be at least 0, got -1"),
-        ({"min_words": 9, "max_words": 8}, r"quality\.max_words must be at least min_words = 9, got 8"),
-    ],
-)
-def test_bounds_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
-    """Every summary of a night would carry the flag."""
-    with pytest.raises(ValueError, match=message):
-        QualityOptions(**values)
-
-
-def test_shares_of_one_flag_none() -> None:
-    """The way to switch a flag off."""
-    off = QualityOptions(max_repeated_ngrams=1, max_copied=1)
-    assert assessed("one two three four " * 40, "one two three four " * 40, off).quality_flags == []
 
 
 @pytest.mark.parametrize("words", [0, 7, 8, 30])
@@ -187,49 +150,6 @@ def test_a_run_is_found_wherever_in_a_long_document_it_is(gap: str) -> None:
     for begin in (0, 262_130, 262_140, len(document)):
         text = f"{document[:begin]} {gap.join(marked)} {document[begin:]}"
         assert copied_fraction(list(marked), text) == 1.0
-
-
-WORDS = st.lists(st.sampled_from(["a", "b", "c", "dd"]), max_size=25)
-
-
-def runs(words: list[str], length: int) -> list[tuple[str, ...]]:
-    return [tuple(words[begin : begin + length]) for begin in range(len(words) - length + 1)]
-
-
-def subsequence(words: list[str], others: list[str]) -> int:
-    """Length of the longest common subsequence, by its recurrence."""
-    longest = [0] * (len(others) + 1)
-    for word in words:
-        row = [0]
-        for at, other in enumerate(others):
-            row.append(longest[at] + 1 if word == other else max(row[-1], longest[at + 1]))
-        longest = row
-    return longest[-1]
-
-
-def f_measure(num_shared: int, num_runs: int, num_others: int) -> float:
-    if not num_shared:
-        return 0.0
-    precision, recall = num_shared / num_runs, num_shared / num_others
-    return 2 * precision * recall / (precision + recall)
-
-
-@given(WORDS, WORDS)
-@settings(max_examples=100, derandomize=True)
-def test_the_measures_are_their_definitions(words: list[str], others: list[str]) -> None:
-    """Each by the slow way that a reader can check."""
-    four, eight = runs(words, 4), runs(words, 8)
-    again = sum(run in four[:at] for at, run in enumerate(four))
-    assert repeated_fraction(words) == pytest.approx(again / len(four) if four else 0.0)
-    copied = copied_fraction(words, " ".join(others))
-    assert copied == (sum(run in runs(others, 8) for run in eight) / len(eight) if eight else None)
-    expected = []
-    for length in (1, 2):
-        mine, theirs = Counter(runs(words, length)), Counter(runs(others, length))
-        shared = sum(min(count, theirs[run]) for run, count in mine.items())
-        expected.append(f_measure(shared, mine.total(), theirs.total()))
-    expected.append(f_measure(subsequence(words, others), len(words), len(others)))
-    assert rouge(" ".join(words), " ".join(others)) == pytest.approx(expected)
 
 
 PUBLISHED = [
@@ -259,14 +179,6 @@ def test_rouge_is_null_without_a_reference_and_0_with_an_empty_one() -> None:
     assert (empty.rouge1, empty.rouge2, empty.rougeL) == (0.0, 0.0, 0.0)
 
 
-def test_a_reference_of_any_length_ends() -> None:
-    """Somebody names the column of the documents: a book against a book takes a fraction of a second."""
-    book = " ".join(f"w{number * 7919 % 5000}" for number in range(400_000))
-    one, two, longest = rouge(book, book[200_000:] + book[:200_000])
-    assert 0 < two < one <= 1
-    assert 0 < longest < 1
-
-
 def test_words_of_scripts_without_spaces_are_characters() -> None:
     """Else a Chinese sentence would be one word, and nothing that is not a whole sentence could be copied."""
     assert split_words("The_ Board's 月曜日: ไทย naïve हिन्दी 3.5") == [
@@ -283,7 +195,7 @@ ANY_TEXT = st.text(st.characters(), max_size=200)
 @settings(max_examples=200, derandomize=True)
 def test_any_text_has_a_quality(text: str, document: str, reference: str | None, reason: Any) -> None:
     """An odd character must not cost a document that was decoded; flags are in one order, each once."""
-    options = QualityOptions(max_repeated_ngrams=0, max_copied=0, min_words=3, max_words=5, language=True)
+    options = QualityOptions(language=True)
     found = assessed(text, document, options, reason=reason, reference=reference)
     assert found.quality_flags == [flag for flag in FLAGS if flag in found.quality_flags]
     for share in (found.copied_fraction, found.rouge1, found.rouge2, found.rougeL):
@@ -294,16 +206,9 @@ def test_any_text_has_a_quality(text: str, document: str, reference: str | None,
 def test_every_flag_can_be_raised() -> None:
     """The order above must not be that of names that do not exist."""
     copied = "a b c d " * 5 + "\x00"
-    options = QualityOptions(max_repeated_ngrams=0, max_copied=0, min_words=3, max_words=5)
     found = [
-        assessed(copied, copied + "комитет " * 20, options, (7,) * 30, "length"),
-        assessed("", options=options),
+        assessed(copied, copied + "комитет " * 20, token_ids=(7,) * 30, reason="length"),
+        assessed(""),
         assessed(ENGLISH, GERMAN, QualityOptions(language=True)),
     ]
     assert {flag for each in found for flag in each.quality_flags} == set(FLAGS)
-
-
-def test_a_script_that_few_write_is_one_too() -> None:
-    """The table of scripts is ours; these have been written with for long."""
-    scripts = {dominant_script(text) for text in ("שלום", "السلام", "Γειά", "ሰላም", "გამარჯობა", "안녕", "สวัสดี", "བོད")}
-    assert scripts == {"Hebrew", "Arabic", "Greek", "Ethiopic", "Georgian", "Hangul", "Thai", "Tibetan"}

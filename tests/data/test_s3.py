@@ -24,16 +24,13 @@ from specextend.core import Document, DocumentKey
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
-from specextend.data.parts import PartWriter
-from specextend.data.regrouping import regroup
-from specextend.data.results import read_parts
+from specextend.data.parts import PartWriter, read_parts
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.source import Source, open_source
 from specextend.data.storage import (
     Location,
     atomic_output,
     list_files,
-    remove_temporary_files,
     resolve,
     write_bytes,
 )
@@ -90,24 +87,6 @@ def test_a_commit_is_one_put(s3: Endpoint, output: Location, done: MakeRow) -> N
     assert read_parts(output).done == {DocumentKey(0, row) for row in range(64)}
 
 
-def test_every_small_record_is_one_put(s3: Endpoint, output: Location) -> None:
-    write_bytes(output.child("_run", "lock"), b"{}")
-    write_manifest(output, build_manifest(two_files(), {}, {}))
-    write_success(output, Counts(5, 5, 0))
-    records = {change for change in s3.changes() if "one night" in change[1]}
-    names = ("_run/lock", "_run/manifest.json", "_SUCCESS")
-    assert records == {("PUT", f"/corpus/runs/one night/{name}") for name in names}
-
-
-def test_input_is_listed_audited_and_read_by_row_group(s3: Endpoint) -> None:
-    source = pickle.loads(pickle.dumps(two_files()))
-    assert [file.relative_path for file in source.files] == ["a.parquet", "deep/b.parquet"]
-    assert [row.num_bytes for row in source.scan()] == [3, 3, 5, 4, 4]
-    assert source.read(DocumentKey(1, 1)).document.text == "five"
-    assert open_source(InputOptions(path="s3://corpus/in/**/*.parquet")).num_rows == 5
-    assert open_source(InputOptions(path="s3://corpus/in/a.parquet")).num_rows == 3
-
-
 def test_keys_are_named_as_they_are(s3: Endpoint, output: Location, done: MakeRow) -> None:
     """Hive folders as Spark writes them, and `#` in a name: what is written there has the very key."""
     folder = "in/date=2026-01-01%2000%3A00/run#1"
@@ -120,17 +99,6 @@ def test_keys_are_named_as_they_are(s3: Endpoint, output: Location, done: MakeRo
     names = [file.relative_path.removeprefix("date=2026-01-01%2000%3A00/") for file in every.files]
     assert names == ["run#1/a b.parquet", "run#2/a b.parquet"]
     assert every.read(DocumentKey(1, 0)).document.text == "three"
-
-
-def test_a_row_group_is_fetched_without_the_rest_of_the_file(s3: Endpoint) -> None:
-    """A worker that reads one document of a terabyte must not fetch the terabyte."""
-    text = [os.urandom(50_000).hex() for _ in range(40)]
-    upload("in/a.parquet", {"text": text}, group_rows=1)
-    size = len(s3.files()["in/a.parquet"])
-    source = open_source(InputOptions(path="s3://corpus/in/a.parquet"))
-    before = pa.default_memory_pool().bytes_allocated()
-    assert source.read(DocumentKey(0, 20)).document.text == text[20]
-    assert pa.default_memory_pool().bytes_allocated() - before < size / 2
 
 
 def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, done: MakeRow, failed: MakeRow) -> None:
@@ -169,14 +137,6 @@ def test_an_output_that_fails_halfway_leaves_nothing(s3: Endpoint, output: Locat
     assert s3.open_uploads() == []
 
 
-def test_a_large_output_appears_whole(s3: Endpoint, output: Location) -> None:
-    """Over the size of one request it goes up in pieces, and is there when the last one is."""
-    with atomic_output(output.child("large")) as path:
-        Path(path).write_bytes(os.urandom(1 << 20) * 25)
-    assert [len(data) for data in written(s3).values()] == [25 << 20]
-    assert s3.open_uploads() == []
-
-
 REFUSALS: dict[str, Callable[[str, str], bool]] = {
     "a small file": lambda method, path: method == "PUT",
     "a piece": lambda method, path: "partNumber=2" in path,
@@ -202,37 +162,6 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3: Endpoint, outpu
     finally:
         s3.refuses = lambda method, path: False
     assert list(written(s3).values()) == [b"yesterday's"], "and nothing else that somebody would take for data"
-
-
-def test_what_a_killed_driver_uploaded_and_did_not_name_is_removed_by_the_next(s3: Endpoint, output: Location) -> None:
-    """Between the upload and the copy to its name: a hidden object of a gigabyte would be paid for, for ever."""
-    folder = output.child("summaries")
-    write_bytes(folder.child(".part-00000.parquet.0a1b2c3d.tmp"), b"half a night")
-    write_bytes(folder.child("part-00001.parquet"), b"whole")
-    assert list_files(folder) == ["part-00001.parquet"]
-    remove_temporary_files(folder)
-    assert list(written(s3)) == ["runs/one night/summaries/part-00001.parquet"]
-
-
-def test_s3_keeps_no_second_writer_out(s3: Endpoint, output: Location) -> None:
-    """Why the lock is written, left to settle and read again: Arrow's client does not send a condition with a PUT.
-
-    Once it does, this fails, and the lock can be taken in one request.
-    """
-    location = output.child("_run", "lock")
-    for data in (b"first", b"second"):
-        with location.filesystem.open_output_stream(location.path, metadata={"If-None-Match": "*"}) as stream:
-            stream.write(data)
-    assert list(written(s3).values()) == [b"second"]
-
-
-def test_oversized_row_groups_are_rewritten_there(s3: Endpoint, output: Location) -> None:
-    text = [f"{row}" * 20_000 for row in range(8)]
-    upload("in/a.parquet", {"text": text}, group_rows=8)
-    source = open_source(InputOptions(path="s3://corpus/in"))
-    copied = pickle.loads(pickle.dumps(regroup(source, output, max_group_bytes=64 << 10)))
-    assert [copied.read(DocumentKey(0, row)).document.text for row in range(8)] == text
-    assert len(copied.copies[0].group_rows) == 8
 
 
 def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> None:
@@ -282,13 +211,6 @@ def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpo
         s3.is_down = False
     source.check_unchanged(0)
     assert source.read(DocumentKey(0, 1)).document.doc_id == "y"
-
-
-@pytest.mark.parametrize("uri", ["s3://nobody-made-this/in", "s3://corpus/nothing here", "s3://corpus/in/*.parquet"])
-def test_an_input_that_is_not_there_is_refused_in_one_line(s3: Endpoint, uri: str) -> None:
-    with pytest.raises(InputError, match=r"input.path .* (does not exist|matches no file|cannot be listed)") as caught:
-        open_source(InputOptions(path=uri))
-    assert "\n" not in str(caught.value)
 
 
 def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3: Endpoint) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,8 +14,6 @@ from specextend.data.schema import (
     ERROR_SCHEMA,
     PART_SCHEMA,
     SUMMARY_SCHEMA,
-    copied_row,
-    error_row,
     result_row,
     summary_schema,
 )
@@ -28,7 +25,7 @@ draft_acceptance_rate, acceptance_histogram, num_retrievals, retrieval_coverage,
 decode_s, total_s, prefill_s, draft_prefill_s, draft_s, verify_s, retrieval_s, other_s, output_tokens_per_s,
 quality_flags, worker, attempts, num_fallbacks, num_hybrid_steps,
 num_memory_retries, started_at, copied_fraction, rouge1, rouge2, rougeL, num_forwards, content_sha256, coverage,
-num_requests, copied_from, num_cached_tokens"""
+num_requests, num_cached_tokens"""
 
 STATS = DecodingStats(
     num_prompt_tokens=100,
@@ -61,11 +58,6 @@ def test_the_columns_are_those_promised_in_their_order() -> None:
     assert SUMMARY_SCHEMA.names == COLUMNS.replace("\n", " ").split(", ")
     assert ERROR_SCHEMA.names == ["key", "doc_id", "error_class", "message", "stage", "retryable", "attempts"]
     assert summary_schema([pa.field("topic", pa.string())]).names[-2:] == ["num_cached_tokens", "topic"]
-
-
-def test_no_column_is_typed_null() -> None:
-    """A column without values would take the type null, and the next file's could not be read with it."""
-    assert not any(pa.types.is_null(field.type) for field in [*PART_SCHEMA, *ERROR_SCHEMA])
 
 
 def test_a_row_holds_counts_and_ratios_that_can_be_checked_by_hand() -> None:
@@ -103,12 +95,7 @@ def test_what_there_is_nothing_to_say_about_is_null() -> None:
         "rouge1",
         "rouge2",
         "rougeL",
-        "copied_from",
     }
-
-
-def test_every_column_of_a_result_is_filled_by_name(done: Callable[..., dict[str, Any]]) -> None:
-    assert set(done(0, 0)) == {"file", "row", *SUMMARY_SCHEMA.names} - {"copied_from"}
 
 
 def test_what_is_known_of_a_summarys_quality_has_columns_of_its_own() -> None:
@@ -117,24 +104,3 @@ def test_what_is_known_of_a_summarys_quality_has_columns_of_its_own() -> None:
     assert built["quality_flags"] == ["copied"]
     assert built["copied_fraction"] == 0.95
     assert (built["rouge1"], built["rouge2"], built["rougeL"]) == (0.5, 0.25, 0.4)
-
-
-def test_a_copy_says_what_the_summary_is_and_that_no_work_was_done_for_it() -> None:
-    """Sums over a run stay the work that was done."""
-    original = row(STATS, Quality(["copied"], 0.9, 0.5, 0.4, 0.3))
-    copy = copied_row(original, DocumentKey(3, 4), "twin")
-    assert (copy["file"], copy["row"], copy["doc_id"], copy["copied_from"]) == (3, 4, "twin", "doc")
-    same = {name for name, value in copy.items() if value == original[name] and value is not None}
-    texts = {"summary", "finish_reason", "num_dropped_tokens", "length_policy", "content_sha256", "coverage"}
-    zero = {name for name, value in original.items() if value == 0}
-    assert same == texts | {"quality_flags", "copied_fraction", "rouge1", "rouge2", "rougeL"} | zero
-    work = {name: copy[name] for name in copy.keys() - same - {"file", "row", "doc_id", "copied_from"}}
-    assert set(work.values()) == {0, None}
-    assert {name for name, value in work.items() if value == 0} >= {"num_prompt_tokens", "total_s", "attempts"}
-
-
-def test_a_copy_of_an_error_row_failed_for_the_same_reason() -> None:
-    """Whether it is worth another try is a question of the text, too."""
-    why = {"error_class": "ValueError", "message": "no", "stage": "decode", "retryable": True, "attempts": 3}
-    failed = error_row(DocumentKey(1, 2), "doc", **why)
-    assert copied_row(failed, DocumentKey(3, 4), "twin") == error_row(DocumentKey(3, 4), "twin", **why)

@@ -9,24 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import Completion, DocumentKey
-from specextend.data.earlier import find_earlier
-from specextend.data.finalize import finalize, is_finalized
+from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
-from specextend.data.inputs import InputError, InputOptions, OutputOptions
-from specextend.data.parts import PartWriter
+from specextend.data.inputs import InputError, InputOptions
+from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
-from specextend.data.results import pending, read_parts
 from specextend.data.schema import error_row, result_row
-from specextend.data.selection import recall_selection, select_rows, write_selection
+from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
-from specextend.report import build_report
 from specextend.stats import DecodingStats
 
 Write = Callable[..., Path]
@@ -68,13 +64,12 @@ def test_filter_sample_and_limit_choose_rows_in_this_order(corpus: Corpus) -> No
     }
 
 
-def test_a_sample_depends_on_seed_and_ids_alone(corpus: Corpus, write: Write) -> None:
+def test_a_sample_depends_on_ids_alone(corpus: Corpus, write: Write) -> None:
     """A pilot on one document in two must not change its documents because others have arrived."""
     before = ids_of(select_rows(open_source(corpus(sample=0.5))))
     assert 0 < len(before) < 10
     write("in/lang=fr/year=2022/a.parquet", {"id": ["fr0"], "text": ["t"], "pages": [1]})
     assert [each for each in ids_of(select_rows(open_source(corpus(sample=0.5)))) if each != "fr0"] == before
-    assert ids_of(select_rows(open_source(corpus(sample=0.5, sample_seed=1)))) != before
     assert len(ids_of(select_rows(open_source(corpus(sample=3))))) == 3
 
 
@@ -200,27 +195,6 @@ def test_only_files_that_were_written_since_are_read(corpus: Corpus, tmp_path: P
         whole = open_source(options)
         earlier, _ = find_earlier(options.except_done_in, resolve(str(tmp_path / "other")), manifest_of(whole))
         assert counts_of(select_rows(whole, earlier))["changed"] == num_changed
-
-
-def test_summaries_may_lie_in_the_folders_of_the_input(corpus: Corpus, tmp_path: Path) -> None:
-    """Whoever reads one language reads its folder; the columns are of the types that readers of such folders infer."""
-    options, out = corpus(passthrough=("year", "lang")), tmp_path / "out"
-    source = open_source(options, OutputOptions(path=str(out), partition_by=("lang",)))
-    write_manifest(resolve(str(out)), manifest_of(source))
-    PartWriter(resolve(str(out)), "0" * 8).commit([result_of(source, key, "") for key in keys_of(source)])
-    (out / "summaries" / "lang=de").mkdir(parents=True)
-    (out / "summaries" / "lang=de" / ".part.tmp").touch()
-    finalize(source, resolve(str(out)))
-    files = sorted(path.relative_to(out).as_posix() for path in (out / "summaries").rglob("*.*"))
-    assert files == ["summaries/lang=de/part-00000.parquet", "summaries/lang=en/part-00001.parquet"]
-    assert is_finalized(source, resolve(str(out)))
-    found = ds.dataset(out / "summaries", partitioning="hive").to_table(filter=ds.field("lang") == "en")
-    assert found["year"].to_pylist() == [2021] * 5
-    assert build_report(str(out))["rows"]["done"] == 10
-    earlier, _ = find_earlier([str(out)], resolve(str(tmp_path / "next")), manifest_of(source))
-    assert len(earlier[0].done_rows()) == 10
-    with pytest.raises(InputError, match=r"output.partition_by names month, but lang=de/year=2020/a.parquet is in no"):
-        open_source(options, OutputOptions(path=str(out), partition_by=("month",)))
 
 
 def test_rows_stay_those_of_the_first_start(corpus: Corpus, tmp_path: Path, write: Write) -> None:

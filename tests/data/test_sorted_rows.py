@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.data.sorted_rows import SortedRows, Tables, Window, cut
+from specextend.data.sorted_rows import SortedRows, cut
 
 SCHEMA = pa.schema([("file", pa.int32()), ("row", pa.int64()), ("text", pa.string())])
 
@@ -39,24 +39,6 @@ def test_every_window_has_its_rows_in_order(
     assert [(row["file"], row["row"]) for window in taken for row in window] == keys
     assert all(row["text"] == text_of(row["file"], row["row"]) for window in taken for row in window)
     assert all(len(window) <= most for window in taken)
-
-
-def test_windows_are_whole_files_unless_one_is_larger() -> None:
-    """Files of one window are written at the same time; a large one streams."""
-    chosen = [3, 5, 8, 13, 21, 34, 55]
-    assert cut([range(2), [4, 9], [], chosen, range(1)], 4) == [
-        Window(range(3)),
-        Window(range(3, 4), 3),
-        Window(range(3, 4), 21),
-        Window(range(4, 5)),
-    ]
-    assert cut([], 4) == []
-    assert cut([[], []], 4) == [Window(range(2))]
-
-
-def test_tables_are_taken_in_pieces_of_any_size() -> None:
-    tables = Tables(iter([pa.table({"n": [0, 1, 2]}), pa.table({"n": [3]}), pa.table({"n": [4, 5]})]))
-    assert [tables.take(size)["n"].to_pylist() for size in (1, 4, 1)] == [[0], [1, 2, 3, 4], [5]]
 
 
 def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,18 +130,6 @@ def test_an_unknown_file_system_is_refused_in_one_line() -> None:
         resolve("nowhere://x")
 
 
-def test_small_files_go_to_s3_in_one_request() -> None:
-    """The default is a multipart upload, which a death leaves open; and a key may hold spaces."""
-    location = resolve("s3://bucket/a key?region=us-east-1")
-    assert location.path == "bucket/a key"
-    assert location.filesystem.equals(resolve("s3://bucket/other?region=us-east-1&allow_delayed_open=true").filesystem)
-
-
-def test_a_location_pickles() -> None:
-    location = resolve("/tmp/x")
-    assert pickle.loads(pickle.dumps(location)) == location
-
-
 class Gate:
     """Shuts after so many checks."""
 
@@ -217,11 +205,3 @@ def test_a_store_that_is_away_is_told_from_a_bucket_that_is_not_there(
     with pytest.raises((OSError, ValueError)) as raised:
         resolve("s3://bucket/x")
     assert (type(raised.value), str(raised.value)) == (error, said)
-
-
-def test_googles_client_gives_up_after_a_minute_unless_told_otherwise() -> None:
-    """By itself it tries for a quarter of an hour, and a job with it."""
-    location = resolve("gs://anonymous@bucket/a key")
-    assert location.path == "bucket/a key"
-    asked = [resolve(f"gs://anonymous@bucket/x?retry_limit_seconds={seconds}").filesystem for seconds in (60, 5)]
-    assert [location.filesystem.equals(other) for other in asked] == [True, False]

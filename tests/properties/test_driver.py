@@ -21,7 +21,7 @@ from specextend.cluster.records import tried_before
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.data.finalize import finalize
-from specextend.data.results import pending, read_parts
+from specextend.data.parts import pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import resolve

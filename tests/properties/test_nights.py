@@ -21,8 +21,7 @@ from specextend.cluster.lock import FolderLock, read_lock
 from specextend.core import DocumentKey
 from specextend.data import parts
 from specextend.data.finalize import finalize
-from specextend.data.parts import PartWriter
-from specextend.data.results import pending, read_parts
+from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from tests.properties.rows import done, in_a_folder, rows_of, source_of

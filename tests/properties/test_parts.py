@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
-from pathlib import Path
 
-import pyarrow.parquet as pq
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import DocumentKey
-from specextend.data.parts import PartWriter, list_parts
-from specextend.data.results import pending, read_parts
-from specextend.data.schema import PART_SCHEMA
+from specextend.data.parts import PartWriter, list_parts, pending, read_parts
 from specextend.data.storage import resolve
 from tests.properties.rows import done, failed
 
@@ -43,30 +37,3 @@ def test_progress_is_what_was_committed_last_and_done_beats_error(
         assert set(pending([8] * 4, progress)) == everything - done_keys - error_keys
         assert set(pending([8] * 4, progress, retry_errors="all")) == everything - done_keys
         assert len(list_parts(output)) == sum(bool(rows) for _, rows in commits)
-
-
-@settings(max_examples=60)
-@given(st.lists(TEXT, min_size=1, max_size=5))
-def test_every_text_comes_back_as_it_was(texts: list[str]) -> None:
-    """Zero bytes, control characters, emoji: a summary is what the model wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [done(DocumentKey(0, row), text) for row, text in enumerate(texts)]
-        name = PartWriter(resolve(folder), "0000000a").commit(rows)
-        table = pq.read_table(Path(folder, "_run", "parts", str(name)))
-        assert table.schema.equals(PART_SCHEMA)
-        assert table["summary"].to_pylist() == texts
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_a_part_cut_short_is_refused_by_name(data: st.DataObject) -> None:
-    """Its rows must not be taken for missing, nor half of them for all."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = resolve(folder)
-        name = str(PartWriter(output, "0000000a").commit([done(DocumentKey(0, row)) for row in range(3)]))
-        path = Path(folder, "_run", "parts", name)
-        content = path.read_bytes()
-        path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-        with pytest.raises(ValueError, match=rf"{re.escape(name)} is damaged .*delete it to do its documents again"):
-            read_parts(output)
-        assert path.exists(), "that is for its owner to decide"

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from specextend.core import DocumentKey, counted
 from specextend.data.finalize import ReconciliationError, finalize
-from specextend.data.parts import PartWriter
-from specextend.data.results import pending, read_parts
+from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import Location, resolve

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from specextend.cluster.backlog import Backlog
 from specextend.cluster.estimates import Estimates, RowSet, TokenEstimate
 from specextend.core import DocumentKey
-from specextend.data.compaction import compact
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import build_manifest, write_manifest
-from specextend.data.inputs import InputOptions, OutputOptions
-from specextend.data.parts import PartWriter
-from specextend.data.results import pending, read_parts
+from specextend.data.inputs import InputOptions
+from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
@@ -33,7 +31,7 @@ WANTED = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=5).f
 
 def opened(folder: Path, limit: int) -> Source:
     options = InputOptions(path=str(folder / "in"), passthrough=("n", "file"), filter="wanted == True", limit=limit)
-    return select_rows(open_source(options, OutputOptions(path=str(folder / "out"), partition_by=("file",))))
+    return select_rows(open_source(options))
 
 
 def fingerprint_of(source: Source) -> str:
@@ -67,11 +65,10 @@ def test_a_run_about_some_rows_plans_resumes_and_ends_with_those_alone(
         write_manifest(output, build_manifest(source, {"input": {"limit": limit}}, {}))
         for run_id, most in (("00000000", data.draw(st.integers(0, len(keys)))), ("00000001", len(keys))):
             source = opened(folder, limit)
-            compact(output, fingerprint_of(source), most_parts=1)
             rows_of_files = [file.num_rows for file in source.files]
             left = RowSet(rows_of_files, pending(rows_of_files, read_parts(output), chosen=source.rows))
             estimates = Estimates.of({key: TokenEstimate(data.draw(st.integers(1, 9)), 1) for key in left})
-            backlog = Backlog(estimates, [source.group_rows(file.number) for file in source.files])
+            backlog = Backlog(estimates, [file.group_rows for file in source.files])
             leased = [backlog.take("a worker") for _ in left]
             assert sorted(filter(None, leased)) == list(left)
             groups = [(key.file, key.row // 3) for key in filter(None, leased)]

@@ -16,7 +16,7 @@ from specextend.cluster.roster import MAX_FRUITLESS_DEATHS
 from specextend.cluster.scheduler import MAX_DEATHS
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
-from specextend.data.results import read_parts
+from specextend.data.parts import read_parts
 from specextend.data.storage import resolve
 from tests.cluster.conftest import Screen
 from tests.properties.rows import rows_of, source_of

@@ -17,7 +17,7 @@ from specextend.data.fingerprint import fingerprint
 from specextend.data.parts import PartWriter
 from specextend.data.prompts import Prompt
 from specextend.data.quality import QualityOptions, assess
-from specextend.data.schema import copied_row, error_row, result_row
+from specextend.data.schema import error_row, result_row
 from specextend.data.storage import Location, resolve
 from specextend.stats import DecodingStats
 
@@ -28,7 +28,6 @@ NEXT_NIGHT_S = NIGHT_S + 86_400.0
 KILLED_S = 118.0
 """Last heartbeat of the first driver, after it began."""
 NUM_DOCUMENTS = 300
-NUM_COPIES = 9
 PRICE = 2.5
 HOSTILE = '<img src="https://evil.example/x.png" onerror="document.title=\'owned\'"><script>alert(1)</script>'
 
@@ -194,7 +193,7 @@ def write_run(folder: Path, **report: Any) -> str:
     """Write the folder of the run; returns its path. report: options of the section `report`."""
     output, draw = resolve(str(folder)), random.Random(7)
     config = config_of(str(folder), **report)
-    write_manifest_file(output, config, NUM_DOCUMENTS + NUM_COPIES)
+    write_manifest_file(output, config, NUM_DOCUMENTS)
     first_night(output, config)
     writer = PartWriter(output, FIRST)
     early = rows_of_worker(range(60), "host:1", NIGHT_S + 12, draw)
@@ -206,9 +205,7 @@ def write_run(folder: Path, **report: Any) -> str:
     writer = PartWriter(output, SECOND)
     late = rows_of_worker(range(100, 250), "host:11", NEXT_NIGHT_S + 21, draw)
     later = rows_of_worker(range(250, 292), "host:12", NEXT_NIGHT_S + 22, draw)
-    keys = [DocumentKey(0, NUM_DOCUMENTS + number) for number in range(NUM_COPIES)]
-    copies = [copied_row(late[key.row % 4], key, f"copy-{key.row}") for key in keys]
-    writer.commit([*late[:100], *copies, *later])
+    writer.commit([*late[:100], *later])
     hostile = failed_row(298, "<b>Bad</b>", HOSTILE) | {"message": HOSTILE}
     writer.commit([*late[100:], *(failed_row(row) for row in (*range(292, 298), 299)), hostile])
     slow = DecodingStats(num_prompt_tokens=9_000, num_output_tokens=5, ttft_s=20.0, decode_s=1.0, prefill_s=20.0)

@@ -9,7 +9,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from tests.report.made_up import FIRST, LIMITS, NEXT_NIGHT_S, NIGHT_S, NUM_COPIES, NUM_DOCUMENTS, PRICE, SECOND
+from tests.report.made_up import FIRST, LIMITS, NEXT_NIGHT_S, NIGHT_S, NUM_DOCUMENTS, PRICE, SECOND
 
 BUSY = "prefill_s + draft_prefill_s + draft_s + verify_s + retrieval_s + other_s"
 PHASES = ("prefill", "draft_prefill", "draft", "verify", "retrieval", "other")
@@ -26,7 +26,7 @@ DONE = """
     create view done as
     select *, epoch_ms(started_at) / 1000 as began, epoch_ms(started_at) / 1000 + total_s as ended,
         greatest(512, 2 ** ceil(log2(num_prompt_tokens)))::int as bucket
-    from results where done and copied_from is null
+    from results where done
 """
 
 
@@ -54,10 +54,10 @@ def close(value: float) -> Any:
 
 
 def test_rows_tokens_and_reasons(rows, report):
-    """Counts are exact. A copy is a summary like any other, but no work was done for it."""
+    """Counts are exact."""
     done, errors = one(rows, "count(*) from results where done"), one(rows, "count(*) from results where not done")
-    counts = {"done": done, "copied": NUM_COPIES, "errors": errors, "pending": 0}
-    assert report["rows"] == {"input": NUM_DOCUMENTS + NUM_COPIES, **counts}
+    counts = {"done": done, "errors": errors, "pending": 0}
+    assert report["rows"] == {"input": NUM_DOCUMENTS, **counts}
     for name in ("prompt", "cached", "output", "dropped"):
         assert report["tokens"][name] == one(rows, f"sum(num_{name}_tokens) from done")
     reasons = "select finish_reason, count(*) from results where done group by 1"
@@ -144,7 +144,7 @@ def test_buckets(rows, report):
         assert bucket["decode_tokens_per_s"] == close(
             one(rows, f"(sum(num_output_tokens) - count(*)) / sum(decode_s) {where}")
         )
-    assert sum(bucket["documents"] for bucket in report["buckets"]) == report["rows"]["done"] - NUM_COPIES
+    assert sum(bucket["documents"] for bucket in report["buckets"]) == report["rows"]["done"]
 
 
 def test_the_wall_clock(rows, report):

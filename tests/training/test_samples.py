@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from specextend.data.prompt_options import PromptOptions
-from specextend.data.prompts import Prompts
+from specextend.data.prompts import PromptOptions, Prompts
 from specextend.training.recording import LEADS, SampleMaker, SampleOptions
 from tests.training.conftest import OPTIONS, byte_tokenizer, document
 

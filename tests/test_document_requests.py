@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +12,7 @@ from specextend import Summarizer, load_engine
 from specextend.core import Completion, Document, DocumentKey, Request
 from specextend.data.inputs import DocumentError, Row
 from specextend.data.prompts import Prompts
-from specextend.long_documents import Round, Summary, advance, summarize
+from specextend.document_requests import Round, Summary, advance, summarize
 from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, tiny_config
 
@@ -109,15 +108,6 @@ def test_a_part_that_fails_is_named_by_the_documents_error(config, prompts):
     )
 
 
-def test_a_part_that_fails_may_be_left_out_and_then_the_row_says_so(config, prompts):
-    lenient = config.model_copy(update={"chunks": replace(config.chunks, on_error="leave_out")})
-    summary, _ = follow(summarize(lenient, prompts, row(), "book"), failing({"book:2"}))
-    assert summary.is_incomplete
-    assert [chunk.text is None for chunk in summary.chunks] == [False, False, True, False, False]
-    lost = summary.chunks[2].span
-    assert summary.prompt.coverage == pytest.approx(1 - (lost.end - lost.begin) / len(TEXT))
-    assert 100 < summary.prompt.num_dropped_tokens < 160
-    with pytest.raises(DocumentError, match="part 1 of 5"):
-        follow(summarize(lenient, prompts, row(), "book"), failing({f"book:{number}" for number in range(5)}))
+def test_a_merge_that_fails_is_named_by_the_documents_error(config, prompts):
     with pytest.raises(DocumentError, match="a merge of 5 summaries: no room"):
-        follow(summarize(lenient, prompts, row(), "book"), failing({"book:5"}))
+        follow(summarize(config, prompts, row(), "book"), failing({"book:5"}))

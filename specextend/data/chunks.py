@@ -1,20 +1,90 @@
-"""Prompts for a document that is summarised in parts: one for each part, and those that merge their summaries."""
+"""A document that is too long for one prompt: split where sections, paragraphs or sentences end, and merged again."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
-from specextend.data.splitting import TextSpan, split
 
 LEAST_TOKENS = 64
 """Tokens of a part for which there must be room."""
+_LEAST_SHARE = 0.75
+"""A part may end before its even share of what is left to end with a section, a paragraph, or so, but not before this
+part of the share."""
+_BREAKS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"\n(?=#{1,6}\s)|\n(?=[ \t]*(?:chapter|section|part|article|appendix|book)\s+(?:\d+|[ivxlc]+)\b)|\f"
+        r"|(?:\n[ \t]*){4}",
+        r"\n[ \t]*\n\s*",
+        r"[.!?\u2026][\"'\u201d\u2019)\]]*\s+|[\u3002\uff01\uff1f]\s*",
+        r"\n",
+        r"\s+",
+    )
+)
+"""Where a text may be cut, the best places first: sections, paragraphs, sentences, lines, words. A cut is at the end of
+a match."""
+
+
+class TextSpan(NamedTuple):
+    """A part of a text, in characters."""
+
+    begin: int
+    end: int
+
+
+def split(text: str, starts: Sequence[int] | NDArray[np.int64], most: int) -> list[TextSpan]:
+    """Split a text into parts of at most `most` tokens, all about as long; together they are the whole text.
+
+    Only a part of one character may have more of them. starts: the character at which each of its tokens starts,
+    rising.
+    """
+    whole = _Cuts(text, np.asarray(starts, np.int64))
+    spans: list[TextSpan] = []
+    begin = first = 0
+    while (left := len(whole.starts) - first) > most:
+        share = math.ceil(left / math.ceil(left / most))
+        end = whole.cut(first + max(1, int(_LEAST_SHARE * share)), first + share, first + most)
+        end = max(end, begin + 1)  # a character may have more tokens than a part
+        spans.append(TextSpan(begin, end))
+        begin, first = end, whole.token(end)
+    is_over = bool(spans) and begin == len(text)
+    return spans if is_over else [*spans, TextSpan(begin, len(text))]
+
+
+@dataclass(slots=True)
+class _Cuts:
+    """A text with the places where it may be cut."""
+
+    text: str
+    starts: NDArray[np.int64]
+    """The character at which each token starts. [N]."""
+
+    def place(self, token: int) -> int:
+        """Return the character at which a token starts; the end of the text behind the last one."""
+        return int(self.starts[token]) if token < len(self.starts) else len(self.text)
+
+    def token(self, place: int) -> int:
+        """Return the number of the first token that starts at a character or behind it."""
+        return int(self.starts.searchsorted(place))
+
+    def cut(self, first: int, wanted: int, last: int) -> int:
+        """Find the best place to cut behind token `first`, up to token `last`, and as near to `wanted` as it may be."""
+        low, aim, high = (self.place(token) for token in (first, wanted, last))
+        for pattern in _BREAKS:
+            places = [found.end() for found in pattern.finditer(self.text, low, high) if low < found.end() <= high]
+            if places:
+                return min(places, key=lambda place: abs(place - aim))
+        return aim
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,37 +92,31 @@ class Part:
     """A part of a document and its prompt."""
 
     span: TextSpan
-    num_tokens: int
     prompt: Prompt
 
 
 class ChunkPrompts:
-    """The prompts of documents that do not fit into one, with the options of `prompts.chunks`."""
+    """The prompts of documents that do not fit into one: for each part, and for merges of the parts' summaries."""
 
     def __init__(self, prompts: Prompts) -> None:
-        self._options = prompts.chunks
+        """Take the prompts of the run, whose `chunks` are the options."""
+        self._most_tokens = prompts.chunks.tokens
         self._part = prompts.with_instruction(prompts.chunks.instruction)
         self._merge = prompts.with_instruction(prompts.chunks.merge_instruction)
 
     def check(self, max_new_tokens: int) -> None:
         """Raise ValueError if no document could be summarised in parts with summaries of `max_new_tokens`."""
         try:
-            room = self._size(max_new_tokens, None)
-            merge_room = self._merge_room(max_new_tokens, None)
+            self._size(max_new_tokens, None)
+            room = self._merge.room(max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"prompt.length_policy chunk: {error.message}") from error
-        if 2 * self._options.overlap_tokens >= room:
-            raise ValueError(f"chunks.overlap_tokens must be less than half of a part, which has {room} tokens")
-        needed = 2 * (self.part_tokens(max_new_tokens) + self._entry_size(_entry("", 999, 999)))
-        if needed > merge_room:
+        needed = 2 * (max_new_tokens + self._entry_size(_entry("", 999, 999)))
+        if needed > room:
             raise ValueError(
                 f"prompt.length_policy chunk: two summaries of parts may have {needed} tokens, but a prompt that "
-                f"merges them has room for {merge_room}: lower chunks.max_new_tokens"
+                f"merges them has room for {room}: lower decoding.max_new_tokens"
             )
-
-    def part_tokens(self, max_new_tokens: int) -> int:
-        """Return the most tokens of a part's summary. max_new_tokens: of the document's."""
-        return self._options.max_new_tokens or max_new_tokens
 
     def parts(self, text: str, max_new_tokens: int, instruction: str | None) -> list[Part]:
         """Split a document and render its parts. max_new_tokens, instruction: of the document.
@@ -60,23 +124,22 @@ class ChunkPrompts:
         What holds only white space has no prompt: it belongs to the part before it, at the beginning to the first one.
         Raises DocumentError (`PromptTooLong`) if there is no room for parts.
         """
-        new = self.part_tokens(max_new_tokens)
         size = most = self._size(max_new_tokens, instruction)
         starts = self._part.token_starts(text)
         while True:
-            spans = split(text, starts, size, min(self._options.overlap_tokens, (size - 1) // 2))
+            spans = split(text, starts, size)
             pieces = [text[span.begin : span.end] for span in spans]
-            counts = [len(self._part.encode_document(piece)) for piece in pieces]
-            if max(counts) <= most:
+            longest = max(len(self._part.encode_document(piece)) for piece in pieces)
+            if longest <= most:
                 break
-            size = min(size - 1, size * most // max(counts))  # cuts change tokens, and forged ones are spelled
+            size = min(size - 1, size * most // longest)  # cuts change tokens, and forged ones are spelled
             if size < 1:
                 raise DocumentError("PromptTooLong", "a character of it has more tokens than fit", stage="prompt")
         written = [number for number, piece in enumerate(pieces) if piece.strip()]
         begins = [0, *(spans[number].begin for number in written[1:])]
         ends = [spans[following - 1].end for following in [*written[1:], len(spans)]]
         return [
-            Part(TextSpan(begin, end), counts[number], self._part.render(pieces[number], new, instruction))
+            Part(TextSpan(begin, end), self._part.render(pieces[number], max_new_tokens, instruction))
             for begin, end, number in zip(begins, ends, written, strict=True)
         ]
 
@@ -88,41 +151,33 @@ class ChunkPrompts:
         """
         entries = [_entry(text, number, len(texts)) for number, text in enumerate(texts, 1)]
         sizes = [self._entry_size(entry) for entry in entries]
-        room = self._merge_room(max_new_tokens, instruction)
+        room = self._merge.room(max_new_tokens, instruction)
         for groups in _groupings(sizes, room):
-            new = max_new_tokens if len(groups) == 1 else self.part_tokens(max_new_tokens)
             joined = ["".join(entries[group.start : group.stop]).strip() for group in groups]
             try:
-                return [self._merge.render(text, new, instruction) for text in joined]
+                return [self._merge.render(text, max_new_tokens, instruction) for text in joined]
             except PromptTooLongError:
                 continue  # joined texts may have more tokens than they have alone
         message = f"two summaries of parts have up to {2 * max(sizes)} tokens, a merge has room for {room}"
         raise DocumentError("PromptTooLong", message, stage="prompt")
 
-    def _merge_room(self, max_new_tokens: int, instruction: str | None) -> int:
-        """Return the tokens of summaries that fit into any merge of a document."""
-        return self._merge.room(max(max_new_tokens, self.part_tokens(max_new_tokens)), instruction)
+    def work(
+        self, num_tokens: NDArray[np.int64], max_new_tokens: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Estimate the prompt and output tokens of all requests for documents that do not fit, and their number.
+
+        num_tokens: of the documents [N]. max_new_tokens: of their summaries [N]. Returns three arrays [N].
+        """
+        limits, which = np.unique(max_new_tokens, return_inverse=True)
+        sizes = np.array([self._usual_size(limit) for limit in limits.tolist()], np.int64)[which]
+        num_parts = -(-np.maximum(1, num_tokens) // sizes)
+        templates = num_parts * self._part.num_template_tokens + self._merge.num_template_tokens
+        outputs = num_parts * max_new_tokens
+        return num_tokens + outputs + templates, outputs + max_new_tokens, num_parts + 1
 
     def _entry_size(self, entry: str) -> int:
         """Count the tokens of an entry, and one more at the joint with the next one."""
         return len(self._merge.encode_document(entry)) + 1
-
-    def work(
-        self, num_tokens: NDArray[np.int64], max_new_tokens: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Estimate the prompt and output tokens of all requests for documents that do not fit. [N], [N].
-
-        num_tokens: of the documents [N]. max_new_tokens: of their summaries [N].
-        """
-        new = np.full_like(max_new_tokens, self._options.max_new_tokens or 0)
-        new = np.where(new > 0, new, max_new_tokens)
-        limits, which = np.unique(max_new_tokens, return_inverse=True)
-        sizes = np.array([self._usual_size(limit) for limit in limits.tolist()], np.int64)[which]
-        overlap = np.minimum(self._options.overlap_tokens, (sizes - 1) // 2)
-        num_parts = -(-np.maximum(1, num_tokens - overlap) // np.maximum(1, sizes - overlap))
-        templates = num_parts * self._part.num_template_tokens + self._merge.num_template_tokens
-        prompt_tokens = num_tokens + num_parts * (overlap + new) + templates
-        return prompt_tokens, num_parts * new + max_new_tokens, num_parts + 1
 
     def _usual_size(self, max_new_tokens: int) -> int:
         try:
@@ -132,11 +187,11 @@ class ChunkPrompts:
 
     def _size(self, max_new_tokens: int, instruction: str | None) -> int:
         """Return the tokens of a part at most."""
-        room = self._part.room(self.part_tokens(max_new_tokens), instruction)
+        room = self._part.room(max_new_tokens, instruction)
         if room < LEAST_TOKENS:
             message = f"a part has room for {room} tokens, but should have at least {LEAST_TOKENS}"
             raise DocumentError("PromptTooLong", message, stage="prompt")
-        return min(self._options.tokens or room, room)
+        return min(self._most_tokens or room, room)
 
 
 def _entry(text: str, number: int, count: int) -> str:

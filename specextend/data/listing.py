@@ -1,0 +1,210 @@
+"""The files of the input path, each of them once, and that the output is apart from them."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from pyarrow import fs
+
+from specextend.core import one_line
+from specextend.data.inputs import InputError, InputUnreachableError
+from specextend.data.run_folder import SUMMARIES, result_name
+from specextend.data.storage import Location, is_uri, resolve
+
+_SUFFIXES = (".parquet", ".pq", ".parq")
+"""Extensions of Parquet files in a folder, in upper or lower case."""
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of an input path, in path order."""
+
+    root: Location
+    """The folder, the glob before its first component with a wildcard, or the file's folder."""
+    pattern: tuple[str, ...]
+    """The glob's components below the root; empty for a folder or a file."""
+    is_folder: bool
+    relative_paths: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each file."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Number of files in a folder that are not read, by extension; hidden files (`_`, `.`) are not counted."""
+    num_repeated: int = 0
+    """Paths that symbolic links give to files which are in `relative_paths` already."""
+
+    def only(self, wanted: Collection[str]) -> Listing:
+        """Return the listing without the files that are not wanted."""
+        kept = [(name, size) for name, size in zip(self.relative_paths, self.sizes, strict=True) if name in wanted]
+        return replace(self, relative_paths=tuple(name for name, _ in kept), sizes=tuple(size for _, size in kept))
+
+
+def list_input(path: str) -> Listing:
+    """Find the files of `input.path`. Raises InputError if there are none, InputUnreachableError without an answer."""
+    try:
+        location = resolve(path)
+        info = location.filesystem.get_file_info(location.path)
+        if info.type == fs.FileType.File:
+            return Listing(location.parent, (), False, (location.name,), (info.size,))
+        if info.type == fs.FileType.Directory:
+            return _list_folder(path, location)
+        if not _has_wildcard(location.path):
+            raise InputError(f"input.path {path} does not exist; give a Parquet file, a folder or a glob")
+        return _list_glob(path, location)
+    except InputError:
+        raise
+    except UnicodeError as error:
+        raise InputError(f"input.path {path} contains a name that is not UTF-8; rename it") from error
+    except (OSError, ValueError) as error:
+        is_away = isinstance(error, OSError) and is_uri(path)
+        raise (InputUnreachableError if is_away else InputError)(
+            f"input.path {path} cannot be listed ({one_line(error)}); "
+            + ("run again" if is_away else "give a path that can be read")
+        ) from error
+
+
+def _list_folder(path: str, folder: Location) -> Listing:
+    found = [
+        file for file in _files_below(folder, recursive=True) if not any(map(_is_hidden, file.relative_path.split("/")))
+    ]
+    names = [file.relative_path for file in found]
+    files = [file for file in found if file.relative_path.lower().endswith(_SUFFIXES)]
+    skipped = Counter(_ending(name) for name in names if not name.lower().endswith(_SUFFIXES))
+    if not files:
+        there = f", only {describe_skipped(skipped)}" if skipped else ""
+        raise InputError(
+            f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a folder that holds some, "
+            "or a glob (jobs/prepare.py makes Parquet of JSONL and text)"
+        )
+    return _listing(folder, (), True, files, skipped)
+
+
+def describe_skipped(skipped: Mapping[str, int]) -> str:
+    """Describe how many files of a folder are not read, by extension."""
+    return ", ".join(f"{count:,} {ending}" for ending, count in sorted(skipped.items()))
+
+
+def _ending(name: str) -> str:
+    """Return a file's extension together with that of its compression: `.jsonl.gz`."""
+    stem, ending = os.path.splitext(name.rsplit("/", 1)[-1])
+    if ending.lower() in _COMPRESSED:
+        ending = os.path.splitext(stem)[1] + ending
+    return ending or "without an extension"
+
+
+def _list_glob(path: str, location: Location) -> Listing:
+    parts = location.path.split("/")
+    first = next(i for i, part in enumerate(parts) if _has_wildcard(part))
+    root, pattern = Location(location.filesystem, "/".join(parts[:first]) or "/"), tuple(parts[first:])
+    files = [
+        file
+        for file in _files_below(root, recursive=len(pattern) > 1 or pattern == ("**",))
+        if glob_matches(tuple(file.relative_path.split("/")), pattern)
+    ]
+    if not files:
+        raise InputError(f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` does not)")
+    return _listing(root, pattern, False, files, {})
+
+
+def _listing(
+    root: Location, pattern: tuple[str, ...], is_folder: bool, files: list[_Found], skipped: Mapping[str, int]
+) -> Listing:
+    """List each real file once: by its own path, or else by the first path that a symbolic link gives it."""
+    once: dict[str, _Found] = {}
+    for file in sorted(files, key=lambda file: (file.is_linked, file.relative_path)):
+        once.setdefault(file.real_path, file)
+    kept = sorted(once.values(), key=lambda file: file.relative_path)
+    names, sizes = tuple(file.relative_path for file in kept), tuple(file.size for file in kept)
+    return Listing(root, pattern, is_folder, names, sizes, skipped, len(files) - len(kept))
+
+
+def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
+    """Return True if path components match glob components.
+
+    `**` stands for any number of components. A hidden name matches only a pattern that begins with `_` or `.` too.
+    """
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        goes_on = bool(parts) and not _is_hidden(parts[0]) and glob_matches(parts[1:], pattern)
+        return goes_on or glob_matches(parts, pattern[1:])
+    if not parts or (_is_hidden(parts[0]) and not _is_hidden(pattern[0])):
+        return False
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and glob_matches(parts[1:], pattern[1:])
+
+
+def check_apart(listing: Listing, output: str) -> None:
+    """Raise InputError unless no file of the run would be input, and no input file is in the output folder."""
+    try:
+        folder = resolve(output)
+    except ValueError as error:
+        raise InputError(f"output.path: {error}") from error
+    if folder.filesystem.get_file_info(folder.path).type == fs.FileType.File:
+        raise InputError(f"output.path {output} is a file; give a folder")
+    if not folder.filesystem.equals(listing.root.filesystem):
+        return
+    root, target = _real_parts(listing.root), _real_parts(folder)
+    inside = target[: len(root)] == root
+    if inside and listing.is_folder:
+        raise InputError(f"output.path {output} is inside the input folder; give one beside it")
+    written = (*target[len(root) :], SUMMARIES, result_name(0))
+    if inside and listing.pattern and glob_matches(written, listing.pattern):
+        raise InputError(f"output.path {output} would hold files that the input's glob matches; give a folder outside")
+    for name in listing.relative_paths:
+        if _real_parts(listing.root.child(name))[: len(target)] == target:
+            raise InputError(f"the input file {name} is inside output.path {output}; give another output folder")
+
+
+def _real_parts(location: Location) -> tuple[str, ...]:
+    """Return the path's components, with symbolic links resolved on a local file system."""
+    path = os.path.realpath(location.path) if location.is_local else location.path
+    return tuple(part for part in path.split("/") if part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file below the root."""
+
+    relative_path: str
+    size: int
+    real_path: str
+    is_linked: bool = False
+
+
+def _files_below(folder: Location, *, recursive: bool) -> list[_Found]:
+    """List a folder's files, in path order."""
+    if folder.is_local:
+        real = os.path.realpath(folder.path)
+        return sorted(_local_files(folder.path, "", (real,), recursive), key=lambda file: file.relative_path)
+    infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True))
+    prefix = folder.path.rstrip("/") + "/"
+    names = sorted((info.path.removeprefix(prefix), info.size) for info in infos if info.is_file)
+    return [_Found(name, size, name) for name, size in names]
+
+
+def _local_files(folder: str, prefix: str, real: tuple[str, ...], recursive: bool) -> Iterator[_Found]:
+    """Yield a local folder's files. real: its real path behind those of the folders above, into which no link leads."""
+    if not os.path.isdir(folder):
+        return
+    with os.scandir(folder) as found:
+        entries = list(found)
+    for entry in entries:
+        name, is_link = prefix + entry.name, entry.is_symlink()
+        name.encode()
+        real_path = os.path.realpath(entry.path) if is_link else os.path.join(real[-1], entry.name)
+        if entry.is_file():
+            yield _Found(name, entry.stat().st_size, real_path, real_path != os.path.join(real[0], name))
+        elif recursive and entry.is_dir() and real_path not in real:
+            yield from _local_files(entry.path, f"{name}/", (*real, real_path), recursive)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(("_", "."))
+
+
+def _has_wildcard(path: str) -> bool:
+    return any(character in path for character in "*[?")
