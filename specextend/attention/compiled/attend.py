@@ -1,0 +1,163 @@
+"""Attention on a CPU, compiled by numba: for few queries and for prefill chunks.
+
+The queries of all heads that share a key head are *rows* of one matrix product, so a key is read once for all of them.
+Work is divided into items: a sequence, a key head, up to `ROWS` rows and, where few rows would leave threads without
+work, a split of `SPLIT` keys. The threads of torch's own pool take items in turn; `items` is what they do.
+
+The result for a query is bitwise the same whatever other queries are in the call and however many threads there are,
+as long as the span of keys is the same.
+
+numba is the extra `cpu`: import this module only where it is installed.
+
+Shapes: `B` sequences, `T` queries, `M` masked keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba.core.errors import NumbaError
+from torch import Tensor
+
+from specextend.attention.compiled import vectors
+from specextend.attention.compiled.blocks import BLOCK, HEADER
+from specextend.attention.compiled.items import LAYOUT, SPLIT, divide, kernel
+from specextend.attention.compiled.threads import num_workers, run_on
+from specextend.attention.plan import KeySpan
+
+ROWS = 96
+"""Rows of an item at most; a multiple of TILE."""
+ITEMS_PER_WORKER = 4
+"""Items from which threads are busy evenly enough without dividing the keys."""
+
+ELEMENTS: dict[torch.dtype, type] = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint32 if "avx512bf16" in vectors.processor_features() else np.uint16,
+}
+
+
+def can_compile(dtype: torch.dtype) -> bool:
+    """Compile the kernel of `dtype`, or read it from disk; return False if numba cannot make it for this processor."""
+    try:
+        kernel(ELEMENTS[dtype])
+    except (NumbaError, OSError, RuntimeError):
+        return False
+    return True
+
+
+def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend on the CPU with q [B, T, H, D] to the span's rows of k, v [K, R, D], which are heads first.
+
+    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32. A query that sees no key gets out 0 and lse -inf. With
+    `causal` the rows before the last T are visible to all queries, so a prefill chunk needs one call. It runs on as
+    many threads as torch. The first call of a process reads the kernel from numba's cache on disk or compiles it, which
+    takes seconds.
+
+    Raises:
+        ValueError: the tensors' types, head size or strides are not supported.
+    """
+    _check(q, k, v)
+    num_sequences, num_queries, num_heads, head_dim = q.shape
+    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3], dtype=torch.float32)
+    places, mask = _places(span), _aligned_mask(span)
+    shares = share(num_sequences, k.shape[0], num_queries * num_heads // k.shape[0], max(span.lengths))
+    own = divide(head_dim, shares.rows, 0).end
+    parts = shares.num_parts * shares.rows * (HEADER + 4 * head_dim) if shares.num_parts > 1 else 0
+    workspace = _workspace(span, shares.num_workers * own + shares.num_groups * parts)
+    counters = torch.zeros(2 + shares.num_groups, dtype=torch.int64)
+    call = (
+        q.data_ptr(), *_strides(q), k.data_ptr(), *_strides(k), v.data_ptr(), *_strides(v),
+        out.data_ptr(), lse.data_ptr(), places.data_ptr(),
+        0 if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[2], span.causal,
+        num_sequences, num_queries, k.shape[0], num_heads // k.shape[0], head_dim,
+        shares.rows, shares.num_row_blocks, shares.num_splits, shares.num_parts,
+        counters.data_ptr(), workspace, workspace + shares.num_workers * own, scale, scale / math.log(2),
+    )  # fmt: skip
+    run_on(shares.num_workers, kernel(ELEMENTS[q.dtype]), LAYOUT.pack(*call))
+    return out, lse
+
+
+class Shares(NamedTuple):
+    """Divides a call's work."""
+
+    rows: int
+    num_row_blocks: int
+    num_splits: int
+    num_parts: int
+    num_groups: int
+    """Items, parts aside."""
+    num_workers: int
+
+
+def share(num_sequences: int, num_key_heads: int, num_rows: int, num_keys: int) -> Shares:
+    """Divide the rows of all key heads and, where threads would lack work otherwise, the longest sequence's keys."""
+    rows = min(ROWS, num_rows)
+    num_row_blocks = -(-num_rows // rows)
+    num_groups = num_sequences * num_key_heads * num_row_blocks
+    num_splits = max(1, -(-num_keys // SPLIT))
+    threads = num_workers()
+    enough = threads == 1 or num_groups >= ITEMS_PER_WORKER * threads
+    return Shares(rows, num_row_blocks, num_splits, 1 if enough else num_splits, num_groups, threads)
+
+
+def _strides(x: Tensor) -> list[int]:
+    return [stride * x.element_size() for stride in x.stride()[:-1]]
+
+
+def serves(head_dim: int, dtype: torch.dtype) -> bool:
+    """Return True if the kernel takes heads of `head_dim` elements of `dtype`."""
+    return dtype in ELEMENTS and head_dim % _multiple(dtype) == 0
+
+
+def _multiple(dtype: torch.dtype) -> int:
+    return 16 if dtype == torch.float32 else 32
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dtype not in ELEMENTS or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"attention takes three tensors of float32 or of bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if not serves(q.shape[3], q.dtype):
+        raise ValueError(
+            f"the compiled kernel takes head sizes of multiples of {_multiple(q.dtype)} in {q.dtype}, got {q.shape[3]}"
+        )
+    if not q.stride(3) == k.stride(2) == v.stride(2) == 1:
+        raise ValueError("the compiled kernel takes tensors whose last dimension is contiguous")
+
+
+def _places(span: KeySpan) -> Tensor:
+    """Return, for each sequence, its first row, its number of rows and the block of its first masked key: [3, B]."""
+    key = "places"
+    if key not in span.made:
+        num_masked = 0 if span.mask is None else span.mask.shape[2]
+        first_masked = [max(0, length - num_masked) // BLOCK * BLOCK for length in span.lengths]
+        span.made[key] = torch.tensor([span.starts, span.lengths, first_masked])
+    return span.made[key]
+
+
+def _aligned_mask(span: KeySpan) -> Tensor | None:
+    """Return the mask with its columns in whole blocks of keys, [B, T, W]: those outside it are visible."""
+    if span.mask is None:
+        return None
+    key = "aligned mask"
+    if key not in span.made:
+        firsts = _places(span)[2].tolist()
+        width = max(-(-(n - first) // BLOCK) * BLOCK for n, first in zip(span.lengths, firsts, strict=True))
+        aligned = torch.ones(*span.mask.shape[:2], width, dtype=torch.bool)
+        for b, (length, first) in enumerate(zip(span.lengths, firsts, strict=True)):
+            mask = span.mask[b, :, max(0, span.mask.shape[2] - length) :]
+            aligned[b, :, length - first - mask.shape[1] : length - first] = mask
+        span.made[key] = aligned
+    return span.made[key]
+
+
+def _workspace(span: KeySpan, num_bytes: int) -> int:
+    """Return the address of memory that the layers of a forward use in turn."""
+    key = "workspace"
+    if key not in span.made or span.made[key].numel() < num_bytes:
+        span.made[key] = torch.empty(num_bytes, dtype=torch.uint8)
+    return span.made[key].data_ptr()

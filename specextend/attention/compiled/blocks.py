@@ -1,0 +1,399 @@
+"""What `items` does with a block of keys and a tile of rows, in LLVM IR.
+
+All memory is given by address, and strides are in bytes. Blocks of keys lie in scratch memory in *units* of 32 bits,
+whose meaning is the `element`, an argument that is only a type:
+
+| element | the tensors hold | a unit is | arithmetic |
+|---|---|---|---|
+| float32 | fp32 | a number | fp32 |
+| uint16 | bf16 | a number, widened to fp32 | fp32 |
+| uint32 | bf16 | two numbers | avx512_bf16: products of pairs of bf16, summed in fp32 |
+
+A row's *state* is 16 times the score that its weights are relative to, the sum of its weights in 16 parts, and the
+weighted sum of the values. That score is its largest so far, or at most `MARGIN` below it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+
+from specextend.attention.compiled import vectors as vir
+from specextend.attention.compiled.vectors import (
+    FLOATS,
+    LANES,
+    UNITS,
+    VECTOR_BYTES,
+    Value,
+    address,
+    emitted,
+    load,
+    store,
+)
+
+BLOCK = 64
+"""Keys that are laid out at once: four vectors of scores."""
+TILE = 6
+"""Rows of a product: with four vectors of columns their sums fill the 32 registers of AVX-512."""
+MAX_WIDTH = 4 if "avx512f" in vir.processor_features() else 1
+"""Vectors of columns in a product."""
+MARGIN = 8.0
+"""A row is rescaled when a weight would exceed 2 to this power; at every new largest score it would be 7% slower."""
+HEADER = 2 * VECTOR_BYTES
+"""Bytes of a row's state before its sum of values."""
+
+
+def units_of(element: Any) -> int:
+    """Return the number of columns in a unit."""
+    return 2 if element == types.uint32 else 1
+
+
+def load_units(b: Value, element: Any, where: Value) -> Value:
+    """Read 16 units of a tensor."""
+    if element != types.uint16:
+        return load(b, where, UNITS)
+    halves = b.zext(load(b, where, ir.VectorType(vir.I16, LANES), 2), UNITS)
+    return b.shl(halves, vir.units([16] * LANES))
+
+
+def source_bytes(element: Any) -> int:
+    """Return the size of 16 units in a tensor."""
+    return VECTOR_BYTES // 2 if element == types.uint16 else VECTOR_BYTES
+
+
+def times(b: Value, x: Value, n: int) -> Value:
+    """Multiply a count by a constant."""
+    return b.mul(x, vir.number(n))
+
+
+@emitted(types.int64)
+def unit_columns(b: Value, element: Any) -> Value:
+    """Return the number of columns in a unit."""
+    return vir.number(units_of(element))
+
+
+@emitted(types.int64)
+def add_to(b: Value, element: Any, counter: Value, amount: Value) -> Value:
+    """Add to a counter that threads share, and return what it was."""
+    return b.atomic_rmw("add", b.inttoptr(counter, ir.PointerType()), amount, "acq_rel")
+
+
+def emit_copy(b: Value, element: Any, source: Value, num_vectors: Value, target: Value) -> None:
+    """Copy a row of a tensor as units."""
+
+    def body(i: Value) -> list[Value]:
+        value = load_units(b, element, address(b, source, times(b, i, source_bytes(element))))
+        store(b, value, address(b, target, times(b, i, VECTOR_BYTES)))
+        return []
+
+    vir.repeat(b, num_vectors, [], body)
+
+
+@emitted()
+def copy_row(b: Value, element: Any, source: Value, num_vectors: Value, target: Value) -> None:
+    """Copy a row of a tensor as units."""
+    emit_copy(b, element, source, num_vectors, target)
+
+
+def smaller(b: Value, x: Value, y: Value) -> Value:
+    """Return the smaller of two counts."""
+    return b.select(b.icmp_signed("<", x, y), x, y)
+
+
+@emitted()
+def lay_keys(
+    b: Value, element: Any, keys: Value, stride: Value, num_keys: Value, num_vectors: Value, target: Value
+) -> None:
+    """Transpose a block of rows to [units][BLOCK]. Rows behind the last one repeat it."""
+    last = b.sub(num_keys, vir.number(1))
+
+    def body(i: Value) -> list[Value]:
+        first, column = times(b, b.udiv(i, num_vectors), LANES), b.urem(i, num_vectors)
+        source = address(b, keys, times(b, column, source_bytes(element)))
+        rows = []
+        for lane in range(LANES):
+            row = smaller(b, address(b, first, lane), last)
+            where = address(b, source, b.mul(row, stride))
+            rows.append(load_units(b, element, where))
+        place = address(b, target, times(b, column, LANES * BLOCK * 4), times(b, first, 4))
+        for unit, values in enumerate(vir.transposed(b, rows)):
+            store(b, values, address(b, place, unit * BLOCK * 4))
+        return []
+
+    groups = b.udiv(address(b, num_keys, LANES - 1), vir.number(LANES))
+    vir.repeat(b, b.mul(groups, num_vectors), [], body)
+
+
+@emitted()
+def lay_values(
+    b: Value, element: Any, values: Value, stride: Value, num_keys: Value, num_vectors: Value, target: Value
+) -> None:
+    """Copy a block of rows as units of a column of one key, or of two. An odd last row is its own partner."""
+    width = times(b, num_vectors, VECTOR_BYTES)
+
+    def copy(row: Value) -> list[Value]:
+        place = address(b, target, b.mul(row, width))
+        emit_copy(b, element, address(b, values, b.mul(row, stride)), num_vectors, place)
+        return []
+
+    def interleave(pair: Value) -> list[Value]:
+        second = smaller(b, address(b, times(b, pair, 2), 1), b.sub(num_keys, vir.number(1)))
+        rows = [address(b, values, b.mul(row, stride)) for row in (times(b, pair, 2), second)]
+        emit_pairs(b, rows[0], rows[1], b.udiv(num_vectors, vir.number(2)), address(b, target, b.mul(pair, width)))
+        return []
+
+    if units_of(element) == 1:
+        vir.repeat(b, num_keys, [], copy)
+    else:
+        vir.repeat(b, b.udiv(address(b, num_keys, 1), vir.number(2)), [], interleave)
+
+
+def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Value) -> None:
+    """Interleave two rows of bf16, 32 columns at a time."""
+    halves = ir.VectorType(vir.I16, 2 * LANES)
+    low = vir.units([lane for i in range(LANES) for lane in (i, i + 2 * LANES)])
+    high = vir.units([lane for i in range(LANES, 2 * LANES) for lane in (i, i + 2 * LANES)])
+
+    def body(i: Value) -> list[Value]:
+        x, y = (load(b, address(b, row, times(b, i, VECTOR_BYTES)), halves) for row in (first, second))
+        where = address(b, target, times(b, i, 2 * VECTOR_BYTES))
+        store(b, b.shuffle_vector(x, y, low), where)
+        store(b, b.shuffle_vector(x, y, high), address(b, where, VECTOR_BYTES))
+        return []
+
+    vir.repeat(b, count, [], body)
+
+
+@emitted()
+def fetch(b: Value, element: Any, source: Value, stride: Value, num_rows: Value, num_lines: Value) -> None:
+    """Ask for the cache lines of some rows, which may lie outside the tensor."""
+
+    def fetch_row(row: Value) -> list[Value]:
+        start = address(b, source, b.mul(row, stride))
+
+        def fetch_line(line: Value) -> list[Value]:
+            vir.prefetch(b, address(b, start, times(b, line, VECTOR_BYTES)))
+            return []
+
+        vir.repeat(b, num_lines, [], fetch_line)
+        return []
+
+    vir.repeat(b, num_rows, [], fetch_row)
+
+
+def emit_product(
+    b: Value, element: Any, rows: int, width: int, left: Value, left_stride: Value, right: Value, right_stride: Value,
+    depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
+) -> None:  # fmt: skip
+    """Emit the product of a tile with all its sums in registers."""
+    starts = [address(b, left, b.mul(left_stride, vir.number(row))) for row in range(rows)]
+    places = [
+        address(b, sums, b.mul(sums_stride, vir.number(row)), VECTOR_BYTES * column)
+        for row in range(rows)
+        for column in range(width)
+    ]
+    keep = b.icmp_signed("!=", accumulate, vir.number(0))
+    carried = [b.select(keep, load(b, place), vir.floats(0.0)) for place in places]
+
+    def body(i: Value, *old: Value) -> list[Value]:
+        start = address(b, right, b.mul(i, right_stride))
+        columns = [load(b, address(b, start, VECTOR_BYTES * column), UNITS) for column in range(width)]
+        new = []
+        for row in range(rows):
+            unit = vir.splat(b, load(b, address(b, starts[row], times(b, i, 4)), vir.I32))
+            for column in range(width):
+                x, y, total = unit, columns[column], old[row * width + column]
+                if units_of(element) == 2:
+                    new.append(vir.dot_pairs(b, total, x, y))
+                else:
+                    new.append(vir.fma(b, b.bitcast(x, FLOATS), b.bitcast(y, FLOATS), total))
+        return new
+
+    for place, value in zip(places, vir.repeat(b, depth, carried, body), strict=True):
+        store(b, value, place)
+
+
+@emitted()
+def product(
+    b: Value, element: Any, rows: Value, width: Value, left: Value, left_stride: Value, right: Value,
+    right_stride: Value, depth: Value, sums: Value, sums_stride: Value, accumulate: Value,
+) -> None:  # fmt: skip
+    """Multiply left [rows, depth] units by right [depth, width] vectors of units; add to sums, or replace them."""
+    done = b.append_basic_block("done")
+    choice = b.switch(b.add(times(b, rows, MAX_WIDTH + 1), width), done)
+    for r in range(1, TILE + 1):
+        for w in range(1, MAX_WIDTH + 1):
+            case = b.append_basic_block(f"product_{r}_{w}")
+            choice.add_case(vir.number(r * (MAX_WIDTH + 1) + w), case)
+            b.position_at_end(case)
+            emit_product(b, element, r, w, left, left_stride, right, right_stride, depth, sums, sums_stride, accumulate)
+            b.branch(done)
+    b.position_at_end(done)
+
+
+@emitted()
+def hide_behind(b: Value, element: Any, scores: Value, limit: Value) -> None:
+    """Set the scores from `limit` on to -inf."""
+    limits = vir.splat(b, b.trunc(limit, vir.I32))
+    for first in range(0, BLOCK, LANES):
+        where = address(b, scores, 4 * first)
+        visible = b.icmp_signed("<", vir.units(range(first, first + LANES)), limits)
+        store(b, b.select(visible, load(b, where), vir.floats(-math.inf)), where)
+
+
+@emitted()
+def hide_masked(b: Value, element: Any, scores: Value, mask: Value) -> None:
+    """Set the scores whose byte in the mask is 0 to -inf."""
+    flags = ir.VectorType(vir.I8, LANES)
+    for first in range(0, BLOCK, LANES):
+        where = address(b, scores, 4 * first)
+        hidden = b.icmp_unsigned("==", load(b, address(b, mask, first), flags, 1), ir.Constant(flags, None))
+        store(b, b.select(hidden, vir.floats(-math.inf), load(b, where)), where)
+
+
+def joined(b: Value, vectors: list[Value], join: Any) -> Value:
+    """Join vectors in pairs, in a fixed order."""
+    while len(vectors) > 1:
+        vectors = [join(b, x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
+
+
+def add(b: Value, x: Value, y: Value) -> Value:
+    """Return the sum of two values."""
+    return b.fadd(x, y)
+
+
+def finite(b: Value, x: Value) -> Value:
+    """Return 0 for -inf, so that nothing visible yet gives weights of 0 instead of NaN."""
+    return b.select(b.fcmp_ordered("==", x, vir.floats(-math.inf)), vir.floats(0.0), x)
+
+
+def emit_scaling(b: Value, state: Value, num_vectors: Value, factor: Value) -> None:
+    """Multiply a row's sums, of weights and of values, by a vector."""
+
+    def body(i: Value) -> list[Value]:
+        where = address(b, state, VECTOR_BYTES, times(b, i, VECTOR_BYTES))
+        store(b, b.fmul(load(b, where), factor), where)
+        return []
+
+    vir.repeat(b, address(b, num_vectors, 1), [], body)
+
+
+def emit_weighing(
+    b: Value, element: Any, scores: Value, state: Value, num_vectors: Value, factor: Value, margin: Value
+) -> list[Value]:
+    """Emit the weights of a row's block and add them to its sum; rescale the row if a score exceeds the margin."""
+    values = [load(b, address(b, scores, 4 * first)) for first in range(0, BLOCK, LANES)]
+    peak = joined(b, values, vir.larger)
+    old = load(b, state)
+    more = b.bitcast(b.fcmp_ordered(">", peak, b.fadd(old, margin)), vir.I16)
+    with b.if_then(b.icmp_unsigned("!=", more, ir.Constant(vir.I16, 0)), likely=False):
+        new = vir.splat(b, vir.across(b, vir.larger(b, peak, old), vir.larger))
+        emit_scaling(b, state, num_vectors, vir.exp2(b, b.fmul(b.fsub(old, new), factor)))
+        store(b, new, state)
+    shift = b.fneg(b.fmul(finite(b, load(b, state)), factor))
+    weights = [vir.exp2(b, vir.fma(b, value, factor, shift)) for value in values]
+    sums = address(b, state, VECTOR_BYTES)
+    store(b, b.fadd(load(b, sums), joined(b, weights, add)), sums)
+    return weights
+
+
+@emitted()
+def weigh(
+    b: Value, element: Any, num_rows: Value, scores: Value, states: Value, num_vectors: Value, scale: float,
+    weights: Value,
+) -> None:  # fmt: skip
+    """Turn a tile's scores into weights, and rescale the rows whose scores have grown.
+
+    `scale` is the factor of scores, times log2(e).
+    """
+    factor, margin = vir.splat(b, scale), vir.splat(b, b.fdiv(ir.Constant(vir.F32, MARGIN), scale))
+    state_bytes = address(b, times(b, num_vectors, VECTOR_BYTES), HEADER)
+    pairs = units_of(element) == 2
+
+    def body(row: Value) -> list[Value]:
+        source, state = address(b, scores, times(b, row, BLOCK * 4)), address(b, states, b.mul(row, state_bytes))
+        target = address(b, weights, times(b, row, BLOCK * 4 // units_of(element)))
+        for i, value in enumerate(emit_weighing(b, element, source, state, num_vectors, factor, margin)):
+            where = address(b, target, i * VECTOR_BYTES // units_of(element))
+            store(b, vir.to_bf16_fast(b, value) if pairs else value, where, 2 if pairs else 4)
+        return []
+
+    vir.repeat(b, num_rows, [], body)
+
+
+@emitted()
+def clear(b: Value, element: Any, state: Value, num_vectors: Value) -> None:
+    """Set a row's state to that of no keys."""
+    store(b, vir.floats(-math.inf), state)
+
+    def body(i: Value) -> list[Value]:
+        store(b, vir.floats(0.0), address(b, state, VECTOR_BYTES, times(b, i, VECTOR_BYTES)))
+        return []
+
+    vir.repeat(b, address(b, num_vectors, 1), [], body)
+
+
+@emitted()
+def fold(b: Value, element: Any, total: Value, part: Value, num_vectors: Value, scale: float) -> None:
+    """Add the state of a row over other keys to its total."""
+    old, other = load(b, total), load(b, part)
+    new = vir.larger(b, old, other)
+    store(b, new, total)
+    factor, base = vir.splat(b, scale), finite(b, new)
+    mine, theirs = (vir.exp2(b, b.fmul(b.fsub(each, base), factor)) for each in (old, other))
+
+    def body(i: Value) -> list[Value]:
+        offset = address(b, vir.number(VECTOR_BYTES), times(b, i, VECTOR_BYTES))
+        where = address(b, total, offset)
+        store(b, vir.fma(b, load(b, where), mine, b.fmul(load(b, address(b, part, offset)), theirs)), where)
+        return []
+
+    vir.repeat(b, address(b, num_vectors, 1), [], body)
+
+
+@emitted(types.float32)
+def finish(b: Value, element: Any, state: Value, num_vectors: Value, out: Value) -> Value:
+    """Write a row's result in the tensor's type, 0 if it saw no key; return the sum of its weights."""
+    weight = vir.across(b, load(b, address(b, state, VECTOR_BYTES)), add)
+    none = b.fcmp_ordered("==", weight, ir.Constant(vir.F32, 0.0))
+    factor = b.select(none, ir.Constant(vir.F32, 0.0), b.fdiv(ir.Constant(vir.F32, 1.0), weight))
+    exact = element == types.float32
+
+    def body(i: Value) -> list[Value]:
+        value = b.fmul(load(b, address(b, state, HEADER, times(b, i, VECTOR_BYTES))), vir.splat(b, factor))
+        if exact:
+            store(b, value, address(b, out, times(b, i, VECTOR_BYTES)))
+        else:
+            store(b, vir.to_bf16(b, value), address(b, out, times(b, i, VECTOR_BYTES // 2)), 2)
+        return []
+
+    vir.repeat(b, num_vectors, [], body)
+    return weight
+
+
+@emitted(types.float32)
+def reference_score(b: Value, element: Any, state: Value) -> Value:
+    """Return the score that a row's weights are relative to."""
+    return load(b, state, vir.F32)
+
+
+@emitted()
+def put(b: Value, element: Any, where: Value, value: float) -> None:
+    """Write a number."""
+    store(b, value, where)
+
+
+@emitted(types.int64)
+def element_size(b: Value, element: Any) -> Value:
+    """Return the size of a tensor's element."""
+    return vir.number(4 if element == types.float32 else 2)
+
+
+@emitted(types.int64)
+def get(b: Value, element: Any, where: Value) -> Value:
+    """Read an int64."""
+    return load(b, where, vir.I64, 8)

@@ -1,0 +1,326 @@
+"""Attention of one work item: some rows of a key head, over a split of the keys or all of them; compiled by numba.
+
+Blocks of keys are laid out in scratch memory, multiplied with tiles of rows and weighed by an online softmax. Splits
+are added up in order. `element` is an argument that is only a type, as in `blocks`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba.core import types
+
+from specextend.attention.compiled import blocks
+from specextend.attention.compiled import vectors as vir
+from specextend.attention.compiled.blocks import (
+    BLOCK,
+    HEADER,
+    MAX_WIDTH,
+    TILE,
+    add_to,
+    clear,
+    copy_row,
+    element_size,
+    fetch,
+    finish,
+    fold,
+    get,
+    hide_behind,
+    hide_masked,
+    lay_keys,
+    lay_values,
+    product,
+    put,
+    reference_score,
+    unit_columns,
+    weigh,
+)
+from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
+
+SPLIT = 512
+"""Keys whose results are added up before those of the next ones; a multiple of BLOCK."""
+
+inlined = numba.njit(inline="always")  # LLVM would optimise what these call once more for each level of calls
+
+
+class KernelCall(NamedTuple):
+    """One call's tensors by address, their strides in bytes, and its sizes."""
+
+    q: int
+    q_sequence: int
+    q_token: int
+    q_head: int
+    k: int
+    k_head: int
+    k_row: int
+    v: int
+    v_head: int
+    v_row: int
+    out: int
+    lse: int
+    places: int
+    """[3, B] int64: first row, number of rows, and the block of the first masked key."""
+    mask: int
+    """[B, T, W] bytes, from the block of the first masked key on; 0: none."""
+    mask_width: int
+    causal: int
+    num_sequences: int
+    num_queries: int
+    num_key_heads: int
+    group: int
+    """Query heads of a key head."""
+    head_dim: int
+    rows: int
+    """Rows of an item at most."""
+    num_row_blocks: int
+    num_splits: int
+    """Splits of the longest sequence."""
+    num_parts: int
+    """Items that share the keys of some rows: one for each split, or 1."""
+    counters: int
+    """int64, 0 at first: workers, items begun, and for each item, parts aside, its parts that are done."""
+    workspace: int
+    """Scratch memory of each worker."""
+    parts: int
+    """The states of each part."""
+    scale: float
+    exponent_scale: float
+    """scale * log2(e)"""
+
+
+class WorkItem(NamedTuple):
+    """Some rows of a key head."""
+
+    sequence: int
+    key_head: int
+    first_row: int
+    num_rows: int
+    start: int
+    length: int
+    first_masked: int
+
+
+class Scratch(NamedTuple):
+    """Addresses in a worker's memory."""
+
+    keys: int
+    values: int
+    queries: int
+    scores: int
+    weights: int
+    states: int
+    totals: int
+    end: int
+
+
+class Matrix(NamedTuple):
+    """Rows of units or of numbers in memory."""
+
+    start: int
+    stride: int
+
+
+RECORD = np.dtype([(name, np.float64 if "scale" in name else np.int64) for name in KernelCall._fields])
+LAYOUT = struct.Struct(f"={len(KernelCall._fields) - 2}q2d")
+"""A `RECORD`'s bytes."""
+
+
+def divide(head_dim: int, rows: int, base: int) -> Scratch:
+    """Divide the memory of a worker, which begins at `base`."""
+    block, tile = BLOCK * head_dim * 4, TILE * BLOCK * 4
+    states = rows * (HEADER + head_dim * 4)
+    values = base + block
+    queries = values + block
+    scores = queries + rows * head_dim * 4
+    weights = scores + tile
+    first = weights + tile
+    return Scratch(base, values, queries, scores, weights, first, first + states, first + 2 * states)
+
+
+scratch_of = numba.njit(divide)
+
+
+@numba.njit
+def state_of(call: Any, states: int, row: int) -> int:
+    """Return the address of a row's state."""
+    return states + row * (HEADER + 4 * call.head_dim)
+
+
+@numba.njit
+def num_visible(call: Any, item: Any, row: int) -> int:
+    """Return the number of keys that a row sees, masked ones included."""
+    if call.causal == 0:
+        return item.length
+    return item.length - call.num_queries + (item.first_row + row) // call.group + 1
+
+
+@numba.njit
+def multiply(
+    element: Any, rows: int, width: int, left: Any, right: Any, depth: int, sums: Any, accumulate: int
+) -> None:
+    """Multiply a tile left [rows, depth] by right [depth, width vectors]; add to sums, or replace them."""
+    first = 0
+    while first < width:
+        many, offset = min(MAX_WIDTH, width - first), first * VECTOR_BYTES
+        product(
+            element, rows, many, left.start, left.stride, right.start + offset, right.stride, depth,
+            sums.start + offset, sums.stride, accumulate,
+        )  # fmt: skip
+        first += many
+
+
+@numba.njit
+def hide(element: Any, call: Any, item: Any, scores: int, block: int, row: int, seen: int) -> None:
+    """Set the scores that a tile's rows do not see to -inf; none sees more than `seen` keys of the block."""
+    masked = call.mask != 0 and block >= item.first_masked
+    if not masked and min(seen, num_visible(call, item, row) - block) == BLOCK:
+        return
+    for i in range(min(TILE, item.num_rows - row)):
+        where = scores + i * BLOCK * 4
+        hide_behind(element, where, min(seen, num_visible(call, item, row + i) - block))
+        if masked:
+            query = item.sequence * call.num_queries + (item.first_row + row + i) // call.group
+            hide_masked(element, where, call.mask + query * call.mask_width + block - item.first_masked)
+
+
+@inlined
+def attend_tile(element: Any, call: Any, item: Any, scratch: Any, states: int, block: int, row: int) -> None:
+    """Attend with a tile of rows to the block that is laid out."""
+    columns, head_bytes = unit_columns(element), 4 * call.head_dim
+    num_rows = min(TILE, item.num_rows - row)
+    seen = min(BLOCK, item.length - block, num_visible(call, item, row + num_rows - 1) - block)
+    if seen <= 0:
+        return
+    queries = Matrix(scratch.queries + row * head_bytes // columns, head_bytes // columns)
+    keys, scores = Matrix(scratch.keys, BLOCK * 4), Matrix(scratch.scores, BLOCK * 4)
+    multiply(element, num_rows, (seen + LANES - 1) // LANES, queries, keys, call.head_dim // columns, scores, 0)
+    hide(element, call, item, scratch.scores, block, row, seen)
+    vectors, first = call.head_dim // LANES, state_of(call, states, row)
+    weigh(element, num_rows, scratch.scores, first, vectors, call.exponent_scale, scratch.weights)
+    weights, values = Matrix(scratch.weights, BLOCK * 4 // columns), Matrix(scratch.values, head_bytes)
+    sums = Matrix(first + HEADER, HEADER + head_bytes)
+    depth = (seen + columns - 1) // columns
+    multiply(element, num_rows, vectors, weights, values, depth, sums, 1)
+
+
+@inlined
+def attend_split(element: Any, call: Any, item: Any, scratch: Any, states: int, first: int, last: int) -> None:
+    """Attend to the keys from `first` to `last`, while those of the next block are on their way from memory."""
+    vectors, lines = call.head_dim // LANES, call.head_dim * element_size(element) // VECTOR_BYTES
+    num_tiles = (item.num_rows + TILE - 1) // TILE
+    share = (BLOCK + num_tiles - 1) // num_tiles  # keys asked for with each tile: more at once would be waited for
+    for row in range(item.num_rows):
+        clear(element, state_of(call, states, row), vectors)
+    for block in range(first, last, BLOCK):
+        where, num_keys = item.start + block, min(BLOCK, item.length - block)
+        keys = call.k + item.key_head * call.k_head + where * call.k_row
+        values = call.v + item.key_head * call.v_head + where * call.v_row
+        lay_keys(element, keys, call.k_row, num_keys, vectors // unit_columns(element), scratch.keys)
+        lay_values(element, values, call.v_row, num_keys, vectors, scratch.values)
+        for tile in range(num_tiles):
+            ahead = BLOCK + tile * share
+            fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)
+            fetch(element, values + ahead * call.v_row, call.v_row, share, lines)
+            attend_tile(element, call, item, scratch, states, block, tile * TILE)
+
+
+@numba.njit
+def lay_queries(element: Any, call: Any, item: Any, scratch: Any) -> None:
+    """Copy an item's rows."""
+    depth = call.head_dim // unit_columns(element)
+    for row in range(item.num_rows):
+        token, head = divmod(item.first_row + row, call.group)
+        source = call.q + item.sequence * call.q_sequence + token * call.q_token
+        source += (item.key_head * call.group + head) * call.q_head
+        copy_row(element, source, depth // LANES, scratch.queries + row * depth * 4)
+
+
+@numba.njit
+def write_results(element: Any, call: Any, item: Any, totals: int) -> None:
+    """Write the output and the LSE of an item's rows."""
+    for row in range(item.num_rows):
+        token, head = divmod(item.first_row + row, call.group)
+        place = (item.sequence * call.num_queries + token) * call.num_key_heads * call.group
+        place += item.key_head * call.group + head
+        state, out = state_of(call, totals, row), call.out + place * call.head_dim * element_size(element)
+        weight = finish(element, state, call.head_dim // LANES, out)
+        lse = -np.inf if weight == 0 else reference_score(element, state) * call.scale + math.log(weight)
+        put(element, call.lse + 4 * place, lse)
+
+
+@numba.njit
+def find_item(element: Any, call: Any, number: int) -> WorkItem:
+    """Return the rows of the item with a number, parts aside."""
+    rest, row_block = divmod(number, call.num_row_blocks)
+    sequence, key_head = divmod(rest, call.num_key_heads)
+    first_row = row_block * call.rows
+    num_rows = min(call.rows, call.num_queries * call.group - first_row)
+    place, column = call.places + 8 * sequence, 8 * call.num_sequences
+    start, length = get(element, place), get(element, place + column)
+    return WorkItem(sequence, key_head, first_row, num_rows, start, length, get(element, place + 2 * column))
+
+
+@inlined
+def run_item(element: Any, call: Any, scratch: Any, number: int) -> None:
+    """Attend with some rows to one split, or to all; the worker that is last to finish a split adds them up."""
+    which, part = divmod(number, call.num_parts)
+    item = find_item(element, call, which)
+    lay_queries(element, call, item, scratch)
+    end = min(item.length, num_visible(call, item, item.num_rows - 1))
+    alone = call.num_parts == 1
+    size = state_of(call, 0, call.rows)
+    vectors = call.head_dim // LANES
+    for row in range(item.num_rows):
+        clear(element, state_of(call, scratch.totals, row), vectors)
+    for split in range(0 if alone else part, call.num_splits if alone else part + 1):
+        states = scratch.states if alone else call.parts + number * size
+        attend_split(element, call, item, scratch, states, split * SPLIT, min((split + 1) * SPLIT, end))
+        if alone:
+            add_up(element, call, item, scratch.totals, states)
+    if not alone:
+        if add_to(element, call.counters + 8 * (2 + which), 1) < call.num_parts - 1:
+            return
+        for each in range(call.num_parts):
+            add_up(element, call, item, scratch.totals, call.parts + (which * call.num_parts + each) * size)
+    write_results(element, call, item, scratch.totals)
+
+
+@numba.njit
+def add_up(element: Any, call: Any, item: Any, totals: int, states: int) -> None:
+    """Add the states of an item's rows over a split to their totals."""
+    for row in range(item.num_rows):
+        total, state = state_of(call, totals, row), state_of(call, states, row)
+        fold(element, total, state, call.head_dim // LANES, call.exponent_scale)
+
+
+@inlined
+def work(element: Any, call: Any) -> None:
+    """Take items until none is left. Every worker of a call runs this once."""
+    worker = add_to(element, call.counters, 1)
+    size = scratch_of(call.head_dim, call.rows, 0).end
+    scratch = scratch_of(call.head_dim, call.rows, call.workspace + worker * size)
+    num_items = call.num_sequences * call.num_key_heads * call.num_row_blocks * call.num_parts
+    number = add_to(element, call.counters + 8, 1)
+    while number < num_items:
+        run_item(element, call, scratch, number)
+        number = add_to(element, call.counters + 8, 1)
+
+
+@cache
+def kernel(element: type) -> Any:
+    """Compile `work` for an element, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
+    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, vir.__file__)]
+    version = (element(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
+
+    @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)
+    def entry(call: Any) -> None:
+        work(version[0], numba.carray(call, 1)[0])
+
+    return entry
