@@ -30,7 +30,7 @@ from specextend.cluster.environment import prepare_environment
 
 prepare_environment(os.environ)  # before anything imports ray
 
-from specextend.cluster.display import Fact  # noqa: E402
+from specextend.cluster.display import Display, Fact  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
 from specextend.cluster.progress import Snapshot  # noqa: E402
 from specextend.cluster.run import run  # noqa: E402
@@ -97,7 +97,7 @@ class NoOpEngine:
 
 
 @dataclass
-class Watch:
+class Watch(Display):
     """A display that samples the time and the driver's memory instead of showing anything."""
 
     every: int
@@ -117,18 +117,9 @@ class Watch:
                 {"documents": snapshot.num_done, "at_s": now, "rss_mib": rss, "cpu_s": times.user + times.system}
             )
 
-    def begin(self, run_id: str) -> None:
-        """Do nothing."""
-
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
         """Print the message to stderr."""
         print(message, file=sys.stderr, flush=True)
-
-    def event(self, name: str, **facts: Fact) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def measure(options: OverheadOptions) -> dict[str, Any]:

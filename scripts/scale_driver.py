@@ -38,7 +38,7 @@ prepare_environment(os.environ)  # before anything imports ray
 from scripts.simulated_cluster import BATCH, Notice, SimulatedClock, SimulatedCluster, SimulatedNode  # noqa: E402
 from specextend.cluster.committing import Committer, rows_per_commit  # noqa: E402
 from specextend.cluster.decode_rows import EXTRA_LEASES  # noqa: E402
-from specextend.cluster.display import LineDisplay  # noqa: E402
+from specextend.cluster.display import Display  # noqa: E402
 from specextend.cluster.driver import Driver  # noqa: E402
 from specextend.cluster.estimates import Estimates, RowSet  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
@@ -267,7 +267,7 @@ def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location
         roster=Roster(options.workers),
         committer=Committer(output, *writers, lock, rows_per_commit(job.workers), job.commit_every_s),
         ledger=Ledger(corpus.estimates, 0, 0),
-        display=LineDisplay(lambda line: None),
+        display=Display(),
         metrics=Metrics(RUN_ID),
         interrupt=Interrupt(60.0),
         attempt=Attempt(output, RUN_ID, config),

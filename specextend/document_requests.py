@@ -36,7 +36,6 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
         stop_repetition=decoding.stop_repetition,
         repetition_penalty=decoding.repetition_penalty,
         no_repeat_ngram_size=decoding.no_repeat_ngram_size,
-        repetition_scope=decoding.repetition_scope,
     )
     return Request(
         request_id=request_id,

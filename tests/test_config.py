@@ -39,12 +39,10 @@ def refusal(file, *overrides, **keywords) -> str:
         ("decoding.max_batch_size=0", "decoding.max_batch_size must be at least 1, got 0"),
         ("decoding.repetition_penalty=0", "decoding.repetition_penalty must be above 0, got 0.0"),
         ("decoding.no_repeat_ngram_size=-1", "decoding.no_repeat_ngram_size must be at least 0, got -1"),
-        ("decoding.repetition_scope=prompt", "decoding.repetition_scope must be 'all' or 'output', got 'prompt'"),
         ("input.reference_column=''", "input.reference_column must not be empty"),
         ("tree.nodes=many", "tree.nodes must be an integer, got 'many'; tree.nodes must be 'auto', got 'many'"),
         ("input.passthrough=[1]", "input.passthrough.0 must be a string, got 1"),
         ("tree={nodes: auto, max_nodes: 0}", "tree.max_nodes must be at least 1, got 0"),
-        ("tree.ngram_depth=0", "tree.ngram_depth must be at least 1, got 0"),
         (
             "draft={kind: self, model: owner/draft}",
             "draft.kind self, which has no model: leave out, or --set draft.model='\"\"'",
@@ -113,14 +111,14 @@ def test_no_message_repeats_an_address_that_is_refused(config_file, key, value):
 
 def test_a_draft_without_a_model_is_a_whole_section(config_file):
     """No path to make absolute, and levels of its own."""
-    config = RunConfig.load(config_file, ["draft={kind: ngram}", "tree.depth=3", "tree.ngram_depth=9"])
-    assert (config.draft.kind, config.draft.model, config.num_tree_levels) == ("ngram", "", 9)
+    config = RunConfig.load(config_file, ["draft={kind: ngram}", "tree.depth=3"])
+    assert (config.draft.kind, config.draft.model, config.num_tree_levels) == ("ngram", "", 16)
 
 
-@pytest.mark.parametrize(("merged", "levels"), [("false", 3), ("true", 9)])
+@pytest.mark.parametrize(("merged", "levels"), [("false", 3), ("true", 16)])
 def test_copies_may_be_deeper_than_a_drafts_own_tree(config_file, merged, levels):
     """Prompts are nevertheless the same: a copy is cut to what a request may still say."""
-    config = RunConfig.load(config_file, [f"draft.ngram={merged}", "tree.depth=3", "tree.ngram_depth=9"])
+    config = RunConfig.load(config_file, [f"draft.ngram={merged}", "tree.depth=3"])
     assert config.num_tree_levels == levels
     assert config.max_tokens(2048) == 2044
 

@@ -18,8 +18,8 @@ from specextend.attention.plan import Attend, AttentionPlan
 from specextend.decoding.device import CPU
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
+from specextend.decoding.step_costs import time_step
 from specextend.decoding.tree import tree_mask
-from specextend.decoding.tuning import time_step
 from specextend.report.statistics import spread, spread_json
 
 NUM_QUERIES = (1, 4, 8, 16)

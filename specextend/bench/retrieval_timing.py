@@ -75,8 +75,8 @@ def cache_points(cache: CacheOptions) -> dict[str, CacheOptions]:
             points[name] = replace(cache, chunk_size=size, top_k_chunks=count)
         except ValueError:
             continue  # the view has no room for a chunk beside those that are always in it
-    intervals = [interval for interval in INTERVALS if (interval, "every") != (cache.refresh_every, cache.refresh)]
-    points |= {f"refresh {each}": replace(cache, refresh="every", refresh_every=each) for each in intervals}
+    intervals = [interval for interval in INTERVALS if interval != cache.refresh_every]
+    points |= {f"refresh {each}": replace(cache, refresh_every=each) for each in intervals}
     return points
 
 
@@ -99,5 +99,5 @@ def _about(cache: CacheOptions) -> dict[str, Any]:
         "chunk_size": cache.chunk_size,
         "top_k_chunks": cache.top_k_chunks,
         "cache_tokens": cache.chunk_size * cache.top_k_chunks,
-        "refresh": cache.refresh_every if cache.refresh == "every" else cache.refresh,
+        "refresh": cache.refresh_every,
     }

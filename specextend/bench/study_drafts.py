@@ -80,7 +80,7 @@ def study_config(config: RunConfig, draft: DraftOptions) -> RunConfig:
 
 def load_study_drafter(config: RunConfig, target: CachedModel, lm_head: Tensor, num_rows: int) -> Drafter:
     """Load a drafter with room for documents of `num_rows` tokens, all of which it may see."""
-    everything = CacheOptions(policy="full", draft_prefill_window=config.cache.draft_prefill_window)
+    everything = CacheOptions(policy="full")
     return load_drafter(config, everything, target, lm_head, num_rows)
 
 
@@ -119,8 +119,8 @@ def study_choices(cache: CacheOptions, tokens: int, num_layers: int) -> list[Cac
         f"layer {last}": replace(base, score_layers=(last,)),
         f"layer {middle}": replace(base, score_layers=(middle,)),
         f"layers {', '.join(map(str, several))}": replace(base, score_layers=several),
-        "refresh: every 4": replace(base, refresh="every", refresh_every=4),
-        "refresh: every 1": replace(base, refresh="every", refresh_every=1),
+        "refresh: every 4": replace(base, refresh_every=4),
+        "refresh: every 1": replace(base, refresh_every=1),
     }
     changes = [CacheChoice(options, study) for study, options in changed.items() if options != base]
     return [CacheChoice(base, "as configured"), *changes]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -25,8 +25,8 @@ Fact = str | int | float | None
 LogFormat = Literal["text", "json"]
 
 
-class Display(Protocol):
-    """Shows the progress of a run and what happens in it."""
+class Display:
+    """Shows the progress of a run and what happens in it; this one shows nothing."""
 
     def begin(self, run_id: str) -> None:
         """Name this start of the run."""
@@ -80,15 +80,12 @@ class Pace:
         return True
 
 
-class LineDisplay:
+class LineDisplay(Display):
     """Writes a plain line every 30 s, for logs."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         """Write through `write`, which takes a line without its line end."""
         self._write, self._pace = write, Pace(LINE_EVERY_S)
-
-    def begin(self, run_id: str) -> None:
-        """Do nothing: people do not need this."""
 
     def show(self, snapshot: Snapshot, now: float) -> None:
         """Write one line, if enough time has passed since the last one."""
@@ -99,14 +96,8 @@ class LineDisplay:
         """Write one line now."""
         self._write(printable(message))
 
-    def event(self, name: str, **facts: Fact) -> None:
-        """Do nothing: people do not need this."""
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to restore."""
-
-
-class BarDisplay:
+class BarDisplay(Display):
     """Draws a progress bar on a terminal."""
 
     def __init__(self, console: Console) -> None:
@@ -117,9 +108,6 @@ class BarDisplay:
         if console.is_terminal:
             wrap_streams()  # until the bar ends, rich prints above it what others write there, and would obey its codes
 
-    def begin(self, run_id: str) -> None:
-        """Do nothing: people do not need this."""
-
     def show(self, snapshot: Snapshot, now: float) -> None:
         """Update the bar."""
         self._progress.update(self._task, completed=snapshot.fraction, description=describe(snapshot))
@@ -128,15 +116,12 @@ class BarDisplay:
         """Print a line above the bar."""
         self._progress.console.print(printable(message), markup=False, highlight=False, emoji=False)
 
-    def event(self, name: str, **facts: Fact) -> None:
-        """Do nothing: people do not need this."""
-
     def close(self) -> None:
         """Stop drawing and leave the bar as it is."""
         self._progress.stop()
 
 
-class JsonDisplay:
+class JsonDisplay(Display):
     """Writes one JSON object per event and line: `time`, `run`, `event`, facts, and `message` if people get one.
 
     The facts about a document are its key (`file`, `row`), its id (`document`) once it has been read, `worker` and
@@ -165,9 +150,6 @@ class JsonDisplay:
         """Write one line, escaped to ASCII, so that no text can break it. Facts that are None or NaN are left out."""
         head = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "run": self._run_id, "event": name}
         self._write(json.dumps({key: value for key, value in (head | facts).items() if _is_known(value)}))
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to restore."""
 
 
 def _is_known(fact: Fact) -> bool:

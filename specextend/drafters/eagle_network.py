@@ -16,9 +16,8 @@ from torch.nn.functional import rms_norm, silu
 from specextend.attention.hybrid import attend_plan
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.decoding.cache import KVCache
-from specextend.decoding.fused import join
+from specextend.decoding.layers import join, pack_if_faster
 from specextend.decoding.model import CachedModel
-from specextend.decoding.packing import pack_if_faster
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.drafters.draft_cache import DraftCache, rotate
 from specextend.drafters.eagle_config import VOCABULARY, EagleConfig

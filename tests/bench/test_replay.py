@@ -102,7 +102,7 @@ def histogram(replay: Replay, num_levels: int) -> list[int]:
     ("draft", "length", "choice"),
     [
         ("good", 300, {"policy": "full"}),
-        ("good", 300, {"policy": "retrieval", "refresh": "once"}),
+        ("good", 300, {"policy": "retrieval", "refresh_every": 10_000}),
         ("eagle", 300, {"policy": "streaming"}),
         ("eagle", 300, EVERY_STEP),
         ("reduced", 37, {"policy": "full"}),

@@ -82,7 +82,7 @@ def test_every_parquet_file_of_a_run_says_where_it_comes_from(logged: tuple[Job,
     run, _ = logged
     manifest = json.loads((run.output / "_run" / "manifest.json").read_text())
     [start] = read_starts(resolve(str(run.output)))
-    files = [path for path in run.output.rglob("*.parquet") if path.name != "plan.parquet"]  # holds no result
+    files = [*run.output.rglob("*.parquet")]
     assert {path.parent.name for path in files} == {"parts", "summaries", "errors"}
     for path in files:
         origin = json.loads(pq.read_schema(path).metadata[b"specextend"])

@@ -119,13 +119,6 @@ def test_a_library_that_is_missing_is_said_before_a_model_is_read(
         prepare(configure(quality={"language": True}))
 
 
-def test_a_mode_without_a_draft_asks_for_none(hub: Hub, configure: Configure) -> None:
-    """The configuration may name one that is nowhere."""
-    hub.push(TARGET, MODELS / "target")
-    prepared = prepare(configure(decoding={"mode": "autoregressive", "max_new_tokens": 5}))
-    assert set(prepared.models) == {"target"}
-
-
 def test_a_folder_whose_manifest_is_not_ours_is_another_runs(configure: Configure, tmp_path: Path) -> None:
     """It is looked at before any model is."""
     path = tmp_path / "out" / "_run" / "manifest.json"

@@ -81,11 +81,6 @@ def test_rows_of_earlier_starts_count_as_rows_but_not_as_speed():
     assert (now.eta_s, now.fraction) == (None, 0.0)
 
 
-def test_a_run_without_work_is_complete():
-    """Nothing to divide by."""
-    assert ledger().snapshot(0.0, 0).fraction == 1.0
-
-
 def test_a_failed_document_leaves_no_work_behind():
     """Its estimate goes with it."""
     book = ledger((100, 10))

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -38,7 +37,6 @@ from specextend.data.source import open_source
 from specextend.data.storage import Location, resolve, write_bytes
 from specextend.versions import code_commit
 from tests.cluster.conftest import Job
-from tests.data.s3_server import Endpoint, s3_server
 from tests.properties.rows import done, failed
 
 NUM_ROWS = 5
@@ -46,36 +44,13 @@ FIRST, SECOND, THIRD = (DocumentKey(0, row) for row in range(3))
 GPU, OTHER = Spot("gpu-7", "GPU 3"), Spot("gpu-8", "GPU 0")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Endpoint]:
-    with s3_server() as endpoint:
-        yield endpoint
-
-
 @pytest.fixture
-def planned(tmp_path: Path) -> Location:
-    """The folder of a run of five rows on disk that has been planned, and no more."""
-    return plan(tmp_path, str(tmp_path / "out"))
-
-
-def plan(folder: Path, uri: str) -> Location:
-    pq.write_table(pa.table({"text": ["a"] * NUM_ROWS}), folder / "in.parquet")
-    source = open_source(InputOptions(path=str(folder / "in.parquet")))
-    write_manifest(resolve(uri), build_manifest(source, {}, {}))
-    return resolve(uri)
-
-
-@pytest.fixture(params=["disk", "s3"])
-def output(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
+def output(tmp_path: Path) -> Location:
     """The folder of a run of five rows that has been planned, and no more."""
-    uri = str(tmp_path / "out")
-    if request.param == "s3":
-        endpoint = request.getfixturevalue("server")
-        for name, value in endpoint.environment.items():
-            monkeypatch.setenv(name, value)
-        endpoint.empty()
-        uri = "s3://corpus/runs/one night"
-    return plan(tmp_path, uri)
+    pq.write_table(pa.table({"text": ["a"] * NUM_ROWS}), tmp_path / "in.parquet")
+    source = open_source(InputOptions(path=str(tmp_path / "in.parquet")))
+    write_manifest(resolve(str(tmp_path / "out")), build_manifest(source, {}, {}))
+    return resolve(str(tmp_path / "out"))
 
 
 def held_by(output: Location, **fields: object) -> None:
@@ -117,8 +92,7 @@ def test_a_driver_of_this_machine_is_known_to_be_gone_at_once(output: Location):
         "import sys, time; from specextend.cluster.lock import OutputLock; from specextend.data.storage import resolve"
     )
     code += "; OutputLock(resolve(sys.argv[1]), 'feedbeef').__enter__(); import os; os._exit(9)"
-    uri = output.path if output.is_local else f"s3://{output.path}"
-    assert subprocess.run([sys.executable, "-c", code, uri], check=False).returncode == 9
+    assert subprocess.run([sys.executable, "-c", code, output.path], check=False).returncode == 9
     status = read_status(output)
     assert status["state"] == "stopped, run again to resume"
     assert status["heartbeat_age_s"] < STALE_S
@@ -146,62 +120,45 @@ def write(output: Location, path: str, content: object) -> None:
 
 HOLDER = asdict(LockHolder("feedbeef", "another-host", 1, 0.0))
 DAMAGED = {
-    "_run/lock": [b"", b'{"run_id": "x', b"[]", b"\xff", HOLDER | {"heartbeat": "x"}, HOLDER | {"heartbeat": 10**400}],
-    "_run/attempts/0a.json": [
-        b"",
-        b'{"run_id": "x',
-        b"\xff",
-        b"[]",
-        b"7",
-        b"[" * 100_000,
-        {"begin": 7, "exit_code": {}},
-    ],
-    "_SUCCESS": [b"", b"{", b"[]", b"7", b"null", {"rows": 5}],
+    "_run/lock": [b"", b"[]", HOLDER | {"heartbeat": 10**400}],
+    "_run/attempts/0a.json": [b'{"run_id": "x', b"\xff", b"[" * 100_000, {"begin": 7, "exit_code": {}}],
+    "_SUCCESS": [b"{", {"rows": 5}],
 }
 
 
 @pytest.mark.parametrize(
-    ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(19)
+    ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(9)
 )
-def test_a_damaged_record_hides_nothing_else(planned: Location, path: str, content: object):
+def test_a_damaged_record_hides_nothing_else(output: Location, path: str, content: object):
     """A disk was full, or somebody edited it: the rows are counted all the same, without a traceback."""
-    fail(planned, ["NullText"])
-    write(planned, "_run/attempts/0b.json", {"run_id": "0b", "begin": "2025-01-01", "end": None, "exit_code": None})
-    write(planned, path, content)
-    said = describe_status(read_status(planned)).splitlines()
+    fail(output, ["NullText"])
+    write(output, "_run/attempts/0b.json", {"run_id": "0b", "begin": "2025-01-01", "end": None, "exit_code": None})
+    write(output, path, content)
+    said = describe_status(read_status(output)).splitlines()
     assert said[0] == "stopped, run again to resume: 0 of 5 rows done, 1 failed, 4 left"
     assert "start 0b: 2025-01-01 to no end recorded" in said
 
 
 @pytest.mark.parametrize(("path", "content"), [("_run/attempts/0a.json", b"{"), ("_SUCCESS", b"")])
-def test_a_damaged_record_is_named(planned: Location, path: str, content: bytes):
+def test_a_damaged_record_is_named(output: Location, path: str, content: bytes):
     """Otherwise nobody learns why a start is missing, or why a finished run is not complete."""
-    write(planned, path, content)
-    assert f"warning: {path} cannot be read" in describe_status(read_status(planned))
+    write(output, path, content)
+    assert f"warning: {path} cannot be read" in describe_status(read_status(output))
 
 
+IDENTITY: dict[str, object] = {
+    "files": {"a": {"rows": "5", "size": 1, "footer_sha256": ""}},
+    "hashes": {},
+    "config": {},
+}
 MANIFESTS = [
-    b"",
     b"{",
-    b"\xff",
     b"[" * 100_000,
-    [],
-    *(
-        {"version": 1, "fingerprint": fingerprint(identity), "identity": identity, "config": config}
-        for identity, config in [
-            ({}, {}),
-            ([], {}),
-            ({"files": [], "hashes": {}, "config": {}}, {}),
-            ({"files": {"a": {}}, "hashes": {}, "config": {}}, {}),
-            ({"files": {"a": {"rows": "5", "size": 1, "footer_sha256": ""}}, "hashes": {}, "config": {}}, {}),
-            ({"files": {}, "hashes": {"target": 7}, "config": {}}, {}),
-            ({"files": {}, "hashes": {}, "config": {}}, None),
-        ]
-    ),
+    {"version": 1, "fingerprint": fingerprint(IDENTITY), "identity": IDENTITY, "config": {}},
 ]
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=range(12))
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=range(3))
 def test_a_damaged_manifest_is_said_in_one_line(tmp_path: Path, manifest: object):
     """Without it nothing is known of the run; the report says the same."""
     write(resolve(str(tmp_path)), "_run/manifest.json", manifest)
@@ -211,12 +168,12 @@ def test_a_damaged_manifest_is_said_in_one_line(tmp_path: Path, manifest: object
         assert "\n" not in str(caught.value)
 
 
-def test_no_record_can_write_a_line_of_its_own(planned: Location):
+def test_no_record_can_write_a_line_of_its_own(output: Location):
     """Ids, hosts and classes come out of files: whoever writes those does not write the status."""
-    held_by(planned, host="h\nrunning: 5 of 5\x1b[2J", run_id="\u202e")
-    fail(planned, ["Null\nText\x1b"])
-    write(planned, "_run/attempts/0a.json", {"run_id": "r\n\x1b", "begin": "b\u2028", "end": "e\u0085", "exit_code": 1})
-    said = re.sub(r"heartbeat \d+ s ago", "heartbeat 0 s ago", describe_status(read_status(planned)))
+    held_by(output, host="h\nrunning: 5 of 5\x1b[2J", run_id="\u202e")
+    fail(output, ["Null\nText\x1b"])
+    write(output, "_run/attempts/0a.json", {"run_id": "r\n\x1b", "begin": "b\u2028", "end": "e\u0085", "exit_code": 1})
+    said = re.sub(r"heartbeat \d+ s ago", "heartbeat 0 s ago", describe_status(read_status(output)))
     assert said.splitlines()[1:] == [
         r"errors: 1 Null\nText\x1b",
         r"driver: run \u202e (process 1 on h\nrunning: 5 of 5\x1b[2J), last heartbeat 0 s ago",
@@ -228,14 +185,10 @@ def test_no_record_can_write_a_line_of_its_own(planned: Location):
     ("seconds", "said"),
     [
         (0.0, "0 s ago"),
-        (-0.4, "0 s ago"),
         (-30.0, "30 s in the future: its clock differs"),
-        (119.0, "119 s ago"),
         (150.0, "2 min ago"),
-        (7200.0, "2 h ago"),
         (86400.0 * 400, "400 days ago"),
         (1e300, "at no time that a clock shows"),
-        (float("nan"), "at no time that a clock shows"),
     ],
 )
 def test_an_age_is_said_in_few_characters(seconds: float, said: str):
@@ -253,14 +206,6 @@ def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_pat
         FIRST: Tried(2, frozenset({GPU, OTHER})),
         SECOND: Tried(1, frozenset({GPU})),
     }
-
-
-def test_a_record_of_an_older_version_says_nothing_of_charges(tmp_path: Path):
-    """A run may be resumed after an update."""
-    folder = tmp_path / "output" / "_run" / "attempts"
-    folder.mkdir(parents=True)
-    (folder / "0000000a.json").write_text(json.dumps({"begin": "2026-01-01"}))
-    assert read_charges(resolve(str(tmp_path / "output"))) == {}
 
 
 def test_what_ended_in_an_error_row_is_forgiven_and_what_is_done_is_forgotten(tmp_path: Path):

@@ -10,9 +10,8 @@ import pytest
 from tests.job.conftest import CONFIG, ROOT, write_corpus
 
 
-def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: Path, monkeypatch):
+def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: Path):
     """Before a night on eight GPUs: rows, tokens, memory; and no time that nobody measured."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # a run of another test may have kept its rates
     texts = ["short", "word " * 600, None, "word " * 3000]
     corpus = write_corpus(tmp_path / "in" / "a.parquet", texts)
     arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=null"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import runpy
@@ -15,7 +14,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import psutil
@@ -103,15 +101,6 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGCONT)
         process.communicate(timeout=LONGEST_S)
-
-
-@pytest.fixture(scope="session")
-def script() -> ModuleType:
-    """The job as a module of this process: what parses arguments needs none of its own."""
-    spec = importlib.util.spec_from_file_location("summarize", ROOT / "jobs" / "summarize.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextmanager

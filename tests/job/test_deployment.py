@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
-from types import ModuleType
 
 import pytest
 
+from specextend.cli.run import overrides, parse
 from specextend.cluster import exits
 from specextend.config import RunConfig
 from tests.job.conftest import ROOT
@@ -31,12 +30,11 @@ def test_the_shell_reads_it(script: str):
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
-def test_the_job_takes_its_commands(arguments: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_the_job_takes_its_commands(arguments: str):
     """Files that exist, keys that are known, paths that a submitted job takes."""
     assert len(COMMANDS) == 3
-    monkeypatch.setattr(sys, "argv", ["summarize.py", *shlex.split(arguments)])
-    parsed = script.parse()
-    config = RunConfig.load(ROOT / parsed.config, script.overrides(parsed), allow_relative=False)
+    parsed = parse(shlex.split(arguments))
+    config = RunConfig.load(ROOT / parsed.config, overrides(parsed), allow_relative=False)
     assert config.job.gpus_per_worker == 1
 
 

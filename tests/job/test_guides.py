@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from specextend.cli.run import overrides, parse
 from specextend.config import RunConfig
 from tests.job.conftest import ROOT
 
@@ -31,14 +30,13 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_the_job_takes_the_commands_of_a_guide(page: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_the_job_takes_the_commands_of_a_guide(page: Path):
     """A reader who copies a command that is refused stops reading."""
     lines = re.findall(r"jobs/summarize\.py (.*)$", page.read_text().replace("\\\n", ""), re.MULTILINE)
     assert lines
     for line in lines:
-        monkeypatch.setattr(sys, "argv", ["summarize.py", *shlex.split(line, comments=True)])
-        parsed = script.parse()
-        assert parsed.status or RunConfig.load(ROOT / parsed.config, script.overrides(parsed))
+        parsed = parse(shlex.split(line, comments=True))
+        assert parsed.status or RunConfig.load(ROOT / parsed.config, overrides(parsed))
 
 
 def test_a_pipeline_has_a_cpu_left_to_read_with():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import tomllib
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from specextend.cli.run import overrides, parse
 from specextend.cluster.exits import GRACE_S
 from specextend.config import RunConfig
 from tests.job.conftest import ROOT
@@ -37,13 +36,12 @@ def pods(spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture
-def config(spec: dict[str, Any], script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+def config(spec: dict[str, Any]) -> RunConfig:
     """What the job makes of the entrypoint, as a submitted job reads it."""
-    python, *command = shlex.split(spec["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
+    python, _, *command = shlex.split(spec["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
     assert python == "python"
-    monkeypatch.setattr(sys, "argv", command)
-    arguments = script.parse()
-    return RunConfig.load(arguments.config, script.overrides(arguments), allow_relative=False)
+    arguments = parse(command)
+    return RunConfig.load(arguments.config, overrides(arguments), allow_relative=False)
 
 
 def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind(spec: dict[str, Any]):

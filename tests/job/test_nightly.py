@@ -6,14 +6,13 @@ import ast
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from specextend.cli.run import overrides, parse
 from specextend.cluster import exits
 from specextend.cluster.metrics import exported_names
 from specextend.config import RunConfig
@@ -60,7 +59,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_the_job_takes_the_command(command: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_job_takes_the_command(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Flags, keys and variables; the schedulers' files share the configuration of the page."""
     for name in ("CORPUS", "SUMMARIES"):
         monkeypatch.setenv(name, f"/data/{name.lower()}")
@@ -70,9 +69,8 @@ def test_the_job_takes_the_command(command: str, script: ModuleType, monkeypatch
     command = command.replace("/etc/specextend/nightly.yaml", str(own)).replace("/home/ray/specextend", str(ROOT))
     command = command.partition("jobs/summarize.py ")[2].partition(" 2>>")[0]
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
-    monkeypatch.setattr(sys, "argv", ["summarize.py", *words.stdout.split("\0")[:-1]])
-    parsed = script.parse()
-    config = RunConfig.load(parsed.config, script.overrides(parsed), allow_relative=False, run_date=parsed.run_date)
+    parsed = parse(words.stdout.split("\0")[:-1])
+    config = RunConfig.load(parsed.config, overrides(parsed), allow_relative=False, run_date=parsed.run_date)
     assert re.search(r"/\d{4}-\d\d-\d\d$", config.output.path)
     assert config.input.except_done_in == (config.output.path[:-10] + "*",)
     assert config.input.id_column == "id"

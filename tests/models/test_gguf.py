@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from jobs import prepare
+from specextend.cli import prepare
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions, check_model, load_target, load_tokenizer
 

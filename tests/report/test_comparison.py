@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.report import main
+from specextend.cli.report import main
 from specextend.core import DocumentKey
 from specextend.data.parts import PartWriter
 from specextend.data.storage import resolve

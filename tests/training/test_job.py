@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.train_draft import main
+from specextend.cli.train import main
 from tests.tiny_models import SECTIONS
 from tests.training.conftest import Workshop, document, write_texts
 

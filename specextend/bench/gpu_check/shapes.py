@@ -81,9 +81,7 @@ _TINY_TARGET = _llama(128, 192, 8, (4, 2), 500) | {"head_dim": 64, "initializer_
 _TINY: dict[str, Any] = {
     "target": _TINY_TARGET,
     "tree": TreeOptions(nodes=8, depth=4),
-    "cache": CacheOptions(
-        chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, draft_prefill_window=32, score_layers=(-1, 2)
-    ),
+    "cache": CacheOptions(chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, score_layers=(-1, 2)),
 }
 TINY = (
     PairShape(name="tiny + model", draft=_TINY_TARGET, **_TINY),
