@@ -25,8 +25,8 @@ from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
-from specextend.drafters.eagle_network import PublishedNetwork
-from specextend.drafters.formats import PublishedHead
+from specextend.drafters.eagle_network import EagleNetwork
+from specextend.drafters.formats import HeadShape
 from specextend.drafters.small_lm import ModelNetwork
 from specextend.models import rope_frequencies
 
@@ -83,9 +83,7 @@ _TINY_TARGET = _llama(128, 192, 8, (4, 2), 500) | {"head_dim": 64, "initializer_
 _TINY: dict[str, Any] = {
     "target": _TINY_TARGET,
     "tree": TreeOptions(nodes=8, depth=4),
-    "cache": CacheOptions(
-        chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, draft_prefill_window=32, score_layers=(-1, 2)
-    ),
+    "cache": CacheOptions(chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, score_layers=(-1, 2)),
 }
 TINY = (
     PairShape(name="tiny + model", draft=_TINY_TARGET, **_TINY),
@@ -105,7 +103,7 @@ class Pair:
         self.shape = shape
         self.model = random_llama(shape.target, device, dtype)
         self.draft_model: Any = None
-        self.head: PublishedHead | None = None
+        self.head: HeadShape | None = None
         self.head_weights: dict[str, Tensor] = {}
         if shape.draft is None:
             self.head = _describe_head(self.model.config)
@@ -176,7 +174,7 @@ class EngineParts:
         rope = rope_frequencies({}, pair.head.head_dim, pair.head.format)
         layers = pair.head.hidden_layers(target.config.num_hidden_layers)
         vocabulary = torch.arange(pair.head.draft_vocab_size)
-        return PublishedNetwork(pair.head, pair.head_weights, vocabulary, target, self.lm_head, num_rows, rope, layers)
+        return EagleNetwork(pair.head, pair.head_weights, vocabulary, target, self.lm_head, num_rows, rope, layers)
 
 
 class TokenNumbers:
@@ -224,9 +222,9 @@ def _imitate(draft: Any, target: Any) -> None:
         weight.add_(torch.randn_like(weight) * weight.std() * 0.02)
 
 
-def _describe_head(config: Any) -> PublishedHead:
+def _describe_head(config: Any) -> HeadShape:
     """Describe an EAGLE-3 head whose layer is as wide as the target's."""
-    return PublishedHead(
+    return HeadShape(
         folder=Path(),
         format="EAGLE-3",
         fused=True,
@@ -237,18 +235,14 @@ def _describe_head(config: Any) -> PublishedHead:
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
-        norm_eps=config.rms_norm_eps,
+        layer_eps=config.rms_norm_eps,
+        head_eps=config.rms_norm_eps,
         rope={},
         draft_vocab_size=min(_HEAD_VOCABULARY, config.vocab_size // 2),
-        layers=None,
-        norm_before_residual=False,
-        norm_before_fc=False,
-        layer_norms=False,
-        fusion_bias=False,
     )
 
 
-def _random_weights(head: PublishedHead, model: Any) -> dict[str, Tensor]:
+def _random_weights(head: HeadShape, model: Any) -> dict[str, Tensor]:
     """Make a head's weights on the target's device, those of norms 1."""
     made = {"device": model.device, "dtype": model.dtype}
     std = model.config.initializer_range

@@ -47,8 +47,8 @@ from specextend.cluster.lock import OutputLock  # noqa: E402
 from specextend.cluster.metrics import Metrics  # noqa: E402
 from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
 from specextend.cluster.records import Attempt  # noqa: E402
-from specextend.cluster.roster import Roster  # noqa: E402
 from specextend.cluster.scheduler import Scheduler  # noqa: E402
+from specextend.cluster.workers import Roster  # noqa: E402
 from specextend.config import JobOptions, RunConfig  # noqa: E402
 from specextend.core import Completion, DocumentKey  # noqa: E402
 from specextend.data.audit_rows import AuditWriter  # noqa: E402

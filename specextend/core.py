@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from specextend.stats import DecodingStats
 
 FinishReason = Literal["stop", "length", "repetition"]
-RepetitionScope = Literal["all", "output"]
 
 _UNSAFE = frozenset(("Cc", "Cf", "Co", "Cs", "Zl", "Zp"))
 """Unicode categories of the characters that are escaped."""
@@ -59,8 +58,6 @@ class SamplingParams:
     """Divide the positive logits of tokens that occurred by this and multiply the negative ones; 1 changes nothing."""
     no_repeat_ngram_size: int = 0
     """Choose no token that completes a run of so many tokens that occurred before; 0 allows all."""
-    repetition_scope: RepetitionScope = "all"
-    """Where those two look for what occurred: in prompt and output, or in the output alone."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -75,8 +72,6 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if self.no_repeat_ngram_size < 0:
             raise ValueError(f"no_repeat_ngram_size must be at least 0, got {self.no_repeat_ngram_size}")
-        if self.repetition_scope not in get_args(RepetitionScope):
-            raise ValueError(f"repetition_scope must be all or output, got {self.repetition_scope!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

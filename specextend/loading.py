@@ -11,7 +11,6 @@ from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import TreeAttention
 from specextend.config import RunConfig
-from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.device import capture, device_bytes, make_current, traits_of
@@ -19,8 +18,8 @@ from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import MOST_GRAPHS, Graphs
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
-from specextend.decoding.step_costs import CostTable, StepCosts
-from specextend.decoding.tuning import load_fastest, load_step_costs
+from specextend.decoding.speculation import Adaptive
+from specextend.decoding.step_costs import CostTable, StepCosts, load_step_costs
 from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, num_parameters, resolve_device
 from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
 
@@ -46,7 +45,7 @@ def load_engine(config: RunConfig) -> Engine:
     graphs = Graphs(capture if can_capture(config, device) else None)
     cache, drafter = config.cache, None
     if config.decoding.mode == "tree" or (config.draft is not None and config.draft.kind == "ngram"):
-        cache = CacheOptions(policy="full", draft_prefill_window=config.cache.draft_prefill_window)
+        cache = CacheOptions(policy="full")
     if config.active_draft is not None:
         drafter = load_drafter(config, cache, target, lm_head, num_rows, graphs)
     costs = None
@@ -200,5 +199,5 @@ def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, T
     backend, device = config.attention.backend, model.device
     target = CachedModel(model, load_backend(backend, device), num_rows, load_layer_kernels(backend, device))
     if backend == "auto" and target.device.type == "cpu":
-        target.attend = load_fastest(target)
+        target.choose_kernels()
     return target, lm_head

@@ -47,8 +47,9 @@ def _own_cache_folder(tmp_path_factory):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        if tuning := sys.modules.get("specextend.decoding.tuning"):
-            patch.setattr(tuning, "measure_undisturbed", lambda measure: (measure()[0], True))
+        for name in ("model", "step_costs"):
+            if module := sys.modules.get(f"specextend.decoding.{name}"):
+                patch.setattr(module, "measure_undisturbed", lambda measure: (measure(), True))
         yield
 
 

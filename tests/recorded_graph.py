@@ -20,9 +20,9 @@ from specextend.attention import backends, tree_kernel
 from specextend.attention.backends import attend_reference, load_backend
 from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.tree_reference import MAX_MASKED, attend_tree_reference, masked_rows
-from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import Graphs
+from specextend.decoding.speculation import Adaptive
 from tests.step_trace import DOWNLOADS, has_mask
 from tests.tiny_models import Pair, engine_with, tiny_config
 

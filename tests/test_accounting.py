@@ -62,15 +62,6 @@ def sharp(tmp_path_factory):
     return Pair(target, {"same": target})
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_perfect_draft_is_accepted_whole(batch, sharp):
-    """The target as its own draft under `full`, with a window that holds the prompt: every step yields depth + 1."""
-    settings = {"cache__policy": "full", "cache__draft_prefill_window": 512, "decoding__max_batch_size": batch}
-    for stats in stats_of(tiny_engine(sharp, "same", tree__threshold=0.0, tree__nodes=16, **settings)):
-        assert stats.acceptance_histogram == [0, 0, 0, 0, stats.num_spec_steps]
-        assert stats.mean_acceptance_length == DEPTH + 1
-
-
 def test_plain_steps_are_counted_as_such(pair):
     """No tree, no histogram, no acceptance: those columns are null."""
     for stats in stats_of(tiny_engine(pair, decoding__mode="autoregressive")):
@@ -122,13 +113,6 @@ def test_the_callers_time_is_charged_to_nobody(pair, clock: Callable[[], float])
     for completion in later:
         assert completion.stats.other_s < 0.5, "half of the pause, if it were shared"
         assert completion.stats.decode_s > 1.0, "the wall clock went on"
-
-
-def test_the_step_counter_grows_with_every_chunk_and_every_step(pair):
-    """A stall guard that saw no progress in a long prefill would kill a healthy worker."""
-    engine = tiny_engine(pair)
-    [stats] = stats_of(engine, lengths=(1100,))
-    assert engine.num_steps == 2 + stats.num_spec_steps
 
 
 def test_progress_tells_of_running_requests_alone(pair):
@@ -184,10 +168,7 @@ def test_a_small_budget_gives_other_drafts(draft, pair):
     assert min(each.retrieval_coverage for each in stats) < 0.9
 
 
-@pytest.mark.parametrize(("refresh", "expected"), [("once", {1}), ("every", {2, 3, 4, 5, 6, 7, 8, 9, 10, 11})])
-def test_retrievals_follow_their_schedule(refresh, expected, pair):
+def test_retrievals_follow_their_schedule(pair):
     """The one from prefill is counted; then one every 3 steps, the step that ends a sequence excepted."""
-    for stats in stats_of(tiny_engine(pair, "bad", cache__refresh=refresh)):
-        assert stats.num_retrievals in expected
-        if refresh == "every":
-            assert stats.num_retrievals == 1 + (stats.num_spec_steps - 1) // 3
+    for stats in stats_of(tiny_engine(pair, "bad")):
+        assert stats.num_retrievals == 1 + (stats.num_spec_steps - 1) // 3 > 1

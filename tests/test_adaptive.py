@@ -8,10 +8,9 @@ from random import Random
 import pytest
 import torch
 
-from specextend.decoding import graphs, tuning
-from specextend.decoding.adaptive import Adaptive
+from specextend.decoding import graphs, step_costs
 from specextend.decoding.engine import Engine
-from specextend.decoding.speculation import FIRST_PAUSE
+from specextend.decoding.speculation import FIRST_PAUSE, Adaptive
 from specextend.decoding.step_costs import CostTable, StepCosts
 from specextend.stats import DecodingStats
 from tests.recorded_graph import captured_engine, record
@@ -138,13 +137,6 @@ def test_trees_that_always_lose_are_given_up(pair, references):
             assert (completion.stats.num_spec_steps, completion.stats.num_fallbacks) == (2, 1)
 
 
-def test_later_documents_need_not_find_out_again(pair):
-    """Four documents of two tries each make it known that trees lose; the ones after them begin with plain steps."""
-    engine = adaptive_engine(pair, "good", scripted(lambda rows: 1.0, lambda: 5.0))
-    completions = run(engine, new=10, lengths=range(41, 49))
-    assert [each.stats.num_spec_steps for each in completions] == [2] * 4 + [0] * 4
-
-
 def test_plain_steps_ask_nothing_of_the_draft(pair):
     """They must cost what autoregressive decoding costs: one row, no mask, no forward of the draft."""
     engine = adaptive_engine(pair, "good", scripted(lambda rows: 1.0, lambda: 5.0))
@@ -253,7 +245,7 @@ def test_sizes_follow_what_the_draft_promised_not_memory_that_waits_for_it(pair,
     """A download to pinned memory is not done when the host goes on: it read whatever was there before."""
     costs = scripted(lambda rows: 1 + (rows - 1) / 4, lambda: 0.0)
     expected = [each.stats.num_draft_tokens for each in run(adaptive_engine(pair, "same", costs, cache__policy="full"))]
-    monkeypatch.setattr("specextend.decoding.adaptive.download", torch.ones_like)
+    monkeypatch.setattr("specextend.decoding.speculation.download", torch.ones_like)
     costs = scripted(lambda rows: 1 + (rows - 1) / 4, lambda: 0.0)
     found = [each.stats.num_draft_tokens for each in run(adaptive_engine(pair, "same", costs, cache__policy="full"))]
     assert found == expected
@@ -265,23 +257,13 @@ def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):
     The clock is told what a row takes, since a stall in the measurement of a plain step would make trees look cheap.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no other test finds these times
-    monkeypatch.setattr(tuning, "time_step", lambda target, kind, size, *_: 0.001 * size)
+    monkeypatch.setattr(step_costs, "time_step", lambda target, kind, size, *_: 0.001 * size)
     engine = tiny_engine(pair, "bad", tree__nodes="auto", tree__max_nodes=8, attention__tree="auto")
     for completion in run(engine):
         assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
         check_counts(completion.stats)
         assert completion.stats.num_fallbacks >= 1
         assert completion.stats.num_plain_steps >= 1
-
-
-def test_mode_tree_adapts_nothing(pair):
-    """`auto` means the largest tree there: the mode is the yardstick for what adapting brings."""
-    engine = tiny_engine(
-        pair, "bad", decoding__mode="tree", tree__nodes="auto", tree__max_nodes=7, attention__tree="auto"
-    )
-    for completion in run(engine, new=20):
-        assert completion.stats.num_plain_steps == completion.stats.num_hybrid_steps == 0
-        assert completion.stats.num_draft_tokens == 7 * completion.stats.num_spec_steps
 
 
 def test_auto_attention_follows_the_length(pair, references):

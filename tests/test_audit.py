@@ -16,9 +16,10 @@ from specextend.data.storage import resolve
 from specextend.decoding import verification as verification_module
 from specextend.decoding.sampling import FARTHEST, choice_gap, choose_tokens, gumbel_noise
 from specextend.loading import load_engine
+from tests.contract.conftest import kept_kernels as kept_kernels
 from tests.covering import covering
-from tests.faults.conftest import CONFIG, rows
 from tests.faults.conftest import real_job as real_job
+from tests.job.conftest import CONFIG, rows
 from tests.tiny_models import random_prompt, request, tiny_engine
 
 DRAFTS = ("good", "merged-eagle")

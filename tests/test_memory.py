@@ -68,13 +68,6 @@ def test_planned_weights_are_those_that_are_loaded(pairs):
         assert planned["target_weights"] == sum(weight.nbytes for weight in loaded.parameters())
 
 
-def test_a_mode_without_a_draft_plans_for_none(pairs):
-    """The configuration may name one."""
-    config = tiny_config(pairs("llama"), "eagle", decoding__mode="autoregressive")
-    planned = memory_bytes(config, check_pair(config.target, None), CPU)
-    assert planned["draft_weights"] == planned["draft_caches"] == 0
-
-
 class Live(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, on a device without memory; what was there before does not count."""
 
@@ -111,6 +104,15 @@ def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pairs):
     facts = replace(check_pair(tiny.target, None), hidden_size=2048, num_heads=16, head_dim=128, vocab_size=8)
     planned = memory_bytes(tiny, facts, GPU)["activations"]
     assert planned / 2 < live.most < planned
+
+
+def test_captured_steps_are_planned_for(pairs):
+    """Each holds memory of its own for what it makes."""
+    configs = (
+        tiny_config(pairs("llama"), attention__backend=name, attention__tree="auto") for name in ("triton", "auto")
+    )
+    captured, eager = (memory_bytes(config, check_pair(config.target, None), GPU)["workspace"] for config in configs)
+    assert captured > eager > 0
 
 
 def test_a_device_without_room_to_measure_its_limits_works_on(pairs, monkeypatch):
@@ -160,16 +162,6 @@ def test_the_batch_is_what_cache_and_memory_hold(pairs, device, sequences_in_cac
     chosen = with_batch_size(config, facts, longest, device, budget)
     assert chosen.decoding.batch_size == expected
     assert with_batch_size(sized[6], facts, longest, device, budget) is sized[6], "a number is the user's"
-
-
-def test_short_documents_make_a_larger_batch(pairs):
-    """What counts is the longest document of the run, not the longest that the context allows."""
-    config = tiny_config(pairs("llama"), "eagle", decoding__max_batch_size="auto", decoding__cache_gib=0.002)
-    facts = check_pair(config.target, config.active_draft)
-    short, long = (
-        with_batch_size(config, facts, tokens, CPU, None) for tokens in (300, longest_request(config, facts))
-    )
-    assert short.decoding.batch_size > long.decoding.batch_size
 
 
 def test_an_engine_chooses_its_batch_by_itself(pairs):

@@ -40,14 +40,6 @@ def flags_of(completion: Completion) -> list[str]:
     return assess(completion, "", None, QualityOptions()).quality_flags
 
 
-def test_loops_run_to_the_end_by_default(unstopped):
-    """And they are of several tokens here: one token for ever would be too easy."""
-    for completion in unstopped.values():
-        assert (completion.finish_reason, len(completion.token_ids)) == ("length", MAX_NEW_TOKENS)
-        assert flags_of(completion) == ["truncated", "repeated", "repeated_ngrams"]
-        assert len(set(completion.token_ids[-MIN_STOP_TOKENS:])) > 2
-
-
 @pytest.mark.parametrize(("mode", "draft", "batch"), covering(MODES, DRAFTS, [1, 3]))
 def test_a_loop_ends_the_output_at_the_same_token_whatever_decodes_it(mode, draft, batch, looping, unstopped):
     """A step that accepts six tokens past the end of the loop keeps none of them."""
@@ -58,19 +50,6 @@ def test_a_loop_ends_the_output_at_the_same_token_whatever_decodes_it(mode, draf
         assert completion.finish_reason == "repetition"
         assert completion.text == engine.tokenizer.decode(completion.token_ids)
         assert flags_of(completion) == ["repeated", "repeated_ngrams"]
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_counts_add_up_where_a_loop_ends_the_output(draft, looping):
-    """The identities of the data contract; n-gram drafts are 16 deep, so that the last step is cut short."""
-    engine = tiny_engine(looping, draft)
-    for completion in outputs(engine, stop_repetition=True).values():
-        stats = completion.stats
-        assert stats.num_output_tokens == len(completion.token_ids)
-        assert sum(stats.acceptance_histogram) == stats.num_spec_steps
-        assert sum(n * steps for n, steps in enumerate(stats.acceptance_histogram)) == stats.num_accepted_tokens
-        decided = 1 + stats.num_plain_steps + stats.num_spec_steps + stats.num_accepted_tokens
-        assert 0 <= decided - stats.num_output_tokens < len(stats.acceptance_histogram)
 
 
 def test_a_request_that_does_not_ask_goes_on_beside_one_that_does(looping, unstopped):

@@ -61,23 +61,6 @@ def test_output_does_not_depend_on_the_sizes_of_trees(draft, batch, pair, refere
     assert total.num_spec_steps == len(shown) - shown.count(0) > 0
 
 
-def test_a_batch_of_roots_is_a_plain_step(pair, references):
-    """Nothing proposed: one row a sequence, no mask, no histogram."""
-    engine, _ = engine_with_trees_cut(pair, "good", 3, [1])
-    widths, forward = set(), engine.target.forward
-
-    def recording(token_ids, positions, plan):
-        widths.add((token_ids.shape[1], plan.mask is None))
-        return forward(token_ids, positions, plan)
-
-    engine.target.forward = recording
-    for completion in engine.generate([request(str(length), random_prompt(length), NEW) for length in LENGTHS]):
-        assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
-        assert completion.stats.num_plain_steps == completion.stats.num_output_tokens - 1
-        assert completion.stats.acceptance_histogram == []
-    assert widths == {(300, True), (37, True), (129, True), (1, True)}, "prefill and plain steps, nothing else"
-
-
 def test_padding_attends_to_something_and_nobody_attends_to_it():
     """A row of a mask without a visible key gives NaN, and a visible padding row gives wrong logits."""
     token_ids, depths = torch.tensor([[7, 8, 9]]), torch.tensor([[0, 1, 2]])

@@ -253,7 +253,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "sinks": 8,
         "recent": 16,
         "refresh_every": 3,
-        "draft_prefill_window": 32,
     },
 }
 

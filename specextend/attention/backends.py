@@ -1,7 +1,7 @@
 """The attention backends: functions with one signature, `Attend`, and the choice between them.
 
 `attend_reference` is the specification: plain torch, slow, obviously right. Every other backend must equal it. Those
-for a CPU are in `cpu.py` and `compiled.py`, flash-attn is in `flash.py`, the one in Triton in `tree_kernel.py`.
+for a CPU are in `cpu.py` and `compiled/`, flash-attn is in `flash.py`, the one in Triton in `tree_kernel.py`.
 
 Shapes: `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
 """
@@ -11,14 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_matmul, attend_padded, nothing
+from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_matmul, nothing
 from specextend.attention.flash import attend_with, find_flash_attn
 from specextend.attention.hybrid import attend_chunk, has_prefix, merge_states
 from specextend.attention.layer_reference import LayerKernels
 from specextend.attention.plan import Attend, HostReadError, KeySpan, additive
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
-KERNELS_VERSION = 2
+KERNELS_VERSION = 3
 """To be raised with any change to a kernel's speed: times that were measured with another version are not used."""
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -31,7 +31,7 @@ def load_backend(name: str, device: torch.device) -> Attend:
         ValueError: no such backend, its package is not installed, or it does not run on the device.
     """
     if name == "auto":
-        return attend_padded if device.type == "cpu" else load_sdpa()
+        return attend_by_head if device.type == "cpu" else load_sdpa()
     if name not in BACKENDS:
         raise ValueError(f"attention.backend must be one of auto, {', '.join(BACKENDS)}, got {name!r}")
     if name == "reference":
@@ -51,7 +51,7 @@ def cpu_kernels(head_dim: int, dtype: torch.dtype) -> dict[str, Attend]:
     """Return all kernels that can run here on a CPU, by name, for heads of `head_dim` elements of `dtype`."""
     kernels = dict(CPU_KERNELS)
     try:
-        from specextend.attention.compiled import attend_compiled, can_compile, serves
+        from specextend.attention.compiled.attend import attend_compiled, can_compile, serves
     except ImportError:
         return kernels
     if serves(head_dim, dtype) and can_compile(dtype) and _is_attention(attend_compiled, head_dim, dtype):
@@ -78,7 +78,7 @@ def load_compiled() -> Attend:
         ValueError: numba is not installed.
     """
     try:
-        from specextend.attention.compiled import attend_compiled, serves
+        from specextend.attention.compiled.attend import attend_compiled, serves
     except ImportError as error:
         raise ValueError("attention.backend compiled needs the cpu extra: pip install 'specextend[cpu]'") from error
 

@@ -1,4 +1,4 @@
-"""The CPU's attention kernels: torch's flash kernel in three layouts, and two matrix products around a softmax.
+"""The CPU's attention kernels that torch has: its flash kernel, and two matrix products around a softmax.
 
 Which one is fastest depends on the processor, the type, the number of queries and of keys; `measured.py` finds out.
 
@@ -19,10 +19,6 @@ _Kernel = Callable[[Tensor, Tensor, Tensor, KeySpan, int, float], tuple[Tensor, 
 """(q [1, T, H, D], k [1, K, S, D], v, span, b, scale), for sequence b of the span alone."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-PADDED_ROWS = 64
-"""Rows of `attend_padded`: from so many queries and keys on, torch's kernel lays keys out for matrix units if the
-processor has some."""
 
 
 def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
@@ -58,50 +54,13 @@ def _by_head(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def _fold(q: Tensor, num_groups: int, num_rows: int) -> Tensor:
-    """Lay q [1, T, H, D] out as rows [1, K, num_rows, D], the heads of a group one after the other, then zeros."""
-    _, num_queries, num_heads, head_dim = q.shape
-    used = num_queries * num_heads // num_groups
-    folded = q.new_zeros if num_rows > used else q.new_empty
-    rows: Tensor = folded(1, num_groups, num_rows, head_dim)
-    rows[0, :, :used].view(num_groups, -1, num_queries, head_dim).copy_(
-        q[0].unflatten(1, (num_groups, -1)).permute(1, 2, 0, 3)
-    )
-    return rows
-
-
-def _attend_folded(
-    q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float, least_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Attend with a group's queries as rows of one head, at least `least_rows` of them, so that a key is read once."""
-    if span.causal:
-        return _by_head(q, key, value, span, b, scale)
-    _, num_queries, num_heads, head_dim = q.shape
-    num_groups = key.shape[1]
-    used = num_queries * num_heads // num_groups
-    num_rows = max(used, least_rows)
-    bias = span.bias(b, q.dtype, q.device, num_heads // num_groups, num_rows)
-    mask = None if bias is None else bias[None, None]
-    out, lse = _flash(_fold(q, num_groups, num_rows), key, value, 0.0, False, attn_mask=mask, scale=scale)
-    out = out[0, :, :used].reshape(num_heads, num_queries, head_dim).transpose(0, 1).unsqueeze(0)
-    return out, lse[0, :, :used].reshape(num_heads, num_queries).T.unsqueeze(0)
-
-
-def _folded(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
-    return _attend_folded(q, key, value, span, b, scale, 0)
-
-
-def _padded(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
-    return _attend_folded(q, key, value, span, b, scale, PADDED_ROWS)
-
-
 def _by_matmul(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
     """Attend by a product, a softmax in fp32 and a product; scores and probabilities are rounded to q's dtype."""
     _, num_queries, num_heads, head_dim = q.shape
     num_groups, num_keys = key.shape[1:3]
     group = num_heads // num_groups
-    rows = _fold(q, num_groups, group * num_queries)[0]
-    scores = q.new_empty(num_groups, len(rows[0]), num_keys)
+    rows = q[0].unflatten(1, (num_groups, group)).permute(1, 2, 0, 3).reshape(num_groups, -1, head_dim)
+    scores = q.new_empty(num_groups, group * num_queries, num_keys)
     for head in range(num_groups):  # a product of all heads at once would copy the keys
         torch.addmm(scores[head], rows[head], key[0, head].t(), beta=0, alpha=scale, out=scores[head])
     if (tail := span.tail_bias(b, num_queries, q.dtype, q.device)) is not None:
@@ -114,14 +73,7 @@ def _by_matmul(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, sca
 
 
 attend_by_head = _each(_by_head)
-attend_folded = _each(_folded)
-attend_padded = _each(_padded)
 attend_matmul = _each(_by_matmul, takes_prefix=True)
 
-CPU_KERNELS: Mapping[str, Attend] = {
-    "sdpa": attend_by_head,
-    "folded": attend_folded,
-    "padded": attend_padded,
-    "matmul": attend_matmul,
-}
+CPU_KERNELS: Mapping[str, Attend] = {"sdpa": attend_by_head, "matmul": attend_matmul}
 """The kernels by their names in `attention.backend`."""

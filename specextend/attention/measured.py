@@ -9,7 +9,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ LONG_CALL = 64
 _RUNS = 3
 _HOPELESS = 3.0
 """Factor over the best first run above which a kernel is not run again."""
-_BUSY = 1.3
 
 Cell = tuple[bool, int, int]
 """Whether keys are masked, number of queries, number of keys."""
@@ -84,25 +82,18 @@ def measure_attention(
     kernels: Mapping[str, Attend],
     cells: Sequence[Cell],
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[dict[Cell, str], bool]:
-    """Find the fastest kernel in each cell; return the choices, and True if the machine was quiet enough to keep them.
+) -> dict[Cell, str]:
+    """Find the name of the fastest kernel in each cell.
 
     stored [L, 2, K, R, D] is the cache that the calls read, one layer after the other; it must hold finite values. The
     kernels take turns, so that a machine that is busy for a while slows all of them.
     """
-    choices: dict[Cell, str] = {}
-    spreads = []
-    for cell in cells:
-        runs = _time_cell(stored, num_heads, kernels, cell, clock)
-        best = min(runs, key=lambda name: min(runs[name]))
-        choices[cell] = best
-        spreads.append(median(runs[best]) / min(runs[best]))
-    return choices, median(spreads) < _BUSY
+    return {cell: _fastest(stored, num_heads, kernels, cell, clock) for cell in cells}
 
 
-def _time_cell(
+def _fastest(
     stored: Tensor, num_heads: int, kernels: Mapping[str, Attend], cell: Cell, clock: Callable[[], float]
-) -> dict[str, list[float]]:
+) -> str:
     masked, num_queries, length = cell
     head_dim = stored.shape[-1]
     q = torch.zeros(1, num_queries, num_heads, head_dim, dtype=stored.dtype)
@@ -122,9 +113,8 @@ def _time_cell(
     for kernel in kernels.values():  # the first call of a shape builds what later ones use
         run(kernel)
     first = {name: run(kernel) for name, kernel in kernels.items()}
-    hopeful = {name: kernel for name, kernel in kernels.items() if first[name] <= _HOPELESS * min(first.values())}
-    runs = {name: [first[name]] for name in hopeful}
+    best = {name: seconds for name, seconds in first.items() if seconds <= _HOPELESS * min(first.values())}
     for _ in range(_RUNS - 1):
-        for name, kernel in hopeful.items():
-            runs[name].append(run(kernel))
-    return runs
+        for name in best:
+            best[name] = min(best[name], run(kernels[name]))
+    return min(best, key=lambda name: best[name])

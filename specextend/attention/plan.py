@@ -71,21 +71,16 @@ class KeySpan:
             self.made[key] = additive(visible, min(visible.shape[1], self.lengths[b]), dtype)
         return self.made[key]
 
-    def bias(
-        self, b: int, dtype: torch.dtype, device: torch.device, repeats: int = 1, num_rows: int = 0
-    ) -> Tensor | None:
-        """Return sequence b's mask as a bias [max(repeats * T, num_rows), S], or None if there is no mask.
+    def bias(self, b: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Return sequence b's mask as a bias [T, S] over all its rows, or None if there is no mask.
 
-        The mask is stacked `repeats` times; rows of padding below it see everything. The bias is made once per forward
-        and shared by all layers.
+        Made once per forward and shared by all layers.
         """
         if self.mask is None:
             return None
-        key = "bias", b, dtype, repeats, num_rows
+        key = "bias", b, dtype
         if key not in self.made:
-            bias = additive(self.mask[b].to(device), self.lengths[b], dtype).repeat(repeats, 1)
-            missing = max(0, num_rows - bias.shape[0])
-            self.made[key] = torch.nn.functional.pad(bias, (0, 0, 0, missing))
+            self.made[key] = additive(self.mask[b].to(device), self.lengths[b], dtype)
         return self.made[key]
 
 

@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", required=True, metavar="FILE", help="the file to write, a path or a URI")
     options = parser.parse_args(argv)
     from specextend.data.storage import resolve
-    from specextend.report.batch_responses import write_responses  # seconds: not for --help
+    from specextend.report.rows import write_responses  # seconds: not for --help
 
     try:
         written, errors, rows = write_responses(resolve(options.output), resolve(options.to))

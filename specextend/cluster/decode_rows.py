@@ -17,13 +17,12 @@ from specextend.cluster.leases import Limits, Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
-from specextend.cluster.pool import Pool
 from specextend.cluster.prepare import Prepared
 from specextend.cluster.progress import Ledger
 from specextend.cluster.records import Attempt, tried_before
-from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import CheckedFactory, EngineFactory
+from specextend.cluster.workers import Pool, Roster
 from specextend.core import DocumentKey, counted
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.fingerprint import provenance

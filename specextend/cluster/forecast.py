@@ -20,11 +20,11 @@ from specextend.cluster.cluster import connected, settle_cores
 from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.leases import Lease
-from specextend.cluster.messages import Done
-from specextend.cluster.pool import CallLost, Died, Event, Polled, Pool, Ready, Returned, StartFailed
+from specextend.cluster.messages import CallLost, Died, Done, Event, Polled, Ready, Returned, StartFailed
 from specextend.cluster.prepare import Prepared, check_machine
 from specextend.cluster.progress import StallGuard
 from specextend.cluster.worker import CheckedFactory, EngineFactory
+from specextend.cluster.workers import Pool
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, counted
 from specextend.loading import load_engine

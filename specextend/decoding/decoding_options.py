@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
-
-from specextend.core import RepetitionScope
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 if TYPE_CHECKING:
     from specextend.attention.plan import TreeAttention
 
 Mode = Literal["autoregressive", "tree", "specextend"]
 Policy = Literal["full", "streaming", "retrieval"]
-Refresh = Literal["every", "once"]
-Backend = Literal["auto", "reference", "sdpa", "folded", "padded", "matmul", "compiled", "flash", "triton"]
+Backend = Literal["auto", "reference", "sdpa", "matmul", "compiled", "flash", "triton"]
 
 
 def at_least(name: str, value: float, least: float) -> None:
@@ -55,10 +52,7 @@ class DecodingOptions:
     does; 1 changes nothing. The end-of-sequence token counts like any other, and chat templates contain it."""
     no_repeat_ngram_size: int = 0
     """Choose no token that would complete a run of so many tokens that occurred before, as in transformers; 0 allows
-    all. With `repetition_scope: all` a summary cannot quote so many tokens of its document, such as a long name."""
-    repetition_scope: RepetitionScope = "all"
-    """Where `repetition_penalty` and `no_repeat_ngram_size` look for what occurred: `all` is prompt and output, as in
-    transformers for models that only decode; `output` is the output alone, so that a summary may quote its document."""
+    all. The prompt counts too: a summary cannot quote so many tokens of its document, such as a long name."""
     max_batch_size: int | Literal["auto"] = 1
     """Maximum number of sequences that a worker decodes together. `auto` takes as many of the longest documents as
     `cache_gib` and, on a GPU of this machine, its memory have room for: at most 4 on a CPU and 16 on a GPU."""
@@ -88,7 +82,6 @@ class DecodingOptions:
         if self.repetition_penalty <= 0:
             raise ValueError(f"decoding.repetition_penalty must be above 0, got {self.repetition_penalty}")
         at_least("decoding.no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
-        one_of("decoding.repetition_scope", self.repetition_scope, get_args(RepetitionScope))
         if any(not stop for stop in self.stop):
             raise ValueError("decoding.stop must not hold an empty string")
 
@@ -104,10 +97,9 @@ class AttentionOptions:
     """`attention.*`: The attention kernels, and how draft trees attend."""
 
     backend: Backend = "auto"
-    """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels. On a CPU only, `folded` is the same
-    kernel with the heads of a group as rows of one, `padded` that with at least 64 rows, `matmul` two matrix products
-    and a softmax, and `compiled` a kernel of our own, which needs the `cpu` extra; heads whose size is no multiple of
-    32 (16 in float32) take `matmul` instead. `flash`, on a GPU only, is the flash-attn
+    """`reference` is plain torch in float32; `sdpa` is torch's own flash kernels. On a CPU only, `matmul` is two matrix
+    products and a softmax, and `compiled` a kernel of our own, which needs the `cpu` extra; heads whose size is no
+    multiple of 32 (16 in float32) take `matmul` instead. `flash`, on a GPU only, is the flash-attn
     package, version 2 (the `flash` extra) or 3; trees and float32 take `sdpa`. `triton`, on a GPU only, is a kernel of
     our own for up to 128 queries and heads of 64 or 128; other calls take flash-attn if it is installed, else `sdpa`.
     Kernels of our own for norms, RoPE and gates come with it, and its steps are recorded as CUDA graphs and replayed;
@@ -136,6 +128,8 @@ class AttentionOptions:
 class TreeOptions:
     """`tree.*`: The size of draft trees, which are grown as in OPT-Tree (arXiv 2406.17276)."""
 
+    ngram_depth: ClassVar[int] = 16  # levels of n-gram drafts, which take no time
+
     nodes: int | Literal["auto"] = 16
     """Draft tokens verified in one step; the root is not counted. `auto` chooses the number that gives the most tokens
     per second according to measured step times, and takes plain steps where no tree pays off; in mode `tree` it is
@@ -144,9 +138,7 @@ class TreeOptions:
     """Maximum number of draft tokens per step if `nodes` is `auto`; ignored otherwise. A forward pass has one row more,
     the root."""
     depth: int = 6
-    """Maximum depth of a draft's own tree, in levels."""
-    ngram_depth: int = 16
-    """Maximum depth of n-gram drafts, in levels, with `draft.kind: ngram` or `draft.ngram: true`."""
+    """Maximum depth of a draft's own tree, in levels; n-gram drafts have up to 16."""
     threshold: float = 0.05
     """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. Not used where
     steps are replayed (`attention.backend: triton`): there every tree grows to its full depth."""
@@ -157,7 +149,6 @@ class TreeOptions:
         at_least("tree.max_nodes", self.max_nodes, 1)
         at_least("tree.nodes", self.most_nodes, 1)
         at_least("tree.depth", self.depth, 1)
-        at_least("tree.ngram_depth", self.ngram_depth, 1)
         at_least("tree.threshold", self.threshold, 0)
 
     @property
@@ -170,6 +161,8 @@ class TreeOptions:
 class CacheOptions:
     """`cache.*`: The part of the text that a draft may see (arXiv 2505.20776, section 3). N-gram drafts see it all."""
 
+    draft_prefill_window: ClassVar[int] = 512  # tokens that a draft of kind `model` attends to while it reads a prompt
+
     policy: Policy = "retrieval"
     """`full` shows the draft every token; `streaming` shows the first and the most recent chunks; `retrieval` shows the
     first chunks, the most recent ones and those that the target attends to most."""
@@ -181,24 +174,17 @@ class CacheOptions:
     """Tokens at the start of the text that stay visible, rounded up to whole chunks."""
     recent: int = 128
     """Tokens at the end of the text that stay visible under `retrieval`, rounded up to whole chunks."""
-    refresh: Refresh = "every"
-    """When `retrieval` chooses chunks: `once` only after prefill, `every` after prefill and then every `refresh_every`
-    steps."""
     refresh_every: int = 32
-    """Steps between two retrievals."""
-    draft_prefill_window: int = 512
-    """Sliding attention window, in tokens, of a draft of kind `model` while it reads the prompt."""
+    """Steps between two retrievals; the first one follows prefill."""
     score_layers: tuple[int, ...] = (-1,)
     """Layers of the target whose attention scores the chunks, counted from 0; negative numbers count from the last
     layer (-1). Scores of several layers are averaged."""
 
     def __post_init__(self) -> None:
         one_of("cache.policy", self.policy, ("full", "streaming", "retrieval"))
-        one_of("cache.refresh", self.refresh, ("every", "once"))
         for name, least in (("chunk_size", 1), ("top_k_chunks", 1), ("sinks", 0), ("recent", 1)):
             at_least(f"cache.{name}", getattr(self, name), least)
         at_least("cache.refresh_every", self.refresh_every, 1)
-        at_least("cache.draft_prefill_window", self.draft_prefill_window, 1)
         if not self.score_layers:
             raise ValueError("cache.score_layers must name at least one layer; -1 is the last one")
         # The end of the text may be aligned in any way: two tokens can touch two chunks.

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from specextend.attention.plan import TreeAttention
 from specextend.core import Completion, Request
-from specextend.decoding.adaptive import Adaptive
 from specextend.decoding.admission import (
     Admission,
     MemoryLadder,
@@ -36,6 +35,7 @@ from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence, Stopwatch
+from specextend.decoding.speculation import Adaptive
 from specextend.decoding.step_costs import CostTable
 from specextend.decoding.stopping import StopChecker
 from specextend.decoding.tree import DraftTrees, among_roots, prune, roots_only
@@ -301,9 +301,7 @@ class Engine:
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
         if sequence.drafts and not sequence.finish_reason:
             self._retrieve(sequence, end.queries)
-            sequence.undrafted.append(([token_id], end.features))
-            if sequence.speculation.active:
-                self._catch_up(sequence)
+            self._read_late(sequence, [token_id], end.features)
 
     def _count_step(self) -> None:
         self.num_steps += 1
@@ -311,15 +309,15 @@ class Engine:
     def _step(self, running: list[Sequence]) -> None:
         """Draft, verify, accept, then let the draft look again, for all running sequences at once."""
         self._watch.charge("other_s", running)
-        trees = self._propose(running)
+        trees = self._draft(running)
         begin = self._watch.mark
         step = self._verifier.verify(running, trees)
         self._accept(running, trees, step, begin)
         self._count_step()
         if self.drafter is not None:
-            self._update_draft(running, step)
+            self._look_again(running, step)
 
-    def _propose(self, sequences: list[Sequence]) -> DraftTrees:
+    def _draft(self, sequences: list[Sequence]) -> DraftTrees:
         """Propose a tree for each sequence; for a plain step it is the root alone."""
         roots = [sequence.root_token_id for sequence in sequences]
         places = [b for b, sequence in enumerate(sequences) if sequence.drafts and sequence.speculation.active]
@@ -348,28 +346,32 @@ class Engine:
         for sequence, new in zip(sequences, step.new_token_ids, strict=True):
             sequence.push(new, now)
 
-    def _update_draft(self, sequences: list[Sequence], step: Verified) -> None:
-        """Retrieve if it is due, then run the draft over the committed tokens, unless the next step is plain."""
+    def _look_again(self, sequences: list[Sequence], step: Verified) -> None:
+        """Retrieve where it is due, then let the draft read what was decided, unless the next step is plain."""
         going = [b for b, sequence in enumerate(sequences) if sequence.drafts and not sequence.finish_reason]
         if self._adaptive is not None and going:
             self._adaptive.decide([sequences[b] for b in going])
-        prompt = []
         for b in going:
-            sequence, new = sequences[b], step.new_token_ids[b]
-            reads_now = sequence.speculation.active and not sequence.undrafted
-            if not reads_now:
-                sequence.undrafted.append((new, step.features[b, : len(new)].clone()))
-            if not sequence.speculation.active:
-                continue
-            if sequence.policy.is_due(sequence.length):
-                last = step.verdict.paths[b, len(new) - 1 : len(new)]
-                self._retrieve(sequence, [query[b].index_select(0, last)[0] for query in step.queries])
-            if reads_now:
-                prompt.append(b)
-            else:
-                self._catch_up(sequence)
+            if sequences[b].speculation.active and sequences[b].policy.is_due(sequences[b].length):
+                num_new = len(step.new_token_ids[b])
+                last = step.verdict.paths[b, num_new - 1 : num_new]
+                self._retrieve(sequences[b], [query[b].index_select(0, last)[0] for query in step.queries])
+        prompt = [b for b in going if sequences[b].speculation.active and not sequences[b].undrafted]
         if prompt:
-            self._absorb([sequences[b] for b in prompt], step.decided(prompt, whole=self._graphs.enabled))
+            seconds = self._absorb([sequences[b] for b in prompt], step.decided(prompt, whole=self._graphs.enabled))
+            if self._adaptive is not None:
+                self._adaptive.costs.observe_draft("absorb", len(prompt), seconds)
+        for b in going:
+            if b not in prompt:
+                new = step.new_token_ids[b]
+                self._read_late(sequences[b], new, step.features[b, : len(new)].clone())
+
+    def _read_late(self, sequence: Sequence, token_ids: list[int], features: Tensor) -> None:
+        """Keep decided tokens for the draft, and the features before them; let it read all it missed if it drafts."""
+        sequence.undrafted.append((token_ids, features))
+        if sequence.speculation.active:  # alone, because others would be padded to it
+            missed, before = sequence.catch_up()
+            self._absorb([sequence], Decided.pad([missed], [before]))
 
     def _retrieve(self, sequence: Sequence, queries: list[Tensor]) -> None:
         """Choose what the draft sees, by the queries [H, D] of the last committed token in the layers that score."""
@@ -383,19 +385,9 @@ class Engine:
         self.drafter.select(sequence.slot, sequence.policy.select(sequence.length, mass, sequence.stats))
         self._watch.charge("retrieval_s", [sequence])
 
-    def _absorb(self, sequences: list[Sequence], decided: Decided) -> None:
-        """Run the draft over what the step decided."""
+    def _absorb(self, sequences: list[Sequence], decided: Decided) -> float:
+        """Let the draft read what was decided; return the seconds it took."""
         assert self.drafter is not None
         begin = self._watch.charge("other_s", sequences)
         self.drafter.absorb([sequence.slot for sequence in sequences], decided)
-        now = self._watch.charge("draft_s", sequences)
-        if self._adaptive is not None:
-            self._adaptive.costs.observe_draft("absorb", len(sequences), now - begin)
-
-    def _catch_up(self, sequence: Sequence) -> None:
-        """Run the draft over all that it missed; alone, because others would be padded to it."""
-        assert self.drafter is not None
-        self._watch.charge("other_s", [sequence])
-        token_ids, features = sequence.catch_up()
-        self.drafter.absorb([sequence.slot], Decided.pad([token_ids], [features]))
-        self._watch.charge("draft_s", [sequence])
+        return self._watch.charge("draft_s", sequences) - begin

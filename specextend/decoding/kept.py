@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-VERSION = 2
+VERSION = 3
 _MOST_PREEMPTIONS_PER_S = 100.0
 """Two idle cores show 20 to 45, beside one more busy process 150 and more."""
 _PATIENCE_S = 1.5
@@ -35,19 +35,14 @@ def cache_folder() -> Path | None:
     return Path(home, ".cache", "specextend") if os.path.isabs(home) else None
 
 
-def measure_undisturbed(
-    measure: Callable[[], tuple[Measured, bool]], patience_s: float = _PATIENCE_S
-) -> tuple[Measured, bool]:
-    """Measure until the machine was quiet, for a second or two; return the last result, and True if it was quiet.
-
-    `measure` returns a result, and True if its own times agreed with one another.
-    """
+def measure_undisturbed(measure: Callable[[], Measured], patience_s: float = _PATIENCE_S) -> tuple[Measured, bool]:
+    """Measure until the machine was quiet, for a second or two; return the last result, and True if it was quiet."""
     started_at = time.perf_counter()
     while True:
         begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-        result, agrees = measure()
+        result = measure()
         end, preemptions = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
-        is_quiet = agrees and preemptions <= _MOST_PREEMPTIONS_PER_S * (end - begin) + 1
+        is_quiet = preemptions <= _MOST_PREEMPTIONS_PER_S * (end - begin) + 1
         if is_quiet or end - started_at > patience_s:
             return result, is_quiet
 
@@ -56,18 +51,16 @@ def read_kept(kind: str, key: Mapping[str, Any]) -> Any:
     """Return the JSON value that was kept as `kind` for `key` (JSON values that say what it is about), or None."""
     path = _path(kind, key)
     try:
-        stored = None if path is None else json.loads(path.read_text(encoding="utf-8"))
-        if stored is None or stored["version"] != VERSION or stored["key"] != dict(key):
-            return None
-        return stored["value"]
-    except (OSError, ValueError, KeyError, TypeError):
+        stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
         return None
+    is_ours = isinstance(stored, dict) and stored.get("version") == VERSION and stored.get("key") == dict(key)
+    return stored["value"] if is_ours else None
 
 
 def keep_value(kind: str, key: Mapping[str, Any], value: Any) -> bool:
     """Keep a JSON value; return False if the folder cannot be written."""
-    path = _path(kind, key)
-    if path is None:
+    if (path := _path(kind, key)) is None:
         return False
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:

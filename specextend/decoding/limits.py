@@ -7,8 +7,8 @@ limited by the rate of matrix products.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from specextend.decoding.device import device_name, synchronise, traits_of
 from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
-from specextend.decoding.packing import pack_if_faster
+from specextend.decoding.layers import pack_if_faster
 
 _REPEATS = 5
 _KIND = "limits"
@@ -104,25 +104,13 @@ def load_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     """
     key = {"device": device_name(device), "threads": torch.get_num_threads(), "dtype": str(dtype)}
     key["torch"] = str(torch.__version__)
-    kept, measured_at = _kept_limits(key)
-    if kept is not None and 0 <= time.time() - measured_at < _FRESH_S:
-        return kept
-    limits, is_quiet = measure_undisturbed(lambda: (measure_limits(device, dtype), True), patience_s=0)
-    if kept is not None:
-        limits = MachineLimits(*map(max, astuple(limits), astuple(kept)))
-    keep_value(_KIND, key, asdict(limits) | {"measured_at": time.time() if is_quiet else 0.0})
-    return limits
-
-
-def _kept_limits(key: Mapping[str, Any]) -> tuple[MachineLimits | None, float]:
-    """Return the limits that are kept, and when they were last measured, in seconds since 1970."""
-    kept = read_kept(_KIND, key)
-    names = [spec.name for spec in fields(MachineLimits)]
-    if not isinstance(kept, dict) or not all(isinstance(kept.get(name), float) and kept[name] > 0 for name in names):
-        return None, 0.0
-    measured_at = kept.get("measured_at")  # older versions kept none
-    limits = MachineLimits(**{name: kept[name] for name in names})
-    return limits, measured_at if isinstance(measured_at, float) else 0.0
+    kept = read_kept(_KIND, key) or {"measured_at": 0.0}
+    if 0 <= time.time() - kept.pop("measured_at") < _FRESH_S:
+        return MachineLimits(**kept)
+    limits, is_quiet = measure_undisturbed(lambda: measure_limits(device, dtype), patience_s=0)
+    best = {name: max(value, kept.get(name, value)) for name, value in asdict(limits).items()}
+    keep_value(_KIND, key, best | {"measured_at": time.time() if is_quiet else 0.0})
+    return MachineLimits(**best)
 
 
 def count_work(model: Any, dtype: torch.dtype) -> ModelWork:

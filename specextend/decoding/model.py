@@ -10,13 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specextend.attention.backends import KERNELS_VERSION, cpu_kernels
 from specextend.attention.layer_reference import LayerKernels
+from specextend.attention.measured import MeasuredAttention, make_cells, measure_attention
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.decoding.cache import CacheHook, KVCache
-from specextend.decoding.device import release_cached, traits_of
-from specextend.decoding.fused import fuse
+from specextend.decoding.device import device_name, release_cached, traits_of
+from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
+from specextend.decoding.layers import fuse, pack_if_faster
 from specextend.decoding.limits import count_work, head_size
-from specextend.decoding.packing import pack_if_faster
+
+_SHAPE = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""Values of a model's config that say how much a forward computes."""
 
 
 class CachedModel:
@@ -36,7 +49,7 @@ class CachedModel:
             fuse(model, kernels)
             release_cached(self.device)  # the weights that were joined
         self.linears = pack_if_faster(model)
-        """How linear layers are multiplied, see `packing`."""
+        """How linear layers are multiplied, see `layers`."""
         self.cache = KVCache(
             self.config.num_hidden_layers,
             num_rows,
@@ -80,3 +93,34 @@ class CachedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
         return self.model.lm_head(hidden)
+
+    def timing_key(self) -> dict[str, Any]:
+        """Return what the time of a forward depends on, attention's kernels aside, as JSON values."""
+        return {
+            "device": device_name(self.device),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "kernels_version": KERNELS_VERSION,
+            "dtype": str(self.dtype),
+            "layers": "kernels" if self.kernels is not None else "torch",
+            "linears": self.linears,
+            "head_dim": self.head_dim,
+            **{name: getattr(self.config, name) for name in _SHAPE},
+        }
+
+    def choose_kernels(self) -> None:
+        """Attend from now on with the fastest of a CPU's kernels for each call, by what is kept or measured now.
+
+        Measuring writes to the cache, so no request may be running.
+        """
+        kernels, cells = cpu_kernels(self.head_dim, self.dtype), make_cells(self.cache.rows.num_free)
+        key = self.timing_key() | {"kernels": [*kernels], "cells": [[*cell] for cell in cells]}
+        if (names := read_kept("attention", key)) is None:
+            stored, num_heads = self.cache.stored, self.config.num_attention_heads
+            stored[..., : max(length for _, _, length in cells), :] = 0
+            with torch.inference_mode():
+                chosen, is_quiet = measure_undisturbed(lambda: measure_attention(stored, num_heads, kernels, cells))
+            names = [chosen[cell] for cell in cells]
+            if is_quiet:
+                keep_value("attention", key, names)
+        self.attend = MeasuredAttention(kernels, dict(zip(cells, names, strict=True)))

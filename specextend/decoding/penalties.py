@@ -73,8 +73,7 @@ class Penalties:
         self._ngrams = NgramIndex(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
         self._seen: set[int] = set()
         self._seen_ids = torch.empty(0, dtype=torch.int64, device=device)
-        if sampling.repetition_scope == "all":
-            self.extend(request.prompt_token_ids)
+        self.extend(request.prompt_token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Count tokens behind those counted so far."""

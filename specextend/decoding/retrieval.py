@@ -112,7 +112,7 @@ class CachePolicy:
             return False
         if self._options.policy == "streaming":
             return num_tokens - self._selected_at >= self._options.chunk_size
-        return self._options.refresh == "every" and self._num_steps >= self._options.refresh_every
+        return self._num_steps >= self._options.refresh_every
 
     def select(self, num_tokens: int, mass: Tensor | None, stats: DecodingStats) -> Tensor:
         """Choose which positions [S] of `num_tokens` committed ones to show; `mass` [C] under `retrieval` only."""

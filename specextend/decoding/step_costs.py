@@ -1,20 +1,41 @@
-"""The cost of a step in seconds: measured at start-up (`tuning.py`), and corrected by every step that is taken.
+"""The cost of a step in seconds: measured at the start, and corrected by every step that is taken.
 
 A forward of n rows behind a prefix of L tokens takes `a_n + b_n * L`: its linear layers, and attention over the prefix.
+
+Shapes: `T` rows of a forward.
 """
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
-from specextend.attention.plan import TreeAttention
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
+from specextend.decoding.graphs import Graphs
+from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
+from specextend.decoding.model import CachedModel
+from specextend.decoding.tree import tree_mask
 
 Line = tuple[float, float]
 """(a, b) of `a + b * length`, seconds and seconds per token."""
 DraftPhase = Literal["propose", "absorb"]
+Clock = Callable[[], float]
 
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Numbers of rows of a forward that are measured; a number in between costs as much as the next larger one."""
+LENGTHS = (512, 6000, 2048)
+"""Tokens of prefix, in the order of measuring; the last is left out on a slow machine."""
+BUDGET_S = 1.2
+"""Seconds after which no further length of prefix is measured."""
+_RUNS = 2
 _WARM_UP = 4
 """Number of first measurements, of which the smallest is taken."""
 _QUICKLY, _SLOWLY = 0.1, 0.05
@@ -121,5 +142,125 @@ class _Average:
 
 
 def _nearest(seen: Mapping[int, _Average], num_sequences: int) -> float:
-    distance: Callable[[int], tuple[int, int]] = lambda number: (abs(number - num_sequences), number)  # noqa: E731
-    return seen[min(seen, key=distance)].value if seen else 0.0
+    if not seen:
+        return 0.0
+    return seen[min(seen, key=lambda number: (abs(number - num_sequences), number))].value
+
+
+@dataclass(frozen=True, slots=True)
+class TuningGrid:
+    """The combinations to measure."""
+
+    kinds: tuple[TreeAttention, ...]
+    sizes: tuple[int, ...]
+    """Rows, ascending, from 1."""
+    lengths: tuple[int, ...]
+    """Tokens of prefix."""
+    largest_tree: int = SIZES[-1]
+    """Rows of one tree at most; more rows are those of a batch, and attention is no matter of them."""
+
+    def cells(self) -> list[tuple[TreeAttention, int]]:
+        """List what to measure: each kind of attention where a tree can have that size, otherwise the first one."""
+        return [
+            (kind, size)
+            for kind in self.kinds
+            for size in self.sizes
+            if kind == self.kinds[0] or 1 < size <= self.largest_tree
+        ]
+
+
+def make_grid(
+    kinds: tuple[TreeAttention, ...], num_nodes: int, *, fixed: bool, max_batch_size: int, room: int
+) -> TuningGrid:
+    """Choose the sizes that steps can have, and prefixes that fit.
+
+    `num_nodes` is the largest tree, the root not counted; with `fixed`, trees have no other size. `room` is the number
+    of cache rows that one sequence can use.
+    """
+    rows = num_nodes + 1
+    all_rows = max(rows, min(rows * max_batch_size, SIZES[-1]))
+    smaller = {1} if fixed else {size for size in SIZES if size < rows}
+    sizes = sorted({*smaller, rows, all_rows, *(size for size in SIZES if rows < size < all_rows)})
+    longest = max(1, room - sizes[-1])
+    return TuningGrid(kinds, tuple(sizes), tuple(dict.fromkeys(min(length, longest) for length in LENGTHS)), rows)
+
+
+def measure(target: CachedModel, grid: TuningGrid, graphs: Graphs, clock: Clock = time.perf_counter) -> CostTable:
+    """Measure the table. Steps go through `graphs`.
+
+    It writes to the front of the target's cache, so no request may be running.
+    """
+    begin = clock()
+    num_rows = max(grid.lengths) + grid.sizes[-1]
+    target.cache.stored[..., :num_rows, :] = 0  # fresh memory may hold NaN, and costs nothing until it is written
+    seconds: dict[tuple[TreeAttention, int], list[tuple[int, float]]] = defaultdict(list)
+    for length in grid.lengths:
+        if seconds and clock() - begin > BUDGET_S:
+            break
+        for kind, size in grid.cells():
+            step = partial(time_step, target, kind, size, length, graphs, clock)
+            if (kind, size) not in seconds:  # the first calls of a size build what later ones use
+                for _ in range(graphs.num_warm_ups):
+                    step()
+            seconds[kind, size].append((length, min(step() for _ in range(_RUNS))))
+    measured = {cell: fit_line(*zip(*points, strict=True)) for cell, points in seconds.items()}
+    return CostTable(
+        {
+            kind: {size: measured.get((kind, size), measured[grid.kinds[0], size]) for size in grid.sizes}
+            for kind in grid.kinds
+        }
+    )
+
+
+@torch.inference_mode()
+def time_step(
+    target: CachedModel,
+    kind: TreeAttention,
+    size: int,
+    length: int,
+    graphs: Graphs,
+    clock: Clock = time.perf_counter,
+) -> float:
+    """Time one verification of a chain of `size` rows behind `length` tokens; with one row it is a plain step."""
+
+    def choose(token_ids: Tensor, parents: Tensor, start: Tensor, rows: Tensor) -> tuple[Tensor]:
+        mask = tree_mask(parents, size) if size > 1 else None
+        places = start, rows
+        plan = AttentionPlan([0], [length + size], size, mask, tree=kind, on_device=places, captured=graphs.capturing)
+        return (target.logits(target.forward(token_ids, rows, plan)).max(-1).indices,)
+
+    begin = clock()
+    parents = torch.arange(-1, size - 1, device=target.device).unsqueeze(0)
+    start = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+    [chosen] = graphs.run(f"step {kind}", choose, torch.zeros_like(parents), parents, start, length + parents + 1)
+    chosen.tolist()  # waits for the device
+    return clock() - begin
+
+
+def load_step_costs(
+    target: CachedModel, tree: TreeOptions, attention: AttentionOptions, max_batch_size: int, graphs: Graphs
+) -> StepCosts | None:
+    """Return the costs of steps, read from disk or measured now; None if the options choose nothing by them.
+
+    graphs: the engine's; the times of captured steps are kept apart. Measuring writes to the target's cache, so no
+    request may be running.
+    """
+    fixed, kinds = tree.nodes != "auto", attention.tree_kinds
+    if fixed and len(kinds) == 1:
+        return None
+    room = target.cache.rows.num_free
+    grid = make_grid(kinds, tree.most_nodes, fixed=fixed, max_batch_size=max_batch_size, room=room)
+    key = target.timing_key() | {"backend": target.attend.__name__, "graphs": graphs.enabled}
+    key |= {"kinds": [*grid.kinds], "sizes": [*grid.sizes], "lengths": [*grid.lengths]}
+    if (kept := read_kept("step-costs", key)) is not None:
+        return StepCosts(_as_table(kept))
+    table, is_quiet = measure_undisturbed(lambda: measure(target, grid, graphs))
+    graphs.clear()
+    if is_quiet:
+        keep_value("step-costs", key, table.lines)
+    return StepCosts(table)
+
+
+def _as_table(lines: Any) -> CostTable:
+    """Return the table whose lines were kept as JSON, where all keys are strings."""
+    return CostTable({kind: {int(size): tuple(line) for size, line in each.items()} for kind, each in lines.items()})

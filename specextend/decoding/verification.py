@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -87,18 +88,23 @@ class Verifier:
         places = upload(torch.tensor([[each.region.start, each.length] for each in sequences]), self._target.device)
         inputs = places, trees.token_ids, trees.parents, trees.depths
         if all(sequence.is_greedy for sequence in sequences):
-
-            def decide(*inputs: Tensor) -> tuple[Tensor, ...]:
-                logits, features, *queries = self._forward(batch, *inputs)
-                return *self._accept(logits.max(-1).indices, features, *inputs[:3]), *queries
-
-            paths, decided, along, *queries = self._graphs.run("verify", decide, *inputs)
+            paths, decided, along, *queries = self._graphs.run("verify", partial(self._decide, batch), *inputs)
         else:
-            logits, features, *queries = self._graphs.run("score", lambda *each: self._forward(batch, *each), *inputs)
+            logits, features, *queries = self._graphs.run("score", partial(self._forward, batch), *inputs)
             chosen = self._choose(sequences, trees, logits, places[:, 1:] + trees.depths + 1)
             paths, decided, along = self._accept(chosen, features, *inputs[:3])
         verdict = Verdict(paths, decided)
         return Verified(verdict, verdict.decided(), along, tuple(queries), batch.tree_attention)
+
+    def _decide(
+        self, batch: _Batch, places: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Run trees as `_forward` does, and commit what the likeliest tokens accept of them.
+
+        Returns what `_accept` returns, and queries [B, N, H, D] of each layer that scores.
+        """
+        logits, features, *queries = self._forward(batch, places, token_ids, parents, depths)
+        return *self._accept(logits.max(-1).indices, features, places, token_ids, parents), *queries
 
     def _forward(
         self, batch: _Batch, places: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor

@@ -14,9 +14,16 @@ from specextend.data.parts import list_parts
 from specextend.data.run_folder import Start, read_heartbeat, read_starts, report_file, time_text
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
-from specextend.report.figures import DONE_COLUMNS, ERROR_COLUMNS, RunFigures, document_figures
+from specextend.report.figures import (
+    DONE_COLUMNS,
+    ERROR_COLUMNS,
+    RunFigures,
+    audit_figures,
+    audit_seconds,
+    document_figures,
+    limit_figures,
+)
 from specextend.report.page import to_html
-from specextend.report.references import audit_figures, audit_seconds, limit_figures
 from specextend.report.rows import read_rows
 from specextend.report.wall_clock import (
     start_section,

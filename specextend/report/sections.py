@@ -229,9 +229,9 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
     measures = [{"about": MEASURES[name], **spreads[name]} for name in MEASURES if spreads.get(name)]
     named_models = [{"name": name, **model} for name, model in models.items()]
     tables = [
-        _named("Run", RUN, report),
         _named("Wall clock", WALL_CLOCK, report),
         _paid_time(report["wall_clock"]),
+        _named("Run", RUN, report),
         _listed("By prompt length", BUCKET, report["buckets"]),
         _phases(report["time"]),
         _named("Beside the limits of the device", LIMITS, report),

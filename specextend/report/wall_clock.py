@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +43,7 @@ MOST_SEATS = 64
 IDLE_SHARE = 0.05
 """Share of a start's time, at its end, from which on a worker without documents counts as idle."""
 HOUR_S = 3600.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _last_end(works: Mapping[str, Work] | None) -> float | None:
     return max(_known(work.end for work in (works or {}).values()), default=None)
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
+def _known(values: Iterable[T | None]) -> list[T]:
     return [value for value in values if value is not None]
 
 
@@ -215,7 +216,9 @@ def wall_clock_section(
 ) -> dict[str, Any]:
     """Add up the starts of a run: rates of the whole job, hours, shares of the paid time, cost."""
     seconds = _sum_known([timed.seconds for timed in starts])
-    paid = _paid(starts)
+    known = _known(timed.paid for timed in starts)
+    is_known = known and len(known) == len(starts)
+    paid = {kind: sum(each[kind] for each in known) for kind in KINDS} if is_known else None
     total = None if paid is None else sum(paid.values())
     hours = None if total is None else total / HOUR_S
     prices = _known(timed.start.price_per_worker_hour for timed in starts)
@@ -231,14 +234,6 @@ def wall_clock_section(
         "shares": {kind: value / total for kind, value in paid.items()} if paid and total else None,
         "cost": _cost(prices[-1], hours, num_documents, output_tokens) if prices and hours is not None else None,
     }
-
-
-def _paid(starts: Sequence[TimedStart]) -> dict[str, float] | None:
-    """Add up the worker-seconds of all starts by kind; None if those of one are not recorded."""
-    known = [timed.paid for timed in starts if timed.paid is not None]
-    if not known or len(known) < len(starts):
-        return None
-    return {kind: sum(paid[kind] for paid in known) for kind in KINDS}
 
 
 def _cost(price: float, hours: float, num_documents: int, output_tokens: int) -> dict[str, float | None]:
@@ -300,9 +295,9 @@ def _forecast(timed: TimedStart, forecast: Mapping[str, Any]) -> dict[str, Any]:
     """
     predicted = forecast.get("seconds")
     predicted = float(predicted) if isinstance(predicted, int | float) and predicted > 0 else None
-    asked, last = min((worker.asked for worker in timed.start.workers or ()), default=None), _last_end(timed.works)
-    is_known = asked is not None and last is not None and not is_stopped(timed.start)
-    actual = max(0.0, last - asked) if is_known and last is not None and asked is not None else None
+    asked = min((worker.asked for worker in timed.start.workers or ()), default=None)
+    last = None if is_stopped(timed.start) else _last_end(timed.works)
+    actual = None if asked is None or last is None else max(0.0, last - asked)
     return {
         "predicted_s": predicted,
         "low_s": forecast.get("seconds_low"),
@@ -398,15 +393,15 @@ def _line(
     worker: WorkerRecord | None, name: str, work: Work | None, spans: Mapping[str, Any], begin: float
 ) -> dict[str, Any]:
     """Describe one worker. worker: None if only its rows know it, because its driver had not recorded it."""
-    record: dict[str, Any] = {"worker": name, "seat": None, "device": None, "reason": None}
-    times: dict[str, float | None] = dict.fromkeys(("asked", "begun", "ready", "gone"))
-    if worker is not None:
-        record = {key: getattr(worker, key) for key in record}
-        times = {key: getattr(worker, key) for key in times}
-    since = {f"{key}_s": None if time is None else time - begin for key, time in times.items()}
-    reason = {"reason": record.pop("reason")}
-    shown = [] if work is None else spans.get(name, [])
-    return record | since | reason | {"documents": 0 if work is None else work.documents, "spans": shown}
+    known: dict[str, Any] = {"worker": name} if worker is None else asdict(worker)
+    times = {key: known.get(key) for key in ("asked", "begun", "ready", "gone")}
+    return {
+        **{key: known.get(key) for key in ("worker", "seat", "device")},
+        **{f"{key}_s": None if time is None else time - begin for key, time in times.items()},
+        "reason": known.get("reason"),
+        "documents": 0 if work is None else work.documents,
+        "spans": [] if work is None else spans.get(name, []),
+    }
 
 
 def _spans(begins: list[float], ends: list[float], begin: float, seconds: float) -> list[tuple[float, float, int]]:

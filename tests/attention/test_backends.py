@@ -10,8 +10,8 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention import compiled
 from specextend.attention.backends import attend_cuda, attend_reference, cpu_kernels, load_backend
+from specextend.attention.compiled import attend as compiled
 from specextend.attention.cpu import CPU_KERNELS
 from specextend.attention.plan import AttentionPlan, KeySpan
 from tests.attention.calls import random_mask, regions, tensors
@@ -170,26 +170,18 @@ def test_a_compiled_kernel_that_fails_on_this_processor_is_left_out(failure, mon
     elif failure == "numba cannot":
         monkeypatch.setattr(compiled, "kernel", fail_to_compile)
     else:
-        monkeypatch.setitem(sys.modules, "specextend.attention.compiled", None)
+        monkeypatch.setitem(sys.modules, "specextend.attention.compiled.attend", None)
         with pytest.raises(ValueError, match=r"^attention\.backend compiled needs the cpu extra: pip install .*$"):
             load_backend("compiled", torch.device("cpu"))
     assert [*cpu_kernels(HEAD_DIM, torch.float32)] == [*CPU_KERNELS]
 
 
-@pytest.mark.parametrize("name", ["folded", "padded", "matmul", "compiled"])
+@pytest.mark.parametrize("name", ["matmul", "compiled"])
 def test_a_kernel_for_cpus_is_refused_on_a_gpu(name):
     """With the names that can be set there."""
     message = rf"^attention\.backend {name} runs on a CPU only; choose auto, .*flash or triton$"
     with pytest.raises(ValueError, match=message):
         load_backend(name, torch.device("cuda"))
-
-
-def test_heads_that_the_compiled_kernel_does_not_take_are_attended_to_all_the_same():
-    """A draft's heads may have another size than the target's, for which the kernel was chosen."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(shape, generator=generator) for shape in ((1, 3, 4, 12), (2, 9, 12), (2, 9, 12)))
-    found = load_backend("compiled", torch.device("cpu"))(q, k, v, KeySpan([0], [9]), 0.3)
-    assert_close(found, attend_reference(q, k, v, KeySpan([0], [9]), 0.3))
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from specextend.attention.backends import attend_reference
-from specextend.attention.hybrid import merge_states
 from specextend.attention.plan import KeySpan
 from tests.attention import calls
 from tests.attention.calls import random_mask, regions
@@ -21,7 +20,7 @@ from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
-from specextend.attention.compiled import attend_compiled
+from specextend.attention.compiled.attend import attend_compiled
 
 ROOT = Path(__file__).parents[2]
 SCALE = 0.125
@@ -61,28 +60,6 @@ def test_in_fp32_it_is_the_reference(num_queries, lengths, heads, head_dim, kind
     assert_is_the_reference(q, k, v, KeySpan(starts, lengths, mask, kind == "causal"))
 
 
-def test_a_mask_may_be_wider_than_a_sequence():
-    """A batch has one mask, as wide as its longest sequence needs."""
-    mask = random_mask(2, 3, 70)
-    mask[0, :, :62] = False
-    q, k, v = tensors(2, 3, (4, 2), 100)
-    assert_is_the_reference(q, k, v, KeySpan([1, 20], [8, 80], mask))
-
-
-def test_a_band_hides_whole_blocks():
-    """Windows of a draft: no key of a block is visible to some queries, at the start and at the end."""
-    back = torch.arange(300)[:, None] + 90 - torch.arange(390)[None]
-    q, k, v = tensors(1, 300, (4, 2), 390)
-    assert_is_the_reference(q, k, v, KeySpan([0], [390], ((back >= 0) & (back < 70))[None]))
-
-
-def test_scores_may_be_large_and_rise():
-    """Every block rescales what came before it, and nothing overflows."""
-    q, k, v = tensors(1, 2, (4, 2), 900)
-    k *= torch.linspace(0, 60, 900)[None, :, None]
-    assert_is_the_reference(q, k, v, KeySpan([0], [900]))
-
-
 def test_the_error_in_bf16_is_that_of_torch():
     """Both round the weights to bf16 before they multiply the values."""
     q, k, v = (x.bfloat16() for x in tensors(1, 16, (9, 3), 2100))
@@ -97,18 +74,6 @@ def test_the_error_in_bf16_is_that_of_torch():
     assert error <= 1.2 * their_error
 
 
-@pytest.mark.parametrize(("num_queries", "head_dim"), [(1, 64), (16, 32), (300, 128)])
-def test_in_bf16_it_is_near_the_reference(num_queries, head_dim):
-    q, k, v = (x.bfloat16() for x in tensors(2, num_queries, (9, 3), 2000, head_dim))
-    span = KeySpan([3, 901], [num_queries + 77, num_queries + 700], causal=True)
-    (out, lse), (expected_out, expected_lse) = (
-        attend_compiled(q, k, v, span, SCALE),
-        attend_reference(q, k, v, span, SCALE),
-    )
-    torch.testing.assert_close(out, expected_out, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_query_that_sees_no_key_weighs_nothing(dtype):
     """An empty prefix, and a row of the mask without a key."""
@@ -121,16 +86,6 @@ def test_a_query_that_sees_no_key_weighs_nothing(dtype):
     assert lse[1, :2].isfinite().all()
     assert (out[0] == 0).all()
     assert (out[1, 2] == 0).all()
-
-
-def test_prefix_and_tail_merge_to_one_call():
-    """Hybrid tree attention is dense tree attention in two calls."""
-    q, k, v = tensors(1, 16, (9, 3), 700)
-    mask = random_mask(1, 16, 20)
-    whole, _ = attend_compiled(q, k, v, KeySpan([10], [670], mask), SCALE)
-    prefix = attend_compiled(q, k, v, KeySpan([10], [650]), SCALE)
-    tail = attend_compiled(q, k, v, KeySpan([660], [20], mask), SCALE)
-    torch.testing.assert_close(merge_states(*prefix, *tail), whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

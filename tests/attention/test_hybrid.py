@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -76,20 +74,6 @@ def test_prefill_in_chunks_equals_prefill_at_once(chunks, backend):
         done += chunk
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_level_deeper_in_the_tree_sees_its_ancestors_alone(backend):
-    """Drafting: the queries are the last of the masked rows; earlier levels are seen only along the path."""
-    starts, q, k, v = cache_rows([20 + 6], 2, (4, 2))
-    mask = torch.tensor([[[1, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 1]]], dtype=torch.bool)
-    for tree in ("dense", "hybrid"):
-        out = attend_plan(BACKENDS[backend], q, k, v, AttentionPlan(starts, [26], 2, mask, tree), SCALE)
-        for node in range(2):
-            visible = [starts[0] + row for row in (*range(20), *(20 + mask[0, node].nonzero().flatten()).tolist())]
-            seen = k[:, visible], v[:, visible]
-            alone = attend_reference(q[:, node : node + 1], *seen, KeySpan([0], [len(visible)]), SCALE)
-            torch.testing.assert_close(out[:, node : node + 1], alone[0], atol=1e-5, rtol=1e-5)
-
-
 def test_merging_is_attention_over_the_union():
     """Both ways round, and with weights that differ by hundreds in the exponent."""
     _, q, k, v = cache_rows([30], 3, (4, 2))
@@ -100,36 +84,7 @@ def test_merging_is_attention_over_the_union():
         torch.testing.assert_close(merge_states(*a, *b), whole, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lse", [-200.0, 0.0, 200.0])
-def test_merging_with_an_empty_side_returns_the_other(lse):
-    """An empty prefix has LSE -inf and a finite out; nothing of it may remain, not even a NaN."""
-    out, empty = torch.randn(2, 3, 4, 8), torch.zeros(2, 3, 4, 8)
-    some, none = torch.full((2, 3, 4), lse), torch.full((2, 3, 4), -math.inf)
-    assert torch.equal(merge_states(empty, none, out, some), out)
-    assert torch.equal(merge_states(out, some, empty, none), out)
-
-
-def test_a_merge_keeps_the_dtype_and_works_in_fp32():
-    """Weights rounded to bf16 would cost two digits in every layer."""
-    a, b = torch.ones(1, 4, dtype=torch.bfloat16), torch.zeros(1, 4, dtype=torch.bfloat16)
-    merged = merge_states(a, torch.tensor([0.0]), b, torch.tensor([1.0]))
-    assert merged.dtype == torch.bfloat16
-    assert torch.equal(merged, torch.full((1, 4), 1 / (1 + math.e)).bfloat16())
-
-
-def test_the_rows_a_forward_writes_are_the_last_of_each_sequence():
-    plan = AttentionPlan(starts=[256, 1024], lengths=[10, 3], num_new=2)
-    assert plan.new_rows(torch.device("cpu")).tolist() == [[264, 265], [1025, 1026]]
-
-
 def test_a_plain_step_is_one_call_without_a_mask():
     """One query sees every row: the baseline pays for no merge."""
     [span] = AttentionPlan([0, 512], [7, 300], 1).spans
     assert (span.lengths, span.mask, span.causal) == ([7, 300], None, False)
-
-
-def test_a_masks_additive_form_is_made_once_for_all_layers():
-    span = KeySpan([0], [5], mask=torch.ones(1, 2, 2, dtype=torch.bool))
-    cpu = torch.device("cpu")
-    assert span.bias(0, torch.float32, cpu) is span.bias(0, torch.float32, cpu)
-    assert span.bias(0, torch.bfloat16, cpu).dtype == torch.bfloat16

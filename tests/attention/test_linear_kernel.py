@@ -10,9 +10,9 @@ from tests.covering import covering
 
 pytest.importorskip("numba", reason="numba is the extra `cpu`")
 
-from specextend.attention import linear_kernel
-from specextend.attention.linear_kernel import BLOCK, DEPTH, ROWS, can_multiply, lay_out, multiply, takes
-from specextend.attention.vector_ir import processor_features
+from specextend.attention.compiled import products
+from specextend.attention.compiled.products import BLOCK, DEPTH, ROWS, can_multiply, lay_out, multiply
+from specextend.attention.compiled.vectors import processor_features
 
 pytestmark = pytest.mark.skipif(
     not {"avx512f", "avx512bf16"} <= processor_features(), reason="the kernel needs a processor with avx512_bf16"
@@ -55,39 +55,20 @@ def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(restored_
             assert torch.equal(multiply(x[rows], laid_out, exact_bias), together[rows])
 
 
-def test_leading_dimensions_stay_and_strides_do_not_matter():
-    x, weight, bias = tensors(12, 64, BLOCK)
-    expected = multiply(x, lay_out(weight), bias.float())
-    strided = x.T.contiguous().T
-    assert not strided.is_contiguous()
-    assert torch.equal(multiply(strided.view(3, 4, 64), lay_out(weight), bias.float()), expected.view(3, 4, BLOCK))
-    assert multiply(x[:0], lay_out(weight), bias.float()).shape == (0, BLOCK)
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [torch.zeros(BLOCK + 16, 8, dtype=torch.bfloat16), torch.zeros(BLOCK, 7, dtype=torch.bfloat16), torch.zeros(64, 8)],
-)
-def test_other_weights_are_refused(weight):
-    assert not takes(weight)
-    with pytest.raises(ValueError, match="the kernel takes bfloat16 weights"):
-        lay_out(weight)
-
-
 def test_a_kernel_that_cannot_be_made_or_is_wrong_is_not_offered(monkeypatch):
     """It is tried on the machine before anything is multiplied with it."""
     assert can_multiply()
     with monkeypatch.context() as patch:
-        patch.setattr(linear_kernel, "multiply", lambda x, weight, bias: 1.1 * multiply(x, weight, bias))
+        patch.setattr(products, "multiply", lambda x, weight, bias: 1.1 * multiply(x, weight, bias))
         assert not can_multiply()
     with monkeypatch.context() as patch:
-        patch.setattr(linear_kernel.vir, "processor_features", frozenset)
+        patch.setattr(products.vir, "processor_features", frozenset)
         assert not can_multiply()
 
     def fail() -> None:
         raise RuntimeError("no compiler for this processor")
 
-    monkeypatch.setattr(linear_kernel, "kernel", fail)
+    monkeypatch.setattr(products, "kernel", fail)
     assert not can_multiply()
 
 

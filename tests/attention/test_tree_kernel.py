@@ -46,32 +46,12 @@ def test_the_twin_is_attention_over_spans(kind):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_in_the_twin_bits_of_rows_before_the_start_do_not_count():
-    """A batch has one width of mask, and a drafter's bits may be anything there."""
-    q, k, v, starts, lengths, _, num_masked, scale = tree_call(64, (2, 2), 2, [0], "level", torch.float32)
-    mask = torch.zeros(1, 2, num_masked, dtype=torch.bool)
-    mask[..., -2:] = True
-    wide = mask.clone()
-    wide[..., : num_masked - 2] = True
-    found, expected = (
-        attend_tree_reference(q, k, v, starts, lengths, pack_mask(each), num_masked, scale) for each in (wide, mask)
-    )
-    torch.testing.assert_close(found, expected)
-    assert lengths.tolist() == [2]
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=128))
 def test_packing_puts_row_i_into_bit_i(row):
     """Bit 63 is the sign, and a row beyond the mask is not visible."""
     low, high = pack_mask(torch.tensor(row)[None, None]).flatten().tolist()
     bits = low % (1 << 64) + (high % (1 << 64) << 64)
     assert bits == sum(1 << i for i, seen in enumerate(row) if seen)
-
-
-@given(st.integers(1, 128), st.integers(1, 3), st.integers(0, 1000))
-def test_unpacking_undoes_packing(num_masked, num_queries, seed):
-    mask = torch.rand(2, num_queries, num_masked, generator=torch.Generator().manual_seed(seed)) < 0.5
-    assert torch.equal(unpack_mask(pack_mask(mask), num_masked), mask)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +136,3 @@ def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype, tmp_path
 )
 def test_the_merge_fits(head_dim, num_splits, capability, tmp_path):
     assert_fits(inspect(compile_merge(torch.bfloat16, head_dim, num_splits, capability), tmp_path), capability)
-
-
-def test_a_mask_of_128_rows_packs_into_two_words():
-    """The largest tree, and the largest causal chunk that the kernel takes."""
-    bits = pack_mask(torch.ones(1, 128, 128, dtype=torch.bool).tril())
-    assert bits[0, [0, 62, 63, 64, 127]].tolist() == [[1, 0], [2**63 - 1, 0], [-1, 0], [-1, 1], [-1, -1]]

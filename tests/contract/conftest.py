@@ -20,7 +20,7 @@ from tests.job.conftest import AT_ONCE_S, CONFIG, ROOT, Ended, environment, in_p
 from tests.job.conftest import call as call  # fixtures of this folder, too
 from tests.job.conftest import start as start
 
-NUM_ROWS = 13
+NUM_ROWS = 12
 SENTENCE = "The committee met and talked about the weather, then about number {}. "
 SAME = ("doc_id", "summary", "finish_reason", "num_prompt_tokens", "num_output_tokens", "num_dropped_tokens")
 """Columns of a summary that no fault may change; beside them those of the input."""
@@ -72,12 +72,22 @@ class Run:
     def output(self) -> Path:
         return self.folder / "output"
 
+    def options(self, **job: Any) -> dict[str, dict[str, Any]]:
+        """The sections of the configuration that differ from the file; `job` are options of `job.*`."""
+        return {
+            "input": {
+                "path": self.folder / "corpus.parquet",
+                "id_column": "null",
+                "passthrough": f"[{','.join(PASSTHROUGH)}]",
+            },
+            "output": {"path": self.output},
+            "prompt": {"max_prompt_tokens": 400},
+            "job": {"commit_every_s": AT_ONCE_S, "stall_s": 600, "document_deadline_s": 600} | job,  # for busy machines
+        }
+
     def arguments(self, **job: Any) -> list[str]:
-        """The command line behind the script; `job` are options of `job.*`."""
-        places = ["--input", str(self.folder / "corpus.parquet"), "--output", str(self.output)]
-        limits = {"commit_every_s": AT_ONCE_S, "stall_s": 600}  # a busy machine is no fault
-        columns = {"id_column": "null", "passthrough": f"[{','.join(PASSTHROUGH)}]"}
-        return [*places, *settings(input=columns, prompt={"max_prompt_tokens": 400}, job=limits | job)]
+        """The command line behind the script."""
+        return settings(**self.options(**job))
 
     def start(self, *command: str, address: str | None = None, **job: Any) -> subprocess.Popen[str]:
         """Start the job as a process on a Ray: that of the tests, if no other is named."""
@@ -100,11 +110,21 @@ class Run:
 
     def commits(self) -> dict[str, bytes]:
         """The files of the commits."""
-        return {path.name: path.read_bytes() for path in sorted((self.output / "_run" / "parts").glob("*.parquet"))}
+        return commits(self.output)
 
     def committed(self) -> list[tuple[int, int]]:
         """Keys of all rows of all commits."""
-        return [(row["file"], row["row"]) for row in rows(self.output / "_run" / "parts")]
+        return committed(self.output)
+
+
+def commits(output: Path) -> dict[str, bytes]:
+    """The files of the commits of a run."""
+    return {path.name: path.read_bytes() for path in sorted((output / "_run" / "parts").glob("*.parquet"))}
+
+
+def committed(output: Path) -> list[tuple[int, int]]:
+    """Keys of all rows of all commits of a run."""
+    return [(row["file"], row["row"]) for row in rows(output / "_run" / "parts")]
 
 
 @pytest.fixture

@@ -63,17 +63,6 @@ def test_a_b_a(draft, policy, other, backend, pair, alone):
     before.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_a_b_a_in_one_stream(draft, pair):
-    """The same through one call of `generate`, whose sequences take each other's place."""
-    engine = tiny_engine(pair, draft)
-    lengths = (200, 20, 200, 900, 200)
-    completions = run(engine, *(request(str(n), random_prompt(length), NEW) for n, length in enumerate(lengths)))
-    first, second, third = (completions[n] for n in (0, 2, 4))
-    assert first.token_ids == second.token_ids == third.token_ids
-    assert counts(first.stats) == counts(second.stats) == counts(third.stats)
-
-
 @pytest.mark.parametrize(("draft", "policy", "backend"), covering(DRAFTS, POLICIES, BACKENDS, strength=1))
 def test_sequences_join_and_leave(draft, policy, backend, pair, alone):
     """Seven requests through three places: each says what it says alone, whoever sits beside it."""
@@ -163,15 +152,6 @@ def test_a_request_that_waits_for_rows_can_be_cancelled(pair, alone):
     before.assert_nothing_is_left(batch=3, cancelled="waits")
 
 
-def test_cancelling_what_is_not_there_does_nothing(pair, alone):
-    """A lease that ended a moment ago; the next request may even have its name."""
-    engine = tiny_engine(pair)
-    engine.cancel("nobody")
-    assert run(engine, request("a", random_prompt(30), NEW))[0].token_ids == alone(30)
-    engine.cancel("a")
-    assert run(engine, request("b", random_prompt(30), NEW), request("a", random_prompt(30), NEW))[1].request_id == "a"
-
-
 @pytest.mark.parametrize(("draft", "call"), covering(DRAFTS, [1, 2, 20], strength=1))
 def test_a_request_that_fails_alone_is_an_error_and_the_next_one_runs(draft, call, pair, alone):
     """In prefill, and in the middle of a verification."""
@@ -203,16 +183,6 @@ def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(bl
     assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
 
 
-def test_a_token_that_the_model_does_not_know_fails_its_request_alone(pair, alone):
-    """An index error out of the embedding, in a batch that is running."""
-    engine = tiny_engine(pair, decoding__max_batch_size=2)
-    errors = []
-    requests = request("a", random_prompt(90), NEW), request("bad", [5, 10**6], NEW), request("b", random_prompt(30), 9)
-    completions = engine.generate(requests, lambda name, error: errors.append((name, type(error))))
-    assert {each.request_id: each.token_ids for each in completions} == {"a": alone(90), "b": alone(30, 9)}
-    assert errors == [("bad", IndexError)]
-
-
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     """A caller may stop listening; what runs is dropped."""
@@ -224,19 +194,6 @@ def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     completions.close()
     before.assert_nothing_is_left(batch=3)
     assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
-
-
-def test_a_failing_source_frees_everything(pair):
-    engine = tiny_engine(pair, decoding__max_batch_size=3)
-    before = fresh(engine)
-
-    def source():
-        yield request("a", random_prompt(90), NEW)
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        list(engine.generate(source()))
-    before.assert_nothing_is_left(batch=3)
 
 
 def test_none_means_go_on_with_what_runs(pair, alone):
@@ -256,10 +213,6 @@ def test_none_means_go_on_with_what_runs(pair, alone):
     completions = {each.request_id: each.token_ids for each in engine.generate(source())}
     assert completions == {"a": alone(90), "b": alone(30)}
     assert steps == list(range(steps[0], steps[0] + len(steps))), "a step between any two questions"
-
-
-def test_an_empty_source_gives_nothing(pair):
-    assert run(tiny_engine(pair)) == []
 
 
 @pytest.mark.parametrize("mode", ["autoregressive", "specextend"])
@@ -356,19 +309,3 @@ def test_output_ends_with_the_token_that_completes_a_stop_string(draft, pair, al
     assert completion.token_ids == alone(90)[:end]
     assert completion.finish_reason == "stop"
     assert completion.text == " ".join(words[:end]).partition(stop)[0]
-
-
-def test_stop_strings_and_settings_are_each_requests_own(pair, alone):
-    """Beside a request that stops and one that samples, a greedy one goes on."""
-    engine = tiny_engine(pair, decoding__max_batch_size=3)
-    first = f"t{alone(90)[0]}"
-    completions = run(
-        engine,
-        request("stops", random_prompt(90), NEW, stop=(first,)),
-        request("samples", random_prompt(90), NEW, temperature=1.5, seed=3),
-        request("greedy", random_prompt(90), NEW),
-    )
-    outputs = {each.request_id: each.token_ids for each in completions}
-    assert outputs["stops"] == alone(90)[:1]
-    assert outputs["greedy"] == alone(90)
-    assert outputs["samples"] != alone(90)

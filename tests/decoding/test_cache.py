@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.attention.plan import AttentionPlan
@@ -53,27 +52,6 @@ def test_regions_never_overlap_and_all_rows_come_back(num_blocks, actions):
     assert num_blocks == 0 or rows.take(num_blocks * ALIGNMENT) == Region(0, num_blocks * ALIGNMENT), "in one piece"
 
 
-def test_a_request_wider_than_every_gap_waits():
-    """Rows may be free in pieces that are too small each."""
-    rows = RowAllocator(3 * ALIGNMENT)
-    first, middle, last = (rows.take(1) for _ in range(3))
-    assert rows.take(1) is None
-    rows.give_back(first)
-    rows.give_back(last)
-    assert rows.take(ALIGNMENT + 1) is None
-    rows.give_back(middle)
-    assert rows.take(3 * ALIGNMENT) == Region(0, 3 * ALIGNMENT)
-
-
-def test_rows_given_back_twice_are_noticed():
-    """They would be lent to two sequences later."""
-    rows = RowAllocator(2 * ALIGNMENT)
-    region = rows.take(10)
-    rows.give_back(region)
-    with pytest.raises(AssertionError, match="given back twice"):
-        rows.give_back(region)
-
-
 def commit(cache: KVCache, first_rows: list[int], paths: list[list[int]]) -> None:
     """Commit paths of a proposal of 56 rows, all padded to the longest as verification pads them."""
     width = max(len(path) for path in paths)
@@ -89,23 +67,6 @@ def test_commit_packs_each_path_behind_its_prefix():
     assert rows[10:13] == [10, 12, 15]
     assert rows[:10] == list(range(10)), "the prefix stays"
     assert rows[100:] == list(range(100, 256)), "a root alone and a straight path stay where they are"
-
-
-def test_commit_reads_all_rows_before_it_writes_one():
-    """A path's source may be another node's target."""
-    cache = cache_with_row_numbers(256)
-    commit(cache, [0], [[0, 2, 3, 4, 9]])
-    assert rows_of(cache)[:5] == [0, 2, 3, 4, 9]
-
-
-@settings(max_examples=50)
-@given(st.lists(st.sets(st.integers(1, 50)), min_size=1, max_size=4))
-def test_commit_is_a_gather(paths):
-    cache = cache_with_row_numbers(256)
-    first_rows = [3 + 60 * b for b in range(len(paths))]
-    commit(cache, first_rows, [[0, *sorted(path)] for path in paths])
-    for first, path in zip(first_rows, paths, strict=True):
-        assert rows_of(cache)[first : first + len(path) + 1] == [first + node for node in [0, *sorted(path)]]
 
 
 def test_the_hook_writes_the_new_rows_and_hands_out_the_whole_layer():

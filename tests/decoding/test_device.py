@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import platform
 
-import pytest
 import torch
 
-from specextend.decoding import device
 from specextend.decoding.device import (
-    CPU,
-    GPU,
-    device_name,
     is_device_error,
     is_out_of_memory,
     make_current,
     processor_name,
-    traits_of,
     upload,
 )
-
-
-def test_every_device_but_a_cpu_is_served_as_a_gpu_is():
-    """Among them `meta`, on which tests count operators."""
-    assert traits_of(torch.device("cpu")) is CPU
-    assert traits_of(torch.device("cuda", 1)) is traits_of(torch.device("meta")) is GPU
 
 
 def test_an_upload_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch):
@@ -64,13 +52,3 @@ def test_generations_of_processors_with_one_name_are_told_apart():
     assert len({processor_name(arm) for arm in arms}) == 2
     assert processor_name(arms[0]).endswith(" (CPU implementer 0x41, CPU part 0xd0c)")
     assert processor_name("") == (platform.processor() or platform.machine())
-
-
-def test_this_machine_has_a_name():
-    assert device_name(torch.device("cpu")).strip()
-
-
-@pytest.mark.parametrize("call", [device.synchronise, device.release_cached, device.device_bytes])
-def test_on_a_cpu_there_is_nothing_to_wait_for_or_to_give_back(call):
-    """These must not import or start CUDA there."""
-    assert call(torch.device("cpu")) is None

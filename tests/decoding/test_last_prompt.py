@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from specextend.attention.backends import cpu_kernels
-from specextend.decoding.prefixes import LEAST_REUSED
-from tests.alive import fresh
+from specextend.decoding.prefill import LEAST_REUSED
 from tests.covering import each_once_then_slow
 from tests.decoding.prompts import NEW, rows_read, run
 from tests.tiny_models import random_prompt, request, tiny_engine
@@ -46,15 +45,6 @@ def test_the_target_reads_only_what_differs(pair):
     run(engine, *PROMPTS)
     assert [size for size in sizes if size > 1] == [500, 1024, 76 + 40, 3, 300, 501]
     assert sizes.count(1) == 1 + len(PROMPTS) * (NEW - 1), "one more where the last prompt is repeated"
-
-
-def test_rows_may_move_to_a_region_that_overlaps_theirs(pair, alone):
-    """The first two end together, so that the third begins where the first one was, and overlaps the second."""
-    prompts = [OTHER, DOCUMENT + QUESTIONS[0], DOCUMENT + QUESTIONS[1]]
-    engine = tiny_engine(pair, decoding__mode="autoregressive", decoding__max_batch_size=2)
-    outputs = run(engine, *prompts)
-    assert outputs[2].stats.num_cached_tokens == len(DOCUMENT)
-    assert [each.token_ids for each in outputs] == [alone(prompt) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -104,20 +94,6 @@ def test_a_prompt_whose_reading_failed_is_not_taken_over(pair, alone):
     assert outputs["b"].stats.num_cached_tokens == 0
 
 
-def test_a_list_that_the_caller_goes_on_using_is_another_prompt(pair, alone):
-    """A conversation that grows in one list: what it held when it was read counts."""
-    engine, prompt = tiny_engine(pair), list(DOCUMENT)
-
-    def conversation():
-        yield request("a", prompt, NEW)
-        prompt.extend(QUESTIONS[0])
-        yield request("b", prompt, NEW)
-
-    outputs = {each.request_id: each for each in engine.generate(conversation())}
-    assert outputs["b"].stats.num_cached_tokens == len(DOCUMENT)
-    assert outputs["b"].token_ids == alone(DOCUMENT + QUESTIONS[0])
-
-
 @pytest.mark.parametrize(("source", "target"), [(0, 512), (512, 0), (256, 256), (0, 256)])
 def test_rows_are_copied_between_regions_that_overlap(source, target, pair):
     cache = tiny_engine(pair, decoding__mode="autoregressive").target.cache
@@ -128,11 +104,3 @@ def test_rows_are_copied_between_regions_that_overlap(source, target, pair):
     others = torch.ones(cache.stored.shape[3], dtype=torch.bool)
     others[target : target + 700] = False
     assert torch.equal(cache.stored[:, :, :, others], before[:, :, :, others])
-
-
-def test_nothing_is_left_when_the_requests_end(pair):
-    engine = tiny_engine(pair, "eagle")
-    run(engine, OTHER)
-    before = fresh(engine)
-    run(engine, *PROMPTS[1:4])
-    before.assert_nothing_is_left()

@@ -7,7 +7,7 @@ import torch
 
 from specextend.decoding import limits
 from specextend.decoding.kept import cache_folder
-from specextend.decoding.limits import MachineLimits, count_work, load_limits, measure_copy, measure_limits
+from specextend.decoding.limits import MachineLimits, count_work, load_limits, measure_limits
 from specextend.models import DTYPES, TargetOptions, load_target, read_facts, skeleton
 from tests.tiny_models import FAMILIES, tiny_model, write_model
 
@@ -43,7 +43,7 @@ def test_the_highest_limits_that_were_measured_are_kept_for_the_device(monkeypat
     quiet, now = [False, True, True, True], [0.0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(limits, "measure_limits", lambda *_: MachineLimits(*measured.pop(0)))
-    monkeypatch.setattr(limits, "measure_undisturbed", lambda measure, patience_s: (measure()[0], quiet.pop(0)))
+    monkeypatch.setattr(limits, "measure_undisturbed", lambda measure, patience_s: (measure(), quiet.pop(0)))
     monkeypatch.setattr(limits.time, "time", lambda: now[0])
 
     def at(hour: float) -> MachineLimits:
@@ -55,8 +55,8 @@ def test_the_highest_limits_that_were_measured_are_kept_for_the_device(monkeypat
     assert at(0.9) == MachineLimits(1e10, 9e11), "it was quiet, so the next hour's starts do not"
     assert at(1.2) == at(2.1) == MachineLimits(1e10, 2e12)
     for path in cache_folder().glob("limits-*.json"):
-        path.write_text(path.read_text().replace("10000000000.0", '"fast"'))
-    assert at(2.15) == MachineLimits(3e9, 1e12), "what somebody damaged is measured again"
+        path.write_text(path.read_text()[:-20])
+    assert at(2.15) == MachineLimits(3e9, 1e12), "what was cut off is measured again"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -65,8 +65,3 @@ def test_limits_are_those_of_some_real_machine(dtype):
     found = measure_limits(torch.device("cpu"), DTYPES[dtype])
     assert 1e8 < found.read_bytes_per_s < 1e13
     assert 1e8 < found.flop_per_s < 1e15
-
-
-def test_a_copy_counts_what_it_reads_and_what_it_writes():
-    """Counting one of them would make every kernel look twice as near to the machine's limit."""
-    assert 1e8 < measure_copy(torch.device("cpu")) < 1e13

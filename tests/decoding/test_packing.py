@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specextend.decoding import packing
-from specextend.decoding.packing import CompiledLinear, PackedLinear, fastest, pack_if_faster, packings
+from specextend.decoding import layers as packing
+from specextend.decoding.layers import CompiledLinear, PackedLinear, fastest, linear_forms, pack_if_faster
 
 needs_bf16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 kernels for this processor"
@@ -61,7 +61,7 @@ def test_the_form_that_is_fastest_for_few_rows_is_taken_unless_prompts_pay_for_i
 @pytest.mark.parametrize("name", ["torch", "onednn", "compiled"])
 def test_a_module_keeps_its_results_in_every_form(name, monkeypatch):
     """Whatever a layer's sizes are: the compiled kernel takes the first and the last layer only."""
-    if name not in packings():
+    if name not in linear_forms():
         pytest.skip("the compiled kernel needs numba and a processor with avx512_bf16")
     torch.manual_seed(0)
     layers = [layer(64, 64, bias=True), nn.SiLU(), nn.Sequential(layer(40, 64), layer(128, 40))]

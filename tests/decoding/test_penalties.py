@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from specextend.decoding.penalties import NgramIndex, Penalties, penalties_of
+from specextend.decoding.penalties import NgramIndex, Penalties
 from tests.tiny_models import request
 
 VOCABULARY = 5
@@ -61,44 +61,21 @@ def as_transformers(penalty: float, size: int) -> LogitsProcessorList:
     return processors
 
 
-@given(TEXTS, TEXTS, st.sampled_from([0.5, 1.0, 1.3]), st.sampled_from([0, 1, 2, 3]), st.booleans(), st.data())
+@given(TEXTS, TEXTS, st.sampled_from([0.5, 1.0, 1.3]), st.sampled_from([0, 1, 2, 3]), st.data())
 @settings(max_examples=100, derandomize=True)
-def test_logits_behind_a_node_are_those_of_transformers_behind_its_tokens(prompt, output, penalty, size, every, data):
+def test_logits_behind_a_node_are_those_of_transformers_behind_its_tokens(prompt, output, penalty, size, data):
     """Bit for bit, so that no seed can tell them apart. A token that occurs twice is penalised once."""
     options = {"repetition_penalty": penalty, "no_repeat_ngram_size": size}
-    asked = request("a", prompt, repetition_scope="all" if every else "output", **options)
-    penalties = Penalties(asked, CPU)
+    penalties = Penalties(request("a", prompt, **options), CPU)
     for token_id in output:
         penalties.extend([token_id])
     token_ids, parents = data.draw(trees(output[-1]))
     logits = torch.randn(len(token_ids) + 2, VOCABULARY, generator=torch.Generator().manual_seed(len(output)))
     scores = penalties.apply(logits, token_ids, parents)
     for node in range(len(token_ids)):
-        text = (prompt if every else []) + output + path(token_ids, parents, node)
+        text = prompt + output + path(token_ids, parents, node)
         expected = as_transformers(penalty, size)(torch.tensor([text]), logits[node : node + 1].clone())
         assert torch.equal(scores[node : node + 1], expected)
-
-
-def test_the_models_own_logits_stay_as_they_are():
-    """They may be rows of a tensor that another sequence of the batch reads, too."""
-    logits = torch.ones(1, VOCABULARY)
-    scores = Penalties(request("a", [1, 2], repetition_penalty=2.0), CPU).apply(logits, [2], [-1])
-    assert scores.tolist() == [[1.0, 0.5, 0.5, 1.0, 1.0]]
-    assert logits.tolist() == [[1.0] * VOCABULARY]
-
-
-@pytest.mark.parametrize(
-    ("options", "has_some"),
-    [
-        ({}, False),
-        ({"repetition_scope": "output"}, False),
-        ({"repetition_penalty": 1.1}, True),
-        ({"no_repeat_ngram_size": 3}, True),
-    ],
-)
-def test_a_request_that_asks_for_none_has_none(options, has_some):
-    """Its step is then the one of a program that knows no penalties."""
-    assert (penalties_of(request("a", [1], **options), CPU) is not None) == has_some
 
 
 @pytest.mark.parametrize(
@@ -106,7 +83,6 @@ def test_a_request_that_asks_for_none_has_none(options, has_some):
     [
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, got 0.0"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be at least 0, got -1"),
-        ({"repetition_scope": "prompt"}, "repetition_scope must be all or output, got 'prompt'"),
     ],
 )
 def test_a_penalty_that_cannot_be_is_refused(options, message):

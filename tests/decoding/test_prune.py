@@ -69,10 +69,3 @@ def test_padding_stays_padding(trees, num_nodes):
     for b, size in enumerate(pruned.sizes):
         assert (pruned.parents[b, size:] == -1).all()
         assert (pruned.log_probs[b, size:] == -inf).all()
-
-
-def test_trees_that_are_small_enough_are_left_alone():
-    depths = torch.tensor([[0, 1]])
-    trees = DraftTrees(torch.tensor([[5, 6]]), depths - 1, depths, -depths.float(), [2])
-    assert prune(trees, 2) is trees
-    assert prune(trees, 1).token_ids.tolist() == [[5]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.retrieval import (
     CachePolicy,
     chunk_mass,
-    mean_mass,
     scored_layers,
     select_by_score,
     select_recent,
@@ -93,17 +91,6 @@ def test_the_newest_tokens_are_visible_though_nobody_attends_to_them():
     assert selection.positions(26, 4).tolist()[-6:] == [20, 21, 22, 23, 24, 25]
 
 
-def test_a_tie_goes_to_the_earlier_chunk():
-    assert select_by_score(mass_of(1, 1, 1, 1, 1, 1, 1), 28, SMALL).chunks.tolist() == [0, 1, 2, 6]
-
-
-def test_where_all_fits_all_is_visible():
-    """Scores decide nothing then, so `retrieval` is `full`."""
-    for num_tokens in range(1, 17):
-        selection = select_by_score(mass_of(*[1] * -(-num_tokens // 4)), num_tokens, SMALL)
-        assert selection.positions(num_tokens, 4).tolist() == list(range(num_tokens))
-
-
 @settings(max_examples=200)
 @given(options=tight_options(), num_tokens=st.integers(1, 900), seed=st.integers(0, 9))
 def test_the_budget_holds_for_every_length(options, num_tokens, seed):
@@ -138,26 +125,6 @@ def test_streaming_keeps_sinks_and_the_newest_within_the_same_budget(num_tokens,
     assert chunks[num_sinks:] == list(range(total - (len(chunks) - num_sinks), total))
 
 
-def test_streaming_drops_whole_chunks_so_slots_move_once_a_chunk():
-    """Every move turns every visible key; between two drops rows are only appended."""
-    policy = CachePolicy(CacheOptions(policy="streaming", chunk_size=4, top_k_chunks=3, sinks=4, recent=4))
-    stats = DecodingStats()
-    visible = policy.select(18, None, stats).tolist()
-    assert visible == [0, 1, 2, 3, *range(12, 18)]
-    due = [num_tokens for num_tokens in range(19, 23) if policy.is_due(num_tokens)]
-    assert due == [22]
-    assert policy.select(22, None, stats).tolist() == [0, 1, 2, 3, *range(16, 22)]
-    assert not policy.is_due(23)
-    assert stats == DecodingStats(), "nothing was retrieved"
-
-
-def test_full_shows_everything_and_never_asks_again():
-    policy = CachePolicy(CacheOptions(policy="full"))
-    assert policy.select(1000, None, DecodingStats()).tolist() == list(range(1000))
-    policy.count_step()
-    assert not any(policy.is_due(1000 + n) for n in range(200))
-
-
 def due_steps(options: CacheOptions, num_steps: int) -> list[int]:
     """The steps after which a selection is due, each one being made."""
     policy, stats, due = CachePolicy(options), DecodingStats(), []
@@ -175,21 +142,6 @@ def test_every_n_steps_is_every_n_steps():
     assert due_steps(SMALL, 12) == [3, 6, 9, 12]
 
 
-def test_once_is_once():
-    assert due_steps(CacheOptions(refresh="once", chunk_size=4, sinks=4, recent=4), 80) == []
-
-
-def test_a_selection_stays_due_until_somebody_can_make_it():
-    """After a pause of plain steps the view is as old as the text since it."""
-    policy = CachePolicy(SMALL)
-    policy.select(28, mass_of(*[1] * 7), DecodingStats())
-    due = []
-    for _ in range(4):
-        policy.count_step()
-        due.append(policy.is_due(28))
-    assert due == [False, False, True, True]
-
-
 def test_coverage_and_churn_by_hand():
     """Coverage counts forced chunks, churn does not; the retrieval of prefill has coverage and no churn."""
     policy, stats = CachePolicy(SMALL), DecodingStats()
@@ -202,22 +154,6 @@ def test_coverage_and_churn_by_hand():
     assert stats.retrieval_churn == pytest.approx(1 - 1 / 3)
     policy.select(28, mass_of(10, 30, 0, 30, 5, 5, 20), stats)
     assert stats.retrieval_churn == pytest.approx((2 / 3 + 0) / 2)
-
-
-def test_coverage_is_a_share_and_never_above_one():
-    """Shares in fp32 may add up to a little more."""
-    policy, stats = CachePolicy(SMALL), DecodingStats()
-    policy.select(8, mass_of(1, 1) * 1.000001, stats)
-    assert stats.retrieval_coverage == 1
-
-
-def test_where_nothing_is_left_to_choose_nothing_churns():
-    """All visible chunks forced: the union is empty, and that is no change."""
-    policy, stats = CachePolicy(SMALL), DecodingStats()
-    for _ in range(2):
-        policy.select(8, mass_of(1, 1), stats)
-    assert stats.retrieval_churn == 0
-    assert math.isclose(stats.retrieval_coverage or 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -246,25 +182,3 @@ def test_a_layer_that_the_target_lacks_is_refused(layer):
     """Python would count a list's end for it, or fail in the middle of the first document."""
     with pytest.raises(ValueError, match=rf"cache\.score_layers names layer {layer}, but the target has 30"):
         scored_layers(CacheOptions(score_layers=(-1, layer)), 30)
-
-
-def test_several_layers_are_trusted_alike():
-    """The mean of their shares: a layer with sharper logits does not outvote the others."""
-    generator = torch.Generator().manual_seed(0)
-    queries = [torch.randn(4, 8, generator=generator) * scale for scale in (1, 9)]
-    keys = [torch.randn(2, 50, 8, generator=generator) for _ in queries]
-    each = [slow_chunk_mass(*layer, 4, 0.5) for layer in zip(queries, keys, strict=True)]
-    expected = [sum(shares) / 2 for shares in zip(*each, strict=True)]
-    assert mean_mass(queries, keys, 4, 0.5).tolist() == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"refresh": "coverage"}, r"cache\.refresh must be one of every, once"),
-        ({"score_layers": ()}, r"cache\.score_layers must name at least one layer"),
-    ],
-)
-def test_a_mistyped_choice_is_refused(option, message):
-    with pytest.raises(ValueError, match=message):
-        CacheOptions(**option)

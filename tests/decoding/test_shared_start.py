@@ -7,7 +7,6 @@ import torch
 
 from specextend.attention.backends import cpu_kernels
 from specextend.decoding.device import CPU
-from tests.alive import fresh
 from tests.covering import each_once_then_slow
 from tests.decoding.prompts import NEW, rows_read, run
 from tests.tiny_models import random_prompt, request, tiny_engine
@@ -41,14 +40,6 @@ def test_the_target_reads_it_once(pair):
     assert [size for size in sizes if size > 1] == [70, 50, 30, 40]
 
 
-@pytest.mark.parametrize("prompt", [START, START[:20], [*START[:49], 3, 3], [9]])
-def test_a_prompt_with_nothing_behind_the_start_is_read_as_it_is(prompt, pair, alone):
-    """The first new token needs the last state of the prompt, which is not kept."""
-    engine = tiny_engine(pair)
-    engine.share_start(START)
-    assert [each.token_ids for each in run(engine, [*START, 5], prompt)] == [alone([*START, 5]), alone(prompt)]
-
-
 def test_a_long_start_is_shared_up_to_a_chunk(pair, alone):
     """An instruction with many examples; the rows that are kept stay small beside the cache."""
     start = random_prompt(CPU.prefill_chunk + 100)
@@ -58,15 +49,6 @@ def test_a_long_start_is_shared_up_to_a_chunk(pair, alone):
     prompts = [start + random_prompt(30), random_prompt(300), start + random_prompt(40)]
     assert [each.token_ids for each in run(engine, *prompts)] == [alone(prompt) for prompt in prompts]
     assert [size for size in sizes if size >= 100] == [CPU.prefill_chunk, 130, 300, 140]
-
-
-def test_no_start_is_no_start(pair):
-    """A model without a chat template, and an instruction that begins with the document."""
-    engine = tiny_engine(pair)
-    engine.share_start([])
-    sizes = rows_read(engine)
-    run(engine, random_prompt(70), random_prompt(70))
-    assert [size for size in sizes if size > 60] == [70, 70]
 
 
 def test_a_failure_while_it_is_read_keeps_nothing(pair, alone):
@@ -86,13 +68,3 @@ def test_a_failure_while_it_is_read_keeps_nothing(pair, alone):
     [completion] = engine.generate(requests, lambda name, error: errors.append((name, str(error))))
     assert errors == [("fails", "attention failed")]
     assert completion.token_ids == alone(prompt)
-
-
-def test_after_the_first_request_nothing_more_is_left(pair):
-    """The copy stays; everything else goes with its request."""
-    engine = tiny_engine(pair, "eagle")
-    engine.share_start(START)
-    run(engine, START + random_prompt(30))
-    before = fresh(engine)
-    run(engine, START + random_prompt(200), START + random_prompt(8))
-    before.assert_nothing_is_left()

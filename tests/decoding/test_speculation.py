@@ -10,7 +10,6 @@ from specextend.decoding.speculation import (
     FIRST_PAUSE,
     KNOWN_STEPS,
     LARGEST_CREDIT,
-    LARGEST_DEBT,
     LONGEST_PAUSE,
     PROBATION_STEPS,
     TRIAL_STEPS,
@@ -118,30 +117,6 @@ def test_many_documents_pay_for_one_first_try():
     assert lost <= 0.025 * num_tokens + 5 * COST
 
 
-def test_a_new_document_expects_what_the_last_ones_showed():
-    """After documents whose draft was trusted with reason, the next speculates at once; after bad ones it does not."""
-    for accepted, wanted in (([1, 2] * 20, {0}), ([0] * 400, set())):
-        account = Experience()
-        run(Speculation(), accepted, account)
-        state = account.begin()
-        assert not state.on_trial
-        assert who_speculates([state], verify_s, lambda _: DRAFT, in_credit=False) == wanted
-
-
-def test_credit_does_not_pile_up():
-    """A thousand tokens won do not pay for a thousand lost later."""
-    account = Experience()
-    run(Speculation(), [2] * 1000, account)
-    assert account.balance == LARGEST_CREDIT
-
-
-def test_debt_does_not_pile_up_either():
-    """A step that a neighbour held up for a second is no reason to give up for a thousand tokens."""
-    account = Experience()
-    account.observe(NUM_ROWS, EXPECTED, 0, cost=100.0)
-    assert account.balance == -LARGEST_DEBT
-
-
 def test_it_comes_back_when_acceptance_does():
     """Text that jumps and later copies: the first good try ends the plain steps, and the next pause is short again."""
     state, account = Speculation(), Experience()
@@ -152,24 +127,6 @@ def test_it_comes_back_when_acceptance_does():
     assert back <= 150
     assert all(active[back:])
     assert not all(run(state, [0] * 40, account))
-
-
-def test_a_falling_draft_is_given_up_though_it_was_good():
-    """Evidence fades: 50 good steps do not outweigh the last 20."""
-    state, account = Speculation(), Experience()
-    assert all(run(state, [1] * 50, account))
-    assert not run(state, [0] * 30, account)[-1]
-
-
-def test_cheaper_steps_end_a_pause_at_once():
-    """A batch that shrank, or cheaper drafting: what is known of the draft is weighed against the new costs."""
-    state, account = Speculation(), Experience()
-    run(state, [1, 0] * 40, account)
-    assert state.active
-    run(state, [1, 0], account, draft=2.0)
-    assert not state.active
-    step(state, 1, account, draft=0.0)
-    assert state.active
 
 
 def test_a_free_draft_that_proposes_nothing_is_kept():
@@ -196,42 +153,6 @@ def test_a_batch_speculates_where_its_sum_pays():
     assert who_speculates(states, verify_s, lambda _: DRAFT, in_credit=True) == {0, 1, 2}
     assert who_speculates(states[:1], verify_s, lambda _: DRAFT, in_credit=True) == set()
     assert who_speculates([known(0.3), known(0.3), known(0.3)], verify_s, lambda _: DRAFT, in_credit=True) == set()
-
-
-def test_estimates_that_were_too_good_are_doubted():
-    """5% more tokens a second than plain steps: enough in credit, not after losses."""
-    states = [known(0.47)]
-    assert who_speculates(states, verify_s, lambda _: DRAFT, in_credit=True) == {0}
-    assert who_speculates(states, verify_s, lambda _: DRAFT, in_credit=False) == set()
-    assert who_speculates([known(0.7)], verify_s, lambda _: DRAFT, in_credit=False) == {0}
-
-
-def test_the_costs_of_the_present_batch_decide():
-    """Trees of three rows paid one at a time; where many sequences share a step, rows cost more."""
-    states = [known(1.0)]
-    assert who_speculates(states, verify_s, lambda _: DRAFT, in_credit=True) == {0}
-    assert who_speculates(states, lambda rows: rows, lambda _: DRAFT, in_credit=True) == set()
-
-
-def test_a_hopeless_sequence_of_a_batch_is_not_drafted_for():
-    """The others speculate without it: a draft for two costs less than one for three."""
-    states = [known(1.5), known(0.0), known(1.0)]
-    assert who_speculates(states, verify_s, lambda count: 0.05 * count, in_credit=True) == {0, 2}
-
-
-def test_a_new_sequence_is_tried_beside_paused_ones():
-    """It has shown nothing yet; the others stay where they are."""
-    states = [known(0.1, active=False), Speculation(), known(0.1, active=False)]
-    assert who_speculates(states, verify_s, lambda _: DRAFT, in_credit=True) == {1}
-
-
-def test_no_try_begins_without_credit():
-    """The pause is over, and speculation has lost what it may lose."""
-    state = known(0.1, active=False)
-    while not state.pause_is_over:
-        state.observe_plain()
-    assert who_speculates([state], verify_s, lambda _: DRAFT, in_credit=False) == set()
-    assert who_speculates([state], verify_s, lambda _: DRAFT, in_credit=True) == {0}
 
 
 @given(

@@ -14,27 +14,10 @@ TABLE = CostTable(
 )
 
 
-def test_a_line_goes_through_its_points():
-    constant, slope = fit_line([512, 6000, 2048], [0.04 + 1e-5 * length for length in (512, 6000, 2048)])
-    assert (constant, slope) == (pytest.approx(0.04), pytest.approx(1e-5))
-
-
 @pytest.mark.parametrize(("lengths", "seconds"), [([512], [0.04]), ([512, 2048], [0.05, 0.03])])
 def test_a_line_never_falls(lengths, seconds):
     """One short cache gives a single point, and a busy moment a line that would make long prompts free."""
     assert fit_line(lengths, seconds) == (pytest.approx(0.04), 0.0)
-
-
-def test_no_line_begins_at_nothing():
-    """A forward is never free; one line's zero once met another's, and a step's cost was divided by it."""
-    constant, slope = fit_line([512, 2048], [0.001, 0.009])
-    assert constant == pytest.approx(0.005)
-    assert slope == 0.0
-
-
-def test_rows_between_two_sizes_cost_as_the_larger():
-    """Tiles are filled whole, and a captured graph has one size."""
-    assert TABLE.seconds("dense", 5, [1000]) == TABLE.seconds("dense", 16, [1000]) == pytest.approx(0.057)
 
 
 def test_a_batch_costs_its_rows_once_and_its_prefixes_each():
@@ -69,14 +52,6 @@ def test_steps_correct_the_table():
         costs.observe_verify(1, [1000], plain)
     assert costs.verify_s(16, [1000]) == pytest.approx(1.5 * tree, rel=0.05)
     assert costs.verify_s(1, [1000]) == pytest.approx(plain, rel=0.05)
-
-
-def test_one_held_up_step_moves_little():
-    """A neighbour's burst makes a step forty times slower; that is no reason to stop speculating."""
-    costs = StepCosts(TABLE)
-    before = costs.verify_s(16, [1000])
-    costs.observe_verify(16, [1000], 40 * before)
-    assert costs.verify_s(16, [1000]) <= 1.1 * before * (1 + 1e-9)
 
 
 def test_drafting_costs_what_it_was_seen_to():

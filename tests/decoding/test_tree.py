@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable
 
 import pytest
@@ -113,17 +111,6 @@ def test_the_tree_is_the_best_nodes_of_all(seed, depth, nodes, adaptive):
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
-def test_every_sequence_of_a_batch_gets_the_tree_it_gets_alone(adaptive):
-    """Flat and sharp distributions side by side: the narrow one is padded, its tree must not notice."""
-    tables = [random_table(1, sharpness=0.3), random_table(2, sharpness=3.0), random_table(3, sharpness=9.0)]
-    options = TreeOptions(nodes=9, depth=5, threshold=0)
-    together, _ = grow(tables, options, adaptive=adaptive)
-    for table, tree in zip(tables, together, strict=True):
-        [alone], _ = grow([table], options, adaptive=adaptive)
-        assert list(weights_of(tree).items()) == list(weights_of(alone).items())
-
-
 @settings(max_examples=60)
 @given(
     seeds=st.lists(st.integers(0, 99), min_size=1, max_size=3),
@@ -141,20 +128,6 @@ def test_fixed_shapes_give_the_adaptive_tree(seeds, nodes, depth, sharpness):
     for a, b in zip(adaptive, fixed, strict=True):
         assert weights_of(a) == weights_of(b)
         assert torch.equal(a.parents, b.parents)
-
-
-def test_the_last_level_is_used():
-    """It costs a forward of the draft; the public code drafts it and throws it away."""
-    [tree], draft = grow([chain_table(0.99)], TreeOptions(nodes=6, depth=6, threshold=0))
-    assert tree.depths.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert draft.num_calls == 5
-
-
-def test_one_level_needs_no_expansion():
-    """Level 0 comes from the root's own logits."""
-    [tree], draft = grow([chain_table(0.5)], TreeOptions(nodes=2, depth=1, threshold=0))
-    assert draft.num_calls == 0
-    assert tree.token_ids.tolist()[:2] == [100, 1]
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
@@ -181,22 +154,6 @@ def test_drafting_stops_when_a_level_gains_too_little(threshold, num_levels):
     assert draft.num_calls == num_levels - 1
 
 
-def test_a_sequence_that_gains_keeps_the_batch_drafting():
-    """The threshold looks at the best of the batch: the others lose nothing by waiting."""
-    flat = lambda path: torch.zeros(4)  # noqa: E731
-    options = TreeOptions(nodes=6, depth=6, threshold=0.5)
-    _, alone = grow([flat], options)
-    _, together = grow([flat, chain_table(0.99)], options)
-    assert (alone.num_calls, together.num_calls) == (1, 5)
-
-
-def test_a_tree_of_fewer_nodes_than_asked_for_is_what_there_is():
-    """Two levels of two tokens have six nodes, whatever `tree.nodes` says."""
-    table = random_table(5, vocab_size=2)
-    [tree], _ = grow([table], TreeOptions(nodes=50, depth=2, threshold=0))
-    assert set(weights_of(tree)) == {*itertools.product(range(2), repeat=1), *itertools.product(range(2), repeat=2)}
-
-
 def test_a_reduced_draft_proposes_its_own_token_ids():
     """Its logits number a vocabulary of its own; tree and expansion speak the target's."""
     vocabulary = torch.tensor([11, 7, 42])
@@ -207,13 +164,6 @@ def test_a_reduced_draft_proposes_its_own_token_ids():
     )
     assert set(weights_of(tree)) == {(7,), (7, 7), (7, 7, 7), (42,)}
     assert {token_id for token_id, _ in draft.expanded[0]} <= {7, 42, 11}
-
-
-def test_weights_only_shrink_along_a_path():
-    """Why ancestors are always in the set; rounding must not break it."""
-    for seed in range(20):
-        [tree], _ = grow([random_table(seed, sharpness=20.0)], TreeOptions(nodes=12, depth=6, threshold=0))
-        assert (tree.log_probs[1:] <= tree.log_probs[tree.parents[1:]]).all()
 
 
 @given(st.lists(st.lists(st.integers(0, 10**6), min_size=7, max_size=7), min_size=1, max_size=3))
@@ -227,12 +177,6 @@ def test_a_node_sees_itself_and_its_ancestors_alone(draws):
             while (at := parents[at]) >= 0:
                 path.add(at)
             assert {other for other, visible in enumerate(seen[node]) if visible} == path
-
-
-def test_a_plain_step_is_a_tree_of_its_root():
-    [tree] = roots_only([17], torch.device("cpu"))
-    assert (tree.token_ids.tolist(), tree.parents.tolist(), tree.depths.tolist()) == ([17], [-1], [0])
-    assert math.exp(tree.log_probs.item()) == 1
 
 
 def test_sequences_without_a_proposal_stand_among_the_others():

@@ -14,8 +14,10 @@ from specextend.data.audit_rows import read_audits
 from specextend.data.storage import resolve
 from specextend.decoding.engine import Engine
 from specextend.loading import load_engine
-from tests.faults.conftest import CONFIG, NUM_ROWS, RealJob
+from tests.contract.conftest import NUM_ROWS
+from tests.faults.conftest import RealJob
 from tests.faults.engines import MortalEngine, is_audit, note_received
+from tests.job.conftest import CONFIG
 
 pytestmark = pytest.mark.slow
 SETTINGS = ["decoding.audit_fraction=1", "decoding.max_batch_size=3"]

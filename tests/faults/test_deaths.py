@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from specextend.cluster.exits import EXIT_DONE
-from tests.faults.conftest import RealJob, twice
+from tests.faults.conftest import RealJob, each
 from tests.faults.engines import DiesOnce, note_received
 
 
-@twice("decoding", "prefill", "finished")
+@each("decoding", "prefill", "finished")
 def test_a_worker_killed_at_any_moment_changes_no_summary(real_job: RealJob, undisturbed, tmp_path: Path, kind: str):
     """The kernel's out-of-memory killer: the summaries are those of a run to which nothing happened."""
     marker = tmp_path / "killed"

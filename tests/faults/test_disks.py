@@ -13,7 +13,8 @@ import ray
 
 from specextend.cluster.exits import EXIT_DONE, OutputError, RefusedError
 from tests.cluster.conftest import Job
-from tests.faults.conftest import parts, twice
+from tests.contract.conftest import commits
+from tests.faults.conftest import each
 from tests.faults.engines import WordyEngine
 from tests.job.conftest import wait_for
 
@@ -89,7 +90,7 @@ def at_row(run: Job, number: int, action: Callable[[], None]) -> None:
     run.screen.on_show = look
 
 
-@twice("full", "read-only", fast=0)
+@each("full", "read-only", fast=0)
 def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_completes_it(job, disk: Path, kind: str):
     """Half a part must not pass for a whole one, and what was committed before must not be done again."""
     fault = FAULTS[kind]()
@@ -100,16 +101,16 @@ def test_a_disk_that_takes_no_more_files_ends_the_run_in_one_line_and_a_resume_c
     ) as said:
         run.run()
     assert "\n" not in str(said.value)
-    kept = parts(run.output)
+    kept = commits(run.output)
     assert 0 < len(kept) < len(TEXTS)
     fault.is_mended(disk)
     assert run.run() == EXIT_DONE
-    assert parts(run.output).items() >= kept.items()
+    assert commits(run.output).items() >= kept.items()
     assert list(run.summaries()) == [f"d{row}" for row in range(len(TEXTS))]
     assert not list(run.output.rglob(".*.tmp")), "nor is anything left of what broke off"
 
 
-@twice("full", "read-only", fast=2)
+@each("full", "read-only", fast=2)
 def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_loaded(job, disk: Path, kind: str):
     """Not after ten minutes of loading one."""
     fault = FAULTS[kind]()
@@ -122,7 +123,7 @@ def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_l
     fault.is_mended(disk)
 
 
-@twice("object store", fast=0)
+@each("object store", fast=0)
 def test_a_full_object_store_stops_nobody(job, kind: str):
     """Whoever shares the cluster may fill it; long results go through it, and Ray makes room on the disk."""
     ballast = [ray.put(os.urandom(8 << 20)) for _ in range(16)]  # 128 MiB into 80

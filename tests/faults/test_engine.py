@@ -13,8 +13,8 @@ from specextend.decoding.device import is_out_of_memory
 from specextend.decoding.drafter import Decided
 from specextend.decoding.engine import Engine
 from tests.alive import fresh
-from tests.faults.conftest import rows
 from tests.faults.scarce import Breaks, Forward, Memory, Scarce, before_forwards, run_out
+from tests.job.conftest import rows
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
 LENGTHS = (300, 37, 129, 90)
@@ -199,8 +199,7 @@ def test_a_document_that_never_fits_is_an_error_row_and_its_worker_lives_on(real
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(2))
-def test_a_dead_device_ends_its_process_and_another_takes_over(attempt, real_job, undisturbed, tmp_path: Path):
+def test_a_dead_device_ends_its_process_and_another_takes_over(real_job, undisturbed, tmp_path: Path):
     """After a device error every later call fails: the worker must go, and is not asked again."""
     assert real_job.run(Breaks("device", tmp_path / "broken"), max_attempts=5) == EXIT_DONE
     assert real_job.result() == undisturbed

@@ -12,9 +12,10 @@ import pytest
 
 from specextend.cluster.exits import EXIT_DONE
 from tests.cluster.conftest import Job
-from tests.faults.conftest import ROOT, RealJob, committed, environment, parts, start, twice
+from tests.contract.conftest import committed
+from tests.faults.conftest import RealJob
 from tests.faults.nodes import CPUS, Nodes, thaw
-from tests.job.conftest import DYING_DRIVER, LONGEST_S, wait_for_pause
+from tests.job.conftest import DYING_DRIVER, LONGEST_S, ROOT, environment, wait_for_pause
 
 TEXTS = [f"text number {number} " * 5 for number in range(40)]
 
@@ -52,8 +53,8 @@ def all_done_once(run: Job) -> None:
     assert len(committed(run.output)) == len(TEXTS), "a late result was committed beside the one that counts"
 
 
-@twice("removed", fast=0)
-def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes, kind: str):
+@pytest.mark.slow
+def test_a_node_that_is_removed_charges_no_document(job, nodes: Nodes):
     """A reclaimed machine is nobody's fault: its documents are done elsewhere, at their first attempt."""
     first = nodes.add()
     run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
@@ -97,8 +98,8 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes: Nodes):
     assert not noted(run, "died")
 
 
-@twice("hung", fast=0)
-def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, kind: str):
+@pytest.mark.slow
+def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes):
     """Its documents are with another worker by then: only what the driver still waits for may be committed."""
     first = nodes.add()
     run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0, stall_s=5, max_attempts=20)
@@ -129,8 +130,8 @@ def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes, 
     assert len({row["worker"] for row in run.summaries().values()}) >= 2
 
 
-@twice("declared dead", fast=0)
-def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes: Nodes, kind: str):
+@pytest.mark.slow
+def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes: Nodes):
     """After about a minute Ray calls it dead. What it says when it wakes up is too late."""
     first = nodes.add()
     run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0)
@@ -162,7 +163,7 @@ def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes:
 def other_cluster():
     """A cluster in processes of its own: its address, and the process that started them."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    process = subprocess.Popen([sys.executable, "-m", "tests.job.nodes"], env=environment("local"), cwd=ROOT, **pipes)
+    process = subprocess.Popen([sys.executable, "-m", "tests.job.nodes"], env=environment(), cwd=ROOT, **pipes)
     address, family = process.stdout.readline().strip(), psutil.Process(process.pid)
     process.stdin.write("add\n")
     process.stdin.flush()
@@ -171,12 +172,12 @@ def other_cluster():
     process.communicate(timeout=LONGEST_S)
 
 
-@twice("head", fast=0)
-def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, undisturbed, other_cluster, kind: str):
+@pytest.mark.slow
+def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, undisturbed, other_cluster):
     """Ray ends a driver whose head is gone, without an exception: what was committed is what counts."""
     address, cluster = other_cluster
     moment = ("SIGSTOP", "after", "*/_run/parts/part-*", "2")
-    process = start(real_job, DYING_DRIVER, *moment, address=address, commit_every_s=0)
+    process = real_job.start(DYING_DRIVER, *moment, address=address, commit_every_s=0)
     wait_for_pause(process)
     family = cluster.children(recursive=True)
     [head] = filter(is_head, family)
@@ -188,8 +189,8 @@ def test_the_head_dies_and_a_run_on_another_cluster_goes_on(real_job: RealJob, u
     process.communicate(timeout=LONGEST_S)
     thaw(workers)
     assert process.returncode not in (0, 2, 3, 4, 5)
-    kept = parts(real_job.output)
+    kept = real_job.commits()
     assert not (real_job.output / "_SUCCESS").exists()
     assert real_job.run(commit_every_s=0) == EXIT_DONE
     assert real_job.result() == undisturbed
-    assert parts(real_job.output).items() >= kept.items()
+    assert real_job.commits().items() >= kept.items()

@@ -53,8 +53,7 @@ class LacksTheMount:
 
 @needs_root
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(2))
-def test_what_most_workers_cannot_read_another_one_does(attempt, job, tmp_path: Path):
+def test_what_most_workers_cannot_read_another_one_does(job, tmp_path: Path):
     """They fail at once and ask for more: the whole corpus could become error rows in a second.
 
     The others decode nothing until one of them has failed: the worker that reads would be done with all.
@@ -89,8 +88,7 @@ def write_unnoticed(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(2))
-def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(attempt, job, monkeypatch):
+def test_rows_that_turn_bad_under_a_run_are_error_rows_and_nothing_else_is(job, monkeypatch):
     """Who repairs the file has them done alone."""
     monkeypatch.setattr(scheduler, "PAUSE_S", 0.1)
     run: Job = job(TEXTS[:9], workers=2)

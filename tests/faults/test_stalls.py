@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specextend import config
-from specextend.cluster import pool
+from specextend.cluster import workers
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
 from specextend.cluster.progress import MOST_NAMES, StallGuard
 from specextend.config import RunConfig
@@ -19,7 +19,6 @@ from tests.cluster.fakes import FakeEngine
 from tests.faults.nodes import CPUS, Nodes
 from tests.faults.scarce import Breaks
 
-ROUNDS = [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(2)]
 GOOD = [f"text number {number} " * (number + 1) for number in range(4)]
 
 
@@ -31,10 +30,7 @@ class NeverReady:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attempt", range(2))
-def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(
-    attempt, real_job, undisturbed, tmp_path: Path
-):
+def test_a_worker_that_hangs_is_killed_and_its_documents_are_done_by_another(real_job, undisturbed, tmp_path: Path):
     """A kernel that never returns, in the middle of a batch: the outputs are what they would have been."""
     assert real_job.run(Breaks("hang", tmp_path / "hung"), stall_s=12, max_attempts=5) == EXIT_DONE
     assert real_job.result() == undisturbed
@@ -73,7 +69,7 @@ class LoadsTheSecondTime:
 @pytest.mark.slow
 def test_a_worker_that_hangs_while_it_loads_is_replaced(job, monkeypatch, tmp_path: Path):
     """It kept its GPU for the rest of the night, and the run went on with one worker less."""
-    monkeypatch.setattr(pool, "START_S", 10.0)
+    monkeypatch.setattr(workers, "START_S", 10.0)
     run = job(GOOD)
     assert run.run(LoadsTheSecondTime(tmp_path / "hung")) == EXIT_DONE
     notes = [note for note in run.screen.notes if "could not be built" in note]
@@ -85,7 +81,7 @@ def test_a_worker_that_hangs_while_it_loads_is_replaced(job, monkeypatch, tmp_pa
 @pytest.mark.slow
 def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, monkeypatch, nodes: Nodes):
     """A cluster may take ten minutes to grow, and its models a minute to load."""
-    monkeypatch.setattr(pool, "START_S", 10.0)
+    monkeypatch.setattr(workers, "START_S", 10.0)
     run = job(GOOD, cpus_per_worker=CPUS)
     began = time.monotonic()
 
@@ -99,8 +95,7 @@ def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, monkeypatch, n
     assert run.run() == EXIT_DONE
 
 
-@pytest.mark.parametrize("attempt", ROUNDS)
-def test_a_job_in_which_no_worker_comes_up_fails_and_names_what_waits(attempt, job, monkeypatch):
+def test_a_job_in_which_no_worker_comes_up_fails_and_names_what_waits(job, monkeypatch):
     """Without an end of its own it would wait until somebody looks."""
     monkeypatch.setattr(config, "LEAST_SILENCE_S", 1.0)
     run = job(GOOD)

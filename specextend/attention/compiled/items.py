@@ -1,7 +1,7 @@
 """Attention of one work item: some rows of a key head, over a split of the keys or all of them; compiled by numba.
 
 Blocks of keys are laid out in scratch memory, multiplied with tiles of rows and weighed by an online softmax. Splits
-are added up in order. `element` is an argument that is only a type, as in `block_kernels`.
+are added up in order. `element` is an argument that is only a type, as in `blocks`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numba
 import numpy as np
 from numba.core import types
 
-from specextend.attention import block_kernels, vector_ir
-from specextend.attention.block_kernels import (
+from specextend.attention.compiled import blocks
+from specextend.attention.compiled import vectors as vir
+from specextend.attention.compiled.blocks import (
     BLOCK,
     HEADER,
     MAX_WIDTH,
@@ -41,7 +42,7 @@ from specextend.attention.block_kernels import (
     unit_columns,
     weigh,
 )
-from specextend.attention.vector_ir import LANES, VECTOR_BYTES
+from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
 
 SPLIT = 512
 """Keys whose results are added up before those of the next ones; a multiple of BLOCK."""
@@ -315,7 +316,7 @@ def work(element: Any, call: Any) -> None:
 @cache
 def kernel(element: type) -> Any:
     """Compile `work` for an element, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    sources = [Path(file).read_bytes() for file in (__file__, block_kernels.__file__, vector_ir.__file__)]
+    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, vir.__file__)]
     version = (element(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)

@@ -1,4 +1,4 @@
-"""What `item_kernels` does with a block of keys and a tile of rows, in LLVM IR.
+"""What `items` does with a block of keys and a tile of rows, in LLVM IR.
 
 All memory is given by address, and strides are in bytes. Blocks of keys lie in scratch memory in *units* of 32 bits,
 whose meaning is the `element`, an argument that is only a type:
@@ -21,8 +21,18 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from specextend.attention import vector_ir as vir
-from specextend.attention.vector_ir import FLOATS, LANES, UNITS, VECTOR_BYTES, Value, address, emitted, load, store
+from specextend.attention.compiled import vectors as vir
+from specextend.attention.compiled.vectors import (
+    FLOATS,
+    LANES,
+    UNITS,
+    VECTOR_BYTES,
+    Value,
+    address,
+    emitted,
+    load,
+    store,
+)
 
 BLOCK = 64
 """Keys that are laid out at once: four vectors of scores."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from specextend.cluster.exits import WorkersFailError
-from specextend.cluster.roster import (
+from specextend.cluster.workers import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MAX_FAILED_STARTS,

@@ -1,7 +1,8 @@
-"""The pool of workers: it starts and calls Ray actors for the driver, and turns their answers into plain events."""
+"""The workers of a run: which to start, replace or give up (`Roster`), and their Ray actors (`Pool`)."""
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import time
 from collections.abc import Callable
@@ -25,12 +26,27 @@ from ray.exceptions import (
 )
 
 from specextend.cluster.display import Pace
+from specextend.cluster.exits import WorkersFailError
 from specextend.cluster.leases import Lease
-from specextend.cluster.messages import EngineBrokenError, Failed, Outcome, WorkerInfo, WorkerReport
+from specextend.cluster.messages import (
+    Begun,
+    CallLost,
+    Died,
+    Draining,
+    Dying,
+    EngineBrokenError,
+    Event,
+    Failed,
+    Polled,
+    Ready,
+    Returned,
+    StartFailed,
+    WorkerInfo,
+)
 from specextend.cluster.progress import AwakeClock
 from specextend.cluster.worker import EngineFactory, worker_actor
 from specextend.config import RunConfig
-from specextend.core import first_line
+from specextend.core import counted, first_line
 from specextend.data.source import Source
 
 POLL_S = 2.0
@@ -45,83 +61,119 @@ START_S = 1800.0
 """Seconds that a worker may take to load its models, from when it has a process, before it is replaced."""
 VERDICT_S = 5.0
 """Seconds to wait, after a worker is gone, for Ray to report that its whole node is."""
+MAX_FAILED_STARTS = 5
+"""Workers that cannot be built in a row on one seat, while no other worker is ready, before the run is given up."""
+MAX_FRUITLESS_DEATHS = 50
+"""Workers that die in a row, with no document done in between, before the run is given up."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+PATIENCE_S = 600.0
+"""Seconds during which a worker that is being built counts as coming; a cluster may have no room for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A worker has a process: the cluster had room for it."""
+class Roster:
+    """Up to `size` workers: each that dies is replaced, after a growing pause if the new one cannot be built. Pure."""
 
-    worker: str
+    def __init__(self, size: int) -> None:
+        self._vacant = list(range(size))
+        """Seats without a worker, in order. A worker that dies leaves its seat to its successor."""
+        self._not_before = [0.0] * size
+        self._num_failures = [0] * size
+        """Workers in a row that could not be built, by seat."""
+        self._seats: dict[str, int] = {}
+        self._asked: dict[str, float] = {}
+        """The workers that are not ready yet, and when each was asked for."""
+        self._ready: dict[str, None] = {}
+        self._num_started = self._num_fruitless = 0
+        self._is_of_use = False
 
+    @property
+    def num_ready(self) -> int:
+        """Count the workers that take leases."""
+        return len(self._ready)
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A worker's models are loaded."""
+    def ready_workers(self) -> list[str]:
+        """Name the workers that take leases."""
+        return list(self._ready)
 
-    worker: str
-    info: WorkerInfo
+    def due(self, now: float, num_wanted: int) -> list[str]:
+        """Name the new workers to start now, so that there are no more in all than are wanted."""
+        room = max(0, num_wanted - len(self._seats))
+        names: list[str] = []
+        for seat in [seat for seat in self._vacant if self._not_before[seat] <= now][:room]:
+            self._num_started += 1
+            names.append(name := f"worker-{self._num_started}")
+            self._seats[name], self._asked[name] = seat, now
+            self._vacant.remove(seat)
+        return names
 
+    def not_needed(self, num_wanted: int) -> list[str]:
+        """Name the workers that need not be built any more, the last asked for first."""
+        surplus = max(0, len(self._seats) - num_wanted)
+        return list(reversed(self._asked))[:surplus]
 
-@dataclass(frozen=True, slots=True)
-class StartFailed:
-    """A worker's models could not be loaded."""
+    def num_coming(self, now: float) -> int:
+        """Count the workers that are being built and not overdue."""
+        return sum(now - asked < PATIENCE_S for asked in self._asked.values())
 
-    worker: str
-    reason: str
+    def seat(self, worker: str) -> int:
+        """Return the number of a worker's seat, from 1, which its successor takes over."""
+        return self._seats[worker] + 1
 
+    def ready(self, worker: str) -> None:
+        """Note that a worker's models are loaded."""
+        self._num_failures[self._seats[worker]] = 0
+        self._asked.pop(worker, None)
+        self._ready[worker] = None
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """A lease has its outcome."""
+    def leave_out(self, worker: str) -> None:
+        """Keep a worker that takes no documents, because its successor would run at the same place."""
+        self._ready.pop(worker, None)
 
-    worker: str
-    lease: Lease
-    outcome: Outcome
+    def let_go(self, worker: str) -> None:
+        """Note that a worker was ended because it is of no use any more."""
+        self._empty(worker)
 
+    def failed(self, worker: str, reason: str, now: float) -> float:
+        """Note that a worker could not be built. Returns the seconds until the next try.
 
-@dataclass(frozen=True, slots=True)
-class CallLost:
-    """A lease's call ended without outcome while its worker lives: it was cancelled, or lost on the way."""
+        Raises WorkersFailError after too many failures.
+        """
+        seat = self._empty(worker)
+        self._num_failures[seat] += 1
+        num_failures = self._num_failures[seat]
+        if num_failures >= MAX_FAILED_STARTS and not self.num_ready:
+            raise WorkersFailError(f"workers cannot be built, {num_failures} tries in a row failed: {reason}")
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (num_failures - 1))
+        self._not_before[seat] = now + pause
+        return pause
 
-    worker: str
-    lease: Lease
-    reason: str
+    def died(self, worker: str, reason: str, *, is_explained: bool = False) -> None:
+        """Note that a worker which had been ready is gone. Raises WorkersFailError if workers only die.
 
+        is_explained: others have died over its documents. Such documents run at the end, when nothing else gets done
+        in between, so such deaths count only if no document was ever done.
+        """
+        self._empty(worker)
+        if is_explained and self._is_of_use:
+            return
+        self._num_fruitless += 1
+        if self._num_fruitless >= MAX_FRUITLESS_DEATHS:
+            died = counted(self._num_fruitless, "worker") + " died"
+            raise WorkersFailError(f"{died} and no document was done between: {reason}")
 
-@dataclass(frozen=True, slots=True)
-class Polled:
-    """A worker's progress."""
+    def document_done(self) -> None:
+        """Note that a document is done, so that the workers are of use."""
+        self._is_of_use = True
+        self._num_fruitless = 0
 
-    worker: str
-    report: WorkerReport
-
-
-@dataclass(frozen=True, slots=True)
-class Draining:
-    """A worker's node is about to go: a spot instance that is reclaimed, or one that is taken out of the cluster."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dying:
-    """A worker is gone. The `Died` that follows says what that means for its leases."""
-
-    worker: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """The verdict on a worker that is gone."""
-
-    worker: str
-    reason: str
-    with_node: bool
-    """True if its node is down or out of reach, so that no document is to blame."""
-
-
-Event = Begun | Ready | StartFailed | Returned | CallLost | Polled | Draining | Dying | Died
+    def _empty(self, worker: str) -> int:
+        """Leave a worker's seat to its successor, and return its number."""
+        seat = self._seats.pop(worker)
+        self._asked.pop(worker, None)
+        self._ready.pop(worker, None)
+        bisect.insort(self._vacant, seat)
+        return seat
 
 
 @dataclass(frozen=True, slots=True)

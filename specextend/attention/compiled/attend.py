@@ -2,7 +2,7 @@
 
 The queries of all heads that share a key head are *rows* of one matrix product, so a key is read once for all of them.
 Work is divided into items: a sequence, a key head, up to `ROWS` rows and, where few rows would leave threads without
-work, a split of `SPLIT` keys. The threads of torch's own pool take items in turn; `item_kernels` is what they do.
+work, a split of `SPLIT` keys. The threads of torch's own pool take items in turn; `items` is what they do.
 
 The result for a query is bitwise the same whatever other queries are in the call and however many threads there are,
 as long as the span of keys is the same.
@@ -22,11 +22,11 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention import vector_ir
-from specextend.attention.block_kernels import BLOCK, HEADER
-from specextend.attention.item_kernels import LAYOUT, SPLIT, divide, kernel
+from specextend.attention.compiled import vectors
+from specextend.attention.compiled.blocks import BLOCK, HEADER
+from specextend.attention.compiled.items import LAYOUT, SPLIT, divide, kernel
+from specextend.attention.compiled.threads import num_workers, run_on
 from specextend.attention.plan import KeySpan
-from specextend.attention.threads import num_workers, run_on
 
 ROWS = 96
 """Rows of an item at most; a multiple of TILE."""
@@ -35,7 +35,7 @@ ITEMS_PER_WORKER = 4
 
 ELEMENTS: dict[torch.dtype, type] = {
     torch.float32: np.float32,
-    torch.bfloat16: np.uint32 if "avx512bf16" in vector_ir.processor_features() else np.uint16,
+    torch.bfloat16: np.uint32 if "avx512bf16" in vectors.processor_features() else np.uint16,
 }
 
 

@@ -12,7 +12,7 @@ from specextend import Summarizer, load_engine
 from specextend.core import Completion, Document, DocumentKey, Request
 from specextend.data.inputs import DocumentError, Row
 from specextend.data.prompts import Prompts
-from specextend.long_documents import Round, Summary, advance, summarize
+from specextend.document_requests import Round, Summary, advance, summarize
 from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, tiny_config
 

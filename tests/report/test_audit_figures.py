@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from specextend.data.audit_rows import AUDIT_SCHEMA
-from specextend.report.references import audit_figures
+from specextend.report.figures import audit_figures
 
 ROW = {
     "file": 0,

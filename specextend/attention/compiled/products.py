@@ -26,11 +26,11 @@ from numba.core import types
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention import block_kernels
-from specextend.attention import vector_ir as vir
-from specextend.attention.block_kernels import TILE, add_to, copy_row, product
-from specextend.attention.threads import num_workers, run_on
-from specextend.attention.vector_ir import LANES, VECTOR_BYTES, Value, address, emitted, load, store
+from specextend.attention.compiled import blocks
+from specextend.attention.compiled import vectors as vir
+from specextend.attention.compiled.blocks import TILE, add_to, copy_row, product
+from specextend.attention.compiled.threads import num_workers, run_on
+from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES, Value, address, emitted, load, store
 
 VECTORS = 4
 """Vectors of outputs in a block."""
@@ -112,7 +112,7 @@ def work(element: Any, call: Any) -> None:
 @cache
 def kernel() -> Any:
     """Compile `work`, or read it from numba's cache on disk: a function of a `RECORD`'s address."""
-    sources = [Path(file).read_bytes() for file in (__file__, block_kernels.__file__, vir.__file__)]
+    sources = [Path(file).read_bytes() for file in (__file__, blocks.__file__, vir.__file__)]
     version = (_ELEMENT(0), hashlib.sha256(b"".join(sources)).hexdigest())  # numba caches by this file alone
 
     @numba.cfunc(types.void(types.CPointer(numba.from_dtype(RECORD))), cache=True)

@@ -1,0 +1,1 @@
+"""Kernels for a CPU that numba compiles; README.md explains them."""
