@@ -118,6 +118,12 @@ def test_a_time_is_that_of_the_clock_on_the_wall(text: str, expected: datetime):
     assert parse_time(text, NOON) == expected.astimezone()
 
 
+def test_a_time_with_a_zone_is_of_that_zone():
+    """For a cluster whose clocks are elsewhere."""
+    found = parse_time("2026-11-24T08:00+02:00", NOON)
+    assert found.utcoffset() == timedelta(hours=2)
+
+
 @pytest.mark.slow
 def test_a_calibration_of_the_real_pair_in_a_process_of_its_own(tmp_path: Path):
     """A private Ray is started and ended for it; the demo's documents are decoded and nothing is written."""
