@@ -29,7 +29,8 @@ $(VENV)/.done: pyproject.toml constraints.txt
 
 demo: setup models
 	rm -rf $(DEMO)
-	$(PY) jobs/summarize.py --config configs/smollm2.yaml --input examples/demo --output $(DEMO) --set job.cpus_per_worker=$(CPUS)
+	$(PY) jobs/summarize.py --config configs/smollm2.yaml --input examples/demo --output $(DEMO) \
+		--set input.id_column=doc_id --set 'input.passthrough=[reference_summary, length_bucket]'
 
 # One test process for each core, with one thread each.
 test test-slow test-all: export HF_HUB_OFFLINE := 1
