@@ -29,8 +29,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 
 demo: setup models
 	rm -rf $(DEMO)
-	$(PY) jobs/summarize.py --config configs/smollm2.yaml --input examples/demo --output $(DEMO) \
-		--set input.id_column=doc_id --set 'input.passthrough=[reference_summary, length_bucket]'
+	$(PY) jobs/summarize.py --config configs/smollm2.yaml --input examples/demo --output $(DEMO) --set job.cpus_per_worker=$(CPUS)
 
 # One test process for each core, with one thread each.
 test test-slow test-all: export HF_HUB_OFFLINE := 1
@@ -55,7 +54,5 @@ lint: setup
 	$(PY) -m mypy
 
 bench: setup models
-	$(PY) jobs/bench.py compare --config configs/smollm2.yaml --documents examples/govreport.parquet \
-		--set input.id_column=doc_id --per-bucket 5 \
-		--max-new-tokens 128 --sides autoregressive,specextend,draft,ngram,transformers,transformers-lookup,llama.cpp \
-		--json out/compare.json
+	mkdir -p out
+	$(PY) jobs/bench.py benchmarks/compare.yaml --json out/compare.json

@@ -37,7 +37,6 @@ prepare_environment(os.environ)  # before anything imports ray
 
 from scripts.simulated_cluster import BATCH, Notice, SimulatedClock, SimulatedCluster, SimulatedNode  # noqa: E402
 from specextend.cluster.committing import Committer, rows_per_commit  # noqa: E402
-from specextend.cluster.decode_rows import EXTRA_LEASES  # noqa: E402
 from specextend.cluster.display import Display  # noqa: E402
 from specextend.cluster.driver import Driver  # noqa: E402
 from specextend.cluster.estimates import Estimates, RowSet  # noqa: E402
@@ -47,8 +46,9 @@ from specextend.cluster.lock import OutputLock  # noqa: E402
 from specextend.cluster.metrics import Metrics  # noqa: E402
 from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
 from specextend.cluster.records import Attempt  # noqa: E402
-from specextend.cluster.roster import Roster  # noqa: E402
+from specextend.cluster.run import EXTRA_LEASES  # noqa: E402
 from specextend.cluster.scheduler import Scheduler  # noqa: E402
+from specextend.cluster.workers import Roster  # noqa: E402
 from specextend.config import JobOptions, RunConfig  # noqa: E402
 from specextend.core import Completion, DocumentKey  # noqa: E402
 from specextend.data.audit_rows import AuditWriter  # noqa: E402

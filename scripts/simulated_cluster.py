@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specextend.cluster.leases import Lease
-from specextend.cluster.messages import Done, WorkerInfo, WorkerReport
-from specextend.cluster.pool import (
+from specextend.cluster.messages import (
     CallLost,
     Died,
+    Done,
     Draining,
     Dying,
     Event,
@@ -26,8 +26,10 @@ from specextend.cluster.pool import (
     Ready,
     Returned,
     StartFailed,
-    poll_every_s,
+    WorkerInfo,
+    WorkerReport,
 )
+from specextend.cluster.workers import poll_every_s
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
 

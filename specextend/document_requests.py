@@ -1,17 +1,185 @@
-"""From a row of the input to a request for the engine, and from the engine's errors to the document's."""
+"""From a row of the input to requests for the engine and to its summary: one request, or rounds of parts and merges.
+
+`summarize` is a generator, so that who runs the engine decides how: a worker waits for each request, a `Summarizer`
+decodes those of many documents at once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 from specextend.config import RunConfig
-from specextend.core import Request, SamplingParams, first_line
+from specextend.core import Completion, Request, SamplingParams, first_line
+from specextend.data.chunks import ChunkPrompts, Part, TextSpan
 from specextend.data.inputs import DocumentError, Row
-from specextend.data.prompts import Prompt
+from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 from specextend.decoding.device import is_out_of_memory
+from specextend.stats import DecodingStats, ratio
 
 OUT_OF_MEMORY = "OutOfMemoryError"
 """Error class of a document that does not fit into memory, whichever allocator says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Requests that can be decoded at the same time. Their outcomes are sent back in the same order."""
+
+    requests: tuple[Request, ...]
+    is_last: bool
+    """True if the summary comes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSummary:
+    """The summary of a part of a document."""
+
+    span: TextSpan
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The summary of a document, with the counts of all that was decoded for it."""
+
+    request: Request
+    """The one that made the text."""
+    completion: Completion
+    prompt: Prompt
+    """Says how much of the document was read: all of it, in parts."""
+    last: Completion
+    """With the counts of that request alone."""
+    chunks: tuple[ChunkSummary, ...] = ()
+    """Of a document that was read in parts, in order."""
+    num_requests: int = 1
+    """Parts and merges."""
+
+    @property
+    def chunk_rows(self) -> list[dict[str, Any]] | None:
+        """Return the parts as values of the column `chunk_summaries`; None for a document that fits into one prompt."""
+        return [
+            {**chunk.span._asdict(), "text": chunk.text, "finish_reason": chunk.finish_reason} for chunk in self.chunks
+        ] or None
+
+    def timed(self, total_s: float) -> Summary:
+        """Return the summary of a document that took `total_s` seconds: in parts, several at a time.
+
+        Those are divided as the engine's time for it was: into `ttft_s` for reading and `decode_s` for writing.
+        """
+        if not self.chunks:
+            return self
+        stats = self.completion.stats
+        reading = stats.prefill_s + stats.draft_prefill_s
+        ttft_s = total_s * (ratio(reading, reading + stats.step_s) or 0.0)
+        timed = replace(stats, ttft_s=ttft_s, decode_s=total_s - ttft_s)
+        return replace(self, completion=replace(self.completion, stats=timed))
+
+
+Outcomes = Sequence[Completion | DocumentError]
+Rounds = Generator[Round, Outcomes, Summary]
+
+
+def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Rounds:
+    """Yield the requests for a document, round by round, take their outcomes, and return the summary.
+
+    name: of the document; the ids of its requests begin with it, and with a colon behind it if there are several.
+    Raises DocumentError for a document that cannot be summarised, also one that the engine has failed over.
+    """
+    limit = max_new_tokens_of(config, row)
+    try:
+        prompt = prompts.render(row.document.text, limit, row.instruction)
+    except PromptTooLongError:
+        if prompts.options.length_policy != "chunk":
+            raise
+        return (yield from _Chunked(config, prompts, row, name).rounds())
+    request = document_request(config, row, prompt, name)
+    [outcome] = yield Round((request,), is_last=True)
+    completion = _checked(outcome)
+    return Summary(request, completion, prompt, completion)
+
+
+def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
+    """Send outcomes to a document's rounds, None at first; return the next round or, after the last, the summary."""
+    try:
+        return next(rounds) if outcomes is None else rounds.send(outcomes)
+    except StopIteration as end:
+        summary: Summary = end.value
+        return summary
+
+
+def check_chunks(config: RunConfig, prompts: Prompts) -> None:
+    """Raise ValueError if no document could be summarised in parts. Rows with limits of their own are not judged."""
+    if config.prompt.length_policy == "chunk" and config.input.max_new_tokens_column is None:
+        ChunkPrompts(prompts).check(config.decoding.max_new_tokens)
+
+
+def shared_start(config: RunConfig, prompts: Prompts) -> list[int]:
+    """Return the tokens that all prompts of a run begin with: rows and parts may have instructions of their own."""
+    has_others = config.input.instruction_column is not None or config.prompt.length_policy == "chunk"
+    return prompts.frame_token_ids if has_others else prompts.start_token_ids
+
+
+class _Chunked:
+    """A document that is summarised in parts."""
+
+    def __init__(self, config: RunConfig, prompts: Prompts, row: Row, name: str) -> None:
+        self._config, self._prompts, self._row, self._name = config, prompts, row, name
+        self._chunks = ChunkPrompts(prompts)
+        self._limit = max_new_tokens_of(config, row)
+        self._stats = DecodingStats()
+        self._num_requests = 0
+
+    def rounds(self) -> Rounds:
+        """Yield the parts, then merges until one is left."""
+        row = self._row
+        parts = self._chunks.parts(row.document.text, self._limit, row.instruction)
+        outcomes = yield self._round([part.prompt for part in parts], is_last=False)
+        summaries = [
+            self._counted(outcome, f"part {number} of {len(parts)} (characters {part.span.begin} to {part.span.end})")
+            for number, (part, outcome) in enumerate(zip(parts, outcomes, strict=True), 1)
+        ]
+        texts = [completion.text for completion in summaries]
+        while True:
+            prompts = self._chunks.merges(texts, self._limit, row.instruction)
+            step = self._round(prompts, is_last=len(prompts) == 1)
+            merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
+            if step.is_last:
+                return self._summary(step.requests[0], merged[0], parts, summaries)
+            texts = [completion.text for completion in merged]
+
+    def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
+        first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
+        requests = [
+            document_request(self._config, self._row, prompt, f"{self._name}:{first + number}")
+            for number, prompt in enumerate(prompts)
+        ]
+        return Round(tuple(requests), is_last)
+
+    def _counted(self, outcome: Completion | DocumentError, step: str) -> Completion:
+        """Add the counts of a request to the document's. Raises DocumentError that names the step if it failed."""
+        if isinstance(outcome, DocumentError):
+            raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
+        self._stats.add(outcome.stats)
+        return outcome
+
+    def _summary(
+        self, request: Request, last: Completion, parts: Sequence[Part], summaries: Sequence[Completion]
+    ) -> Summary:
+        chunks = tuple(
+            ChunkSummary(part.span, completion.text, completion.finish_reason)
+            for part, completion in zip(parts, summaries, strict=True)
+        )
+        prompt = Prompt(request.prompt_token_ids, 0, "chunk")
+        return Summary(request, replace(last, stats=self._stats), prompt, last, chunks, self._num_requests)
+
+
+def _checked(outcome: Completion | DocumentError) -> Completion:
+    if isinstance(outcome, DocumentError):
+        raise outcome
+    return outcome
 
 
 def document_seed(run_seed: int, doc_id: str) -> int:

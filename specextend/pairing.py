@@ -10,7 +10,6 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from specextend.attention.hf import IMPLEMENTATION
@@ -23,9 +22,8 @@ from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.draft_options import DraftKind, DraftOptions
-from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
-from specextend.drafters.eagle_network import EagleNetwork, PublishedNetwork
-from specextend.drafters.formats import FLOATS, is_ours, read_head, read_vocabulary, read_weights, weight_files
+from specextend.drafters.eagle_network import EagleNetwork
+from specextend.drafters.formats import FLOATS, HeadShape, read_head, read_vocabulary, read_weights, weight_files
 from specextend.drafters.merged import MergedDrafter
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.self_draft import SelfDrafter
@@ -180,30 +178,25 @@ def reduced_vocabulary(draft: DraftOptions) -> ReducedVocabulary | None:
 
 
 def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
-    tokens = None
-    try:
-        if is_ours(draft.model):
-            config = load_eagle_config(draft.model)
-            hidden_size, vocab_size, tokens = config.hidden_size, config.vocab_size, config.tokens_sha256
-        else:
-            hidden_size, vocab_size = _check_published(draft.model, facts)
-    except ValueError as error:
-        raise ModelError(str(error)) from None
-    _check_equal("hidden_size", draft.model, hidden_size, facts.name, facts.hidden_size)
-    _check_equal("vocab_size", draft.model, vocab_size, facts.name, facts.vocab_size)
-    _check_same_tokens(draft.model, tokens, target)
-
-
-def _check_published(folder: str, facts: ModelFacts) -> tuple[int, int]:
-    """Check a published head's own parts; return the hidden size and vocabulary size of the target it was made for."""
-    head = read_head(folder)
-    rope_frequencies(head.rope, head.head_dim, folder)
-    read_vocabulary(head)
+    head = _read_head(draft)
+    rope_frequencies(head.rope, head.head_dim, draft.model)
     try:
         head.hidden_layers(facts.num_layers)
     except ValueError as error:
-        raise ModelError(f"draft {folder} does not fit target {facts.name}: {error}") from None
-    return head.target_hidden_size, head.vocab_size
+        raise ModelError(f"draft {draft.model} does not fit target {facts.name}: {error}") from None
+    _check_equal("hidden_size", draft.model, head.target_hidden_size, facts.name, facts.hidden_size)
+    _check_equal("vocab_size", draft.model, head.vocab_size, facts.name, facts.vocab_size)
+    _check_same_tokens(draft.model, head.tokens_sha256, target)
+
+
+def _read_head(draft: DraftOptions) -> HeadShape:
+    """Read what a head is, and check its vocabulary. Raises ModelError in one line."""
+    try:
+        head = read_head(draft.model)
+        read_vocabulary(head)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    return head
 
 
 def _check_model(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
@@ -248,19 +241,15 @@ def _hash_model(draft: DraftOptions) -> str:
 
 
 def _size_eagle(draft: DraftOptions) -> DraftSize:
+    head = _read_head(draft)
     headers = (read_safetensors_header(file) for file in weight_files(Path(draft.model)))
     tensors = [info for header in headers for info in header.values() if info.dtype in FLOATS]
     count = sum(math.prod(info.shape) for info in tensors)
-    if is_ours(draft.model):
-        own = load_eagle_config(draft.model)
-        num_copied_rows = own.draft_vocab_size or 0  # of the target's LM head
-        num_heads, head_dim = own.num_kv_heads + (own.copy_heads or 0), own.head_dim
-        count += num_copied_rows * own.hidden_size
-    else:
-        head = read_head(draft.model)
-        num_heads, head_dim = head.num_kv_heads, head.head_dim
-    num_layers_read = 1 if is_ours(draft.model) else head.num_layers_read
-    return DraftSize(count, _NUM_CACHES * 2 * num_heads * head_dim, num_layers_read)
+    if head.is_ours and head.draft_vocab_size < head.vocab_size:  # it copies rows of the target's LM head
+        count += head.draft_vocab_size * head.hidden_size
+    return DraftSize(
+        count, _NUM_CACHES * 2 * (head.num_kv_heads + head.copy_heads) * head.head_dim, head.num_layers_read
+    )
 
 
 def _size_model(draft: DraftOptions) -> DraftSize:
@@ -268,24 +257,17 @@ def _size_model(draft: DraftOptions) -> DraftSize:
     return DraftSize(num_parameters(draft.model, draft.revision), _NUM_CACHES * facts.kv_numbers_per_token)
 
 
-def _load_eagle(draft: DraftOptions, setting: DraftSetting) -> DraftNetwork:
-    return _load_own(draft.model, setting) if is_ours(draft.model) else _load_published(draft.model, setting)
-
-
-def _load_own(folder: str, setting: DraftSetting) -> EagleNetwork:
-    target = setting.target
-    weights = load_file(f"{folder}/{WEIGHTS_FILE}", device=str(target.device))
-    cast = {name: weight.to(target.dtype) if weight.is_floating_point() else weight for name, weight in weights.items()}
-    return EagleNetwork(load_eagle_config(folder), cast, target, setting.lm_head, setting.num_rows)
-
-
-def _load_published(folder: str, setting: DraftSetting) -> PublishedNetwork:
-    head = read_head(folder)
-    rope = rope_frequencies(head.rope, head.head_dim, folder)
-    hidden_layers = head.hidden_layers(setting.target.config.num_hidden_layers)
-    weights, vocabulary = read_weights(head, str(setting.target.device)), read_vocabulary(head)
-    return PublishedNetwork(
-        head, weights, vocabulary, setting.target, setting.lm_head, setting.num_rows, rope, hidden_layers
+def _load_eagle(draft: DraftOptions, setting: DraftSetting) -> EagleNetwork:
+    head, target = read_head(draft.model), setting.target
+    return EagleNetwork(
+        head,
+        read_weights(head, str(target.device)),
+        read_vocabulary(head),
+        target,
+        setting.lm_head,
+        setting.num_rows,
+        rope_frequencies(head.rope, head.head_dim, draft.model),
+        head.hidden_layers(target.config.num_hidden_layers),
     )
 
 

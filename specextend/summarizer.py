@@ -18,10 +18,18 @@ from specextend.data.quality import assess
 from specextend.data.schema import result_row
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
-from specextend.document_requests import as_document_error
+from specextend.document_requests import (
+    Round,
+    Rounds,
+    Summary,
+    advance,
+    as_document_error,
+    check_chunks,
+    shared_start,
+    summarize,
+)
 from specextend.inbox import in_order
 from specextend.loading import load_engine
-from specextend.long_documents import Round, Rounds, Summary, advance, check_chunks, shared_start, summarize
 
 
 class Summarizer:

@@ -11,25 +11,28 @@ from specextend.cluster.committing import Committer
 from specextend.cluster.display import Display, Fact, Pace, lease_facts, place_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
 from specextend.cluster.leases import GivenUp, Lease, Place, Spot
-from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo
-from specextend.cluster.metrics import Metrics
-from specextend.cluster.pool import (
+from specextend.cluster.messages import (
     Begun,
     CallLost,
     Died,
+    Done,
     Draining,
     Dying,
     Event,
+    Failed,
+    Outcome,
     Polled,
-    Pool,
     Ready,
     Returned,
     StartFailed,
+    Suspected,
+    WorkerInfo,
 )
+from specextend.cluster.metrics import Metrics
 from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, StallGuard
 from specextend.cluster.records import Attempt
-from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
+from specextend.cluster.workers import Pool, Roster
 from specextend.config import JobOptions
 from specextend.core import DocumentKey, counted
 from specextend.data.inputs import DocumentError, InputUnreachableError

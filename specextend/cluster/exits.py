@@ -176,9 +176,9 @@ class Interrupt:
             raise InterruptedRunError(self._reason)
 
     @property
-    def is_told(self) -> bool:
-        """Return True once the run was told to stop."""
-        return self._reason is not None
+    def reason(self) -> str:
+        """Return why the run was told to stop; empty if it was not."""
+        return self._reason or ""
 
     def tell(self, reason: str) -> None:
         """Tell the run to stop."""

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mean
 
 import numpy as np
 
@@ -20,11 +21,11 @@ from specextend.cluster.cluster import connected, settle_cores
 from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.leases import Lease
-from specextend.cluster.messages import Done
-from specextend.cluster.pool import CallLost, Died, Event, Polled, Pool, Ready, Returned, StartFailed
+from specextend.cluster.messages import CallLost, Died, Done, Event, Polled, Ready, Returned, StartFailed
 from specextend.cluster.prepare import Prepared, check_machine
 from specextend.cluster.progress import StallGuard
 from specextend.cluster.worker import CheckedFactory, EngineFactory
+from specextend.cluster.workers import Pool
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, counted
 from specextend.loading import load_engine
@@ -94,9 +95,9 @@ def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> 
     told = [cost for cost in costs if cost.num_prompt_tokens and cost.num_output_tokens]
     if len(told) < MIN_DOCUMENTS or not all(cost.prefill_s + cost.decode_s > 0 for cost in told):
         return None
-    prefill = _mean([cost.prefill_s / cost.num_prompt_tokens for cost in told])
-    decode = _mean([cost.decode_s / cost.num_output_tokens for cost in told])
-    output_share = _mean([cost.num_output_tokens / cost.max_new_tokens for cost in told])
+    prefill = mean(cost.prefill_s / cost.num_prompt_tokens for cost in told)
+    decode = mean(cost.decode_s / cost.num_output_tokens for cost in told)
+    output_share = mean(cost.num_output_tokens / cost.max_new_tokens for cost in told)
     expected_s = [prefill * cost.num_prompt_tokens + decode * output_share * cost.max_new_tokens for cost in told]
     relative = [(cost.prefill_s + cost.decode_s) / each - 1 for cost, each in zip(told, expected_s, strict=True)]
     return Rates(
@@ -108,10 +109,6 @@ def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> 
         start_s=start_s,
         device=device,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,18 +178,11 @@ class Outlook:
 
         surely: the upper bound must lie within the limit, too.
         """
-
-        def is_late(workers: int) -> bool:
+        for workers in range(1, max(1, min(self.num_documents, MAX_WORKERS)) + 1):
             forecast = self.lasts(workers)
-            return (forecast.seconds_high if surely else forecast.seconds) > limit_s
-
-        few, enough = 0, max(1, min(self.num_documents, MAX_WORKERS))
-        if is_late(enough):
-            return None
-        while enough - few > 1:
-            middle = (few + enough) // 2
-            few, enough = (middle, enough) if is_late(middle) else (few, middle)
-        return enough
+            if (forecast.seconds_high if surely else forecast.seconds) <= limit_s:
+                return workers
+        return None
 
 
 def cost_of(forecast: Forecast, price_per_worker_hour: float) -> dict[str, float]:

@@ -1,10 +1,11 @@
-"""The messages between the driver and its workers: small values that can be pickled. Pure."""
+"""The messages between the driver and its workers, small values that can be pickled, and events of workers. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from specextend.cluster.leases import Lease
 from specextend.stats import DecodingStats
 
 
@@ -72,3 +73,80 @@ class WorkerReport:
     """Documents whose audit is not done yet."""
     is_ending: bool = False
     """True if the poll said that no further document will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A worker has a process: the cluster had room for it."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker's models are loaded."""
+
+    worker: str
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """A worker's models could not be loaded."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A lease has its outcome."""
+
+    worker: str
+    lease: Lease
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class CallLost:
+    """A lease's call ended without outcome while its worker lives: it was cancelled, or lost on the way."""
+
+    worker: str
+    lease: Lease
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Polled:
+    """A worker's progress."""
+
+    worker: str
+    report: WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """A worker's node is about to go: a spot instance that is reclaimed, or one that is taken out of the cluster."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dying:
+    """A worker is gone. The `Died` that follows says what that means for its leases."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The verdict on a worker that is gone."""
+
+    worker: str
+    reason: str
+    with_node: bool
+    """True if its node is down or out of reach, so that no document is to blame."""
+
+
+Event = Begun | Ready | StartFailed | Returned | CallLost | Polled | Draining | Dying | Died

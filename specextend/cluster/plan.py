@@ -34,10 +34,9 @@ from specextend.loading import (
 from specextend.models import ModelFacts
 
 SAMPLE_SIZE = 200
-"""Documents that are tokenized to estimate tokens per byte."""
+"""Rows whose texts are tokenized to estimate tokens per byte."""
 SAMPLE_BYTES = 64 << 10
 """Most bytes of each that are tokenized: that takes a hundred times the memory of the text."""
-DEFAULT_TOKENS_PER_BYTE = 0.25
 MOST_TOKENS = 1 << 40
 """More than any document has: a column may claim what overflows our sums."""
 REFUSED = -1
@@ -82,21 +81,23 @@ def make_plan(
     max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called for every row; may
     raise.
     """
-    lengths = _Lengths()
-    rejected: Counter[str] = Counter()
-    sample = _TokenSample(random.Random(seed))
+    lengths, rejected = _Lengths(), Counter[str]()
+    sample = set(random.Random(seed).sample(range(len(keys)), min(len(keys), SAMPLE_SIZE)))
+    num_tokens = num_bytes = 0
     for row in source.scan():
         checkpoint()
         if row.key not in keys:
             continue
         own = max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
         error_class = row.error_class or _without_room(prompts, own)
-        lengths.add(row, own if error_class is None else REFUSED)
         if error_class is not None:
             rejected[error_class] += 1
-        elif row.text is not None:
-            sample.offer(row.text)
-    per_byte = sample.tokens_per_byte(prompts, checkpoint) if sample.texts else None
+        elif row.text is not None and (len(lengths.rows) in sample or not num_bytes):
+            beginning = row.text[:SAMPLE_BYTES].decode(errors="ignore")  # cut between characters
+            num_tokens += len(prompts.encode_document(beginning))
+            num_bytes += len(beginning.encode())
+        lengths.add(row, own if error_class is None else REFUSED)
+    per_byte = num_tokens / num_bytes if num_bytes else None
     estimates, num_over_length = lengths.estimates(prompts, per_byte)
     return Plan(estimates, per_byte, rejected, num_over_length)
 
@@ -140,37 +141,6 @@ class _Lengths:
             kept[is_long], outputs[is_long], _ = ChunkPrompts(prompts).work(lengths, limits[is_long])
         files, rows = np.array(self.files, np.int64), np.array(self.rows, np.int64)
         return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
-
-
-@dataclass(slots=True)
-class _TokenSample:
-    """A sample of the beginnings of documents, drawn as they stream by, each with the same probability."""
-
-    random: random.Random
-    texts: list[str] = field(default_factory=list)
-    num_offered: int = 0
-
-    def offer(self, text: bytes) -> None:
-        """Take a document into the sample if the draw falls on it."""
-        self.num_offered += 1
-        if len(self.texts) < SAMPLE_SIZE:
-            self.texts.append(_beginning(text))
-        elif (place := self.random.randrange(self.num_offered)) < SAMPLE_SIZE:
-            self.texts[place] = _beginning(text)
-
-    def tokens_per_byte(self, prompts: Prompts, checkpoint: Callable[[], None]) -> float:
-        """Tokenize the sample. Returns tokens per byte of text."""
-        num_tokens = num_bytes = 0
-        for text in self.texts:
-            checkpoint()
-            num_tokens += len(prompts.encode_document(text))
-            num_bytes += len(text.encode())
-        return num_tokens / num_bytes if num_bytes else DEFAULT_TOKENS_PER_BYTE
-
-
-def _beginning(text: bytes) -> str:
-    """Cut a text to at most `SAMPLE_BYTES`, between characters."""
-    return text[:SAMPLE_BYTES].decode(errors="ignore")
 
 
 def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:

@@ -22,8 +22,8 @@ from specextend.data.selection import find_earlier, recall_selection, select_row
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
+from specextend.document_requests import check_chunks
 from specextend.loading import GIB, longest_request, rows_per_sequence
-from specextend.long_documents import check_chunks
 from specextend.model_files import HubUnreachableError, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
 from specextend.pairing import check_pair, pair_hashes

@@ -12,7 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
@@ -211,28 +211,41 @@ def read_status(output: Location) -> dict[str, Any]:
 
     Any other record (the lock, a start, `_SUCCESS`) may be damaged, which becomes one of the `warnings`.
     """
-    manifest, driver = read_manifest(output), _read_last_sign(output)
+    manifest, driver, now = read_manifest(output), read_lock(output), time.time()
+    is_alive = driver is not None and driver.seems_alive(now)
     if manifest is None:
-        if driver.is_alive:
-            raise ValueError(f"{output.path} holds no run yet: {driver.name} is reading its input")
-        raise ValueError(f"{output.path} holds no run (there is no _run/manifest.json)")
-    progress, starts = read_parts(output), read_starts(output)
+        what = f"no run yet: {driver} is reading its input" if is_alive else "no run (there is no _run/manifest.json)"
+        raise ValueError(f"{output.path} holds {what}")
+    progress, starts, success = read_parts(output), read_starts(output), read_success(output)
     num_rows = num_input_rows(manifest)
     num_left = num_rows - len(progress.done) - len(progress.errors)
-    is_complete, damage = _read_completion(output)
+    warnings = [f"_run/attempts/{start.run_id}.json cannot be read: {start.damage}" for start in starts if start.damage]
+    if success is None and exists(success_file(output)):
+        warnings.insert(0, "_SUCCESS cannot be read; run again to write it anew")
+    if driver is None and exists(lock_file(output)):
+        warnings.insert(0, "_run/lock cannot be read; if no driver is running, delete it")
+    whole = [start for start in starts if start.damage is None]
     return {
-        "state": _state(driver, is_complete, starts, num_left),
+        "state": "running" if is_alive else _state(whole, num_left, is_complete=success is not None),
         "rows": num_rows,
         "done": len(progress.done),
         "errors": len(progress.errors),
         "errors_by_class": dict(Counter(progress.errors.values()).most_common()),
         "left": num_left,
-        "driver": driver.name,
-        "heartbeat_age_s": driver.heartbeat_age_s,
+        "driver": None if driver is None else str(driver),
+        "heartbeat_age_s": None if driver is None else now - driver.heartbeat,
         "fingerprint": manifest["fingerprint"],
-        "starts": [start for start in starts if start.damage is None],
-        "warnings": [*driver.warnings, *damage, *_damaged(starts)],
+        "starts": whole,
+        "warnings": warnings,
     }
+
+
+def _state(starts: list[Start], num_left: int, *, is_complete: bool) -> str:
+    """Name the state of a run whose driver is gone."""
+    if is_complete:
+        return "complete"
+    is_finished = bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS and not num_left
+    return "finished with errors" if is_finished else "stopped, run again to resume"
 
 
 def describe_status(status: dict[str, Any]) -> str:
@@ -258,44 +271,3 @@ def describe_age(seconds: float) -> str:
     size, unit = max((each for each in _UNITS if abs(seconds) >= 2 * each[0]), default=_UNITS[0])
     count = round(abs(seconds) / size)
     return f"{count} {unit} in the future: its clock differs" if seconds < 0 and count else f"{count} {unit} ago"
-
-
-@dataclass(frozen=True, slots=True)
-class _LastSign:
-    """The last sign of life of the driver, as its lock shows it."""
-
-    name: str | None = None
-    heartbeat_age_s: float | None = None
-    is_alive: bool = False
-    warnings: tuple[str, ...] = ()
-
-
-def _read_last_sign(output: Location) -> _LastSign:
-    now, holder = time.time(), read_lock(output)
-    if holder is not None:
-        return _LastSign(str(holder), now - holder.heartbeat, holder.seems_alive(now))
-    if exists(lock_file(output)):
-        return _LastSign(warnings=("_run/lock cannot be read; if no driver is running, delete it",))
-    return _LastSign()
-
-
-def _read_completion(output: Location) -> tuple[bool, list[str]]:
-    """Return True if the run has written `_SUCCESS`, and a warning if that cannot be read."""
-    if read_success(output) is not None:
-        return True, []
-    is_damaged = exists(success_file(output))
-    return False, ["_SUCCESS cannot be read; run again to write it anew"] if is_damaged else []
-
-
-def _damaged(starts: list[Start]) -> list[str]:
-    return [f"_run/attempts/{start.run_id}.json cannot be read: {start.damage}" for start in starts if start.damage]
-
-
-def _state(driver: _LastSign, is_complete: bool, starts: list[Start], num_left: int) -> str:
-    if driver.is_alive:
-        return "running"
-    if is_complete:
-        return "complete"
-    last = next((start for start in reversed(starts) if start.damage is None), None)
-    is_finished = last is not None and last.exit_code == EXIT_TOO_MANY_ERRORS and not num_left
-    return "finished with errors" if is_finished else "stopped, run again to resume"

@@ -14,112 +14,22 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from specextend.cluster.backlog import Backlog, Rank, rank
 from specextend.cluster.estimates import Estimates
-from specextend.cluster.leases import GivenUp, Lease, Limits, Place, Spot, Tried
+from specextend.cluster.leases import GivenUp, HeldLease, Holder, Lease, Limits, OpenDocument, Place, Spot, Tried
 from specextend.core import DocumentKey
 
 MAX_DEATHS = 6
 """Deaths of workers at one place in a row, without a document done between, before it is left out."""
-MAX_EXPOSURES = 2
-"""Deaths of workers that a document may sit through, not known to have started, before it runs alone."""
 ALONE_SHARE = 4
 """One worker in this many, and at least one, may be kept for documents that run alone while others wait."""
 IDLE_S = 60.0
 """Seconds without a lease after which a worker is let go that is of no use any more."""
 PAUSE_S = 10.0
 """Seconds before a damaged document is tried again, and before a worker that could not read one gets another."""
-
-
-@dataclass(slots=True)
-class _OpenDocument:
-    """A document that is leased, or of which there is something to remember."""
-
-    key: DocumentKey
-    num_tokens: int
-    attempts: int = 0
-    forgiven: int = 0
-    """Attempts that do not count towards `max_attempts`."""
-    struck: set[Spot] = field(default_factory=set)
-    """The places where it was held when a worker or a batch failed, charged or not."""
-    losses: int = 0
-    exposures: int = 0
-
-    @property
-    def num_counted(self) -> int:
-        """Count the attempts that count towards `max_attempts`."""
-        return self.attempts - self.forgiven
-
-    @property
-    def is_memorable(self) -> bool:
-        """Return True if it differs from a document that was never leased."""
-        return bool(self.attempts or self.losses or self.exposures or self.struck)
-
-    @property
-    def runs_alone(self) -> bool:
-        """Return True if its next failure may fail its neighbours, too."""
-        return bool(self.struck) or max(self.exposures, self.losses) >= MAX_EXPOSURES
-
-
-@dataclass(slots=True)
-class _Held:
-    """A lease in force."""
-
-    lease: Lease
-    document: _OpenDocument
-    worker: str
-    started_at: float | None = None
-    is_queued: bool = False
-    """True once the worker has said that its prefill has not begun."""
-
-
-@dataclass(slots=True)
-class _Holder:
-    """A worker and the leases that it holds."""
-
-    place: Place
-    number: int
-    """In the order in which workers joined."""
-    moved_at: float
-    leases: dict[str, _Held] = field(default_factory=dict)
-    num_closing: int = 0
-    """Leases taken back whose call has not returned yet."""
-    num_steps: int = -1
-    hangs_at: int | None = None
-    """The step counter when a document passed its deadline: until it moves, the engine may still hang in that one."""
-    rests_until: float = -math.inf
-    is_alone: bool = False
-    """True while it holds one document that runs alone."""
-    is_gone: bool = False
-    is_draining: bool = False
-    """True once its node is about to go."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Return True if it holds no lease, not even one that is being taken back."""
-        return not self.leases and not self.num_closing
-
-    @property
-    def num_taken(self) -> int:
-        """Count its leases, those being taken back included."""
-        return len(self.leases) + self.num_closing
-
-    @property
-    def holds_struck(self) -> bool:
-        """Return True if every document that it holds was struck elsewhere, too: that explains its death."""
-        return bool(self.leases) and all(held.document.struck - {self.place.spot} for held in self.leases.values())
-
-    def longest_queued(self) -> Lease | None:
-        """Return the longest of its leases that wait behind another document; None if there is none."""
-        if len(self.leases) + (self.hangs_at is not None) < 2:
-            return None
-        queued = [held.lease for held in self.leases.values() if held.is_queued]
-        return max(queued, key=lambda lease: lease.num_tokens, default=None)
 
 
 class Scheduler:
@@ -144,7 +54,7 @@ class Scheduler:
         """Number of documents that are neither finished nor given up."""
         self._estimates, self._leases_per_worker, self._stem = estimates, leases_per_worker, stem
         self._documents = {
-            key: _OpenDocument(key, estimates[key].total, before.attempts, before.forgiven, set(before.struck))
+            key: OpenDocument(key, estimates[key].total, before.attempts, before.forgiven, set(before.struck))
             for key, before in (tried or {}).items()
             if key in estimates
         }
@@ -157,8 +67,8 @@ class Scheduler:
         for document in apart:
             self._put_back(document)
         self._has_charged = False
-        self._workers: dict[str, _Holder] = {}
-        self._held: dict[str, _Held] = {}
+        self._workers: dict[str, Holder] = {}
+        self._held: dict[str, HeldLease] = {}
         self._num_granted, self._num_joined = itertools.count(1), itertools.count(1)
         self._deaths: Counter[Place] = Counter()
         """Deaths in a row that no document explains, without a document done between."""
@@ -231,7 +141,7 @@ class Scheduler:
         If its place is left out, returns the number of workers that have died there in a row, and why the last one did.
         """
         assert worker not in self._workers, f"{worker} joined twice"
-        self._workers[worker] = _Holder(place, next(self._num_joined), now)
+        self._workers[worker] = Holder(place, next(self._num_joined), now)
         others = {other.place for other in self._workers.values()} - {place} - self._left_out
         if self._deaths[place] >= MAX_DEATHS and any(self._deaths[other] < self._deaths[place] for other in others):
             self._left_out.add(place)
@@ -260,12 +170,12 @@ class Scheduler:
         takers = {name: worker for name, worker in self._workers.items() if self._takes(worker, now)}
         return [*self._assign_alone(takers, now), *self._assign_fresh(takers, now)]
 
-    def _takes(self, worker: _Holder, now: float) -> bool:
+    def _takes(self, worker: Holder, now: float) -> bool:
         """Return True if a worker may get a lease."""
         is_ready = not (worker.is_gone or worker.is_draining or worker.is_alone) and worker.hangs_at is None
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
-    def _assign_alone(self, takers: dict[str, _Holder], now: float) -> list[tuple[str, Lease]]:
+    def _assign_alone(self, takers: dict[str, Holder], now: float) -> list[tuple[str, Lease]]:
         """Grant documents to empty workers; if one finds none, keep the worker nearest to that from filling up.
 
         Removes the workers that were chosen from `takers`.
@@ -307,7 +217,7 @@ class Scheduler:
         fewest = min((self._deaths[place] for place in allowed), default=0)
         return {place for place in allowed if self._deaths[place] == fewest}
 
-    def _assign_fresh(self, takers: Mapping[str, _Holder], now: float) -> list[tuple[str, Lease]]:
+    def _assign_fresh(self, takers: Mapping[str, Holder], now: float) -> list[tuple[str, Lease]]:
         """Fill the workers that have room, the emptiest first."""
         room = {name: 1 if self._deaths[worker.place] else self._leases_per_worker for name, worker in takers.items()}
         free = [
@@ -327,12 +237,12 @@ class Scheduler:
     def _grant(self, worker: str, key: DocumentKey, now: float) -> Lease:
         state = self._workers[worker]
         if (document := self._documents.get(key)) is None:
-            document = self._documents[key] = _OpenDocument(key, self._estimates[key].total)
+            document = self._documents[key] = OpenDocument(key, self._estimates[key].total)
         lease_id = f"{self._stem}{key.file}-{key.row}-{next(self._num_granted)}"
         lease = Lease(lease_id, key, document.num_tokens, document.attempts + 1, document.runs_alone)
         if state.is_empty:
             state.moved_at = now
-        self._held[lease_id] = state.leases[lease_id] = _Held(lease, document, worker)
+        self._held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, worker)
         return lease
 
     def rebalance(self, now: float) -> list[tuple[str, Lease]]:
@@ -507,7 +417,7 @@ class Scheduler:
 
     # Records
 
-    def _release(self, lease_id: str) -> _Held:
+    def _release(self, lease_id: str) -> HeldLease:
         """End a lease in force and return it."""
         held = self._held.pop(lease_id)
         worker = self._workers[held.worker]
@@ -515,12 +425,12 @@ class Scheduler:
         worker.is_alone = worker.is_alone and bool(worker.leases)
         return held
 
-    def _call_back(self, lease_id: str) -> _Held:
+    def _call_back(self, lease_id: str) -> HeldLease:
         """End a lease whose call has not returned; the worker counts it until `closed`."""
         self._workers[self._held[lease_id].worker].num_closing += 1
         return self._release(lease_id)
 
-    def _drop(self, worker: str) -> _Holder:
+    def _drop(self, worker: str) -> Holder:
         """Remove a worker; return it with its leases, which are no longer in force."""
         self._backlog.leave(worker)
         state = self._workers.pop(worker)
@@ -528,7 +438,7 @@ class Scheduler:
             del self._held[lease_id]
         return state
 
-    def _put_back(self, document: _OpenDocument) -> None:
+    def _put_back(self, document: OpenDocument) -> None:
         """Let a document wait."""
         if document.runs_alone:
             bisect.insort(self._alone, rank(document.num_tokens, document.key))
@@ -538,7 +448,7 @@ class Scheduler:
         self._backlog.put(document.key)
 
     def _charge(
-        self, document: _OpenDocument, place: Place, error_class: str, message: str, *, is_certain: bool
+        self, document: OpenDocument, place: Place, error_class: str, message: str, *, is_certain: bool
     ) -> list[GivenUp]:
         """Charge a document, which runs alone from now on.
 
@@ -553,17 +463,17 @@ class Scheduler:
         self._put_back(document)
         return []
 
-    def _count_loss(self, document: _OpenDocument, message: str) -> list[GivenUp]:
+    def _count_loss(self, document: OpenDocument, message: str) -> list[GivenUp]:
         document.losses += 1
         if document.losses >= self.limits.max_losses:
             return [self._give_up(document, "NodeLost", message)]
         self._put_back(document)
         return []
 
-    def _give_up(self, document: _OpenDocument, error_class: str, message: str) -> GivenUp:
+    def _give_up(self, document: OpenDocument, error_class: str, message: str) -> GivenUp:
         self._close(document)
         return GivenUp(document.key, max(document.attempts, 1), error_class, message)
 
-    def _close(self, document: _OpenDocument) -> None:
+    def _close(self, document: OpenDocument) -> None:
         del self._documents[document.key]
         self.num_open -= 1

@@ -31,9 +31,8 @@ from specextend.data.schema import result_row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
-from specextend.document_requests import as_document_error
+from specextend.document_requests import Summary, advance, as_document_error, shared_start, summarize
 from specextend.inbox import Inbox
-from specextend.long_documents import Summary, advance, shared_start, summarize
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
 

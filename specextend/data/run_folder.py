@@ -176,8 +176,6 @@ class Start:
     gpus_per_worker: float | None = None
     price_per_worker_hour: float | None = None
     git_commit: str | None = None
-    forecast: dict[str, Any] | None = None
-    """Seconds that the start was expected to take (`seconds`, `seconds_low`, `seconds_high`), and of what."""
     took_over: tuple[str, float] | None = None
     """Run id and last heartbeat, in seconds since the epoch, of the dead driver whose lock this start took over."""
     damage: str | None = None
@@ -240,7 +238,6 @@ def parse_start(record: dict[str, Any], name: str) -> Start:
         gpus_per_worker=_number(job.get("gpus_per_worker")),
         price_per_worker_hour=_number(report.get("price_per_worker_hour")),
         git_commit=_typed(record.get("git_commit"), str),
-        forecast=_typed(record.get("forecast"), dict),
         took_over=_heartbeat(record.get("took_over")),
     )
 

@@ -27,9 +27,6 @@ class ScannedRow:
     """None, too, if it is not a limit."""
     error_class: str | None
     """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
-    instruction: bytes | None = None
-    """The row's own instruction; like `reference`, only scanned with the text."""
-    reference: bytes | None = None
 
 
 def count_columns(options: InputOptions) -> list[str]:
@@ -40,7 +37,7 @@ def count_columns(options: InputOptions) -> list[str]:
 
 def text_columns(options: InputOptions) -> list[str]:
     """Choose the columns to scan in any other file: those with text, too."""
-    columns = (*count_columns(options), options.text_column, *_columns_beside(options))
+    columns = (*count_columns(options), options.text_column)
     return list(dict.fromkeys(name for name in columns if name is not None))
 
 
@@ -54,14 +51,8 @@ def scanned_rows(batch: pa.Table, keys: Iterator[DocumentKey], options: InputOpt
     limits = _column_or_none(batch, options.max_new_tokens_column)
     counts = [_usable(count) for count in _column_or_none(batch, options.num_tokens_column)]
     texts = _texts_without(counts, batch, options.text_column)
-    beside = zip(*(_texts_beside(batch, name) for name in _columns_beside(options)), strict=True)
-    for count, text, limit, others in zip(counts, texts, limits, beside, strict=True):
-        yield _scanned(next(keys), count, text, limit, *others)
-
-
-def _columns_beside(options: InputOptions) -> tuple[str | None, str | None]:
-    """Return the columns of text that belong to a document's text."""
-    return options.instruction_column, options.reference_column
+    for count, text, limit in zip(counts, texts, limits, strict=True):
+        yield _scanned(next(keys), count, text, limit)
 
 
 def _column_or_none(batch: pa.Table, column: str | None) -> list[int | None]:
@@ -81,19 +72,7 @@ def _texts_without(counts: list[int | None], batch: pa.Table, column: str) -> li
     return [texts[i].as_py() if count is None else None for i, count in enumerate(counts)]
 
 
-def _texts_beside(batch: pa.Table, column: str | None) -> list[bytes | None]:
-    is_scanned = column is not None and column in batch.column_names
-    return as_bytes(batch[column]).to_pylist() if is_scanned else [None] * len(batch)
-
-
-def _scanned(
-    key: DocumentKey,
-    num_tokens: int | None,
-    text: bytes | None,
-    limit: int | None,
-    instruction: bytes | None,
-    reference: bytes | None,
-) -> ScannedRow:
+def _scanned(key: DocumentKey, num_tokens: int | None, text: bytes | None, limit: int | None) -> ScannedRow:
     """Collect what the plan needs of a row; `text` was not read if `num_tokens` is known."""
     error_class = None
     try:
@@ -106,4 +85,4 @@ def _scanned(
     except DocumentError as error:
         error_class = error.error_class
     num_bytes = len(text or b"") if num_tokens is None else None
-    return ScannedRow(key, text, num_bytes, num_tokens, limit, error_class, instruction, reference)
+    return ScannedRow(key, text, num_bytes, num_tokens, limit, error_class)

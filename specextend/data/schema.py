@@ -17,7 +17,7 @@ from specextend.stats import DecodingStats
 CHUNK_SUMMARY = pa.struct(
     [("begin", pa.int64()), ("end", pa.int64()), ("text", pa.string()), ("finish_reason", pa.string())]
 )
-"""The summary of a part: its first character in the document, the one behind its last, and null for one left out."""
+"""The summary of a part: its first character in the document, the one behind its last, text and reason of its end."""
 
 SUMMARY_SCHEMA = pa.schema(
     [

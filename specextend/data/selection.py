@@ -268,7 +268,7 @@ class EarlierOutput:
     manifest: Mapping[str, Any]
 
     def done_rows(self) -> pa.Table:
-        """Read `doc_id` and `content_sha256` of its summaries; the latter is null in those of older versions."""
+        """Read `doc_id` and `content_sha256` of its summaries."""
         tables = in_order(self._read, list_results(summaries_folder(self.location)))
         return pa.concat_tables([_DONE_SCHEMA.empty_table(), *tables])
 
@@ -283,12 +283,8 @@ class EarlierOutput:
         location = summaries_folder(self.location).child(name)
         try:
             with location.filesystem.open_input_file(location.path) as file, pq.ParquetFile(file) as parquet:
-                names = [field.name for field in _DONE_SCHEMA if field.name in parquet.schema_arrow.names]
-                table = parquet.read(columns=names)
-                missing = pa.nulls(len(table), pa.large_string())
-                columns = [table[name] if name in names else missing for name in _DONE_SCHEMA.names]
-                return pa.table(columns, names=_DONE_SCHEMA.names).cast(_DONE_SCHEMA)
-        except DAMAGED as error:
+                return parquet.read(columns=_DONE_SCHEMA.names).select(_DONE_SCHEMA.names).cast(_DONE_SCHEMA)
+        except (*DAMAGED, KeyError) as error:
             if not is_damaged(location, error):
                 raise
             why = f"{location.path} is damaged ({one_line(error)})"

@@ -265,10 +265,13 @@ class Source:
     def _scanned_tables(self, file: InputFile) -> Iterable[pa.Table]:
         """Read the scanned columns of a small file; those of a large one are read as they are iterated over.
 
-        Before them, the passthrough columns are read and dropped: nothing is decoded if they are damaged.
+        Before them, the columns that nobody reads before the end are read and dropped, so that nothing is decoded if
+        they are damaged.
         """
-        if self.passthrough_fields:
-            for _ in self.batches(file.number, [field.name for field in self.passthrough_fields]):
+        beside = (self.options.instruction_column, self.options.reference_column)
+        unread = dict.fromkeys([*(field.name for field in self.passthrough_fields), *filter(None, beside)])
+        if unread:
+            for _ in self.batches(file.number, list(unread)):
                 pass
         batches = self.chosen_batches(file.number, self._scanned_columns(file.number))
         return list(batches) if file.is_small else batches

@@ -2,64 +2,63 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self, TypeVar
 
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
 from safetensors import safe_open
 from torch import Tensor
 
 from specextend.model_files import TensorInfo, read_json, read_safetensors_header
 
-FORMAT = "specextend-eagle"
-VERSION = 1
 WEIGHTS_FILE = "model.safetensors"
 VOCABULARY = "draft_token_ids"
 """Tensor of a reduced vocabulary: the token ids that the head can propose."""
-_HEADER = {"format": FORMAT, "version": VERSION, "kind": "eagle"}
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
+Config = TypeVar("Config", bound=BaseModel)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EagleConfig:
+
+class EagleConfig(BaseModel):
     """The shape of a head of one Llama decoder layer; embedding and LM head are the target's."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["specextend-eagle"] = "specextend-eagle"
+    version: Literal[1] = 1
+    kind: Literal["eagle"] = "eagle"
     target: str
     """Name of the model that the head was distilled for; for people to read, not checked."""
-    vocab_size: int
+    vocab_size: PositiveInt
     """Rows of the target's embedding."""
-    hidden_size: int
+    hidden_size: PositiveInt
     """Hidden size of the target."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope_theta: float
-    layer_norm_eps: float
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    intermediate_size: PositiveInt
+    rope_theta: PositiveFloat
+    layer_norm_eps: PositiveFloat
     """Epsilon of the two RMS norms inside the layer."""
-    head_norm_eps: float
+    head_norm_eps: PositiveFloat
     """Epsilon of the two input norms (`en`, `hn`) and the output norm (`norm`)."""
-    dtype: str
-    """Type of the tensors in the file: bfloat16, float16 or float32."""
-    draft_vocab_size: int | None = None
+    dtype: Literal["bfloat16", "float16", "float32"]
+    """Type of the tensors in the file."""
+    draft_vocab_size: PositiveInt | None = None
     """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the whole vocabulary."""
-    copy_heads: int | None = None
+    copy_heads: PositiveInt | None = None
     """Number of KV heads, besides `num_kv_heads`, that match the tokens around a position. Each has its group of query
     heads."""
     tokens_sha256: str | None = None
     """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+    @model_validator(mode="after")
+    def _heads_are_groups(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        return self
 
     def tensors(self) -> dict[str, TensorInfo]:
         """List every tensor of the file by name."""
@@ -91,9 +90,7 @@ class EagleConfig:
 
     def save(self, folder: Path) -> None:
         """Write `config.json`."""
-        values = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-        text = json.dumps(_HEADER | values, indent=2)
-        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(self.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
 
 
 def load_eagle_config(folder: str | Path) -> EagleConfig:
@@ -106,14 +103,22 @@ def load_eagle_config(folder: str | Path) -> EagleConfig:
     for name in ("config.json", WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"EAGLE draft {folder} has no {name}")
-    try:
-        config = _parse(read_json(folder / "config.json"))
-    except ValueError as error:
-        raise ValueError(f"EAGLE draft {folder}, config.json: {error}") from None
+    config = parse_config(EagleConfig, read_json(folder / "config.json"), folder)
     _check_tensors(folder / WEIGHTS_FILE, config)
     if config.draft_vocab_size is not None:
         read_token_ids(folder / WEIGHTS_FILE, config.vocab_size)
     return config
+
+
+def parse_config(kind: type[Config], raw: dict[str, Any], folder: Path) -> Config:
+    """Make a config of what a head's `config.json` holds. Raises ValueError in one line."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        got = "" if found["type"] in ("missing", "value_error") else f", got {found['input']!r}"
+        raise ValueError(f"EAGLE draft {folder}, config.json: {where}: {found['msg']}{got}") from None
 
 
 def read_token_ids(file: Path, vocab_size: int) -> Tensor:
@@ -128,36 +133,6 @@ def read_token_ids(file: Path, vocab_size: int) -> Tensor:
     ):
         raise ValueError(f"{file}: {VOCABULARY} must be ascending ids from 0 to {vocab_size - 1}")
     return token_ids
-
-
-def _parse(raw: dict[str, Any]) -> EagleConfig:
-    for key, expected in _HEADER.items():
-        if raw.get(key) != expected:
-            raise ValueError(f"{key} must be {expected!r}, got {raw.get(key)!r}")
-    values = {key: value for key, value in raw.items() if key not in _HEADER}
-    fields = dataclasses.fields(EagleConfig)
-    known = {field.name for field in fields}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-    if missing := sorted(needed - set(values)):
-        raise ValueError(f"missing key {', '.join(missing)}")
-    return EagleConfig(**values)
-
-
-def _check_type(name: str, value: object, expected: str) -> None:
-    expected, _, optional = expected.partition(" | ")
-    if value is None and optional:
-        return
-    if expected == "str":
-        valid = isinstance(value, str)
-    else:
-        number = int if expected == "int" else (int, float)
-        valid = isinstance(value, number) and not isinstance(value, bool) and value > 0
-    if not valid:
-        raise ValueError(
-            f"{name} must be {'a string' if expected == 'str' else f'a positive {expected}'}, got {value!r}"
-        )
 
 
 def _check_tensors(file: Path, config: EagleConfig) -> None:

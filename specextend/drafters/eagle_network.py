@@ -1,4 +1,4 @@
-"""EAGLE heads in plain torch, one Llama decoder layer each: our own format, and the published ones (`formats.py`).
+"""EAGLE heads in plain torch, one Llama decoder layer each, in our own format and the published ones (`formats.py`).
 
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `F` features of the target, `V` vocabulary, `H` query
 heads, `K` key heads, `D` head size.
@@ -16,12 +16,11 @@ from torch.nn.functional import rms_norm, silu
 from specextend.attention.hybrid import attend_plan
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.decoding.cache import KVCache
-from specextend.decoding.layers import join, pack_if_faster
+from specextend.decoding.layers import pack_if_faster
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.drafters.draft_cache import DraftCache, rotate
-from specextend.drafters.eagle_config import VOCABULARY, EagleConfig
-from specextend.drafters.formats import PublishedHead
+from specextend.drafters.formats import HeadShape
 
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
 """Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first and end."""
@@ -32,23 +31,27 @@ class _Pending:
     """State that prefill keeps for its next chunk."""
 
     last: Tensor  # [3] tokens
-    hidden: Tensor  # [1, C] at the last one, which waits for the next token
+    hidden: Tensor  # [1, F] at the last one, which waits for the next token
 
 
 class EagleNetwork:
-    """A head of our own format, with the target's embedding and LM head.
+    """A head. It uses the target's embedding and LM head if it has none of its own.
 
-    For position i, with e the target's embedding of token i + 1 and h the target's last hidden state at position i:
+    For position i, with e the embedding of token i + 1:
 
-        x  = fc(concat(rmsnorm(e), rmsnorm(h)))
-        h' = rmsnorm(decoder_layer(x))
+        ours        x = fc(concat(rmsnorm(e), rmsnorm(h))), h the target's last hidden state at i, after its final norm
+                    h' = rmsnorm(x + attention(rmsnorm(x)) + mlp), logits by the target's LM head
+        EAGLE-1/2   x = fc(concat(e, h))
+                    h' = x + attention(x) + mlp, logits by the target's LM head
+        EAGLE-3     x = fc(concat(outputs of three target layers at i))
+                    h' = x + attention(concat(rmsnorm(e), rmsnorm(x))) + mlp, logits = lm_head(rmsnorm(h'))
 
-    h' approximates the target's hidden state at i + 1, gives token i + 2 through the target's LM head, and takes the
-    place of h one level further (EAGLE, arXiv 2401.15077; the norms are ours).
+    h' gives token i + 2, and takes the place of h, or of x, one level further (arXiv 2401.15077, 2503.01840). Norms and
+    biases that some of the formats add are applied if the checkpoint has them.
 
-    Copy heads are further heads of the layer's attention, which find earlier occurrences of the last tokens and return
-    the token that followed. They read tokens alone, without positions (no RoPE). With normalised e of i + 1, i, i - 1
-    and i - 2:
+    Copy heads, in our format alone, are further heads of the layer's attention, which find earlier occurrences of the
+    last tokens and return the token that followed. They read tokens alone, without positions (no RoPE). With normalised
+    e of i + 1, i, i - 1 and i - 2:
 
         query = copy.q_proj(concat(e[i + 1], e[i], e[i - 1]))
         key   = copy.k_proj(concat(e[i], e[i - 1], e[i - 2]))
@@ -57,34 +60,41 @@ class EagleNetwork:
 
     def __init__(
         self,
-        config: EagleConfig,
+        head: HeadShape,
         weights: Mapping[str, Tensor],
+        vocabulary: Tensor | None,
         target: CachedModel,
         lm_head: Tensor,
         num_full_rows: int,
+        rope: tuple[Tensor, float],
+        hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        """Take the weights, and the target's LM head [V, C], of which a reduced vocabulary keeps its own rows."""
-        self._config, self._attend = config, target.attend
-        self._embedding: Tensor = target.model.get_input_embeddings().weight
-        self.vocabulary = weights.get(VOCABULARY)
-        tensors = {name: weight for name, weight in weights.items() if name != VOCABULARY}
-        self._norms = {name: weight for name, weight in tensors.items() if weight.dim() == 1}
-        self._linears = linears({name: weight for name, weight in tensors.items() if weight.dim() == 2})
-        _join(self._linears, "layer/self_attn", ("q_proj", "k_proj", "v_proj"))
-        _join(self._linears, "layer/mlp", ("gate_proj", "up_proj"))
-        if self.vocabulary is not None:
-            self._linears["lm_head"] = linear(lm_head[self.vocabulary])
+        """Take the head with its `weights` by our names, of any dtype, and the target.
+
+        vocabulary: token ids [V] that the head proposes, None for all of the target's. lm_head: weight [V, C] of the
+        target's. rope: inv_freq [D / 2] and a factor on sine and cosine.
+        """
+        self._head, self._attend = head, target.attend
+        self.hidden_size, self.hidden_layers, self.reads_history = head.hidden_size, hidden_layers, head.copy_heads > 0
         device, dtype = target.device, target.dtype
+        self.vocabulary = None if vocabulary is None else vocabulary.to(device)
+        weights = {name: weight.to(device, dtype) for name, weight in weights.items()}
+        self._embedding = _own_or(weights.pop("embed_tokens.weight", None), target.model.get_input_embeddings().weight)
+        rows = None if self.vocabulary is None else lm_head[self.vocabulary]
+        own_head = _own_or(weights.pop("lm_head.weight", rows), lm_head)
+        self._norms = {name: weight for name, weight in weights.items() if name.endswith("norm.weight")}
+        weights = {name: weight for name, weight in weights.items() if name not in self._norms}
+        _join(weights, "layer.self_attn", ("q_proj", "k_proj", "v_proj"))
+        _join(weights, "layer.mlp", ("gate_proj", "up_proj"))
+        self._linears = linears(weights)
+        if own_head is not lm_head:
+            self._linears["lm_head"] = linear(own_head)
         pack_if_faster(self._linears)
-        self._lm_head = target.logits if self.vocabulary is None else self._linears["lm_head"]
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-        self._inv_freq = config.rope_theta**-exponents
-        copy_heads = config.copy_heads or 0
-        self.hidden_size = config.hidden_size
-        self.hidden_layers: tuple[int, ...] = ()
-        self.reads_history = copy_heads > 0
-        working = KVCache(1, num_full_rows, config.num_kv_heads + copy_heads, config.head_dim, dtype, device)
-        inv_freq = torch.stack([self._inv_freq] * config.num_kv_heads + [self._inv_freq * 0] * copy_heads)
+        self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
+        self._inv_freq = rope[0].to(device)
+        self._scale = head.head_dim**-0.5 * rope[1] ** 2
+        working = KVCache(1, num_full_rows, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device)
+        inv_freq = torch.stack([self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads)
         self.cache = DraftCache(working, num_full_rows, inv_freq if self.reads_history else self._inv_freq)
         self._pending: dict[int, _Pending] = {}
 
@@ -107,39 +117,62 @@ class EagleNetwork:
         self._pending[slot] = _Pending(text[-HISTORY:], hidden[-1:].clone())
         if len(token_ids):
             embedded = self._embedded(token_ids, histories(text) if self.reads_history else None)
-            _, turning, values = self._project(self._inputs(embedded, hidden[:-1]))
-            projected = {"k_proj": turning[..., self._config.num_heads :, :], "v_proj": values}
+            _, inputs = self._inputs(embedded, hidden[:-1])
+            turning, values = self._project(inputs)
+            projected = {"k_proj": turning[..., self._head.num_heads :, :], "v_proj": values}
             keys, values = self._with_copies(projected, embedded)
             self.cache.store(slot, keys.unsqueeze(0), values.unsqueeze(0))
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
     ) -> Tensor:
-        """Run token_ids [B, T], each with hidden [B, T, C] at the position before it; return hidden [B, T, C]."""
+        """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden [B, T, C]."""
         embedded = self._embedded(token_ids, history)
-        residual, turning, values = self._project(self._inputs(embedded, hidden))
-        query, keys = rotate(turning, positions, self._inv_freq).tensor_split([self._config.num_heads], -2)
-        projected = {"q_proj": query, "k_proj": keys, "v_proj": values}
-        query, keys, values = self._with_copies(projected, embedded)
-        mixed = _attend(self._attend, self.cache.working, query, keys, values, plan, self._config.head_dim**-0.5)
-        residual = residual + self._linear("layer/self_attn/o_proj", mixed.flatten(2))
-        normed = self._norm("layer.post_attention_layernorm", residual)
-        gate, up = self._linear("layer/mlp/gate_proj+up_proj", normed).chunk(2, -1)
-        return self._norm("norm", residual + self._linear("layer/mlp/down_proj", silu(gate).mul_(up)))
+        residual, inputs = self._inputs(embedded, hidden)
+        turning, values = self._project(inputs)
+        query, keys = rotate(turning, positions, self._inv_freq).tensor_split([self._head.num_heads], -2)
+        query, keys, values = self._with_copies({"q_proj": query, "k_proj": keys, "v_proj": values}, embedded)
+        mixed = _attend(self._attend, self.cache.working, query, keys, values, plan, self._scale)
+        residual = residual + self._linears["layer/self_attn/o_proj"](mixed.flatten(2))
+        gate_up = self._linears["layer/mlp/gate_proj+up_proj"]
+        gate, up = gate_up(self._norm("layer.post_attention_layernorm", residual)).chunk(2, -1)
+        output = residual + self._linears["layer/mlp/down_proj"](silu(gate).mul_(up))
+        return self._norm("norm", output) if self._head.is_ours else output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
-        return self._lm_head(hidden)
+        return self._lm_head(hidden if self._head.is_ours else self._norm("norm", hidden))
 
     def _embedded(self, token_ids: Tensor, history: Tensor | None) -> Tensor:
-        """Embed token_ids [...] as [..., C], or with the three tokens before each as [..., 4C], all normalised."""
+        """Embed token_ids [...] as [..., C], or with the three tokens before each as [..., 4C]."""
         if history is None:
-            return self._norm("en", self._embedding[token_ids])
-        return self._norm("en", self._embedding[torch.cat([token_ids.unsqueeze(-1), history], -1)]).flatten(-2)
+            return self._norm("embedding_norm", self._embedding[token_ids])
+        tokens = torch.cat([token_ids.unsqueeze(-1), history], -1)
+        return self._norm("embedding_norm", self._embedding[tokens]).flatten(-2)
 
-    def _inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        own = embedded[..., : self._config.hidden_size]
-        return self._linear("fc", torch.cat([own, self._norm("hn", hidden)], -1))
+    def _inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the layer's residual [..., C], and the input of its queries, keys and values."""
+        own, fc = embedded[..., : self._head.hidden_size], self._linears["fc"]
+        if not self._head.fused:
+            fused = fc(torch.cat([own, self._norm("feature_norm", hidden)], -1))
+            return fused, self._norm("layer.input_layernorm", fused)
+        if hidden.shape[-1] != self._head.hidden_size:
+            hidden = fc(self._norm("input_norm", hidden))
+        normed = self._norm("layer.hidden_norm", hidden)
+        inputs = torch.cat([self._norm("layer.input_layernorm", own), normed], -1)
+        return normed if self._head.norm_before_residual else hidden, inputs
+
+    def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys side by side [..., H + K, D], and values [..., K, D]."""
+        head = self._head
+        projected = self._linears["layer/self_attn/q_proj+k_proj+v_proj"](inputs).unflatten(-1, (-1, head.head_dim))
+        turning, values = projected.tensor_split([head.num_heads + head.num_kv_heads], -2)
+        if "layer.self_attn.k_norm.weight" in self._norms:
+            query, keys = turning.tensor_split([head.num_heads], -2)
+            turning = torch.cat(
+                [self._norm(f"layer.self_attn.{n}_norm", x) for n, x in (("q", query), ("k", keys))], -2
+            )
+        return turning, values
 
     def _with_copies(self, projected: Mapping[str, Tensor], embedded: Tensor) -> list[Tensor]:
         """Return the projections [..., heads, D], each with its copy heads behind the others, if there are any."""
@@ -149,135 +182,15 @@ class EagleNetwork:
 
     def _copies(self, name: str, embedded: Tensor) -> Tensor:
         """Project embedded [..., 4C] to the copy heads [..., heads, D]."""
-        first, last = (token * self._config.hidden_size for token in _COPY_READS[name])
-        return self._linear(f"copy/{name}", embedded[..., first:last]).unflatten(-1, (-1, self._config.head_dim))
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return self._linears[name](x)
-
-    def _project(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs [..., C], queries and keys side by side [..., H + K, D], and values [..., K, D]."""
-        config = self._config
-        projected = self._linear(
-            "layer/self_attn/q_proj+k_proj+v_proj", self._norm("layer.input_layernorm", inputs)
-        ).unflatten(-1, (-1, config.head_dim))
-        turning, values = projected.tensor_split([config.num_heads + config.num_kv_heads], -2)
-        return inputs, turning, values
+        first, last = (token * self._head.hidden_size for token in _COPY_READS[name])
+        return self._linears[f"copy/{name}"](embedded[..., first:last]).unflatten(-1, (-1, self._head.head_dim))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        eps = self._config.layer_norm_eps if name.startswith("layer.") else self._config.head_norm_eps
-        weight = self._norms[f"{name}.weight"]
-        return rms_norm(x, weight.shape, weight, eps)  # fp32 inside
-
-
-class PublishedNetwork:
-    """A published head. It uses the target's embedding and LM head if it has none of its own.
-
-    For position i, with e the embedding of token i + 1:
-
-        EAGLE-1/2   x = fc(concat(e, h)), h the target's last hidden state at i, after its final norm
-                    h' = x + attention(x) + mlp, logits by the target's LM head
-        EAGLE-3     x = fc(concat(outputs of three target layers at i))
-                    h' = x + attention(concat(rmsnorm(e), rmsnorm(x))) + mlp, logits = lm_head(rmsnorm(h'))
-
-    h' takes the place of h, or of x, one level further (arXiv 2401.15077, 2503.01840). Norms and biases that some of
-    the formats add are applied if the checkpoint has them.
-    """
-
-    def __init__(
-        self,
-        head: PublishedHead,
-        weights: Mapping[str, Tensor],
-        vocabulary: Tensor | None,
-        target: CachedModel,
-        lm_head: Tensor,
-        num_full_rows: int,
-        rope: tuple[Tensor, float],
-        hidden_layers: tuple[int, ...],
-    ) -> None:
-        """Take the head with its `weights` by our names, of any dtype, and the target.
-
-        vocabulary: token ids [V] of the head's own LM head, None for all of the target's. lm_head: weight [V, C] of the
-        target's. rope: inv_freq [D / 2] and a factor on sine and cosine.
-        """
-        self._head, self._attend = head, target.attend
-        self.hidden_size, self.hidden_layers, self.reads_history = head.hidden_size, hidden_layers, False
-        device, dtype = target.device, target.dtype
-        self.vocabulary = None if vocabulary is None else vocabulary.to(device)
-        weights = {name: weight.to(device, dtype) for name, weight in weights.items()}
-        self._embedding = _own_or(weights.pop("embed_tokens.weight", None), target.model.get_input_embeddings().weight)
-        own_head = _own_or(weights.pop("lm_head.weight", None), lm_head)
-        self._norms = {name: weight for name, weight in weights.items() if name.endswith("norm.weight")}
-        self._linears = linears({name: weight for name, weight in weights.items() if name not in self._norms})
-        if own_head is not lm_head:
-            self._linears["lm_head"] = linear(own_head)
-        pack_if_faster(self._linears)
-        self._lm_head = self._linears["lm_head"] if own_head is not lm_head else target.logits
-        self._inv_freq = rope[0].to(device)
-        self._scale = head.head_dim**-0.5 * rope[1] ** 2
-        working = KVCache(1, num_full_rows, head.num_kv_heads, head.head_dim, dtype, device)
-        self.cache = DraftCache(working, num_full_rows, self._inv_freq)
-        self._pending: dict[int, Tensor] = {}
-
-    def num_staging_rows(self) -> int:
-        """Return 0: prefill fills the full cache directly."""
-        return 0
-
-    def release(self, slot: int) -> None:
-        """Free the slot."""
-        self._pending.pop(slot, None)
-
-    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Store keys and values of every position whose next token is known; the last one waits for the next chunk."""
-        if (pending := self._pending.get(slot)) is not None:
-            hidden = torch.cat([pending, hidden])
-        else:
-            token_ids = token_ids[1:]
-        self._pending[slot] = hidden[-1:].clone()
-        if len(token_ids):
-            _, inputs = self._inputs(token_ids, hidden[:-1])
-            keys, values = self._heads("k", inputs), self._heads("v", inputs)
-            self.cache.store(slot, keys.unsqueeze(0), values.unsqueeze(0))
-
-    def forward(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
-    ) -> Tensor:
-        """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden [B, T, C]."""
-        residual, inputs = self._inputs(token_ids, hidden)
-        query, keys = (rotate(self._heads(name, inputs), positions, self._inv_freq) for name in "qk")
-        values = self._heads("v", inputs)
-        mixed = _attend(self._attend, self.cache.working, query, keys, values, plan, self._scale)
-        residual = residual + self._linears["layer/self_attn/o_proj"](mixed.flatten(2))
-        normed = self._norm("layer.post_attention_layernorm", residual)
-        gate, up, down = (self._linears[f"layer/mlp/{name}_proj"] for name in ("gate", "up", "down"))
-        return residual + down(silu(gate(normed)) * up(normed))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [..., V] of hidden [..., C]."""
-        return self._lm_head(self._norm_if_any("norm", hidden))
-
-    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's residual [..., C], and the input of its queries, keys and values."""
-        embedded, fc = self._embedding[token_ids], self._linears["fc"]
-        if not self._head.fused:
-            fused = fc(torch.cat([self._norm_if_any("embedding_norm", embedded), hidden], -1))
-            return fused, self._norm_if_any("layer.input_layernorm", fused)
-        if hidden.shape[-1] != self._head.hidden_size:
-            hidden = fc(self._norm_if_any("input_norm", hidden))
-        normed = self._norm("layer.hidden_norm", hidden)
-        inputs = torch.cat([self._norm("layer.input_layernorm", embedded), normed], -1)
-        return normed if self._head.norm_before_residual else hidden, inputs
-
-    def _heads(self, name: str, x: Tensor) -> Tensor:
-        heads = self._linears[f"layer/self_attn/{name}_proj"](x).unflatten(-1, (-1, self._head.head_dim))
-        return self._norm_if_any(f"layer.self_attn.{name}_norm", heads)
-
-    def _norm_if_any(self, name: str, x: Tensor) -> Tensor:
-        return self._norm(name, x) if f"{name}.weight" in self._norms else x
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        normed = rms_norm(x.float(), (x.shape[-1],), eps=self._head.norm_eps)
-        return normed.to(x.dtype) * self._norms[f"{name}.weight"]
+        """Apply a norm, in fp32 inside, if the head has it."""
+        if (weight := self._norms.get(f"{name}.weight")) is None:
+            return x
+        eps = self._head.layer_eps if name.startswith("layer.") else self._head.head_eps
+        return rms_norm(x, weight.shape, weight, eps)
 
 
 def _attend(
@@ -295,10 +208,15 @@ def _own_or(own: Tensor | None, target: Tensor) -> Tensor:
     return target if own is None or torch.equal(own, target) else own
 
 
-def _join(modules: nn.ModuleDict, prefix: str, names: Sequence[str]) -> None:
-    """Replace the layers `<prefix>/<name>`, which read the same input, by one called `<prefix>/<name>+<name>...`."""
-    joined = join([modules.pop(f"{prefix}/{name}") for name in names])  # type: ignore[misc]
-    modules[f"{prefix}/{'+'.join(names)}"] = joined
+def _join(weights: dict[str, Tensor], prefix: str, names: Sequence[str]) -> None:
+    """Replace the layers `<prefix>.<name>`, which read the same input, by one called `<prefix>.<name>+<name>...`."""
+    each = [weights.pop(f"{prefix}.{name}.weight") for name in names]
+    biases = [weights.pop(f"{prefix}.{name}.bias", None) for name in names]
+    joined = f"{prefix}.{'+'.join(names)}"
+    weights[f"{joined}.weight"] = torch.cat(each)
+    if any(bias is not None for bias in biases):
+        pairs = zip(each, biases, strict=True)
+        weights[f"{joined}.bias"] = torch.cat([w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs])
 
 
 def linears(weights: Mapping[str, Tensor]) -> nn.ModuleDict:

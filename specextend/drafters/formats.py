@@ -1,7 +1,8 @@
-"""Published EAGLE heads: detection and check of their formats without loading weights, and one set of tensor names.
+"""Formats of EAGLE heads: which one a folder is in, whether it is whole, and one shape and one set of names for all.
 
 | format | detected by | names of the layer's tensors |
 |---|---|---|
+| ours | `format` in config.json | `layer.` (`eagle_config.py`) |
 | EAGLE-1/2 | `fc` and one decoder layer, whose q, k and v take C | `layers.0.` |
 | EAGLE-3 | the same with a `hidden_norm`, whose q, k and v take 2C | `midlayer.` or `layers.0.` |
 | speculators | `speculators_model_type` in config.json | `transformer.` (eagle), `layers.0.` (eagle3) |
@@ -15,14 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 from safetensors import safe_open
 from torch import Tensor
 
 from specextend.core import counted
-from specextend.drafters import eagle_config
+from specextend.drafters.eagle_config import VOCABULARY, WEIGHTS_FILE, load_eagle_config, parse_config, read_token_ids
 from specextend.model_files import (
     INDEX,
     TensorInfo,
@@ -34,26 +36,69 @@ from specextend.model_files import (
 )
 
 KNOWN = "specextend-eagle (our own), EAGLE-1/2 and EAGLE-3 (SafeAILab), speculators (eagle, eagle3)"
+FLOATS = ("BF16", "F16", "F32")
+_OURS = {"en.": "embedding_norm.", "hn.": "feature_norm."}
 _LAYERS = ("midlayer.", "layers.0.", "transformer.")
 _RENAMED = {"fusion_fc.": "fc.", "embedding_layernorm.": "embedding_norm.", "pre_lm_head_layernorm.": "norm."}
 _LEFT_OVER = ("rotary_emb.inv_freq", "mask", "verifier_lm_head.weight", "verifier_norm.weight")
-_LLAMA: dict[str, Any] = {  # what transformers leaves out of a config that it writes
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-}
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "partial_rotary_factor")
-_MAPS = ("d2t", "t2d")
+_MAPS = ("d2t", "t2d", VOCABULARY)
 """Tensors that are not weights."""
-FLOATS = ("BF16", "F16", "F32")
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "partial_rotary_factor")
+
+
+class LayerConfig(BaseModel):
+    """The keys of a published head's decoder layer, with the defaults that transformers leaves out when it writes."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    hidden_act: Literal["silu"] = "silu"
+    num_hidden_layers: Literal[1] = 1
+    vocab_size: PositiveInt = 32000
+    hidden_size: PositiveInt = 4096
+    intermediate_size: PositiveInt = 11008
+    num_attention_heads: PositiveInt = 32
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    rms_norm_eps: PositiveFloat = 1e-6
+
+
+class TakenLayers(BaseModel):
+    """The key `eagle_config`, as SGLang reads it: j stands for the output of the target's layer j."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+
+
+class PublishedConfig(BaseModel):
+    """The keys of a published head beside those of its layer."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    speculators_model_type: Literal["eagle", "eagle3"] | None = None
+    transformer_layer_config: dict[str, Any] | None = None
+    target_hidden_size: PositiveInt | None = None
+    draft_vocab_size: PositiveInt | None = None
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    layernorms: bool | None = None
+    fusion_bias: bool | None = None
+    eagle_config: TakenLayers | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    """As vLLM and `speculators` read it: j stands for the input of layer j, which is the output of layer j - 1."""
+
+    def layers(self) -> tuple[int, ...] | None:
+        """Return the target layers whose outputs the head takes; None if it names none."""
+        if ids := self.eagle_aux_hidden_state_layer_ids:
+            return tuple(each - 1 for each in ids)
+        nested = self.eagle_config.eagle_aux_hidden_state_layer_ids if self.eagle_config else None
+        return tuple(nested) if nested else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PublishedHead:
-    """A head of one Llama decoder layer in a published format: its shape, and where its tensors are."""
+class HeadShape:
+    """A head of one Llama decoder layer, in any format: its shape, and where its tensors are."""
 
     folder: Path
     format: str
@@ -67,21 +112,29 @@ class PublishedHead:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    norm_eps: float
+    layer_eps: float
+    """Epsilon of the norms inside the layer."""
+    head_eps: float
+    """Epsilon of the other norms."""
     rope: dict[str, Any]
     """The RoPE keys of a Llama config."""
     draft_vocab_size: int
-    """Rows of the head's own LM head."""
-    layers: tuple[int, ...] | None
-    """Target layers whose outputs the head reads, counted from 0; None: the usual three."""
-    norm_before_residual: bool
+    """Tokens that the head can propose."""
+    layers: tuple[int, ...] | None = None
+    """EAGLE-3: target layers whose outputs the head reads, counted from 0; None: the usual three."""
+    norm_before_residual: bool = False
     """EAGLE-3: the residual is the fused hidden state after its norm, not before it."""
-    norm_before_fc: bool
+    norm_before_fc: bool = False
     """EAGLE-3: one norm is applied to the concatenated hidden states of the target before they are fused."""
-    layer_norms: bool
+    layer_norms: bool = False
     """EAGLE-1 of `speculators`: norms of the embedding, before the layer, and before the LM head."""
-    fusion_bias: bool
+    fusion_bias: bool = False
     """EAGLE-1 of `speculators`: `fc` must have a bias."""
+    is_ours: bool = False
+    """The last norm is part of the output, and so of what the next level reads; `copy_heads` are there."""
+    copy_heads: int = 0
+    tokens_sha256: str | None = None
+    """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
     sources: dict[str, tuple[Path, str]] = field(default_factory=dict)
     """Our name of a tensor -> file, and name in it."""
 
@@ -109,11 +162,10 @@ class PublishedHead:
     @property
     def num_features(self) -> int:
         """Return the number of features that the head reads at one position of the target."""
-        num_layers = 1 if not self.fused else 3 if self.layers is None else len(self.layers)
-        return num_layers * self.target_hidden_size
+        return self.num_layers_read * self.target_hidden_size
 
     def required(self) -> dict[str, tuple[int, ...]]:
-        """List the required tensors by our names."""
+        """List the required tensors of a published head by our names."""
         hidden, mlp = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         width = 2 * hidden if self.fused else hidden
@@ -131,9 +183,9 @@ class PublishedHead:
         return shapes | (self._fused_only() if self.fused else self._plain_only())
 
     def optional(self) -> dict[str, tuple[int, ...]]:
-        """List the optional tensors by our names."""
-        biased = [name for name, shape in self.required().items() if name.endswith("_proj.weight")]
+        """List the optional tensors of a published head by our names."""
         shapes = self.required()
+        biased = [name for name in shapes if name.endswith("_proj.weight")]
         return {
             "embed_tokens.weight": (self.vocab_size, self.hidden_size),
             "lm_head.weight": (self.vocab_size, self.hidden_size),
@@ -164,40 +216,20 @@ class PublishedHead:
         return shapes
 
 
-def is_ours(folder: str | Path) -> bool:
-    """Return True if a head's folder claims our own format. Raises ValueError without a readable config.json."""
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"EAGLE draft {folder} has no config.json")
-    return "format" in read_json(file)
-
-
-def read_head(folder: str | Path) -> PublishedHead:
-    """Describe a published head by its files, without loading a tensor.
+def read_head(folder: str | Path) -> HeadShape:
+    """Describe a head by its files, without loading a weight.
 
     Raises ValueError in one line for an unknown format, pickled, missing or truncated files, an unsupported config, and
     tensors that the config does not describe.
     """
     folder = Path(folder)
-    files = weight_files(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"EAGLE draft {folder} has no config.json")
     raw = read_json(folder / "config.json")
-    found: dict[str, tuple[Path, str, TensorInfo]] = {}
-    for file in files:
-        for name, info in read_safetensors_header(file).items():
-            if name.endswith(_LEFT_OVER):
-                continue
-            if (known := _own_name(name)) in found:
-                raise ValueError(f"EAGLE draft {folder} has {name} twice, also as {found[known][1]}")
-            found[known] = (file, name, info)
-    try:
-        head = _describe(folder, raw, set(found), {known: (file, name) for known, (file, name, _) in found.items()})
-    except ValueError as error:
-        raise ValueError(f"EAGLE draft {folder}, config.json: {error}") from None
-    _check_tensors(head, {known: info for known, (_, _, info) in found.items()})
-    return head
+    return _read_own(folder) if "format" in raw else _read_published(folder, raw)
 
 
-def read_tensors(head: PublishedHead, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
+def read_tensors(head: HeadShape, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
     """Load some of a head's tensors, by our names, as they are in the files."""
     tensors = {}
     for name in names:
@@ -207,17 +239,19 @@ def read_tensors(head: PublishedHead, names: Iterable[str], device: str = "cpu")
     return tensors
 
 
-def read_weights(head: PublishedHead, device: str = "cpu") -> dict[str, Tensor]:
+def read_weights(head: HeadShape, device: str = "cpu") -> dict[str, Tensor]:
     """Load all of a head's weights, by our names, as they are in the files."""
     return read_tensors(head, [name for name in head.sources if name not in _MAPS], device)
 
 
-def read_vocabulary(head: PublishedHead) -> Tensor | None:
-    """Return the target's token id [V] int64 of each row of the head's own LM head; None if the ids are the same.
+def read_vocabulary(head: HeadShape) -> Tensor | None:
+    """Return the target's token id [V] int64 of each token that the head proposes; None if the ids are the same.
 
-    `d2t` holds differences: row i is token i + d2t[i]. Raises ValueError if an id is not one of the target's or appears
-    twice.
+    `draft_token_ids` lists them; `d2t` holds differences: row i is token i + d2t[i]. Raises ValueError if an id is not
+    one of the target's or appears twice.
     """
+    if VOCABULARY in head.sources:
+        return read_token_ids(head.sources[VOCABULARY][0], head.vocab_size)
     if "d2t" not in head.sources:
         return None
     differences = read_tensors(head, ["d2t"])["d2t"].long()
@@ -236,69 +270,99 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
-        if (folder / eagle_config.WEIGHTS_FILE) in files:
-            files = [folder / eagle_config.WEIGHTS_FILE]
+        if (folder / WEIGHTS_FILE) in files:
+            files = [folder / WEIGHTS_FILE]
     if not files and (pickled := pickled_files(folder)):
-        why = convert_pickles(pickled, folder / eagle_config.WEIGHTS_FILE)
+        why = convert_pickles(pickled, folder / WEIGHTS_FILE)
         raise ValueError(f"EAGLE draft {folder} has only a pickle ({pickled[0].name}), {why}")
     if len(files) > 1 and not names:
         raise ValueError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
-    if missing := [file for file in files or [folder / eagle_config.WEIGHTS_FILE] if not file.is_file()]:
+    if missing := [file for file in files or [folder / WEIGHTS_FILE] if not file.is_file()]:
         raise ValueError(f"EAGLE draft {folder} has no {missing[0].name}")
     return files
 
 
-def _own_name(name: str) -> str:
-    """Translate a name to ours: `model.midlayer.mlp.up_proj.weight` becomes `layer.mlp.up_proj.weight`."""
-    name = name.removeprefix("model.")
-    for prefix, renamed in (dict.fromkeys(_LAYERS, "layer.") | _RENAMED).items():
+def _read_own(folder: Path) -> HeadShape:
+    config, file = load_eagle_config(folder), folder / WEIGHTS_FILE
+    return HeadShape(
+        folder=folder,
+        format=config.format,
+        fused=False,
+        is_ours=True,
+        vocab_size=config.vocab_size,
+        target_hidden_size=config.hidden_size,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        layer_eps=config.layer_norm_eps,
+        head_eps=config.head_norm_eps,
+        rope={"rope_theta": config.rope_theta},
+        draft_vocab_size=config.draft_vocab_size or config.vocab_size,
+        copy_heads=config.copy_heads or 0,
+        tokens_sha256=config.tokens_sha256,
+        sources={_renamed(name, _OURS): (file, name) for name in config.tensors()},
+    )
+
+
+def _read_published(folder: Path, raw: dict[str, Any]) -> HeadShape:
+    found: dict[str, tuple[Path, str, TensorInfo]] = {}
+    for file in weight_files(folder):
+        for name, info in read_safetensors_header(file).items():
+            if name.endswith(_LEFT_OVER):
+                continue
+            known = _renamed(name.removeprefix("model."), dict.fromkeys(_LAYERS, "layer.") | _RENAMED)
+            if known in found:
+                raise ValueError(f"EAGLE draft {folder} has {name} twice, also as {found[known][1]}")
+            found[known] = (file, name, info)
+    sources = {known: (file, name) for known, (file, name, _) in found.items()}
+    head = _describe(folder, {key: value for key, value in raw.items() if value is not None}, sources)
+    _check_tensors(head, {known: info for known, (_, _, info) in found.items()})
+    return head
+
+
+def _renamed(name: str, prefixes: dict[str, str]) -> str:
+    """Replace the first of the prefixes that a name has: `midlayer.mlp.up_proj.weight`, `layer.mlp.up_proj.weight`."""
+    for prefix, other in prefixes.items():
         if name.startswith(prefix):
-            return renamed + name.removeprefix(prefix)
+            return other + name.removeprefix(prefix)
     return name
 
 
-def _describe(
-    folder: Path, raw: dict[str, Any], names: set[str], sources: dict[str, tuple[Path, str]]
-) -> PublishedHead:
-    name, fused = _detect(raw, names)
-    layer = _section(raw, "transformer_layer_config") if name.startswith("speculators") else raw
-    if layer.get("model_type", "llama") not in _MODEL_TYPES:
-        raise ValueError(f"the layer is of type {layer['model_type']!r}; supported are {', '.join(_MODEL_TYPES)}")
-    for key, supported in (("hidden_act", "silu"), ("num_hidden_layers", 1)):
-        if layer.get(key, supported) != supported:
-            raise ValueError(f"{key} is {layer[key]!r}; only {supported!r} is supported")
-    vocab_size, hidden_size = _size(layer, "vocab_size"), _size(layer, "hidden_size")
-    num_heads = _size(layer, "num_attention_heads")
-    qwen3 = layer.get("model_type") == "qwen3"
-    return PublishedHead(
+def _describe(folder: Path, raw: dict[str, Any], sources: dict[str, tuple[Path, str]]) -> HeadShape:
+    config = parse_config(PublishedConfig, raw, folder)
+    name, fused = _detect(config, folder, set(sources))
+    layer = parse_config(LayerConfig, config.transformer_layer_config or {} if "speculators" in name else raw, folder)
+    rope = (layer.model_extra or {}).items()
+    qwen3_size = 128 if layer.model_type == "qwen3" else None
+    return HeadShape(
         folder=folder,
         format=name,
         fused=fused,
-        vocab_size=vocab_size,
-        target_hidden_size=_size(raw, "target_hidden_size", hidden_size) if fused else hidden_size,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=_size(layer, "num_key_value_heads", num_heads),
-        head_dim=_size(layer, "head_dim", 128 if qwen3 else max(1, hidden_size // num_heads)),
-        intermediate_size=_size(layer, "intermediate_size"),
-        norm_eps=_norm_eps(layer),
-        rope={key: layer[key] for key in _ROPE if layer.get(key) is not None},
-        draft_vocab_size=_size(raw, "draft_vocab_size", vocab_size) if fused else vocab_size,
-        layers=_layers(raw) if fused else None,
-        norm_before_residual=_flag(raw, "norm_before_residual"),
-        norm_before_fc=_flag(raw, "norm_before_fc"),
-        layer_norms=_flag(raw, "layernorms"),
-        fusion_bias=_flag(raw, "fusion_bias"),
+        vocab_size=layer.vocab_size,
+        target_hidden_size=(config.target_hidden_size if fused else None) or layer.hidden_size,
+        hidden_size=layer.hidden_size,
+        num_heads=layer.num_attention_heads,
+        num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
+        head_dim=layer.head_dim or qwen3_size or max(1, layer.hidden_size // layer.num_attention_heads),
+        intermediate_size=layer.intermediate_size,
+        layer_eps=layer.rms_norm_eps,
+        head_eps=layer.rms_norm_eps,
+        rope={key: value for key, value in rope if key in _ROPE and value is not None},
+        draft_vocab_size=(config.draft_vocab_size if fused else None) or layer.vocab_size,
+        layers=config.layers() if fused else None,
+        norm_before_residual=bool(config.norm_before_residual),
+        norm_before_fc=bool(config.norm_before_fc),
+        layer_norms=bool(config.layernorms),
+        fusion_bias=bool(config.fusion_bias),
         sources=sources,
     )
 
 
-def _detect(raw: dict[str, Any], names: set[str]) -> tuple[str, bool]:
+def _detect(config: PublishedConfig, folder: Path, names: set[str]) -> tuple[str, bool]:
     """Detect the format; return its name, and True if it fuses several of the target's layers."""
-    kind = raw.get("speculators_model_type")
-    if kind is not None:
-        if kind not in ("eagle", "eagle3"):
-            raise ValueError(f"speculators_model_type is {kind!r}; known formats are {KNOWN}")
+    if (kind := config.speculators_model_type) is not None:
         return f"speculators {kind}", kind == "eagle3"
     if "layer.hidden_norm.weight" in names:
         return "EAGLE-3", True
@@ -306,57 +370,10 @@ def _detect(raw: dict[str, Any], names: set[str]) -> tuple[str, bool]:
         return "EAGLE-1/2", False
     whole = "embed_tokens.weight" in names and any(name.startswith("layers.1.") for name in names)
     hint = "; this looks like a whole model: draft.kind model" if whole else ""
-    raise ValueError(f"the folder is in no known format; known are {KNOWN}{hint}")
+    raise ValueError(f"EAGLE draft {folder} is in no known format; known are {KNOWN}{hint}")
 
 
-def _layers(raw: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the target layers whose outputs config.json names.
-
-    The key counts differently in its two places, as the programs that read it do. At the top level (vLLM,
-    `speculators`) j stands for the input of layer j, which is the output of layer j - 1. Inside `eagle_config` (SGLang)
-    it stands for the output of layer j.
-    """
-    nested = _section(raw, "eagle_config")
-    key = "eagle_aux_hidden_state_layer_ids"
-    ids, shift = (raw[key], 1) if raw.get(key) else (nested.get(key), 0)
-    if not ids:
-        return None
-    if not isinstance(ids, list) or not all(type(each) is int for each in ids):
-        raise ValueError(f"{key} must be a list of layer numbers, got {ids!r}")
-    return tuple(each - shift for each in ids)
-
-
-def _section(values: dict[str, Any], key: str) -> dict[str, Any]:
-    section = values.get(key) or {}
-    if not isinstance(section, dict):
-        raise ValueError(f"{key} must be an object, got {section!r}")
-    return section
-
-
-def _size(values: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = values.get(key)
-    if value is None:
-        value = _LLAMA[key] if default is None else default
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key} must be a positive int, got {value!r}")
-    return value
-
-
-def _norm_eps(values: dict[str, Any]) -> float:
-    value = values.get("rms_norm_eps", _LLAMA["rms_norm_eps"])
-    if type(value) not in (int, float) or value <= 0:
-        raise ValueError(f"rms_norm_eps must be a positive float, got {value!r}")
-    return float(value)
-
-
-def _flag(values: dict[str, Any], key: str) -> bool:
-    value = values.get(key, False)
-    if value not in (True, False, None):
-        raise ValueError(f"{key} must be true or false, got {value!r}")
-    return bool(value)
-
-
-def _check_tensors(head: PublishedHead, found: dict[str, TensorInfo]) -> None:
+def _check_tensors(head: HeadShape, found: dict[str, TensorInfo]) -> None:
     required = head.required()
     shapes = head.optional() | required
     spelled = {known: name for known, (_, name) in head.sources.items()}

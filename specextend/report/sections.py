@@ -180,7 +180,6 @@ START: Figures = {
     "documents": ("documents", number),
     "an hour": ("documents_per_hour", tenths),
     "died": ("workers.died", number),
-    "forecast": ("forecast.predicted_s", duration),
 }
 ERROR: Figures = {
     "class": ("error_class", shortened),

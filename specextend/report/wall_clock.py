@@ -272,7 +272,6 @@ def start_section(timed: TimedStart) -> dict[str, Any]:
         "worker_hours": timed.worker_hours,
         "gpus_per_worker": start.gpus_per_worker,
         "paid_s": timed.paid,
-        "forecast": None if start.forecast is None else _forecast(timed, start.forecast),
     }
 
 
@@ -285,26 +284,6 @@ def _worker_counts(workers: Sequence[WorkerRecord]) -> dict[str, int]:
         "ready": sum(worker.ready is not None for worker in workers),
         "failed_to_start": sum(worker.ready is None for worker in ended),
         "died": sum(worker.ready is not None for worker in ended),
-    }
-
-
-def _forecast(timed: TimedStart, forecast: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare a forecast with the time from the first worker's start to the last document.
-
-    A start that was stopped shows no actual time.
-    """
-    predicted = forecast.get("seconds")
-    predicted = float(predicted) if isinstance(predicted, int | float) and predicted > 0 else None
-    asked = min((worker.asked for worker in timed.start.workers or ()), default=None)
-    last = None if is_stopped(timed.start) else _last_end(timed.works)
-    actual = None if asked is None or last is None else max(0.0, last - asked)
-    return {
-        "predicted_s": predicted,
-        "low_s": forecast.get("seconds_low"),
-        "high_s": forecast.get("seconds_high"),
-        "basis": forecast.get("basis"),
-        "actual_s": actual,
-        "actual_over_predicted": None if predicted is None or actual is None else actual / predicted,
     }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -156,7 +156,8 @@ def new_weights(config: EagleConfig, final_norm: Tensor, seed: int) -> dict[str,
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = {
-        name: info.shape for name, info in replace(config, draft_vocab_size=None, copy_heads=None).tensors().items()
+        name: info.shape
+        for name, info in config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).tensors().items()
     }
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
@@ -370,9 +371,9 @@ def _first_head(task: Task) -> tuple[EagleConfig, dict[str, Tensor]]:
         config = _new_config(target, len(task.vocabulary))
         weights = new_weights(config, target.final_norm, options.sample.seed) | {VOCABULARY: task.vocabulary}
     if options.copy_heads and config.copy_heads is None:
-        config = replace(config, copy_heads=options.copy_heads)
+        config = config.model_copy(update={"copy_heads": options.copy_heads})
         weights = add_copy_heads(weights, config, target.embedding.cpu(), options.sample.seed)
-    return replace(config, tokens_sha256=target.tokens_sha256), weights
+    return config.model_copy(update={"tokens_sha256": target.tokens_sha256}), weights
 
 
 def _new_config(target: Target, draft_vocab_size: int) -> EagleConfig:

@@ -6,7 +6,7 @@ from ray.exceptions import ActorUnavailableError, OutOfDiskError, RayTaskError
 
 from specextend.cluster.cluster import claimed, say_no_node
 from specextend.cluster.exits import ClusterError, LockHeldError
-from specextend.cluster.pool import unexpected
+from specextend.cluster.workers import unexpected
 from specextend.config import JobOptions
 
 

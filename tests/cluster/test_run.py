@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specextend.cluster import lock as lock_module
-from specextend.cluster import roster
+from specextend.cluster import workers
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_TOO_MANY_ERRORS,
@@ -36,8 +36,8 @@ CHOSEN_BATCH = 4
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a run up after two workers that cannot be built, without a pause between them."""
-    monkeypatch.setattr(roster, "MAX_FAILED_STARTS", 2)
-    monkeypatch.setattr(roster, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(workers, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(workers, "FIRST_PAUSE_S", 0.01)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specextend.cluster.leases import Lease, Limits, Place, Spot
-from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import IDLE_S, Scheduler
+from specextend.cluster.workers import Roster
 from tests.cluster.lengths import rows_of_length
 
 

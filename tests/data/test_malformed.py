@@ -119,7 +119,7 @@ def read_all(path: Path) -> int:
     source = open_source(InputOptions(path=str(path), id_column="id", passthrough=("topic",)))
     assert sum(1 for _ in source.scan()) == source.num_rows
     found = sum(outcome(source, row) is not None for row in range(source.num_rows))
-    assert sum(len(batch) for batch in source.batches(0, ["topic"], original=True)) == source.num_rows
+    assert sum(len(batch) for batch in source.batches(0, ["topic"])) == source.num_rows
     return found
 
 

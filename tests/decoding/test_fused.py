@@ -89,3 +89,13 @@ def test_a_model_of_another_activation_stays_as_it_is(tmp_path):
     model.config.hidden_act = "silu"
     CachedModel(model, attend_reference, 256)
     assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
+
+
+def test_the_weights_that_were_joined_are_given_back_before_the_cache_is_made(tmp_path, monkeypatch):
+    """A GPU's allocator kept 9 GiB of their blocks, which nothing else could use."""
+    model = load_causal_lm(str(write_pair(tmp_path, FAMILIES["llama"]).target), None, "float32", "cpu", IMPLEMENTATION)
+    order = []
+    monkeypatch.setattr("specextend.decoding.model.release_cached", lambda device: order.append("given back"))
+    monkeypatch.setattr("specextend.decoding.model.KVCache", lambda *_: order.append("cache"))
+    CachedModel(model, attend_reference, 256, REFERENCE)
+    assert order == ["given back", "cache"]

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specextend.decoding.cache import KVCache
-from specextend.drafters.draft_cache import DraftCache, rotate
+from specextend.drafters.draft_cache import DraftCache
 
 CPU = torch.device("cpu")
 ROPES = {
@@ -89,29 +89,6 @@ def test_keys_come_back_as_a_fresh_run_at_their_slots_would_make_them(name):
     torch.testing.assert_close(keys, fresh, atol=5e-5, rtol=0)
 
 
-def test_yarn_scales_at_all():
-    """The test above would prove nothing if the scaling were 1."""
-    assert rotary("yarn").attention_scaling == pytest.approx(1.1386, abs=1e-3)
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
-def test_turning_to_a_slot_and_back_costs_two_roundings(dtype, bound):
-    """Angles are in fp32 whatever the keys are: bf16 angles would be off by whole turns at 16K."""
-    keys = random_keys(64, dtype)
-    inv_freq = rotary("default").inv_freq
-    positions = torch.arange(16_000, 16_064)
-    back = rotate(rotate(keys, positions, inv_freq), -positions, inv_freq)
-    assert back.dtype == dtype
-    assert (back.float() - keys.float()).abs().max() < bound
-
-
-def test_rotation_is_the_models_own():
-    """Half-split layout, as Llama's family has it."""
-    keys, positions = random_keys(50), torch.arange(300, 350)
-    expected = turned_by_the_model(rotary("default"), keys, positions)
-    torch.testing.assert_close(rotate(keys, positions, rotary("default").inv_freq), expected, atol=1e-5, rtol=0)
-
-
 def test_between_selections_rows_are_appended_at_the_next_slots():
     """The full cache files them as well, so a later selection finds them again."""
     embedding, cache = rotary("default"), draft_cache()
@@ -140,18 +117,6 @@ def test_positions_that_are_not_filed_yet_are_left_out():
     assert cache.visible(0) == 5
 
 
-def test_many_reselections_do_not_wear_keys_out():
-    """Each gather starts from the filed key: 100 selections leave the error of one."""
-    embedding, cache, bare = rotary("default"), draft_cache(), random_keys(200)
-    assert cache.admit(0, 256, 300)
-    cache.store(0, bare, bare)
-    for shift in range(100):
-        cache.select(0, torch.arange(shift, shift + 50))
-    keys, _ = working_rows(cache, 0)
-    expected = turned_by_the_model(embedding, bare[:, 99:149], torch.arange(50))
-    torch.testing.assert_close(keys, expected, atol=2e-5, rtol=0)
-
-
 def test_sequences_share_nothing():
     """One's selection and release leave the other's rows as they are."""
     cache = draft_cache()
@@ -167,31 +132,3 @@ def test_sequences_share_nothing():
     cache.select(7, torch.arange(30))
     for now, then in zip(working_rows(cache, 1), before, strict=True):
         assert torch.equal(now, then)
-
-
-def test_where_one_region_is_lacking_none_is_kept():
-    """A half admitted sequence would hold rows that nobody gives back."""
-    cache = draft_cache()
-    for num_tokens, num_working_rows in ((100, 1025), (2049, 100)):
-        assert not cache.admit(0, num_tokens, num_working_rows)
-    assert cache.admit(0, 2048, 1024), "all rows are still there"
-    cache.release(0)
-    assert cache.admit(0, 2048, 1024)
-
-
-def test_the_full_cache_takes_no_more_than_it_was_admitted_for():
-    cache = draft_cache()
-    assert cache.admit(0, 256, 256)
-    with pytest.raises(AssertionError, match="full"):
-        cache.store(0, random_keys(257), random_keys(257))
-
-
-def test_a_forward_that_would_leave_its_region_is_refused():
-    """The rows behind it are a neighbour's; a wrong draft costs acceptance and shows nowhere else."""
-    cache = draft_cache()
-    assert cache.admit(0, 256, 256)
-    cache.store(0, random_keys(200), random_keys(200))
-    cache.select(0, torch.arange(200))
-    assert cache.reach(0, 56) == 256
-    with pytest.raises(AssertionError, match="full"):
-        cache.reach(0, 57)

@@ -16,8 +16,8 @@ from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.models import load_causal_lm
-from tests.alive import alive
+from specextend.drafters.formats import read_head, read_vocabulary, read_weights
+from specextend.models import load_causal_lm, rope_frequencies
 from tests.covering import covering
 from tests.drafters.twin_case import OPTIONS, TwinCase
 from tests.tiny_models import FAMILIES, random_prompt, write_pair
@@ -82,8 +82,10 @@ class Case(TwinCase):
         model.lm_head.weight.mul_(8)  # sure of itself, so that trees are deep
         target = CachedModel(model, attend_reference, 256)
         folder = pair.drafts[draft]
-        config, weights = load_eagle_config(folder), load_file(f"{folder}/{WEIGHTS_FILE}")
-        self.network = EagleNetwork(config, weights, target, model.lm_head.weight, 4096)
+        head = read_head(folder)
+        rope = rope_frequencies(head.rope, head.head_dim, "tiny")
+        weights, vocabulary, lm_head = read_weights(head), read_vocabulary(head), model.lm_head.weight
+        self.network = EagleNetwork(head, weights, vocabulary, target, lm_head, 4096, rope)
         self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None, num_slots=3)
         self.twin = SlowHead(folder, model.model.embed_tokens.weight, model.lm_head.weight)
         self.token_ids = torch.tensor(random_prompt(length))
@@ -192,20 +194,3 @@ def test_a_reduced_head_is_the_whole_head_on_fewer_tokens(pair):
     [tree] = reduced.drafter.propose([0])
     assert set(tree.token_ids[1:].tolist()) <= set(own.tolist())
     reduced.assert_tree_is_the_twins(0, list(range(30)))
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@torch.inference_mode()
-def test_nothing_of_a_row_survives_its_release(pair, draft):
-    """Not the waiting slot of a prefill that was given up either."""
-    case = Case(pair, 100, draft)
-    before = alive()
-    case.prefill(0, 30, 16)
-    case.drafter.release(0)
-    assert alive() == before
-    case.prefill(0, 8, 512)
-    case.drafter.select(0, torch.arange(8))
-    case.absorb([0], [8], [9])
-    case.assert_tree_is_the_twins(0, list(range(8)))
-    case.drafter.release(0)
-    assert alive() == before

@@ -10,8 +10,8 @@ import torch
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.drafter import Decided
 from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.merged import DraftTimer, MergedDrafter, draft_pays
-from specextend.drafters.ngram import NgramDrafter, Node
+from specextend.drafters.merged import MergedDrafter
+from specextend.drafters.ngram import NgramDrafter
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties, generate
 from tests.tiny_models import (
@@ -90,23 +90,6 @@ def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(loopin
     assert widest > 8
 
 
-@pytest.mark.parametrize("policy", ["full", "streaming", "retrieval"])
-def test_without_a_model_the_cache_policy_costs_nothing(policy, looping, references):
-    """No layer is scored and nothing is retrieved again: copies see all of the text."""
-    engine = tiny_engine(looping[0], "ngram", cache__policy=policy)
-    forward, scored = engine.target.forward_with_features, set()
-
-    def noting(token_ids, positions, plan, layers):
-        scored.update(plan.keep_layers)
-        return forward(token_ids, positions, plan, layers)
-
-    engine.target.forward_with_features = noting
-    outputs, stats = run(engine)
-    assert outputs == {length: reference.token_ids for length, reference in references.items()}
-    assert scored == set()
-    assert stats.num_retrievals <= len(LENGTHS)
-
-
 @pytest.mark.parametrize("length", [1, 2, 13])
 @pytest.mark.parametrize("draft", ["ngram", "merged-eagle"])
 def test_the_shortest_prompts(draft, length, looping):
@@ -147,58 +130,3 @@ def test_drafting_is_left_out_where_copies_promise_more_per_second(looping, refe
     outputs, stats = run(engine_with(config, merged))
     assert outputs == {length: reference.token_ids for length, reference in references.items()}
     assert 0 < len(drafted) < 0.8 * (stats.num_spec_steps + stats.num_plain_steps)
-
-
-def chain(*probabilities: float) -> list[Node]:
-    nodes = [Node(-1, 0, 0, 1.0, "ngram", 1.0)]
-    for depth, probability in enumerate(probabilities, start=1):
-        nodes.append(Node(depth - 1, depth, depth, probability, "ngram", probability))
-    return nodes
-
-
-@pytest.mark.parametrize(
-    ("copies", "draft_gain", "pays"),
-    [
-        (chain(), 1.0, True),
-        (chain(), 0.1, False),
-        (chain(0.95, 0.9, 0.85), 1.0, False),
-        (chain(0.3), 1.0, True),
-        (chain(0.3), 0.2, False),
-    ],
-)
-def test_the_draft_pays_by_what_it_adds_where_copies_fail(copies, draft_gain, pays):
-    """A poor draft may be left out even where nothing matches; a sure copy leaves nothing to add."""
-    assert draft_pays(copies, draft_gain, 0.13) == pays
-
-
-def test_a_slow_draft_must_add_more():
-    """Two thirds of a step's time are worth two tokens beside the target's own, a tenth of it almost none."""
-    assert draft_pays(chain(), 1.0, 0.4)
-    assert not draft_pays(chain(), 1.0, 0.6)
-
-
-class Proposing:
-    """A draft whose proposal takes two seconds of a clock."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def propose(self, slots):
-        self.now += 2.0
-        return []
-
-
-def test_the_share_of_a_draft_is_measured():
-    """Its proposal against the rest of a step; the time in which a prompt is read is no step."""
-    draft = Proposing()
-    timer = DraftTimer(lambda: draft.now)
-    assert timer.share == 0, "nothing is known yet, so the draft proposes"
-    for rest_s in (1000.0, 6.0, 6.0):
-        timer.begin()
-        timer.propose(draft, [0])
-        timer.end()
-        draft.now += rest_s
-        if rest_s > 6:
-            timer.forget_step()
-    timer.begin()
-    assert timer.share == pytest.approx(2 / 8)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.decoding.tree import DraftTree
-from specextend.drafters.ngram import Evidence, NgramState, Node, as_draft_trees, children_of, prior
+from specextend.drafters.ngram import NgramState, Node, as_draft_trees, children_of
 
 CPU = torch.device("cpu")
 TEXT = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
@@ -80,14 +80,6 @@ def test_a_text_without_a_match_gets_the_root_alone():
     assert (tree.token_ids.tolist(), tree.parents.tolist(), tree.log_probs.tolist()) == ([30], [-1], [0.0])
 
 
-@pytest.mark.parametrize(("depth", "left", "levels"), [(3, 100, 3), (16, 5, 4), (16, 1, 0)])
-def test_no_level_is_deeper_than_allowed_or_than_the_output_can_take(depth, left, levels):
-    """The bonus token comes too; a longer copy would cost rows and never be said."""
-    state = state_of([*TEXT, 0], [10, 11, 12], max_new_tokens=3 + left)
-    assert max(node.depth for node in state.propose(20, depth, {})) == levels
-    assert state.most_levels == left - 1
-
-
 @st.composite
 def proposals(draw):
     """A text of few tokens, and a draft's tree behind it."""
@@ -131,19 +123,6 @@ def test_a_merged_tree_holds_the_best_of_both():
     assert found == {(13,), (13, 14), (70,), (70, 71)}
 
 
-def test_a_token_that_both_propose_is_likelier_than_by_one_alone():
-    drafted = draft_tree((13, 0, 0.5))
-    alone = state_of([*TEXT, 0], [10, 11, 12]).propose(1, 1, {})[1]
-    both = state_of([*TEXT, 0], [10, 11, 12]).propose(1, 1, children_of(drafted))[1]
-    assert (alone.token_id, both.token_id) == (13, 13)
-    assert both.probability > max(alone.probability, 0.5)
-
-
-def test_below_a_token_of_both_the_copy_goes_on():
-    nodes = state_of([*TEXT, 0], [10, 11, 12]).propose(4, 16, children_of(draft_tree((13, 0, 0.5))))
-    assert (13, 14, 15) in paths(nodes)
-
-
 def test_a_text_that_is_copied_whole_soon_fills_whole_trees():
     """Rates rise with every token that came as it was guessed, and a long match is trusted at once."""
     text = Random(0).sample(range(1000), 200)
@@ -161,16 +140,6 @@ def test_copies_that_never_come_true_are_no_longer_proposed():
     assert sum(drafted for drafted, _ in steps[:20]) > 10
     assert sum(drafted for drafted, _ in steps[-20:]) == 0
     assert sum(taken for _, taken in steps) == 0
-
-
-def test_copies_come_back_when_they_come_true_again():
-    """Rates are learned from every token that was decided, whether it had been proposed or not."""
-    prompt = [token for n in range(100, 400, 2) for token in (n, n + 1)]
-    failing = [token for n in range(100, 400, 2) for token in (n, 1000 + n)]
-    state = state_of(prompt, [5000])
-    decode(state, failing)
-    steps = decode(state, prompt * 2)
-    assert sum(taken for _, taken in steps[-10:]) >= 70
 
 
 def test_a_draft_that_is_always_wrong_loses_its_nodes_to_copies():
@@ -204,14 +173,3 @@ def test_probabilities_mean_what_they_say():
         at += count + 1
     assert taken > 500
     assert promised == pytest.approx(taken, rel=0.15)
-
-
-def test_what_is_not_known_yet_is_guessed_by_length_and_agreement():
-    """A longer match is likelier, one among several that disagree less so, and a repetition of one's own more."""
-    lone = [prior(Evidence(length, "lone", False, 0)) for length in range(1, 13)]
-    assert lone == sorted(lone)
-    for length in (1, 3, 8):
-        some, one, every = (prior(Evidence(length, agreement, False, 0)) for agreement in ("some", "lone", "all"))
-        assert some < one <= every
-        assert prior(Evidence(length, "lone", True, 0)) > one
-        assert prior(Evidence(length, "lone", False, 1)) < one

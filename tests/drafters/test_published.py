@@ -21,10 +21,9 @@ from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees
 from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.eagle_network import PublishedNetwork
+from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
-from tests.alive import alive
 from tests.covering import covering
 from tests.drafters.twin_case import OPTIONS, TwinCase
 from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS, write_eagle3
@@ -139,7 +138,7 @@ class Case(TwinCase):
         rope = rope_frequencies(head.rope, head.head_dim, "tiny")
         weights, vocabulary = read_weights(head), read_vocabulary(head)
         lm_head = model.lm_head.weight
-        self.network = PublishedNetwork(head, weights, vocabulary, self.target, lm_head, 4096, rope, layers)
+        self.network = EagleNetwork(head, weights, vocabulary, self.target, lm_head, 4096, rope, layers)
         self.drafter = CausalDrafter(self.network, OPTIONS, "hybrid", None, num_slots=2)
         self.twin = SlowHead(variant, pair.drafts[variant], model)
         self.token_ids = torch.tensor(random_prompt(80))
@@ -190,50 +189,6 @@ def test_rounds_and_selections_equal_a_fresh_run(variant, pair):
     for first, last in itertools.pairwise([40, 41, 45, 46]):
         case.absorb([0], [first], [last])
         case.assert_tree_is_the_twins(0, [*(slot for slot in chosen if slot < 39), *range(39, last - 1)])
-
-
-@pytest.mark.parametrize("variant", ["eagle1", "eagle3"])
-@torch.inference_mode()
-def test_a_batch_of_unequal_rows_is_each_row_alone(variant, pair):
-    """Rows absorb one and four tokens at once."""
-    case = Case(pair, variant)
-    before = alive()
-    for row, length in enumerate((5, 40)):
-        case.prefill(row, length, 16)
-        case.drafter.select(row, torch.arange(length))
-    case.absorb([0, 1], [5, 40], [6, 44])
-    case.assert_tree_is_the_twins(0, list(range(5)))
-    case.assert_tree_is_the_twins(1, list(range(43)))
-    case.drafter.release(0)
-    case.drafter.release(1)
-    assert alive() == before
-
-
-@torch.inference_mode()
-def test_copies_of_the_targets_matrices_take_no_memory(pair):
-    """EAGLE-1 heads come with the target's embedding: a gigabyte for a Llama 3."""
-    assert follows_target(Case(pair, "eagle1")) == (True, True)
-    assert follows_target(Case(pair, "eagle1-biased")) == (False, False)
-
-
-def follows_target(case: Case) -> tuple[bool, bool]:
-    """Whether a change of the target's embedding and LM head is one of the head's, which then keeps no copy of them."""
-    outputs = []
-    for _ in range(2):
-        case.prefill(0, 8, 512)
-        case.drafter.select(0, torch.arange(8))
-        case.absorb([0], [8], [9])
-        outputs.append((case.network.cache.working.keys[:, :, case.network.cache.start(0)].clone(), logits_of(case)))
-        case.drafter.release(0)
-        case.target.model.model.embed_tokens.weight.mul_(-1)
-        case.target.model.lm_head.weight.mul_(2)
-    (keys, logits), (changed_keys, changed_logits) = outputs
-    return not torch.equal(keys, changed_keys), not torch.equal(logits, changed_logits)
-
-
-def logits_of(case: Case) -> Tensor:
-    """By the head's LM head, of a hidden state that no embedding has a say in."""
-    return case.network.logits(torch.ones(48))
 
 
 def deep_target(num_layers: int) -> LlamaForCausalLM:

@@ -84,20 +84,6 @@ def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Te
 
 
 @torch.inference_mode()
-def test_the_chunk_size_does_not_matter_to_the_tree(pair):
-    prompt = random_prompt(130)
-    trees = []
-    for chunk in (1, 7, 512):
-        drafter = prefilled(network_of(pair, 32), prompt, chunk)
-        drafter.select(0, torch.arange(130))
-        drafter.absorb([0], Decided.pad([[5]], [torch.zeros(1, 48)]))
-        trees += drafter.propose([0])
-    for tree in trees[1:]:
-        assert torch.equal(tree.token_ids, trees[0].token_ids)
-        torch.testing.assert_close(tree.log_probs, trees[0].log_probs, atol=1e-3, rtol=0)
-
-
-@torch.inference_mode()
 def test_a_selected_view_is_a_fresh_run_of_the_visible_tokens(pair):
     """With one layer's K and V free of context (window 1), what is shown is the short text at positions 0 and up.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.drafters.suffix_index import LONGEST, MOST, Match, SuffixIndex
+from specextend.drafters.ngram import LONGEST, MOST, Match, SuffixIndex
 
 TOKENS = st.integers(0, 3)
 TEXTS = st.lists(TOKENS, max_size=60)
@@ -44,28 +44,3 @@ def test_a_prompt_in_chunks_is_a_text_like_any_other(chunks, output):
         text.append(token_id)
     assert index.matches() == searched(text)
     assert index.token_ids == text
-
-
-@given(TEXTS.filter(bool))
-def test_going_on_like_a_match_keeps_it(text):
-    """What a tree assumes of its nodes comes true if the target says the same."""
-    index = SuffixIndex()
-    index.extend(text)
-    for match in index.matches():
-        later = index.continued([match])
-        assert bool(later) == (match.position + 1 < len(text))
-        assert set(later) <= set(searched([*text, text[match.position]], most=None))
-
-
-def test_longer_matches_come_first_and_then_later_ones():
-    """The order in which copies are trusted."""
-    index = SuffixIndex()
-    index.extend([1, 2, 7, 2, 8, 1, 2, 9, 1, 2])
-    assert index.matches() == [Match(2, 7), Match(2, 2), Match(1, 4)]
-
-
-def test_a_text_of_one_token_has_no_match():
-    index = SuffixIndex()
-    assert index.matches() == []
-    index.push(5)
-    assert index.matches() == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specextend import config
-from specextend.cluster import pool
+from specextend.cluster import workers
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_TOO_MANY_ERRORS, StalledRunError, exit_code
 from specextend.cluster.progress import MOST_NAMES, StallGuard
 from specextend.config import RunConfig
@@ -69,7 +69,7 @@ class LoadsTheSecondTime:
 @pytest.mark.slow
 def test_a_worker_that_hangs_while_it_loads_is_replaced(job, monkeypatch, tmp_path: Path):
     """It kept its GPU for the rest of the night, and the run went on with one worker less."""
-    monkeypatch.setattr(pool, "START_S", 10.0)
+    monkeypatch.setattr(workers, "START_S", 10.0)
     run = job(GOOD)
     assert run.run(LoadsTheSecondTime(tmp_path / "hung")) == EXIT_DONE
     notes = [note for note in run.screen.notes if "could not be built" in note]
@@ -81,7 +81,7 @@ def test_a_worker_that_hangs_while_it_loads_is_replaced(job, monkeypatch, tmp_pa
 @pytest.mark.slow
 def test_a_worker_that_waits_for_a_machine_does_not_load_yet(job, monkeypatch, nodes: Nodes):
     """A cluster may take ten minutes to grow, and its models a minute to load."""
-    monkeypatch.setattr(pool, "START_S", 10.0)
+    monkeypatch.setattr(workers, "START_S", 10.0)
     run = job(GOOD, cpus_per_worker=CPUS)
     began = time.monotonic()
 

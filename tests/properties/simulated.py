@@ -13,13 +13,26 @@ from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt
 from specextend.cluster.leases import Lease, Limits, Tried
 from specextend.cluster.lock import FolderLock
-from specextend.cluster.messages import Done, Failed, Suspected, WorkerInfo, WorkerReport
+from specextend.cluster.messages import (
+    CallLost,
+    Died,
+    Done,
+    Dying,
+    Event,
+    Failed,
+    Polled,
+    Ready,
+    Returned,
+    StartFailed,
+    Suspected,
+    WorkerInfo,
+    WorkerReport,
+)
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned, StartFailed
 from specextend.cluster.progress import AwakeClock, Ledger
 from specextend.cluster.records import Attempt
-from specextend.cluster.roster import Roster
 from specextend.cluster.scheduler import Scheduler
+from specextend.cluster.workers import Roster
 from specextend.config import JobOptions, RunConfig
 from specextend.core import DocumentKey
 from specextend.data.audit_rows import AuditWriter

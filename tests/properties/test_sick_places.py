@@ -12,8 +12,8 @@ import pytest
 
 from specextend.cluster.estimates import TokenEstimate
 from specextend.cluster.exits import Interrupt, WorkersFailError
-from specextend.cluster.roster import MAX_FRUITLESS_DEATHS
 from specextend.cluster.scheduler import MAX_DEATHS
+from specextend.cluster.workers import MAX_FRUITLESS_DEATHS
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.data.parts import read_parts

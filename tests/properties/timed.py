@@ -8,8 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specextend.cluster.leases import Lease
-from specextend.cluster.messages import Done, WorkerInfo, WorkerReport
-from specextend.cluster.pool import CallLost, Died, Dying, Event, Polled, Ready, Returned
+from specextend.cluster.messages import (
+    CallLost,
+    Died,
+    Done,
+    Dying,
+    Event,
+    Polled,
+    Ready,
+    Returned,
+    WorkerInfo,
+    WorkerReport,
+)
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
 from tests.properties.rows import done

@@ -109,9 +109,6 @@ def second_night(output: Location, config: RunConfig) -> None:
     attempt.workers_released()
     clock.now = NEXT_NIGHT_S + 430
     attempt.end(0)
-    path = Path(output.path, "_run", "attempts", f"{SECOND}.json")
-    forecast = {"seconds": 300.0, "seconds_low": 200.0, "seconds_high": 500.0, "documents": 150, "workers": 2}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"forecast": forecast | {"basis": "a sample"}}))
 
 
 def some_stats(draw: random.Random) -> DecodingStats:

@@ -13,7 +13,7 @@ from specextend.cluster.records import Attempt
 from specextend.data.parts import PartWriter
 from specextend.data.storage import resolve
 from specextend.report import build_report
-from tests.report.made_up import FIRST, NIGHT_S, SECOND, SetClock, config_of, info, rows_of_worker, write_run
+from tests.report.made_up import FIRST, NIGHT_S, SECOND, SetClock, config_of, info, rows_of_worker
 
 
 def record(run: str, run_id: str) -> Path:
@@ -76,25 +76,9 @@ def test_a_worker_that_was_never_recorded_counts_what_its_rows_say(tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", [7, "x", [7, {"worker": 1}, {"worker": "w", "seat": 1, "asked": "noon"}]])
-@pytest.mark.parametrize("name", ["workers", "job", "report", "took_over", "forecast", "seen", "begin"])
+@pytest.mark.parametrize("name", ["workers", "job", "report", "took_over", "seen", "begin"])
 def test_a_record_that_holds_nonsense_spoils_no_report(tmp_path: Path, name: str, value: object):
     """Somebody edited it, or a later version wrote it."""
     run = one_worker(tmp_path)
     rewritten(record(run, FIRST), **{name: value})
     assert build_report(run)["rows"]["done"] == 5
-
-
-def test_a_start_that_was_stopped_proves_no_forecast_wrong(tmp_path: Path):
-    """It did a part of the documents. One that came to its end took 321 s, where 300 were expected."""
-    run = write_run(tmp_path / "run")
-    assert build_report(run)["starts"][1]["forecast"] == {
-        "predicted_s": 300.0,
-        "low_s": 200.0,
-        "high_s": 500.0,
-        "basis": "a sample",
-        "actual_s": 321.0,
-        "actual_over_predicted": pytest.approx(321 / 300),
-    }
-    rewritten(record(run, SECOND), exit_code=75)
-    forecast = build_report(run)["starts"][1]["forecast"]
-    assert (forecast["predicted_s"], forecast["actual_s"], forecast["actual_over_predicted"]) == (300.0, None, None)

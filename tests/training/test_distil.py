@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from specextend.drafters.draft_options import DraftKind
 from specextend.drafters.eagle_config import load_eagle_config
 from specextend.loading import load_engine
-from specextend.models import load_tokenizer, tokens_sha256
 from specextend.training.task import TrainedKind
 from tests.tiny_models import random_prompt, request
 from tests.training.conftest import OPTIONS, Workshop
@@ -69,13 +67,6 @@ def test_the_card_says_what_the_draft_has_read(workshop, drafts, kind):
     assert "| `texts.parquet` | 8 |" in card
     assert f'"kind": "{kind}"' in card
     assert re.search(r"\| summaries \| 0\.\d{3}", card)
-
-
-@pytest.mark.parametrize("kind", ["eagle", "model"])
-def test_a_draft_says_whose_tokens_it_speaks(workshop, drafts, kind):
-    """So that it is refused with a target of other tokens, as many as they may be."""
-    written = json.loads((drafts[kind] / "config.json").read_text())["tokens_sha256"]
-    assert written == tokens_sha256(load_tokenizer(workshop.target))
 
 
 def test_a_training_goes_on_with_the_recordings_it_has(workshop, drafts, tmp_path):

@@ -14,7 +14,8 @@ from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import DraftNetwork
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.models import load_causal_lm
+from specextend.drafters.formats import read_head, read_vocabulary, read_weights
+from specextend.models import load_causal_lm, rope_frequencies
 from specextend.training.eagle_head import EagleHead, Slots, chain, lay_out
 from tests.tiny_models import FAMILIES, VOCABULARY, tiny_model, write_eagle, write_model
 from tests.training.conftest import made_up_recording
@@ -69,7 +70,9 @@ def test_an_eagle_head_gives_what_its_network_gives(tmp_path, copy_heads):
     head = EagleHead(config, weights, embedding, lm_head)
     slots = lay_out(made_up_recording(VOCABULARY, HIDDEN))
     for group in (1, 2):
-        network = EagleNetwork(config, weights, target, lm_head, 64)
+        own = read_head(folder)
+        rope = rope_frequencies(own.rope, own.head_dim, "tiny")
+        network = EagleNetwork(own, read_weights(own), read_vocabulary(own), target, lm_head, 64, rope)
         expected, found = drafted(network, slots, group), trained(head, slots, group)
         assert torch.allclose(found, expected, atol=1e-4)
         assert torch.allclose(head.logits(found), network.logits(expected), atol=1e-3)

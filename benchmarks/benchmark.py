@@ -1,0 +1,134 @@
+"""A benchmark, as its YAML file describes it: documents x variants.
+
+A variant is a set of configuration overrides, or a peer: another system on the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from specextend import RunConfig, SamplingParams
+from specextend.config import read_yaml
+
+PeerName = Literal["transformers", "transformers-lookup", "llama.cpp"]
+ProbeKind = Literal["passkey", "needles", "quote"]
+
+
+class Benchmark(BaseModel):
+    """One benchmark. Frozen; an unknown key raises."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    about: str
+    """What it measures, in one sentence."""
+    config: str = "configs/smollm2.yaml"
+    """Configuration of the pair."""
+    set: dict[str, Any] = {}
+    """Overrides of the configuration for all variants: `section.key` to value."""
+    documents: str = "examples/govreport.parquet"
+    """Parquet file or folder with the columns that the configuration names under `input`."""
+    buckets: tuple[int, ...] = Field(default=(1024, 2048, 4096, 8192), min_length=1)
+    """Upper bounds of the prompt in tokens: powers of two, 512 or more (with `probes` any number from 512)."""
+    per_bucket: int = Field(default=3, ge=1)
+    """Documents of each bucket (with `probes`: of each bucket and kind)."""
+    cut_to: int | None = Field(default=None, ge=1)
+    """Tokens to which all prompts are cut, instead of buckets; the first `per_bucket` documents are taken."""
+    probes: tuple[ProbeKind, ...] = ()
+    """Replay documents with a known answer and see what the draft may look at, instead of timing anything."""
+    together: int = Field(default=1, ge=1)
+    """Documents that are handed over together; a variant sets `decoding.max_batch_size`, which is 1 otherwise."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Most tokens to decode for a document."""
+    sampling: dict[str, Any] = {}
+    """Values of `SamplingParams`; greedy by default, and always greedy with a peer."""
+    repeats: int = Field(default=1, ge=1)
+    """Measurements of each document on each variant."""
+    base: str
+    """Variant to which outputs are compared; documents that it decodes into a loop are counted apart."""
+    variants: dict[str, PeerName | dict[str, Any] | None] = Field(min_length=1)
+    """Name to overrides of the configuration, or to the name of a peer; nothing is the configuration as it is."""
+    tables: tuple[str, ...]
+    """Tables to print, as `tables.py` reads them."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.base not in self.variants:
+            raise ValueError(f"base {self.base!r} is none of the variants {', '.join(self.variants)}")
+        if self.peers and (self.sampling or self.probes):
+            raise ValueError(f"{next(iter(self.peers))} decodes greedily only; leave out sampling and probes")
+        for bucket in self.buckets:
+            if bucket < 512 or (not self.probes and bucket & (bucket - 1)):
+                raise ValueError(f"a bucket must be a power of two, 512 or more, got {bucket}")
+        self.sampling_params  # noqa: B018  which refuses what no request takes
+        return self
+
+    @property
+    def peers(self) -> dict[str, PeerName]:
+        """Return the variants that are peers."""
+        return {name: value for name, value in self.variants.items() if isinstance(value, str)}
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Return how tokens are chosen. Raises ValueError for an unknown name or value."""
+        try:
+            return SamplingParams(**self.sampling)
+        except TypeError as error:
+            raise ValueError(f"sampling: {error}") from None
+
+    def configs(self) -> dict[str, RunConfig]:
+        """Return the configuration of each variant; that of a peer is the configuration for all. Raises ValueError."""
+        return {name: self._config(value) for name, value in self.variants.items()}
+
+    def _config(self, variant: PeerName | dict[str, Any] | None) -> RunConfig:
+        shared = {"decoding.max_batch_size": 1, **self.set, "input.path": self.documents}
+        values = shared | variant if isinstance(variant, dict) else shared
+        return RunConfig.load(self.config, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+
+    @classmethod
+    def load(cls, path: str, overrides: Iterable[str] = (), only: Iterable[str] | None = None) -> Self:
+        """Read a YAML file, and apply `key=value` overrides of its own keys, or `section.key=value` for all variants.
+
+        only: the variants to keep; the first is the base unless the file's is among them. Raises ValueError if a key
+        or value is not allowed.
+        """
+        values = read_yaml(Path(path))
+        for override in overrides:
+            key, equals, text = override.partition("=")
+            if not equals:
+                raise ValueError(f"--set takes key=value, got {override!r}")
+            section = values if key in cls.model_fields else values.setdefault("set", {})
+            try:
+                section[key] = yaml.safe_load(text)
+            except yaml.YAMLError:
+                raise ValueError(f"--set {key}: {text!r} is not a valid YAML value; quote it") from None
+        try:
+            whole = cls.model_validate(values)
+            return whole if only is None else whole._limited_to([*only])
+        except ValidationError as error:
+            raise ValueError("; ".join(dict.fromkeys(map(_sentence, error.errors())))) from None
+
+    def _limited_to(self, names: list[str]) -> Self:
+        if unknown := [name for name in names if name not in self.variants]:
+            raise ValueError(f"{unknown[0]!r} is none of the variants {', '.join(self.variants)}")
+        base = self.base if self.base in names else names[0]
+        variants = {name: value for name, value in self.variants.items() if name in names}
+        left_out = tuple(f" {name}" for name in self.variants if name not in names)
+        tables = tuple(name for name in self.tables if not name.endswith(left_out))
+        return self.model_copy(update={"variants": variants, "base": base, "tables": tables})
+
+
+def _sentence(detail: Any) -> str:
+    """Turn one of pydantic's errors into a phrase that names the key."""
+    key = ".".join(str(part) for part in detail["loc"][:2])
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {key}; known keys are {', '.join(Benchmark.model_fields)}"
+    if detail["loc"][:1] == ("variants",) and detail["type"] == "literal_error":
+        return f"{key} must be overrides or one of {', '.join(get_args(PeerName))}, got {detail['input']!r}"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message

@@ -1,0 +1,253 @@
+"""Pairs of target and draft with random weights, made on the device; nothing is read from a file or written to one.
+
+Nothing here needs a configuration or a tokenizer's files.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from specextend.attention.backends import load_backend, load_layer_kernels
+from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.plan import Attend, TreeAttention
+from specextend.decoding.cache import aligned
+from specextend.decoding.decoding_options import CacheOptions, TreeOptions
+from specextend.decoding.device import capture, traits_of
+from specextend.decoding.engine import Engine
+from specextend.decoding.graphs import Graphs
+from specextend.decoding.model import CachedModel
+from specextend.drafters.causal import CausalDrafter, DraftNetwork
+from specextend.drafters.eagle_network import EagleNetwork
+from specextend.drafters.formats import HeadShape
+from specextend.drafters.small_lm import ModelNetwork
+from specextend.models import rope_frequencies
+
+
+class SkippedError(Exception):
+    """What this machine cannot run; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairShape:
+    """The shapes of a target and its draft."""
+
+    name: str
+    target: Mapping[str, Any]
+    """Arguments of LlamaConfig."""
+    draft: Mapping[str, Any] | None
+    """Arguments of LlamaConfig of a small model; None: an EAGLE-3 head as wide as the target."""
+    tree: TreeOptions
+    cache: CacheOptions
+
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocabulary: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": 65536,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+_TREE = TreeOptions(nodes=50, depth=10)
+FULL = (
+    PairShape(
+        name="Vicuna-7B + 68M",
+        target=_llama(4096, 11008, 32, (32, 32), 32000),
+        draft=_llama(768, 3072, 2, (12, 12), 32000),
+        tree=_TREE,
+        cache=CacheOptions(),
+    ),
+    PairShape(
+        name="Llama-3.1-8B + EAGLE-3",
+        target=_llama(4096, 14336, 32, (32, 8), 128256),
+        draft=None,
+        tree=_TREE,
+        cache=CacheOptions(),
+    ),
+)
+_TINY_TARGET = _llama(128, 192, 8, (4, 2), 500) | {"head_dim": 64, "initializer_range": 0.2}
+_TINY: dict[str, Any] = {
+    "target": _TINY_TARGET,
+    "tree": TreeOptions(nodes=8, depth=4),
+    "cache": CacheOptions(chunk_size=8, top_k_chunks=8, sinks=8, recent=16, refresh_every=3, score_layers=(-1, 2)),
+}
+TINY = (
+    PairShape(name="tiny + model", draft=_TINY_TARGET, **_TINY),
+    PairShape(name="tiny + EAGLE-3", draft=None, **_TINY),
+)
+"""Heads of 64 elements, which every kernel takes."""
+_HEAD_VOCABULARY = 32000
+"""Tokens that an EAGLE-3 head proposes, at most."""
+
+
+class Pair:
+    """A target and a draft of one shape, on a device."""
+
+    def __init__(self, shape: PairShape, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the weights, the same ones each time on the same device."""
+        torch.manual_seed(0)
+        self.shape = shape
+        self.model = random_llama(shape.target, device, dtype)
+        self.draft_model: Any = None
+        self.head: HeadShape | None = None
+        self.head_weights: dict[str, Tensor] = {}
+        if shape.draft is None:
+            self.head = _describe_head(self.model.config)
+            self.head_weights = _random_weights(self.head, self.model)
+        else:
+            self.draft_model = random_llama(shape.draft, device, dtype)
+            if shape.draft == shape.target:
+                _imitate(self.draft_model, self.model)
+
+    def to(self, device: torch.device) -> Pair:
+        """Return a copy of the pair on another device."""
+        moved = copy.copy(self)
+        moved.model, moved.draft_model = (
+            None if model is None else copy.deepcopy(model).to(device) for model in (self.model, self.draft_model)
+        )
+        moved.head_weights = {name: weight.to(device) for name, weight in self.head_weights.items()}
+        return moved
+
+
+GRAPHS = "triton, graphs"
+"""A way to run the engine, besides the names of attention backends: the steps are captured."""
+
+
+class EngineParts:
+    """The engine's target and drafter around a pair, for a batch of sequences of one length at most."""
+
+    def __init__(self, pair: Pair, backend: str, batch: int, num_tokens: int) -> None:
+        """Attend with `backend`, with room for `num_tokens` tokens of each sequence, prompt and output together.
+
+        GRAPHS captures the steps.
+        """
+        shape, model = pair.shape, _own(pair.model)
+        name = backend.partition(",")[0]
+        self.graphs = _graphs(model.device) if backend == GRAPHS else Graphs()
+        self.shape, self.batch, self.num_tokens = shape, batch, num_tokens
+        self.lm_head: Tensor = model.lm_head.weight  # packing hides it
+        rows = aligned(num_tokens + shape.tree.most_nodes + shape.tree.depth + 2)
+        attend = require_backend(name, model.device)
+        self.target = CachedModel(model, attend, batch * rows, load_layer_kernels(name, model.device))
+        self.tree_attention: TreeAttention = "dense" if name == "triton" else "hybrid"
+        self.chunk_size = traits_of(model.device).prefill_chunk
+        scratch = shape.tree.most_nodes * shape.tree.depth + shape.cache.draft_prefill_window + self.chunk_size
+        self.network = self._network(pair, batch * (rows + aligned(scratch)))
+        visible = shape.cache.top_k_chunks * shape.cache.chunk_size
+        self.drafter = CausalDrafter(self.network, shape.tree, "dense", visible, batch, self.graphs)
+
+    def engine(self, *, speculates: bool) -> Engine:
+        """Make an engine of the parts; without speculation it decodes one token a step."""
+        return Engine(
+            TokenNumbers(),
+            self.target,
+            self.drafter if speculates else None,
+            eos_token_ids=frozenset(),
+            max_tokens=self.num_tokens,
+            max_batch_size=self.batch,
+            tree=self.shape.tree,
+            tree_attention=self.tree_attention,
+            cache=self.shape.cache,
+            graphs=self.graphs,
+        )
+
+    def _network(self, pair: Pair, num_rows: int) -> DraftNetwork:
+        target = self.target
+        if pair.head is None:
+            window = self.shape.cache.draft_prefill_window
+            cached = CachedModel(_own(pair.draft_model), target.attend, num_rows, target.kernels)
+            return ModelNetwork(cached, num_rows, window, self.chunk_size)
+        rope = rope_frequencies({}, pair.head.head_dim, pair.head.format)
+        layers = pair.head.hidden_layers(target.config.num_hidden_layers)
+        vocabulary = torch.arange(pair.head.draft_vocab_size)
+        return EagleNetwork(pair.head, pair.head_weights, vocabulary, target, self.lm_head, num_rows, rope, layers)
+
+
+class TokenNumbers:
+    """A tokenizer whose tokens are called by their numbers."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def decode(self, token_ids: list[int], **_: bool) -> str:
+        """Return the numbers with spaces between."""
+        return " ".join(map(str, token_ids))
+
+
+def _graphs(device: torch.device) -> Graphs:
+    """Return graphs that capture. Raises SkippedError for a CPU."""
+    if device.type != "cuda":
+        raise SkippedError("steps are captured on a GPU only")
+    return Graphs(capture)
+
+
+def require_backend(name: str, device: torch.device) -> Attend:
+    """Return an attention backend. Raises SkippedError if it does not run on the device."""
+    try:
+        return load_backend(name, device)
+    except ValueError as error:
+        raise SkippedError(str(error)) from None
+
+
+def random_llama(values: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """Make a Llama with random weights on a device."""
+    config = LlamaConfig(**values)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    return model.eval().requires_grad_(False)
+
+
+def _own(model: Any) -> Any:
+    """Return a copy of a model, whose layers the engine may replace; the weights are shared."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+
+
+def _imitate(draft: Any, target: Any) -> None:
+    """Give a draft the target's weights with a little noise, so that right and wrong guesses both occur."""
+    draft.load_state_dict(target.state_dict())
+    for weight in draft.parameters():
+        weight.add_(torch.randn_like(weight) * weight.std() * 0.02)
+
+
+def _describe_head(config: Any) -> HeadShape:
+    """Describe an EAGLE-3 head whose layer is as wide as the target's."""
+    return HeadShape(
+        folder=Path(),
+        format="EAGLE-3",
+        fused=True,
+        vocab_size=config.vocab_size,
+        target_hidden_size=config.hidden_size,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        layer_eps=config.rms_norm_eps,
+        head_eps=config.rms_norm_eps,
+        rope={},
+        draft_vocab_size=min(_HEAD_VOCABULARY, config.vocab_size // 2),
+    )
+
+
+def _random_weights(head: HeadShape, model: Any) -> dict[str, Tensor]:
+    """Make a head's weights on the target's device, those of norms 1."""
+    made = {"device": model.device, "dtype": model.dtype}
+    std = model.config.initializer_range
+    return {
+        name: torch.ones(size, **made) if len(size) == 1 else torch.randn(size, **made) * std
+        for name, size in head.required().items()
+        if name != "d2t"
+    }

@@ -1,0 +1,377 @@
+"""The needle study: which parts of a document a cache policy lets the draft see, and what the draft makes of them.
+
+Documents are probes: prompts of real text with a hidden detail that the answer must repeat word for word. `passkey`
+hides one number, `needles` four to eight codes, all of which are asked for; `quote` asks for a passage of the text
+itself. The target reads prompt and known answer; the draft is then called as the engine calls it, one step after the
+other, and a node of its tree counts as accepted as long as its path follows the target's own choices. Nothing is timed.
+
+Shapes: `T` tokens, `n` tokens of the answer, `C` hidden size, `F` features, `H` query heads, `K` key heads, `D` head
+size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.benchmark import Benchmark, ProbeKind
+from benchmarks.documents import bucket_name, read_texts
+from specextend import RunConfig, load_engine
+from specextend.attention.plan import AttentionPlan
+from specextend.data.prompts import PromptOptions, Prompts
+from specextend.decoding.device import traits_of
+from specextend.decoding.drafter import Decided, Drafter
+from specextend.decoding.engine import Engine
+from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
+from specextend.decoding.tree import DraftTree
+from specextend.models import load_tokenizer
+from specextend.stats import DecodingStats, ratio
+
+_INTRODUCTION = "Read the text. A question follows it."
+_NAMES = ("Alma", "Boris", "Clara", "Dorian", "Edith", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karla", "Leon")
+_WORDS = (
+    *("amber", "basket", "candle", "dolphin", "engine", "feather", "garden", "hammer", "island", "jacket", "kettle"),
+    *("ladder", "marble", "needle", "orange", "pepper", "quartz", "ribbon", "saddle", "tunnel", "umbrella", "velvet"),
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_MOST_WORDS = 80
+"""Words of a sentence, at most; anything longer is a table."""
+_MOST_CHARACTERS = 20_000
+"""Length of a text, at most; longer ones may be what a draft was trained on."""
+_QUOTE = range(48, 129)
+"""Tokens of a passage to quote."""
+_GIVEN_WORDS = 6
+"""Words of it that the question gives."""
+_FAR = 0.5
+"""A quote ends in this first part of the text."""
+_SLOT = 0
+"""The only sequence's place in the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A prompt whose answer is known."""
+
+    doc_id: str
+    kind: ProbeKind
+    bucket: str
+    prompt_token_ids: list[int]
+    answer_token_ids: list[int]
+    sources: list[int | None]
+    """For each answer token, the prompt position of the needle token that it repeats; None for the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """The text of a probe before tokenization."""
+
+    sentences: list[str]
+    question: str
+    answer: list[tuple[str, bool]]
+    """(text, True if it is part of a needle), in order."""
+
+
+def replay_probes(
+    benchmark: Benchmark, configs: Mapping[str, RunConfig], say: Callable[[str], None]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each variant: one for each probe. Raises ValueError if a length has no room for its probes."""
+    first = next(iter(configs.values()))
+    tokenizer = load_tokenizer(first.target.model, first.target.revision)
+    maker = ProbeMaker(tokenizer, first.prompt.system, [text for _, text in read_texts(first)])
+    grid = product(benchmark.buckets, benchmark.probes, range(benchmark.per_bucket))
+    probes = [maker.make(kind, length, number) for length, kind, number in grid]
+    for name, config in configs.items():
+        say(f"{name}: {len(probes)} probes")
+        replayer = Replayer(config)
+        yield [{"variant": name, **replayer.run(probe)} for probe in probes]
+
+
+class ProbeMaker:
+    """Makes probes of any length from the sentences of real texts."""
+
+    def __init__(self, tokenizer: Any, system: str, texts: Sequence[str]) -> None:
+        """Take `prompt.system` and the texts; a probe uses whole texts, in seeded order, until it is long enough."""
+        self._tokenizer = tokenizer
+        self._prompts = Prompts(tokenizer, PromptOptions(instruction="{document}", system=system), 1 << 30)
+        self._texts = [
+            [(sentence, self._count(sentence)) for sentence in sentences_of(text)]
+            for text in texts
+            if len(text) <= _MOST_CHARACTERS
+        ]
+
+    def make(self, kind: ProbeKind, length: int, number: int) -> Probe:
+        """Make probe `number` of a kind, whose prompt has about `length` tokens and never more.
+
+        Raises ValueError if the texts are too short for it.
+        """
+        random, room = Random(f"{kind}-{length}-{number}"), length
+        build = {"passkey": self._passkey, "needles": self._needles, "quote": self._quote}[kind]
+        while True:
+            hidden = build(Random(random.random()), room)
+            text = f"{_INTRODUCTION}\n\n{' '.join(hidden.sentences)}\n\n{hidden.question}"
+            prompt = self._prompts.render(text, 0).token_ids
+            if len(prompt) <= length:
+                break
+            room -= len(prompt) - length
+        answer, is_needle = self._encode(hidden.answer)
+        sources = find_sources(prompt, answer, is_needle)
+        return Probe(f"{kind}-{length}-{number:02d}", kind, bucket_name(length), prompt, answer, sources)
+
+    def _passkey(self, random: Random, length: int) -> Hidden:
+        key = str(random.randrange(10_000, 100_000))
+        needle, question = f"The pass key is {key}.", "What is the pass key?"
+        sentences = _scatter(random, self._filler(random, length, [needle, question]), [needle])
+        return Hidden(sentences, question, [("The pass key is ", False), (key, True), (".", False)])
+
+    def _needles(self, random: Random, length: int) -> Hidden:
+        names = random.sample(_NAMES, random.randint(4, 8))
+        words = random.sample(_WORDS, len(names))
+        codes = [word if random.random() < 0.5 else str(random.randrange(1000, 10_000)) for word in words]
+        needles = [f"The code of {name} is {code}." for name, code in zip(names, codes, strict=True)]
+        order = random.sample(range(len(names)), len(names))
+        asked = f"{', '.join(names[i] for i in order[:-1])} and {names[order[-1]]}"
+        question = f"What are the codes of {asked}? Answer in this order."
+        sentences = _scatter(random, self._filler(random, length, [*needles, question]), needles)
+        answer = [
+            piece for i in order for piece in ((f"The code of {names[i]} is ", False), (codes[i], True), (". ", False))
+        ]
+        return Hidden(sentences, question, [*answer[:-1], (".", False)])
+
+    def _quote(self, random: Random, length: int) -> Hidden:
+        ask = "Repeat the passage that begins with"
+        filler = self._filler(random, length, [f"{ask} {'word ' * _GIVEN_WORDS}"])
+        if not (passages := self._passages(filler)):
+            raise ValueError(f"a text of {length} tokens has no passage of {_QUOTE[0]} to {_QUOTE[-1]} tokens to quote")
+        passage = random.choice(passages)
+        begin = " ".join(passage.split()[:_GIVEN_WORDS])
+        return Hidden(filler, f'{ask} "{begin}", word for word.', [(begin, False), (passage[len(begin) :], True)])
+
+    def _passages(self, filler: list[str]) -> list[str]:
+        """Find passages to ask for: of the right length, far enough back, and identified by their first words."""
+        ends, text = [0, *accumulate(self._count(sentence) for sentence in filler)], " ".join(filler)
+        found = []
+        for start, sentence in enumerate(filler):
+            stop = next((i for i in range(start + 1, len(ends)) if ends[i] - ends[start] >= _QUOTE[0]), None)
+            if stop is None or ends[stop] > _FAR * ends[-1]:
+                break
+            words = sentence.split()[:_GIVEN_WORDS]
+            begin = " ".join(words)
+            is_clear = len(words) == _GIVEN_WORDS and '"' not in begin and text.count(begin) == 1
+            if is_clear and ends[stop] - ends[start] in _QUOTE:
+                found.append(" ".join(filler[start:stop]))
+        return found
+
+    def _filler(self, random: Random, length: int, others: list[str]) -> list[str]:
+        """Collect sentences for a prompt of `length` tokens that also holds `others`."""
+        room = length - self._prompts.num_template_tokens - sum(map(self._count, [_INTRODUCTION, *others]))
+        filler: list[str] = []
+        for text in random.sample(self._texts, len(self._texts)):
+            for sentence, size in text:
+                if room < size:
+                    return filler
+                filler.append(sentence)
+                room -= size
+        raise ValueError(f"the texts for probes are too short for {length} tokens; choose a smaller length")
+
+    def _encode(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
+        """Tokenize the answer; return its tokens, and for each whether it holds a part of a needle."""
+        text = "".join(piece for piece, _ in pieces)
+        is_needle = [flag for piece, flag in pieces for _ in piece]
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoding["input_ids"], [any(is_needle[start:end]) for start, end in encoding["offset_mapping"]]
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer(" " + text, add_special_tokens=False)["input_ids"])
+
+
+def sentences_of(text: str) -> list[str]:
+    """Split a text into sentences with single spaces, and drop whatever is too long to be one."""
+    pieces = _SENTENCE_END.split(" ".join(text.split()))
+    return [piece for piece in pieces if piece and len(piece.split()) <= _MOST_WORDS]
+
+
+def _scatter(random: Random, filler: list[str], needles: list[str]) -> list[str]:
+    """Insert needles between sentences of the filler. Raises ValueError if it has too few."""
+    if len(filler) < len(needles):
+        raise ValueError(f"{len(needles)} needles do not fit between {len(filler)} sentences; choose a larger length")
+    sentences = list(filler)
+    places = sorted(random.sample(range(len(filler) + 1), len(needles)), reverse=True)
+    for place, needle in zip(places, needles, strict=True):
+        sentences.insert(place, needle)
+    return sentences
+
+
+def find_sources(prompt: list[int], answer: list[int], is_needle: list[bool]) -> list[int | None]:
+    """Find each run of needle tokens in the prompt; None for other tokens and for runs that are not found.
+
+    A run is searched together with the tokens before it, which tell two equal codes apart.
+    """
+    sources: list[int | None] = [None] * len(answer)
+    for first in (i for i, flag in enumerate(is_needle) if flag and (i == 0 or not is_needle[i - 1])):
+        stop = next((i for i in range(first, len(is_needle)) if not is_needle[i]), len(is_needle))
+        before = max(0, first - 3)
+        run = answer[before:stop]
+        at = next((i for i in range(len(prompt) - len(run) + 1) if prompt[i : i + len(run)] == run), None)
+        if at is not None:
+            sources[first:stop] = range(at + first - before, at + stop - before)
+    return sources
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What the target made of a prompt and the known answer behind it."""
+
+    choice_token_ids: list[int]
+    """[n] its own choice in place of each answer token, given those before it."""
+    features: Tensor
+    """[prompt + n - 1, F] what the draft reads of it."""
+    queries: list[Tensor]
+    """For each layer that scores: [n, H, D], from the prompt's last position on."""
+    keys: list[Tensor]
+    """For each layer that scores: [K, prompt + n - 1, D]."""
+
+
+class Replayer:
+    """The target and the draft of one variant, and what its policy shows of a probe."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Load the models. Raises ValueError if there is no draft."""
+        if config.active_draft is None:
+            raise ValueError("the needle study needs a draft; set decoding.mode to specextend")
+        whole = replace(config.decoding, mode="tree")  # whole trees, and room for the whole text
+        self._engine: Engine = load_engine(config.model_copy(update={"decoding": whole}))
+        assert self._engine.drafter is not None, "the configuration has a draft"
+        self._drafter: Drafter = self._engine.drafter
+        sees_all = config.active_draft.kind == "ngram"
+        self._options = replace(config.cache, policy="full") if sees_all else config.cache
+        self._layers = scored_layers(self._options, self._engine.target.config.num_hidden_layers)
+
+    @torch.inference_mode()
+    def run(self, probe: Probe) -> dict[str, Any]:
+        """Replay a probe, and return its row. Raises ValueError if a cache is too small for it."""
+        target, drafter, num_new = self._engine.target, self._drafter, len(probe.answer_token_ids)
+        region = target.cache.rows.take(len(probe.prompt_token_ids) + num_new)
+        if region is None or not drafter.admit(_SLOT, len(probe.prompt_token_ids), num_new):
+            raise ValueError(f"a cache has no room for {probe.doc_id}; choose smaller lengths")
+        try:
+            trace = self._trace(probe, region.start)
+            return self._row(probe, trace, self._replay(probe, trace))
+        finally:
+            drafter.release(_SLOT)
+            target.cache.rows.give_back(region)
+
+    def _trace(self, probe: Probe, start: int) -> Trace:
+        """Run the prompt, then the answer, through the target; its cache has rows for them from `start` on."""
+        target = self._engine.target
+        prompt, known = probe.prompt_token_ids, probe.answer_token_ids[:-1]
+        chunk_size = traits_of(target.device).prefill_chunk
+        parts = [prompt[first : first + chunk_size] for first in range(0, len(prompt), chunk_size)]
+        outputs = [self._forward(part, number * chunk_size, start) for number, part in enumerate(parts)]
+        answer = self._forward(known, len(prompt), start)
+        deciding, skipped = [outputs[-1], answer], len(parts[-1]) - 1  # the prompt's last position decides a token
+        rows = slice(start, start + len(prompt) + len(known))
+        return Trace(
+            choice_token_ids=target.logits(torch.cat([each[0] for each in deciding])[skipped:]).argmax(-1).tolist(),
+            features=torch.cat([each[1] for each in [*outputs, answer]]),
+            queries=[torch.cat([each[2][layer] for each in deciding])[skipped:] for layer in self._layers],
+            keys=[target.cache.keys[layer, :, rows] for layer in self._layers],
+        )
+
+    def _forward(self, token_ids: list[int], length: int, start: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """Run tokens [T] behind `length` others; return hidden [T, C], features [T, F] and queries [T, H, D]."""
+        target, device = self._engine.target, self._engine.target.device
+        positions = torch.arange(length, length + len(token_ids), device=device).unsqueeze(0)
+        plan = AttentionPlan([start], [length + len(token_ids)], len(token_ids), keep_layers=frozenset(self._layers))
+        inputs = torch.tensor([token_ids], device=device)
+        hidden, features = target.forward_with_features(inputs, positions, plan, self._drafter.hidden_layers)
+        return hidden[0], features[0], {layer: query[0].clone() for layer, query in plan.queries.items()}
+
+    def _replay(self, probe: Probe, trace: Trace) -> list[Step]:
+        """Let the draft read the prompt and propose trees along the answer, as the engine does."""
+        drafter, num_prompt = self._drafter, len(probe.prompt_token_ids)
+        chunk_size = traits_of(trace.features.device).prefill_chunk
+        prompt = torch.tensor(probe.prompt_token_ids, device=trace.features.device)
+        chunks = zip(prompt.split(chunk_size), trace.features[:num_prompt].split(chunk_size), strict=True)
+        for chunk, features in chunks:
+            drafter.prefill(_SLOT, chunk, features)
+        policy = CachePolicy(self._options)
+        shown = self._select(policy, trace, num_prompt, 0)
+        self._absorb(probe, trace, 0, 1)
+        steps, decided = [], 1
+        while decided < len(probe.answer_token_ids):
+            [tree] = drafter.propose([_SLOT])
+            num_accepted = accepted(tree, probe.answer_token_ids, trace.choice_token_ids, decided)
+            steps.append(Step(decided, num_accepted, shown))
+            before, decided = decided, decided + num_accepted + 1
+            if decided < len(probe.answer_token_ids):
+                policy.count_step()
+                if policy.is_due(num_prompt + decided - 1):
+                    shown = self._select(policy, trace, num_prompt, decided - 1)
+                self._absorb(probe, trace, before, decided)
+        return steps
+
+    def _select(self, policy: CachePolicy, trace: Trace, num_prompt: int, decided: int) -> frozenset[int]:
+        """Choose what the draft sees, by the query of the last committed token after `decided` tokens of the answer."""
+        num_tokens, mass = num_prompt + decided, None
+        if self._layers:
+            queries = [each[decided] for each in trace.queries]
+            keys = [each[:, :num_tokens] for each in trace.keys]
+            mass = mean_mass(queries, keys, self._options.chunk_size, self._engine.target.scale)
+        positions = policy.select(num_tokens, mass, DecodingStats())
+        self._drafter.select(_SLOT, positions)
+        return frozenset(positions.tolist())
+
+    def _absorb(self, probe: Probe, trace: Trace, start: int, stop: int) -> None:
+        """Give the draft the answer's tokens `start` to `stop`; the last becomes the new root."""
+        first = len(probe.prompt_token_ids) - 1
+        decided = Decided.pad([probe.answer_token_ids[start:stop]], [trace.features[first + start : first + stop]])
+        self._drafter.absorb([_SLOT], decided)
+
+    def _row(self, probe: Probe, trace: Trace, steps: Sequence[Step]) -> dict[str, Any]:
+        """Count, over the needle tokens behind the first token that the target would choose itself."""
+        answer, chosen = probe.answer_token_ids, trace.choice_token_ids
+        needle = [i for i, source in enumerate(probe.sources) if i and source is not None and answer[i] == chosen[i]]
+        step_of = {i: step for step in steps for i in range(step.first, step.first + step.num_accepted + 1)}
+        in_view = sum(probe.sources[i] in step_of[i].shown for i in needle)
+        from_tree = sum(i < step_of[i].first + step_of[i].num_accepted for i in needle)
+        mean_accepted = ratio(sum(step.num_accepted for step in steps), len(steps))
+        return {
+            "documents": [probe.doc_id],
+            "bucket": probe.bucket,
+            "kind": probe.kind,
+            "repeat": 0,
+            "num_documents": 1,
+            "num_prompt_tokens": len(probe.prompt_token_ids),
+            "num_needle_tokens": len(needle),
+            "in_view": ratio(in_view, len(needle)),
+            "from_tree": ratio(from_tree, len(needle)),
+            "mean_acceptance_length": None if mean_accepted is None else 1 + mean_accepted,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One verification."""
+
+    first: int
+    """Number of the first answer token that it decides."""
+    num_accepted: int
+    shown: frozenset[int]
+    """Positions that the draft saw when it last looked; it sees later text, too."""
+
+
+def accepted(tree: DraftTree, answer: Sequence[int], chosen: Sequence[int], first: int) -> int:
+    """Count the nodes that are accepted from answer token `first` on: as long as target and answer agree."""
+    edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
+    child = {edge: node for node, edge in enumerate(edges)}
+    node, at = 0, first
+    while at < len(answer) and answer[at] == chosen[at] and (node := child.get((node, answer[at]), 0)):
+        at += 1
+    return at - first

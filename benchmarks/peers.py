@@ -1,0 +1,309 @@
+"""Peers: other systems on the weights of a configuration's target, which decode one prompt at a time, greedily.
+
+A peer is one small class: it loads the target, and `generate` decodes a prompt and measures itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPConnection
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import gguf
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from specextend import RunConfig
+from specextend.models import load_causal_lm, read_facts, resolve_device
+
+LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
+"""Options of prompt lookup: transformers' default number of tokens, after matches of three tokens where its default is
+two. On six reports, 5 or 10 tokens after matches of 2 or 3 all gave 1.51 to 1.57 tokens a step."""
+WHEEL = "xllamacpp"
+_MOST_EOS = 3  # a GGUF file has keys for that many
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_TYPES = {
+    torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+    torch.float16: gguf.GGMLQuantizationType.F16,
+    torch.float32: gguf.GGMLQuantizationType.F32,
+}
+_GREEDY = {"samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tokens": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a peer made of one prompt."""
+
+    token_ids: list[int]
+    decode_s: float
+    """From the first token to the last."""
+    total_s: float
+    """From the start to the last token."""
+    num_steps: int
+    """Forward passes of the target after prefill."""
+    num_first_tokens: int = 1
+    """Tokens that are there when `decode_s` begins: more than one if the pass over the prompt verifies a guess, too."""
+
+
+class Peer(Protocol):
+    """Another system with the same weights."""
+
+    def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
+        """Decode a prompt greedily, and measure."""
+
+
+class Transformers:
+    """`generate(do_sample=False)` of a stock model with its own sdpa attention and dynamic cache."""
+
+    def __init__(self, model: Any, eos_token_ids: Sequence[int], options: Mapping[str, int] | None = None) -> None:
+        """Take the model; `options` are further values of `GenerationConfig`, such as LOOKUP."""
+        self._model, self._eos_token_ids, self._options = model, [*eos_token_ids], options or {}
+
+    @classmethod
+    def load(cls, config: RunConfig, options: Mapping[str, int] | None = None) -> Transformers:
+        """Load the configuration's target."""
+        target = config.target
+        model = load_causal_lm(target.model, target.revision, target.dtype, target.device, "sdpa")
+        return cls(model, read_facts(target.model, target.revision).eos_token_ids, options)
+
+    def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
+        """Decode greedily, and measure by the wall clock."""
+        prompt = torch.tensor([prompt_token_ids], device=self._model.device)
+        clock = TokenClock(prompt.device)
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=self._eos_token_ids or None,
+            pad_token_id=self._eos_token_ids[0] if self._eos_token_ids else 0,
+            **self._options,
+        )
+        begin = clock.now()
+        output = self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+        end = clock.now()
+        assert clock.first_token_at is not None, "generate makes one token at least"
+        return Output(
+            output[0, len(prompt_token_ids) :].tolist(),
+            decode_s=end - clock.first_token_at,
+            total_s=end - begin,
+            num_steps=clock.num_passes - 1,
+            num_first_tokens=clock.first_length - len(prompt_token_ids),
+        )
+
+
+class TokenClock(StoppingCriteria):
+    """A stopping criterion that never stops: it records the time of the first tokens, and counts the target's passes.
+
+    `generate` calls it after each pass, which adds one token, or with prompt lookup all that were accepted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.first_token_at: float | None = None
+        self.first_length = 0
+        """Prompt and output tokens after the pass over the prompt."""
+        self.num_passes = 0
+        """Forward passes, the one over the prompt included."""
+
+    def now(self) -> float:
+        """Return the time in seconds once the device has finished its work."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Count a pass; input_ids [1, prompt and output so far]."""
+        if self.first_token_at is None:
+            self.first_token_at = self.now()
+            self.first_length = input_ids.shape[1]
+        self.num_passes += 1
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class LlamaCpp:
+    """llama.cpp's server (`llama_server.py`), with as many threads as torch has; it ends with this object.
+
+    It reads a GGUF file with the target's weights. Prompts and outputs are token ids, so the vocabulary in the file is
+    made up: `t0`, `t1` and so on. With a real one, llama.cpp would also end outputs at tokens that only look like an
+    end to it.
+    """
+
+    def __init__(self, path: Path, num_tokens: int, cache_type: str) -> None:
+        """Load a GGUF file with room for `num_tokens` tokens; the file may be removed afterwards.
+
+        Raises ValueError if llama.cpp refuses the file.
+        """
+        options = {"path": str(path), "num_tokens": num_tokens, "cache": cache_type, "threads": torch.get_num_threads()}
+        command = [sys.executable, str(Path(__file__).with_name("llama_server.py")), json.dumps(options)]
+        server = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
+        assert server.stdout is not None
+        self._address = urlsplit(server.stdout.readline().strip()).netloc
+        self._end = weakref.finalize(self, server.communicate)  # which closes its standard input
+        if not self._address:
+            self._end()
+            raise ValueError("llama.cpp cannot load this target; leave it out")
+
+    @classmethod
+    def load(cls, config: RunConfig) -> LlamaCpp:
+        """Write the configuration's target as a GGUF file, and load that. Raises ValueError if that is impossible."""
+        target = config.target
+        facts = read_facts(target.model, target.revision)
+        if importlib.util.find_spec(WHEEL) is None:
+            raise ValueError(f"llama.cpp needs the package {WHEEL}: pip install 'specextend[bench]'")
+        if resolve_device(target.device).type != "cpu":
+            raise ValueError(f"llama.cpp is measured on the CPU only, and target.device is {target.device!r}")
+        if not 1 <= len(facts.eos_token_ids) <= _MOST_EOS:
+            raise ValueError(
+                f"llama.cpp needs one to {_MOST_EOS} EOS tokens, and {target.model} has {len(facts.eos_token_ids)}"
+            )
+        with TemporaryDirectory(prefix="specextend-gguf-") as folder:
+            path = Path(folder, "target.gguf")
+            model = load_causal_lm(target.model, target.revision, target.dtype, target.device, "sdpa")
+            write_gguf(model, facts.eos_token_ids, path)
+            del model  # before llama.cpp allocates its own
+            # llama.cpp's default is a cache of two bytes a number; a float32 target gets four
+            cache_type = "F32" if target.dtype == "float32" else "F16"
+            return cls(path, config.max_tokens(facts.context_length), cache_type)
+
+    def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
+        """Decode and measure by llama.cpp's own clock.
+
+        Its `predicted_ms` begin when the first token is chosen, so they are the seconds of the tokens after the first;
+        `prompt_ms` end there.
+        """
+        answer = self._ask({**_GREEDY, "prompt": prompt_token_ids, "n_predict": max_new_tokens})
+        token_ids, timings = answer["tokens"], answer["timings"]
+        assert timings["prompt_n"] == len(prompt_token_ids), "the whole prompt is read each time"
+        assert timings["predicted_n"] == len(token_ids)
+        decode_s = timings["predicted_ms"] / 1e3
+        return Output(token_ids, decode_s, timings["prompt_ms"] / 1e3 + decode_s, num_steps=len(token_ids) - 1)
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        with closing(HTTPConnection(self._address)) as connection:
+            connection.request("POST", "/completion", json.dumps(request), {"Content-Type": "application/json"})
+            answer: dict[str, Any] = json.load(connection.getresponse())
+        if "error" in answer:
+            raise ValueError(f"llama.cpp refused a document: {answer['error']['message']}")
+        return answer
+
+
+PEERS: dict[str, Callable[[RunConfig], Peer]] = {
+    "transformers": Transformers.load,
+    "transformers-lookup": partial(Transformers.load, options=LOOKUP),
+    "llama.cpp": LlamaCpp.load,
+}
+"""Name in a benchmark's file -> how it is loaded. Raises ValueError if the target cannot be served."""
+
+
+def write_gguf(model: Any, eos_token_ids: Sequence[int], path: Path) -> None:
+    """Write a transformers causal LM as a GGUF file: matrices in its dtype, vectors in float32.
+
+    Raises ValueError if the file cannot say what the model needs.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, _ARCHITECTURES[config.model_type])
+    _add_shape(writer, config)
+    _add_rope(writer, config.rope_parameters, config.max_position_embeddings)
+    _add_vocabulary(writer, config.vocab_size, eos_token_ids)
+    for name, tensor in _tensors(model):
+        if tensor.dim() == 1:
+            writer.add_tensor(name, tensor.float().numpy())
+        else:
+            writer.add_tensor(name, tensor.contiguous().view(torch.uint8).numpy(), raw_dtype=_TYPES[tensor.dtype])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_shape(writer: gguf.GGUFWriter, config: Any) -> None:
+    head_dim = _head_dim(config)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def _add_rope(writer: gguf.GGUFWriter, rope: dict[str, Any], num_positions: int) -> None:
+    """Write the RoPE's keys; those of `llama3` are in a tensor. Raises ValueError for an option that has no key."""
+    kind = rope["rope_type"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if kind not in ("linear", "yarn"):
+        return
+    others = {key for key, value in rope.items() if value is not None} - {
+        *("rope_type", "rope_theta", "factor", "original_max_position_embeddings"),
+    }
+    if others:
+        raise ValueError(f"llama.cpp is not measured with the RoPE option {min(others)}; leave it out")
+    writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings") or num_positions)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, size: int, eos_token_ids: Sequence[int]) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"t{token_id}" for token_id in range(size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_token_merges(["t 0"])  # a vocabulary of this kind must have one
+    keys = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, token_id in zip(keys, eos_token_ids, strict=False):
+        add(token_id)
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights under GGUF's names."""
+    config = model.config
+    architecture = _ARCHITECTURES[config.model_type]
+    [number] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for theirs, tensor in model.state_dict().items():
+        if theirs == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        name = names.get_name(theirs, (".weight", ".bias"))
+        assert name is not None, theirs
+        num_heads = heads.get(theirs.split(".")[-2])
+        yield name, _interleaved(tensor, num_heads) if num_heads and architecture == "llama" else tensor
+    if config.rope_parameters["rope_type"] == "llama3":
+        yield "rope_freqs.weight", _frequency_factors(model)
+
+
+def _interleaved(tensor: Tensor, num_heads: int) -> Tensor:
+    """Interleave the two halves of each head: GGUF's `llama` has the rows that RoPE turns together side by side."""
+    return tensor.reshape(num_heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _frequency_factors(model: Any) -> Tensor:
+    """Compute by how much `llama3` divides each frequency of plain RoPE: [head_dim / 2]."""
+    inv_freq = model.model.rotary_emb.inv_freq.float()
+    exponents = torch.arange(len(inv_freq)) / len(inv_freq)
+    return model.config.rope_parameters["rope_theta"] ** -exponents / inv_freq
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,1 +1,0 @@
-"""Benchmarks: comparison of sides, tree sizes, memory of a prefill, and the value of retrieval."""

@@ -1,0 +1,441 @@
+"""The workers of a run: which to start, replace or give up (`Roster`), and their Ray actors (`Pool`)."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+import ray
+from ray._private.state import state
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
+
+from specextend.cluster.display import Pace
+from specextend.cluster.exits import WorkersFailError
+from specextend.cluster.leases import Lease
+from specextend.cluster.messages import (
+    Begun,
+    CallLost,
+    Died,
+    Draining,
+    Dying,
+    EngineBrokenError,
+    Event,
+    Failed,
+    Polled,
+    Ready,
+    Returned,
+    StartFailed,
+    WorkerInfo,
+)
+from specextend.cluster.progress import AwakeClock
+from specextend.cluster.worker import EngineFactory, worker_actor
+from specextend.config import RunConfig
+from specextend.core import counted, first_line
+from specextend.data.source import Source
+
+POLL_S = 2.0
+"""Seconds between two polls of a worker, if there are few."""
+POLLS_PER_S = 250.0
+"""Most polls in a second, by all workers together: they take 3% to 5% of a core, however many workers there are."""
+DRAIN_EVERY_S = 5.0
+"""Seconds between two questions to Ray which nodes are about to go."""
+GATHER_S = 0.02
+"""Seconds to wait for more answers after the first: a turn of the driver costs the same for one as for many."""
+START_S = 1800.0
+"""Seconds that a worker may take to load its models, from when it has a process, before it is replaced."""
+VERDICT_S = 5.0
+"""Seconds to wait, after a worker is gone, for Ray to report that its whole node is."""
+MAX_FAILED_STARTS = 5
+"""Workers that cannot be built in a row on one seat, while no other worker is ready, before the run is given up."""
+MAX_FRUITLESS_DEATHS = 50
+"""Workers that die in a row, with no document done in between, before the run is given up."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+PATIENCE_S = 600.0
+"""Seconds during which a worker that is being built counts as coming; a cluster may have no room for it."""
+
+
+class Roster:
+    """Up to `size` workers: each that dies is replaced, after a growing pause if the new one cannot be built. Pure."""
+
+    def __init__(self, size: int) -> None:
+        self._vacant = list(range(size))
+        """Seats without a worker, in order. A worker that dies leaves its seat to its successor."""
+        self._not_before = [0.0] * size
+        self._num_failures = [0] * size
+        """Workers in a row that could not be built, by seat."""
+        self._seats: dict[str, int] = {}
+        self._asked: dict[str, float] = {}
+        """The workers that are not ready yet, and when each was asked for."""
+        self._ready: dict[str, None] = {}
+        self._num_started = self._num_fruitless = 0
+        self._is_of_use = False
+
+    @property
+    def num_ready(self) -> int:
+        """Count the workers that take leases."""
+        return len(self._ready)
+
+    def ready_workers(self) -> list[str]:
+        """Name the workers that take leases."""
+        return list(self._ready)
+
+    def due(self, now: float, num_wanted: int) -> list[str]:
+        """Name the new workers to start now, so that there are no more in all than are wanted."""
+        room = max(0, num_wanted - len(self._seats))
+        names: list[str] = []
+        for seat in [seat for seat in self._vacant if self._not_before[seat] <= now][:room]:
+            self._num_started += 1
+            names.append(name := f"worker-{self._num_started}")
+            self._seats[name], self._asked[name] = seat, now
+            self._vacant.remove(seat)
+        return names
+
+    def not_needed(self, num_wanted: int) -> list[str]:
+        """Name the workers that need not be built any more, the last asked for first."""
+        surplus = max(0, len(self._seats) - num_wanted)
+        return list(reversed(self._asked))[:surplus]
+
+    def num_coming(self, now: float) -> int:
+        """Count the workers that are being built and not overdue."""
+        return sum(now - asked < PATIENCE_S for asked in self._asked.values())
+
+    def seat(self, worker: str) -> int:
+        """Return the number of a worker's seat, from 1, which its successor takes over."""
+        return self._seats[worker] + 1
+
+    def ready(self, worker: str) -> None:
+        """Note that a worker's models are loaded."""
+        self._num_failures[self._seats[worker]] = 0
+        self._asked.pop(worker, None)
+        self._ready[worker] = None
+
+    def leave_out(self, worker: str) -> None:
+        """Keep a worker that takes no documents, because its successor would run at the same place."""
+        self._ready.pop(worker, None)
+
+    def let_go(self, worker: str) -> None:
+        """Note that a worker was ended because it is of no use any more."""
+        self._empty(worker)
+
+    def failed(self, worker: str, reason: str, now: float) -> float:
+        """Note that a worker could not be built. Returns the seconds until the next try.
+
+        Raises WorkersFailError after too many failures.
+        """
+        seat = self._empty(worker)
+        self._num_failures[seat] += 1
+        num_failures = self._num_failures[seat]
+        if num_failures >= MAX_FAILED_STARTS and not self.num_ready:
+            raise WorkersFailError(f"workers cannot be built, {num_failures} tries in a row failed: {reason}")
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (num_failures - 1))
+        self._not_before[seat] = now + pause
+        return pause
+
+    def died(self, worker: str, reason: str, *, is_explained: bool = False) -> None:
+        """Note that a worker which had been ready is gone. Raises WorkersFailError if workers only die.
+
+        is_explained: others have died over its documents. Such documents run at the end, when nothing else gets done
+        in between, so such deaths count only if no document was ever done.
+        """
+        self._empty(worker)
+        if is_explained and self._is_of_use:
+            return
+        self._num_fruitless += 1
+        if self._num_fruitless >= MAX_FRUITLESS_DEATHS:
+            died = counted(self._num_fruitless, "worker") + " died"
+            raise WorkersFailError(f"{died} and no document was done between: {reason}")
+
+    def document_done(self) -> None:
+        """Note that a document is done, so that the workers are of use."""
+        self._is_of_use = True
+        self._num_fruitless = 0
+
+    def _empty(self, worker: str) -> int:
+        """Leave a worker's seat to its successor, and return its number."""
+        seat = self._seats.pop(worker)
+        self._asked.pop(worker, None)
+        self._ready.pop(worker, None)
+        bisect.insort(self._vacant, seat)
+        return seat
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The call whose answer a reference is."""
+
+    worker: str
+    kind: Literal["begun", "ready", "run", "poll"]
+    lease: Lease | None = None
+
+
+@dataclass(slots=True)
+class _Actor:
+    """An actor, its last poll and, if it is dying, since when and of what."""
+
+    handle: Any
+    info: WorkerInfo | None = None
+    host: str = ""
+    """Known once there is a process."""
+    loads_since: float | None = None
+    calls: dict[Any, _Call] = field(default_factory=dict)
+    """Its calls that have not been answered, by reference."""
+    is_draining: bool = False
+    num_audits: int = 0
+    """Rows of its audit that have arrived."""
+    dying_since: float | None = None
+    reason: str = ""
+    has_spoken: bool = False
+    """True if it said itself that its engine is broken."""
+    is_out_of_reach: bool = False
+    """True if all that is known is that it does not answer."""
+
+
+@dataclass(slots=True)
+class Pool:
+    """Starts, polls and kills workers. A worker's last event is `Died` or `StartFailed`; none follows `kill`."""
+
+    config: RunConfig
+    source: Source
+    factory: EngineFactory
+    num_leases: int
+    clock: Callable[[], float] = field(default_factory=AwakeClock)
+    is_ending: bool = False
+    """True once no worker gets a further document, which polls say."""
+    _actors: dict[str, _Actor] = field(default_factory=dict)
+    _runs: dict[str, Any] = field(default_factory=dict)
+    _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
+    """Calls that have been answered, with their references. Ray puts them in from a thread of its own."""
+    _loading: set[str] = field(default_factory=set)
+    _dying: set[str] = field(default_factory=set)
+    _polls: list[tuple[float, str]] = field(default_factory=list)
+    """Heap of the workers to poll, and when."""
+    _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
+    _source_ref: Any = None
+
+    def start(self, worker: str) -> None:
+        """Start an actor; `Begun` follows, then `Ready`, or `StartFailed` at any time."""
+        if self._source_ref is None:
+            self._source_ref = ray.put(self.source)
+        handle = worker_actor(self.config, self.num_leases).remote(self.config, self._source_ref, self.factory)
+        self._actors[worker] = _Actor(handle)
+        self._loading.add(worker)
+        self._expect(handle.begun.remote(), _Call(worker, "begun"))
+        self._expect(handle.ready.remote(), _Call(worker, "ready"))
+
+    def run(self, worker: str, lease: Lease) -> None:
+        """Hand a lease to a worker."""
+        reference = self._actors[worker].handle.run.remote(lease.lease_id, lease.key, lease.attempt, lease.is_alone)
+        self._runs[lease.lease_id] = reference
+        self._expect(reference, _Call(worker, "run", lease))
+
+    def _expect(self, reference: Any, call: _Call) -> None:
+        """Wait for the answer of a call. `ray.wait` over all calls would cost each turn as much as there are."""
+        self._actors[call.worker].calls[reference] = call
+        reference.future().add_done_callback(lambda future: self._answers.put((call, reference, future)))
+
+    def cancel(self, lease_id: str) -> None:
+        """Cancel a lease's call; `CallLost` follows, or its outcome if that was faster."""
+        if (reference := self._runs.get(lease_id)) is not None:
+            ray.cancel(reference)
+
+    def kill(self, worker: str) -> None:
+        """End a worker and forget its calls."""
+        self._forget(worker)
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """Return the events since the last call; wait for one up to `timeout_s`."""
+        self._poll()
+        answers = self._take_answers(timeout_s)
+        events = [event for answer in answers for event in self._answer(*answer)]
+        return events + self._drains() + self._verdicts() + self._overdue_starts()
+
+    def _take_answers(self, timeout_s: float) -> list[tuple[_Call, Any, Future[Any]]]:
+        """Take what was answered; wait for a first answer if there is none."""
+        answers = []
+        try:
+            answers.append(self._answers.get(timeout=timeout_s) if timeout_s else self._answers.get_nowait())
+            time.sleep(GATHER_S)
+            while True:
+                answers.append(self._answers.get_nowait())
+        except Empty:
+            return answers
+
+    def close(self) -> None:
+        """End every worker."""
+        for worker in list(self._actors):
+            self._forget(worker)
+
+    def _poll(self) -> None:
+        now = self.clock()
+        while self._polls and self._polls[0][0] <= now:
+            _, worker = heapq.heappop(self._polls)
+            if worker in self._actors and worker not in self._dying:
+                self._ask(worker)
+
+    def _poll_later(self, worker: str) -> None:
+        heapq.heappush(self._polls, (self.clock() + poll_every_s(len(self._actors)), worker))
+
+    def _ask(self, worker: str) -> None:
+        actor = self._actors[worker]
+        poll = actor.handle.progress.remote(actor.num_audits, self.is_ending)
+        self._expect(poll, _Call(worker, "poll"))
+
+    def _answer(self, call: _Call, reference: Any, future: Future[Any]) -> list[Event]:
+        actor = self._actors.get(call.worker)
+        if actor is None or actor.calls.pop(reference, None) is None:  # forgotten with its worker
+            return []
+        if call.lease is not None:
+            self._runs.pop(call.lease.lease_id, None)
+        try:
+            value = future.result()
+        except (RayActorError, WorkerCrashedError, OutOfMemoryError) as error:
+            return self._actor_failed(call, actor, error)
+        except RayError as error:
+            return self._call_failed(call, actor, error)
+        if call.kind == "begun":
+            actor.host, actor.loads_since = value, self.clock()
+            return [Begun(call.worker)]
+        if call.kind == "ready":
+            actor.info = value
+            self._loading.discard(call.worker)
+            self._poll_later(call.worker)
+            return [Ready(call.worker, value)]
+        if call.kind == "poll":
+            self._poll_later(call.worker)
+            actor.num_audits += len(value.audits)
+            return [Polled(call.worker, value)]
+        assert call.lease is not None
+        return [Returned(call.worker, call.lease, value)]
+
+    def _actor_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
+        if call.kind in ("begun", "ready"):
+            return self._start_failed(call.worker, actor, _last_line(error))
+        if not isinstance(error, ActorUnavailableError):
+            actor.is_out_of_reach = False
+            return self._dies(call.worker, actor, "its process ended")
+        if actor.dying_since is None:
+            actor.is_out_of_reach = True
+            self._ask(call.worker)  # shows if it is dead or far
+        return self._dies(call.worker, actor, "it is out of reach")
+
+    def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
+        if call.kind in ("begun", "ready"):
+            return self._start_failed(call.worker, actor, _last_line(error))
+        if isinstance(error, RayTaskError) and isinstance(error.cause, EngineBrokenError):
+            actor.has_spoken = True
+            return self._dies(call.worker, actor, first_line(error.cause))
+        if call.kind == "poll":
+            self._poll_later(call.worker)
+            return []
+        assert call.lease is not None
+        if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
+            return [Returned(call.worker, call.lease, unexpected(error))]
+        return [CallLost(call.worker, call.lease, first_line(error))]
+
+    def _start_failed(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
+        self._forget(worker)
+        return [StartFailed(worker, f"{reason} (on {actor.host})" if actor.host else reason)]
+
+    def _overdue_starts(self) -> list[Event]:
+        """Give up workers that hang while they load. One that waits for its resources does not load yet."""
+        now, limit_s = self.clock(), START_S
+        loading = {name: self._actors[name] for name in self._loading}
+        late = {
+            name: actor
+            for name, actor in loading.items()
+            if actor.loads_since is not None and now - actor.loads_since > limit_s
+        }
+        reason = f"its models were not loaded within {limit_s:.0f} s"
+        return [event for name, actor in late.items() for event in self._start_failed(name, actor, reason)]
+
+    def _dies(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
+        if actor.dying_since is not None:
+            return []
+        actor.dying_since, actor.reason = self.clock(), reason
+        self._dying.add(worker)
+        return [Dying(worker, reason)]
+
+    def _drains(self) -> list[Event]:
+        """Report, once each, the workers on nodes that are about to go."""
+        if not self._drain_pace.is_due(self.clock()):
+            return []
+        nodes = state.get_draining_nodes()  # `ray.nodes()` does not say it
+        found = [
+            (name, actor)
+            for name, actor in self._actors.items()
+            if actor.info is not None and actor.info.node_id in nodes and not actor.is_draining
+        ]
+        for _, actor in found:
+            actor.is_draining = True
+        return [Draining(name) for name, actor in found if actor.dying_since is None]
+
+    def _verdicts(self) -> list[Event]:
+        """Forget the dying workers whose cause of death is known by now, and report it."""
+        dying = {name: self._actors[name] for name in self._dying}
+        if not dying:
+            return []
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        events: list[Event] = []
+        for name, actor in dying.items():
+            assert actor.info is not None
+            node_died = actor.info.node_id not in alive
+            if node_died or self._is_certain(actor):
+                self._forget(name)
+                events.append(Died(name, actor.reason, node_died or actor.is_out_of_reach))
+        return events
+
+    def _is_certain(self, actor: _Actor) -> bool:
+        """Return True once the cause cannot become clearer.
+
+        The worker has named it itself, or it ran on our own node, or Ray has had the time to report a dead node.
+        """
+        assert actor.info is not None
+        assert actor.dying_since is not None
+        is_here = actor.info.node_id == ray.get_runtime_context().get_node_id()
+        if actor.has_spoken or (is_here and not actor.is_out_of_reach):
+            return True
+        return self.clock() - actor.dying_since >= VERDICT_S
+
+    def _forget(self, worker: str) -> None:
+        actor = self._actors.pop(worker)
+        ray.kill(actor.handle, no_restart=True)
+        self._loading.discard(worker)
+        self._dying.discard(worker)
+        for call in actor.calls.values():
+            if call.lease is not None:
+                self._runs.pop(call.lease.lease_id, None)
+
+
+def poll_every_s(num_workers: int) -> float:
+    """Return the seconds from a worker's answer to its next poll."""
+    return max(POLL_S, num_workers / POLLS_PER_S)
+
+
+def unexpected(error: RayTaskError) -> Failed:
+    """Turn an exception of our own code, or of Ray about a result that finds no room, into the document's outcome."""
+    cause = error.cause
+    no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
+    return Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
+
+
+def _last_line(error: BaseException) -> str:
+    """Return the last line of Ray's message, which names the exception that mattered."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,173 @@
+"""Benchmarks run for real, on the tiny random pair and the example reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import run
+from benchmarks.benchmark import Benchmark
+from benchmarks.command import main
+from benchmarks.documents import choose_documents
+from benchmarks.peers import PEERS, Output
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+about: two documents of the tiny pair
+config: configs/tiny-random.yaml
+buckets: [1024]
+per_bucket: 2
+max_new_tokens: 6
+base: plain
+variants:
+  plain: {decoding.mode: autoregressive}
+  specextend:
+  peer: transformers
+tables: [decoding over plain, acceptance, equal]
+"""
+pytestmark = pytest.mark.usefixtures("_at_root_with_threads_kept")
+
+
+class Stutterer:
+    """A peer that says the prompt's last token over and over, at two tokens a second."""
+
+    def __init__(self, config):
+        pass
+
+    def generate(self, prompt_token_ids, max_new_tokens):
+        return Output(prompt_token_ids[-1:] * max_new_tokens, max_new_tokens / 2, max_new_tokens, max_new_tokens - 1)
+
+
+@pytest.fixture
+def tiny(tmp_path) -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return str(path)
+
+
+def test_variants_and_peers_are_measured_on_the_same_documents(tiny, tmp_path, monkeypatch, capsys):
+    """One row for each document and variant, in the file as it is shown; in fp32 every draft gives the same tokens."""
+    monkeypatch.setitem(PEERS, "transformers", Stutterer)
+    path = tmp_path / "result.json"
+    assert main([tiny, "--json", str(path)]) == 0
+    measured = capsys.readouterr().out
+    result = json.loads(path.read_text())
+    rows = {(row["variant"], *row["documents"]): row for row in result["rows"]}
+    names = {name for name, _ in rows}
+    assert names == {"plain", "specextend", "peer"}
+    assert len(rows) == len(result["rows"]) == 6
+    assert {row["bucket"] for row in rows.values()} == {"1K"}
+    assert {name: {rows[key]["equals_base"] for key in rows if key[0] == name} for name in names} == {
+        "plain": {True},
+        "specextend": {True},
+        "peer": {False},
+    }
+    assert all(row["total_s"] > row["decode_s"] > 0 for row in rows.values())
+    assert all(row["num_output_tokens"] == 6 for row in rows.values())
+    assert "cpu family" in result["device"] or "CPU part" in result["device"] or result["device"]
+    assert result["versions"].keys() >= {"python", "torch", "transformers"}
+    assert set(result["kernels"]) == {"plain", "specextend"}
+    assert "| decoding, over plain | 1K (n=2) |" in measured
+    assert result["versions"]["torch"] in measured
+    assert main([str(path), "--draw", str(tmp_path / "drawing.svg")]) == 0
+    assert capsys.readouterr().out.startswith(measured)
+    assert (tmp_path / "drawing.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_the_job_measures_what_it_is_given(tiny, tmp_path):
+    """From any folder: benchmarks are not installed with the package."""
+    command = [sys.executable, "jobs/bench.py", tiny, "--only", "plain", "--set", "tables=[throughput]"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("| documents an hour | 1K (n=2) |")
+    assert "loading specextend" not in done.stderr
+
+
+def test_documents_run_in_batches(tiny, tmp_path):
+    """A variant with a batch of two gets two documents at once, and one with a batch of one gets them, too."""
+    path = tmp_path / "result.json"
+    batches = "{single: {}, pair: {decoding.max_batch_size: 2}}"
+    options = ["--set", "together=2", "--set", f"variants={batches}", "--set", "base=single", "--set", "repeats=2"]
+    assert main([tiny, "--json", str(path), *options, "--set", "tables=[throughput over single]"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["variant"], row["repeat"], row["num_documents"]) for row in rows] == [
+        (name, repeat, 2) for repeat in (0, 1) for name in ("single", "pair")
+    ]
+    assert all(row["equals_base"] for row in rows)
+
+
+def test_an_interruption_keeps_what_was_measured(tiny, tmp_path, monkeypatch, capsys):
+    """Hours of measuring must not hang on the last minute."""
+    measure, calls = run.EngineVariant.measure, []
+
+    def interrupted(self, prompts, benchmark, max_new_tokens):
+        calls.append(prompts)
+        if len(calls) == 3:  # the warm-up, and the first document
+            raise KeyboardInterrupt
+        return measure(self, prompts, benchmark, max_new_tokens)
+
+    monkeypatch.setattr(run.EngineVariant, "measure", interrupted)
+    path = tmp_path / "result.json"
+    assert main([tiny, "--only", "plain", "--json", str(path)]) == 75
+    assert f"{path} holds the rounds so far" in capsys.readouterr().err
+    assert len(json.loads(path.read_text())["rows"]) == 1
+
+
+def test_documents_are_the_first_of_each_length_whole():
+    """A document that would be cut to fit its context is another document, and no variant may get it."""
+    benchmark = Benchmark.load("benchmarks/compare.yaml", ["config=configs/tiny-random.yaml", "buckets=[2048, 1024]"])
+    groups = choose_documents(benchmark, [*benchmark.configs().values()])
+    assert [group.bucket for group in groups] == ["1K"] * 5 + ["2K"] * 5
+    assert all(512 < len(group.prompts[0]) <= 1024 for group in groups[:5])
+    changes = {"set": {"prompt.max_prompt_tokens": 900}, "buckets": (1024,), "per_bucket": 1}
+    limited = benchmark.model_copy(update=changes)
+    [group] = choose_documents(limited, [*limited.configs().values()])
+    assert len(group.prompts[0]) < 900, "that of a document that fits, not of one that was cut"
+
+
+def test_prompts_can_be_cut_for_long_outputs():
+    """Then each has exactly so many tokens."""
+    benchmark = Benchmark.load("benchmarks/long-outputs.yaml", ["config=configs/tiny-random.yaml", "max_new_tokens=8"])
+    groups = choose_documents(benchmark, [*benchmark.configs().values()])
+    assert [len(group.prompts[0]) for group in groups] == [128] * 3
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_benchmark_can_be_read(path):
+    """With its configurations: a key that has gone is found here, not after an hour."""
+    benchmark = Benchmark.load(str(path))
+    assert set(benchmark.configs()) == set(benchmark.variants)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("bucket=[1024]", "bucket"),
+        ("buckets=[1000]", "power of two"),
+        ("buckets=[1048576]", "0 of 2 documents of up to 1024K tokens"),
+        ("per_bucket=0", "per_bucket: Input should be greater than or equal to 1"),
+        ("base=nobody", "base 'nobody' is none of the variants plain, specextend"),
+        ("variants={plain: vllm}", "variants.plain must be overrides or one of transformers, "),
+        ("tree.noses=3", "tree.noses"),
+        ("sampling={temperature: 0.5}", "peer decodes greedily only"),
+        ("documents=nowhere.parquet", "nowhere.parquet cannot be read"),
+        ("tables=[speed]", "a table is conditions, or begins with one of decoding"),
+        ("tables=[decoding over nobody]", "'nobody' is none of the variants"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_exit_code_2(override, message, tiny, capsys):
+    """Before minutes of measuring, not after."""
+    assert main([tiny, "--set", override]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in line
+
+
+@pytest.mark.parametrize("json_path", ["README.md/result.json", "docs"])
+def test_a_result_that_could_not_be_written_is_refused_before_it_is_measured(json_path, tiny, capsys):
+    """The old way to find out took an hour."""
+    assert main([tiny, "--json", json_path]) == 2
+    assert f"--json {json_path} cannot be written" in capsys.readouterr().err

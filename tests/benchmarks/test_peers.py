@@ -1,0 +1,128 @@
+"""Peers, run for real on tiny random models: the same tokens as ours, and honest clocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.peers import LOOKUP, LlamaCpp, Transformers, write_gguf
+from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, random_prompt, tiny_config, tiny_model
+
+SERVED = {
+    "llama": FAMILIES["llama"],
+    "mistral-yarn": FAMILIES["mistral-yarn"],
+    "qwen3": FAMILIES["qwen3"],
+    "qwen2-tied": replace(FAMILIES["qwen2-tied"], head_dim=12),  # llama.cpp has no Qwen2 with other heads than 48 / 4
+}
+NEAR_TIE = 0.02
+"""Difference of two logits that rounding may reverse: attention of these models is sharp."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny models are slower on many threads, and llama.cpp takes as many as torch has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def llama_cpp(model: Any, folder: Path, eos_token_ids: tuple[int, ...] = (EOS_TOKEN_ID,)) -> LlamaCpp:
+    path = folder / "tiny.gguf"
+    write_gguf(model, eos_token_ids, path)
+    return LlamaCpp(path, 1024, "F32")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_llama_cpp_decodes_the_same_model(name, tmp_path):
+    """A wrong layout of heads or wrong angles would still decode, fast, some nonsense."""
+    model = tiny_model(SERVED[name], seed=0)
+    prompt = random_prompt(300)
+    ours = Transformers(model, [EOS_TOKEN_ID]).generate(prompt, 24).token_ids
+    theirs = llama_cpp(model, tmp_path).generate(prompt, 24).token_ids
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            logits = model(torch.tensor([prompt + ours[:index]])).logits[0, -1]
+            assert logits[a] - logits[b] < NEAR_TIE, f"token {index}"
+            return
+    assert theirs == ours
+
+
+def test_the_first_token_is_in_no_decoding_time(tmp_path):
+    """llama.cpp counts it among `predicted_n`, its time to the prompt. A second run reads the prompt again."""
+    peer = llama_cpp(tiny_model(FAMILIES["llama"], seed=0), tmp_path)
+    prompt = random_prompt(300)
+    one, many = peer.generate(prompt, 1), peer.generate(prompt, 33)
+    assert one.decode_s <= 1e-5 < one.total_s
+    assert (len(many.token_ids), many.num_steps, many.num_first_tokens) == (33, 32, 1)
+    assert 0 < many.decode_s < many.total_s
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_llama_cpp_stops_at_every_eos(place, tmp_path):
+    """Some models have three; the EOS itself is part of the output, as everywhere."""
+    model = tiny_model(FAMILIES["llama"], seed=0)
+    prompt = random_prompt(40)
+    whole = Transformers(model, ()).generate(prompt, 24).token_ids
+    last = next(token_id for token_id in whole[8:] if token_id not in whole[:8])
+    others = [token_id for token_id in range(120) if token_id not in whole][:2]
+    eos = (*others[:place], last, *others[place:])
+    assert llama_cpp(model, tmp_path, eos).generate(prompt, 24).token_ids == whole[: whole.index(last) + 1]
+
+
+def test_the_target_is_loaded_in_its_own_dtype(pairs, tmp_path, monkeypatch, capfd):
+    """Without a line of llama.cpp's log, and without a file left behind."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = tiny_config(pairs("llama"))
+    config = config.model_copy(update={"target": replace(config.target, dtype="bfloat16")})
+    capfd.readouterr()  # what was written before
+    assert 1 <= len(LlamaCpp.load(config).generate(random_prompt(40), 8).token_ids) <= 8
+    assert not [*tmp_path.iterdir()]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_where_llama_cpp_cannot_run_it_says_why(pairs, monkeypatch):
+    """In one line, before the weights are written."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'specextend\[bench\]'"):
+        LlamaCpp.load(tiny_config(pairs("llama")))
+
+
+def test_a_model_that_llama_cpp_refuses_ends_in_one_line(tmp_path):
+    """Qwen2 whose heads are wider than its layers, as this project's own tests have them, does not exist there."""
+    with pytest.raises(ValueError, match=r"llama\.cpp cannot load this target"):
+        llama_cpp(tiny_model(FAMILIES["qwen2-tied"], seed=0), tmp_path)
+    rope = FAMILIES["mistral-yarn"].rope | {"beta_fast": 16.0}
+    with pytest.raises(ValueError, match="beta_fast"):
+        write_gguf(tiny_model(replace(FAMILIES["mistral-yarn"], rope=rope), seed=0), (2,), tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def bigram_model() -> Any:
+    """Attention adds nothing, so that the next token depends on the last one alone and texts run in circles."""
+    model = tiny_model(FAMILIES["llama"], seed=0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    return model
+
+
+def test_prompt_lookup_takes_fewer_steps_for_the_same_tokens(bigram_model):
+    """It must really run: on a text that repeats itself its guesses come true, and its tokens are counted by step."""
+    prompt = [5, 6, 7, 8]
+    plain = Transformers(bigram_model, ()).generate(prompt, 60)
+    lookup = Transformers(bigram_model, (), LOOKUP).generate(prompt, 60)
+    assert lookup.token_ids == plain.token_ids
+    assert (plain.num_steps, plain.num_first_tokens) == (59, 1)
+    assert lookup.num_steps < 59
+    assert 0 < lookup.decode_s < lookup.total_s
+
+
+def test_tokens_of_the_pass_over_the_prompt_are_told_apart(bigram_model):
+    """Where the prompt ends in a repetition, prompt lookup has several tokens before decoding begins."""
+    text = [5, *Transformers(bigram_model, ()).generate([5], 60).token_ids]
+    assert Transformers(bigram_model, (), LOOKUP).generate(text, 30).num_first_tokens == 11

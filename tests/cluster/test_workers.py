@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from specextend.cluster.exits import WorkersFailError
+from specextend.cluster.workers import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MAX_FAILED_STARTS,
+    MAX_FRUITLESS_DEATHS,
+    Roster,
+)
+
+
+def test_no_more_workers_are_started_than_there_are_documents():
+    """A worker loads gigabytes: one that would find nothing to do is not worth it."""
+    assert len(Roster(8).due(0, num_wanted=3)) == 3
+
+
+def test_a_dead_worker_is_replaced_under_a_new_name():
+    """A late word of the dead must not be taken for one of its successor's."""
+    roster = Roster(1)
+    [first] = roster.due(0, 9)
+    roster.ready(first)
+    assert roster.due(1, 9) == []
+    roster.died(first, "gone")
+    [second] = roster.due(2, 9)
+    assert second != first
+
+
+def test_the_pause_between_failed_starts_grows_up_to_a_minute():
+    """A full disk is not mended by trying ten times a second."""
+    roster = Roster(2)
+    good, bad = roster.due(0, 9)
+    roster.ready(good)
+    now, pauses = 0.0, []
+    for _ in range(10):
+        pauses.append(roster.failed(bad, "disk full", now))
+        assert roster.due(now + pauses[-1] - 0.01, 9) == []
+        now += pauses[-1]
+        [bad] = roster.due(now, 9)
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses[-1] == LONGEST_PAUSE_S
+
+
+def test_a_run_is_given_up_when_no_worker_can_be_built():
+    """In a row, on one place, and nobody else is up."""
+    roster = Roster(1)
+    now = 0.0
+    for _ in range(MAX_FAILED_STARTS - 1):
+        [worker] = roster.due(now, 9)
+        now += roster.failed(worker, "no weights", now)
+    [worker] = roster.due(now, 9)
+    with pytest.raises(WorkersFailError, match="no weights"):
+        roster.failed(worker, "no weights", now)
+
+
+def test_one_bad_machine_does_not_end_a_run_that_others_carry():
+    """One node with a broken GPU among eight: the others go on, it is tried once a minute."""
+    roster = Roster(2)
+    good, bad = roster.due(0, 9)
+    roster.ready(good)
+    now = 0.0
+    for _ in range(3 * MAX_FAILED_STARTS):
+        now += roster.failed(bad, "broken GPU", now)
+        [bad] = roster.due(now, 9)
+    assert roster.num_ready == 1
+
+
+def test_a_start_that_works_clears_the_count():
+    """Five hiccups over a week are no reason to stop."""
+    roster = Roster(1)
+    now = 0.0
+    for _ in range(3 * MAX_FAILED_STARTS):
+        [worker] = roster.due(now, 9)
+        now += roster.failed(worker, "hiccup", now)
+        [worker] = roster.due(now, 9)
+        roster.ready(worker)
+        roster.document_done()
+        roster.died(worker, "gone")
+    assert len(roster.due(now, 9)) == 1, "the next one may start"
+
+
+def test_workers_that_die_one_after_the_other_over_nothing_end_the_run():
+    """A fault of the machine, not of the documents: charging them all would turn a corpus into error rows."""
+    roster = Roster(1)
+    for death in range(MAX_FRUITLESS_DEATHS):
+        [worker] = roster.due(death, 9)
+        roster.ready(worker)
+        if death < MAX_FRUITLESS_DEATHS - 1:
+            roster.died(worker, "CUDA error")
+    with pytest.raises(WorkersFailError, match="no document was done between"):
+        roster.died(worker, "CUDA error")

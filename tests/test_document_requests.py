@@ -1,0 +1,113 @@
+"""Documents in parts, with a tiny pair: what comes of them is what their parts and merges give one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from specextend import Summarizer, load_engine
+from specextend.core import Completion, Document, DocumentKey, Request
+from specextend.data.inputs import DocumentError, Row
+from specextend.data.prompts import Prompts
+from specextend.document_requests import Round, Summary, advance, summarize
+from specextend.stats import DecodingStats
+from tests.tiny_models import random_prompt, tiny_config
+
+TEXT = " ".join(f"t{token_id}" for token_id in random_prompt(700))
+OPTIONS = {"prompt__length_policy": "chunk", "prompt__max_prompt_tokens": 160, "decoding__max_new_tokens": 20}
+"""Parts of about 150 tokens, and merges of some five summaries."""
+Outcomes = Sequence[Completion | DocumentError]
+
+
+@pytest.fixture(scope="module")
+def config(pairs):
+    return tiny_config(pairs("llama"), decoding__max_batch_size=3, input__id_column="name", **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def engine(config):
+    return load_engine(config)
+
+
+@pytest.fixture
+def prompts(config, engine) -> Prompts:
+    return Prompts(engine.tokenizer, config.prompt, engine.max_tokens, config.chunks)
+
+
+def row(text: str = TEXT) -> Row:
+    return Row(Document(DocumentKey(0, 0), "book", text), None, None, "00")
+
+
+def follow(rounds: Any, answer: Callable[[Round], Outcomes]) -> tuple[Summary, list[Round]]:
+    """Take all rounds of a document, with the outcomes that `answer` gives; return the summary and the rounds."""
+    seen, step = [], advance(rounds, None)
+    while isinstance(step, Round):
+        seen.append(step)
+        step = advance(rounds, answer(step))
+    return step, seen
+
+
+def said(request: Request, words: int = 18, **stats: Any) -> Completion:
+    return Completion(request.request_id, [1] * words, "t7 " * words, "stop", DecodingStats(**stats))
+
+
+def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_one(config, engine, prompts):
+    """Beside a short one and in batches, with the counts of all requests in its row and all of its text read."""
+
+    def alone(step: Round) -> Outcomes:
+        return [completion for request in step.requests for completion in engine.generate([request])]
+
+    summary, rounds = follow(summarize(config, prompts, row(), "book"), alone)
+    assert [len(each.requests) for each in rounds] == [5, 1]
+    batch = pa.table({"name": ["book", "page"], "text": [TEXT, TEXT[:300]]})
+    long, short = Summarizer(config, lambda _: engine)(batch).to_pylist()
+    assert long["summary"] == summary.completion.text
+    assert [chunk["text"] for chunk in long["chunk_summaries"]] == [chunk.text for chunk in summary.chunks]
+    assert "".join(TEXT[chunk["begin"] : chunk["end"]] for chunk in long["chunk_summaries"]) == TEXT
+    requests = [request for each in rounds for request in each.requests]
+    assert long["num_prompt_tokens"] == sum(len(request.prompt_token_ids) for request in requests)
+    assert long["num_output_tokens"] == summary.completion.stats.num_output_tokens > 20
+    assert long["num_accepted_tokens"] == sum(n * count for n, count in enumerate(long["acceptance_histogram"]))
+    assert (long["coverage"], long["num_dropped_tokens"]) == (1.0, 0)
+    assert 0 < long["decode_s"] < long["total_s"]
+    assert (short["chunk_summaries"], short["coverage"], short["length_policy"]) == (None, 1.0, "chunk")
+
+
+def test_summaries_that_do_not_fit_into_one_merge_are_merged_level_by_level(config, prompts):
+    text = " ".join([TEXT] * 6)
+    summary, rounds = follow(
+        summarize(config, prompts, row(text), "book"), lambda step: [said(request) for request in step.requests]
+    )
+    sizes = [len(each.requests) for each in rounds]
+    assert len(sizes) > 2
+    assert sizes == sorted(sizes, reverse=True)
+    assert [each.is_last for each in rounds] == [False] * (len(sizes) - 1) + [True]
+    names = [request.request_id for each in rounds for request in each.requests]
+    assert names == [f"book:{number}" for number in range(sum(sizes))]
+    assert len(summary.chunks) == sizes[0]
+
+
+def failing(numbers: set[str]) -> Callable[[Round], Outcomes]:
+    """Outcomes in which the requests of some names fail."""
+    error = DocumentError("OutOfMemoryError", "no room", "decode", retryable=True)
+    return lambda step: [error if request.request_id in numbers else said(request) for request in step.requests]
+
+
+def test_a_part_that_fails_is_named_by_the_documents_error(config, prompts):
+    with pytest.raises(DocumentError) as caught:
+        follow(summarize(config, prompts, row(), "book"), failing({"book:2"}))
+    assert caught.value.message.startswith("part 3 of 5 (characters ")
+    assert caught.value.message.endswith("): no room")
+    assert (caught.value.error_class, caught.value.stage, caught.value.retryable) == (
+        "OutOfMemoryError",
+        "decode",
+        True,
+    )
+
+
+def test_a_merge_that_fails_is_named_by_the_documents_error(config, prompts):
+    with pytest.raises(DocumentError, match="a merge of 5 summaries: no room"):
+        follow(summarize(config, prompts, row(), "book"), failing({"book:5"}))
