@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, Literal
@@ -379,8 +378,6 @@ def commands(device: str, shapes: str, out: Path) -> dict[str, list[str]]:
     if device == "cuda":
         tests = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-rs", "-c", "/dev/null"]
         tests += ["--rootdir", ".", "--confcutdir", "tests/gpu", "--import-mode", "importlib", "-p", "no:cacheprovider"]
-        if find_spec("pydantic") is None:
-            tests += ["--ignore", "tests/gpu/test_cuda_engine.py"]  # which needs a configuration
         found["tests"] = tests
     return found
 

@@ -1,4 +1,4 @@
-"""Summarise a corpus: Parquet in, Parquet out, on Ray. See `--help`; docs/output.md lists the exit codes."""
+"""Summarise a corpus: Parquet in, Parquet out, on Ray. See `--help`; docs/input-output.md lists the exit codes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `calibrate` decodes a sample on the Ray that the run would use and fits `Rates`: seconds per prompt token, seconds per
 output token, and how much documents differ. `Outlook` makes of them the time of a number of workers, with bounds.
-`docs/planning.md` describes the method. Nothing is written, and nothing is kept for a later start.
+`docs/planning-and-report.md` describes the method. Nothing is written, and nothing is kept for a later start.
 """
 
 from __future__ import annotations

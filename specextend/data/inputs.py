@@ -86,7 +86,7 @@ class InputOptions:
     instruction_column: str | None = None
     """A string column that takes the place of `prompt.instruction` where it is neither null nor blank."""
     filter: str | None = None
-    """Only the rows that match, such as `lang == 'en' and pages > 2`; `docs/input.md` has the grammar."""
+    """Only the rows that match, such as `lang == 'en' and pages > 2`; `docs/input-output.md` has the grammar."""
     sample: float | int | None = None
     """Only a random part of the rows: a fraction between 0 and 1 (`0.01`), or a number of rows (`500`). Each row's id
     decides, so the same documents are drawn from a larger input."""

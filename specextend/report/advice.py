@@ -164,7 +164,7 @@ RULES: tuple[Callable[[Report], Finding | None], ...] = (
     idle_tail,
     loading,
 )
-"""What spoils texts first, then what costs time; docs/report.md names them."""
+"""What spoils texts first, then what costs time; docs/planning-and-report.md names them."""
 
 
 def _phases(report: Report) -> dict[str, float] | None:

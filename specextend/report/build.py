@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
+
 from specextend.data.audit_rows import read_audits
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest
 from specextend.data.parts import list_parts
@@ -54,6 +56,7 @@ def write_report(
     """
     location = folder or resolve(output)
     report = build_report(output, location, ending=ending, checkpoint=checkpoint, figures=figures)
+    pa.default_memory_pool().release_unused()  # the rows are counted: drawing needs memory, too
     page = to_html(report)
     checkpoint()
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

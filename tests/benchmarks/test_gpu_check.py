@@ -36,8 +36,8 @@ from specextend.core import Completion
 from specextend.stats import DecodingStats
 
 ROOT = Path(__file__).parents[2]
-ABSENT = ("ray", "gguf", "flash_attn", "rich", "pydantic", "yaml", "jinja2", "matplotlib", "pandas", "pyarrow")
-"""What a machine may lack that has torch and transformers."""
+ABSENT = ("ray", "gguf", "flash_attn", "rich", "jinja2", "matplotlib", "pandas", "pyarrow", "datasets", "accelerate")
+"""What a machine may lack that has torch, transformers and pydantic."""
 CPU = torch.device("cpu")
 
 

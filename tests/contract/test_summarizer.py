@@ -148,7 +148,7 @@ def test_a_column_of_any_type_may_be_passed_on_and_numbers_may_be_ids(pairs, eng
 
 @pytest.mark.slow
 def test_ray_data_maps_batches_with_it(config, local_ray: None):
-    """As in docs/pipelines.md: actors that load the models once, blocks in, blocks out."""
+    """As in docs/cluster.md: actors that load the models once, blocks in, blocks out."""
     found = (
         ray.data.from_arrow(documents())
         .repartition(3)

@@ -1,4 +1,4 @@
-"""`docs/deployment.md` and `scripts/submit.sh`: what people copy must be what the code takes."""
+"""`docs/cluster.md` and `scripts/submit.sh`: what people copy must be what the code takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specextend.cluster import exits
 from specextend.config import RunConfig
 from tests.job.conftest import ROOT
 
-TEXT = (ROOT / "docs" / "deployment.md").read_text()
+TEXT = (ROOT / "docs" / "cluster.md").read_text().partition("## Every night")[0]
 SHELL = re.findall(r"^```sh\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 COMMANDS = [
     match.replace("/opt/specextend", str(ROOT)).rstrip(" &")
@@ -41,7 +41,8 @@ def test_the_job_takes_its_commands(arguments: str):
 def test_every_exit_code_has_its_answer():
     """A scheduler that repeats what cannot succeed fills a night."""
     codes = {value for name, value in vars(exits).items() if name.startswith("EXIT_")}
-    rows = re.findall(r"^\| ([\d, ]+) \| ", TEXT, re.MULTILINE)
+    page = (ROOT / "docs" / "input-output.md").read_text()
+    rows = re.findall(r"^\| ([\d, ]+) \| ", page, re.MULTILINE)
     assert {int(code) for row in rows for code in row.split(",")} == codes
 
 

@@ -42,7 +42,7 @@ def test_the_job_takes_the_commands_of_a_guide(page: Path):
 def test_a_pipeline_has_a_cpu_left_to_read_with():
     """The example reserved both CPUs of its machine for the actor: nothing was ever read, and it waited for ever."""
     [code] = re.findall(
-        r"^```python$(.*?map_batches.*?)^```$", (ROOT / "docs/pipelines.md").read_text(), re.M | re.DOTALL
+        r"^```python$(.*?map_batches.*?)^```$", (ROOT / "docs/cluster.md").read_text(), re.M | re.DOTALL
     )
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     given = {ast.unparse(call.func): {word.arg: word.value for word in call.keywords} for call in calls}
@@ -56,7 +56,7 @@ def test_the_keys_that_a_page_names_exist(page: Path):
     """Keys are renamed, and a guide that says to turn one of the old ones is worse than none."""
     sections = "|".join(RunConfig.model_fields)
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\.)", prose(page)))
-    files = {"report.json", "report.html", "report.md", "input.md", "output.md", "report.py"}
+    files = {"report.json", "report.html", "report.py"}
     assert named - KEYS - files == set()
 
 

@@ -1,4 +1,4 @@
-"""`docs/nightly.md` and the schedulers' files of `deploy/`: what people copy must be what the code takes."""
+"""`docs/cluster.md` and the schedulers' files of `deploy/`: what people copy must be what the code takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specextend.config import RunConfig
 from tests.job.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
-PAGE = (ROOT / "docs" / "nightly.md").read_text()
+PAGE = (ROOT / "docs" / "cluster.md").read_text().partition("## Every night")[2].partition("\n## ")[0]
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "specextend.rules.yaml").read_text())["groups"][0]["rules"]
 FINAL = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
 

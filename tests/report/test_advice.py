@@ -93,7 +93,7 @@ def test_what_is_as_usual_is_not_mentioned(report: dict[str, Any]):
 
 
 def test_every_rule_has_a_case_and_an_explanation():
-    """A rule that nobody has seen speak may never do so; docs/report.md says when each one does."""
+    """A rule that nobody has seen speak may never do so; docs/planning-and-report.md says when."""
     names = {rule.__name__ for rule in RULES}
     assert names == {case[0] for case in CASES}
     page = (ROOT / "docs" / "report.md").read_text()
