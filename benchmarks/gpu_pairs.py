@@ -25,8 +25,7 @@ from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
-from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import HeadShape
+from specextend.drafters.eagle_network import EagleNetwork, HeadShape
 from specextend.drafters.small_lm import ModelNetwork
 from specextend.models import rope_frequencies
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -27,8 +27,12 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from safetensors import safe_open
 
 from specextend.core import first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 """Says in which file each tensor is, if there are several."""
@@ -58,6 +62,10 @@ _CONVERT = (
     "save_file({n: t.contiguous().clone() for f in files "
     "for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, to, {'format': 'pt'})"
 )
+
+
+VOCABULARY = "draft_token_ids"
+"""Tensor of a reduced vocabulary: the token ids that a draft can propose."""
 
 
 class ModelError(ValueError):
@@ -296,3 +304,17 @@ def _may_pass(error: BaseException | None) -> bool:
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code >= 500 or error.response.status_code in _LATER
     return isinstance(error, HTTPError | ConnectionError | TimeoutError) and not isinstance(error, OfflineModeIsEnabled)
+
+
+def read_token_ids(file: Path, vocab_size: int) -> Tensor:
+    """Read the tensor `draft_token_ids` [R]. Raises ValueError unless it is ascending ids below `vocab_size`."""
+    with safe_open(file, framework="pt") as opened:
+        token_ids: Tensor = opened.get_tensor(VOCABULARY)
+    if (
+        not len(token_ids)
+        or int(token_ids[0]) < 0
+        or int(token_ids[-1]) >= vocab_size
+        or bool((token_ids.diff() < 1).any())
+    ):
+        raise ValueError(f"{file}: {VOCABULARY} must be ascending ids from 0 to {vocab_size - 1}")
+    return token_ids

@@ -31,10 +31,10 @@ from specextend.core import Request, SamplingParams
 from specextend.decoding.drafter import Drafter
 from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import Graphs
-from specextend.drafters.eagle_config import VOCABULARY as VOCABULARY_TENSOR
 from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig
 from specextend.drafters.small_lm import FILE as DRAFT_VOCABULARY_FILE
 from specextend.loading import load_cached_target, load_engine, target_rows
+from specextend.model_files import VOCABULARY as VOCABULARY_TENSOR
 from specextend.models import load_tokenizer
 from specextend.pairing import check_pair, load_drafter
 from tests.published_heads import WRITERS

@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
-from safetensors import safe_open
-from torch import Tensor
 
-from specextend.model_files import TensorInfo, read_json, read_safetensors_header
+from specextend.model_files import VOCABULARY, TensorInfo, read_json, read_safetensors_header, read_token_ids
 
 WEIGHTS_FILE = "model.safetensors"
-VOCABULARY = "draft_token_ids"
-"""Tensor of a reduced vocabulary: the token ids that the head can propose."""
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -119,20 +115,6 @@ def parse_config(kind: type[Config], raw: dict[str, Any], folder: Path) -> Confi
         where = ".".join(map(str, found["loc"]))
         got = "" if found["type"] in ("missing", "value_error") else f", got {found['input']!r}"
         raise ValueError(f"EAGLE draft {folder}, config.json: {where}: {found['msg']}{got}") from None
-
-
-def read_token_ids(file: Path, vocab_size: int) -> Tensor:
-    """Read the tensor `draft_token_ids` [R]. Raises ValueError unless it is ascending ids below `vocab_size`."""
-    with safe_open(file, framework="pt") as opened:
-        token_ids: Tensor = opened.get_tensor(VOCABULARY)
-    if (
-        not len(token_ids)
-        or int(token_ids[0]) < 0
-        or int(token_ids[-1]) >= vocab_size
-        or bool((token_ids.diff() < 1).any())
-    ):
-        raise ValueError(f"{file}: {VOCABULARY} must be ascending ids from 0 to {vocab_size - 1}")
-    return token_ids
 
 
 def _check_tensors(file: Path, config: EagleConfig) -> None:

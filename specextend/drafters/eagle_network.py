@@ -7,7 +7,9 @@ heads, `K` key heads, `D` head size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +17,135 @@ from torch.nn.functional import rms_norm, silu
 
 from specextend.attention.hybrid import attend_plan
 from specextend.attention.plan import Attend, AttentionPlan
+from specextend.core import counted
 from specextend.decoding.cache import KVCache
 from specextend.decoding.layers import pack_if_faster
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY, histories, last_tokens
 from specextend.drafters.draft_cache import DraftCache, rotate
-from specextend.drafters.formats import HeadShape
 
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
 """Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first and end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadShape:
+    """A head of one Llama decoder layer, in any format: its shape, and where its tensors are."""
+
+    folder: Path
+    format: str
+    fused: bool
+    """EAGLE-3: the head reads several of the target's layers, not its last hidden state."""
+    vocab_size: int
+    """Rows of the target's embedding."""
+    target_hidden_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    layer_eps: float
+    """Epsilon of the norms inside the layer."""
+    head_eps: float
+    """Epsilon of the other norms."""
+    rope: dict[str, Any]
+    """The RoPE keys of a Llama config."""
+    draft_vocab_size: int
+    """Tokens that the head can propose."""
+    layers: tuple[int, ...] | None = None
+    """EAGLE-3: target layers whose outputs the head reads, counted from 0; None: the usual three."""
+    norm_before_residual: bool = False
+    """EAGLE-3: the residual is the fused hidden state after its norm, not before it."""
+    norm_before_fc: bool = False
+    """EAGLE-3: one norm is applied to the concatenated hidden states of the target before they are fused."""
+    layer_norms: bool = False
+    """EAGLE-1 of `speculators`: norms of the embedding, before the layer, and before the LM head."""
+    fusion_bias: bool = False
+    """EAGLE-1 of `speculators`: `fc` must have a bias."""
+    is_ours: bool = False
+    """The last norm is part of the output, and so of what the next level reads; `copy_heads` are there."""
+    copy_heads: int = 0
+    tokens_sha256: str | None = None
+    """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
+    sources: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    """Our name of a tensor -> file, and name in it."""
+
+    @property
+    def num_layers_read(self) -> int:
+        """Return the number of layers of the target whose outputs the head takes."""
+        return (3 if self.layers is None else len(self.layers)) if self.fused else 1
+
+    def hidden_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """Return the target layers whose outputs the head takes; none if it takes the last hidden state.
+
+        Raises ValueError for a target without such layers.
+        """
+        if not self.fused:
+            return ()
+        usual = (1, num_target_layers // 2 - 1, num_target_layers - 4)  # what enters layers 2, n / 2 and n - 3
+        layers = usual if self.layers is None else self.layers
+        if sorted({*layers} & {*range(num_target_layers)}) != list(layers):
+            raise ValueError(
+                f"the head takes the outputs of layers {', '.join(map(str, layers))}, counted from 0; "
+                f"the target has {counted(num_target_layers, 'layer')}"
+            )
+        return layers
+
+    @property
+    def num_features(self) -> int:
+        """Return the number of features that the head reads at one position of the target."""
+        return self.num_layers_read * self.target_hidden_size
+
+    def required(self) -> dict[str, tuple[int, ...]]:
+        """List the required tensors of a published head by our names."""
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        width = 2 * hidden if self.fused else hidden
+        shapes = {
+            "layer.self_attn.q_proj.weight": (queries, width),
+            "layer.self_attn.k_proj.weight": (keys, width),
+            "layer.self_attn.v_proj.weight": (keys, width),
+            "layer.self_attn.o_proj.weight": (hidden, queries),
+            "layer.mlp.gate_proj.weight": (mlp, hidden),
+            "layer.mlp.up_proj.weight": (mlp, hidden),
+            "layer.mlp.down_proj.weight": (hidden, mlp),
+            "layer.post_attention_layernorm.weight": (hidden,),
+            "fc.weight": (hidden, self.num_features if self.fused else 2 * hidden),
+        }
+        return shapes | (self._fused_only() if self.fused else self._plain_only())
+
+    def optional(self) -> dict[str, tuple[int, ...]]:
+        """List the optional tensors of a published head by our names."""
+        shapes = self.required()
+        biased = [name for name in shapes if name.endswith("_proj.weight")]
+        return {
+            "embed_tokens.weight": (self.vocab_size, self.hidden_size),
+            "lm_head.weight": (self.vocab_size, self.hidden_size),
+            "fc.bias": (self.hidden_size,),
+            "layer.self_attn.q_norm.weight": (self.head_dim,),
+            "layer.self_attn.k_norm.weight": (self.head_dim,),
+            **{f"{name.removesuffix('weight')}bias": shapes[name][:1] for name in biased},
+            **({"d2t": (self.draft_vocab_size,), "t2d": (self.vocab_size,)} if self.fused else {}),
+        }
+
+    def _fused_only(self) -> dict[str, tuple[int, ...]]:
+        norms = ("layer.input_layernorm.weight", "layer.hidden_norm.weight", "norm.weight")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (self.hidden_size,))
+        shapes["lm_head.weight"] = (self.draft_vocab_size, self.hidden_size)
+        if self.draft_vocab_size != self.vocab_size:
+            shapes["d2t"] = (self.draft_vocab_size,)
+        if self.hidden_size != self.target_hidden_size:
+            shapes["embed_tokens.weight"] = (self.vocab_size, self.hidden_size)
+        if self.norm_before_fc:
+            shapes["input_norm.weight"] = (self.num_features,)
+        return shapes
+
+    def _plain_only(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"fc.bias": (self.hidden_size,)} if self.fusion_bias else {}
+        if self.layer_norms:
+            norms = ("embedding_norm.weight", "layer.input_layernorm.weight", "norm.weight")
+            shapes |= dict.fromkeys(norms, (self.hidden_size,))
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
 from specextend.drafters.draft_cache import DraftCache
-from specextend.drafters.eagle_config import VOCABULARY, read_token_ids
-from specextend.model_files import read_json, read_safetensors_header
+from specextend.model_files import VOCABULARY, read_json, read_safetensors_header, read_token_ids
 
 
 class ModelNetwork:

@@ -23,7 +23,8 @@ from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attent
 
 from specextend.drafters.causal import HISTORY
 from specextend.drafters.draft_cache import rotate
-from specextend.drafters.eagle_config import VOCABULARY, WEIGHTS_FILE, EagleConfig, load_eagle_config
+from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig, load_eagle_config
+from specextend.model_files import VOCABULARY
 from specextend.training.fit import Fit
 from specextend.training.recording import Recording, Span
 from specextend.training.task import Target, Task

@@ -36,7 +36,19 @@ from specextend.core import Completion
 from specextend.stats import DecodingStats
 
 ROOT = Path(__file__).parents[2]
-ABSENT = ("ray", "gguf", "flash_attn", "rich", "jinja2", "matplotlib", "pandas", "pyarrow", "datasets", "accelerate")
+ABSENT = (
+    "ray",
+    "gguf",
+    "flash_attn",
+    "rich",
+    "jinja2",
+    "matplotlib",
+    "pandas",
+    "pyarrow",
+    "datasets",
+    "accelerate",
+    "pydantic",
+)
 """What a machine may lack that has torch, transformers and pydantic."""
 CPU = torch.device("cpu")
 

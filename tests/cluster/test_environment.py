@@ -62,7 +62,7 @@ def test_a_worker_gets_as_many_cores_as_leave_room_for_all(job: dict, nodes: lis
     assert cores_per_worker(JobOptions(**job), nodes) == cores
 
 
-@pytest.mark.parametrize("module", ["environment", "exits", "records", "scheduler", "roster", "progress"])
+@pytest.mark.parametrize("module", ["environment", "exits", "records", "scheduler", "progress"])
 def test_what_must_be_quick_or_pure_imports_neither_ray_nor_torch(module: str):
     """Ray reads its variables when it is imported, and `--status` must not wait fifteen seconds for torch."""
     code = f"import specextend.cluster.{module}, sys; sys.exit(not {{'ray', 'torch'}}.isdisjoint(sys.modules))"

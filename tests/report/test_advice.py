@@ -96,5 +96,5 @@ def test_every_rule_has_a_case_and_an_explanation():
     """A rule that nobody has seen speak may never do so; docs/planning-and-report.md says when."""
     names = {rule.__name__ for rule in RULES}
     assert names == {case[0] for case in CASES}
-    page = (ROOT / "docs" / "report.md").read_text()
+    page = (ROOT / "docs" / "planning-and-report.md").read_text()
     assert {name for name in names if f"`{name}`" not in page} == set()
