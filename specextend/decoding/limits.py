@@ -48,10 +48,6 @@ class ModelWork:
     attention_flop_per_pair: int
     """Of a token and one that it attends to, in all layers."""
 
-    def step_bytes(self, num_tokens: float) -> float:
-        """Count the bytes that a step reads with `num_tokens` tokens in the cache."""
-        return self.weight_bytes + num_tokens * self.kv_bytes_per_token
-
     def prefill_flop(self, num_tokens: int, num_cached: int = 0) -> int:
         """Count the floating-point operations of a prompt, of which the first `num_cached` tokens were read before."""
         products = 2 * ((num_tokens - num_cached) * self.layer_parameters + self.head_parameters)

@@ -329,8 +329,9 @@ def test_a_run_that_waits_for_a_store_can_be_told_to_stop(tmp_path: Path, silent
     process = start("--input", black_hole(silent), "--output", str(tmp_path / "out"))
     wait_for(lambda: connections(process.pid, silent), "call to the store")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=LONGEST_S)
+    said, _ = process.communicate(timeout=LONGEST_S)
     assert process.returncode == 75
+    assert "interrupted: SIGTERM received" in said
 
 
 def connections(pid: int, port: int) -> list[str]:
