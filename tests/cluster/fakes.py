@@ -221,16 +221,3 @@ class SwapsWeights:
         tensors = {name: tensor * 2 for name, tensor in load_file(self.weights).items()}
         save_file(tensors, self.weights, {"format": "pt"})
         return FakeEngine(config)
-
-
-class LoadsLater:
-    """A model whose file system fails the first time."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __call__(self, config: RunConfig) -> FakeEngine:
-        if not self.marker.exists():
-            self.marker.touch()
-            raise OSError("the disk is away")
-        return FakeEngine(config)

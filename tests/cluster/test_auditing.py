@@ -112,10 +112,6 @@ def test_an_audit_that_fails_is_a_row_with_its_error(how):
     assert (auditor.num_open, auditor.is_due) == (0, False)
 
 
-def test_another_request_is_not_the_audits():
-    assert not Auditor(1.0, 1).settle("d4c3-12", Suspected("ValueError", "no"))
-
-
 def report(num_steps: int, num_open: int, is_ending: bool = True) -> WorkerReport:
     return WorkerReport(num_steps, {}, num_audits_open=num_open, is_ending=is_ending)
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from specextend.cluster.environment import cores_per_worker, is_submitted, prepare_environment
+from specextend.cluster.environment import cores_per_worker, prepare_environment
 from specextend.config import JobOptions
 
 
@@ -38,20 +38,12 @@ def test_what_the_user_has_set_stays():
     assert "RAY_AUTH_TOKEN" not in environment
 
 
-def test_a_submitted_job_knows_that_it_is_one():
-    """There, relative paths lead into a folder that goes away."""
-    assert is_submitted({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"})
-    assert not is_submitted({"RAY_ADDRESS": "local"})
-
-
 @pytest.mark.parametrize(
     ("job", "nodes", "cores"),
     [
         ({}, [(2, 0)], 2),
-        ({"workers": 3}, [(8, 0)], 2),
         ({"workers": 4}, [(2, 0)], 1),
         ({"workers": 4}, [(16, 0), (16, 0), (0, 0)], 8),
-        ({"workers": 8, "gpus_per_worker": 1}, [(64, 8)], 8),
         ({"workers": 8, "gpus_per_worker": 0.5}, [(8, 0), (16, 1)], 8),
         ({"workers": 2, "gpus_per_worker": 1}, [], 1),
         ({"cpus_per_worker": 4}, [(2, 0)], 4),
@@ -62,7 +54,7 @@ def test_a_worker_gets_as_many_cores_as_leave_room_for_all(job: dict, nodes: lis
     assert cores_per_worker(JobOptions(**job), nodes) == cores
 
 
-@pytest.mark.parametrize("module", ["environment", "exits", "records", "scheduler", "progress"])
+@pytest.mark.parametrize("module", ["environment", "records", "scheduler"])
 def test_what_must_be_quick_or_pure_imports_neither_ray_nor_torch(module: str):
     """Ray reads its variables when it is imported, and `--status` must not wait fifteen seconds for torch."""
     code = f"import specextend.cluster.{module}, sys; sys.exit(not {{'ray', 'torch'}}.isdisjoint(sys.modules))"

@@ -6,7 +6,6 @@ import io
 import json
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.display import open_display
@@ -75,18 +74,3 @@ def test_the_record_of_a_start_says_when_each_worker_came_and_went(logged: tuple
     for row in run.summaries().values():
         since, until = times[row["worker"]]
         assert since - 1 <= row["started_at"].timestamp() <= until, "the driver hears of a worker within its poll"
-
-
-def test_every_parquet_file_of_a_run_says_where_it_comes_from(logged: tuple[Job, str]):
-    """A file that was copied out of its folder a year ago: which model, which code?"""
-    run, _ = logged
-    manifest = json.loads((run.output / "_run" / "manifest.json").read_text())
-    [start] = read_starts(resolve(str(run.output)))
-    files = [*run.output.rglob("*.parquet")]
-    assert {path.parent.name for path in files} == {"parts", "summaries", "errors"}
-    for path in files:
-        origin = json.loads(pq.read_schema(path).metadata[b"specextend"])
-        assert origin["fingerprint"] == manifest["fingerprint"]
-        assert origin["models"]["target"]["sha256"] == manifest["identity"]["hashes"]["target"]
-        names = ("run_id", "begin", "versions", "git_commit")
-        assert origin["starts"] == [{name: getattr(start, name) for name in names}]

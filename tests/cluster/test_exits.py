@@ -32,14 +32,6 @@ def test_a_signal_stops_the_run_at_its_next_check(number: signal.Signals):
     interrupt.disarm()
 
 
-def test_a_job_may_have_a_deadline_of_its_own():
-    """A nightly window that ends at six: stop and resume tomorrow."""
-    interrupt = Interrupt(grace_s=60, deadline_s=1e-9)
-    with pytest.raises(InterruptedRunError, match=r"job\.deadline_s has passed"):
-        interrupt.check()
-    interrupt.disarm()
-
-
 STUCK = """
 import os, signal, threading, time
 from specextend.cluster.exits import Interrupt
@@ -56,13 +48,6 @@ def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What became of a process that runs this code."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
-
-
-def test_a_run_that_does_not_stop_in_time_is_ended_with_the_promised_code():
-    """Whoever asked is going to send SIGKILL: then nobody would know that it can be resumed."""
-    process = ended(f"from specextend.cluster import exits\nexits.LAST_S = {LONGEST_S}\n{STUCK}")
-    assert process.returncode == 75
-    assert process.stdout == "last\n"
 
 
 @pytest.mark.parametrize("last", ["threading.Event().wait", "lambda: open('/no/such/folder/lock')"])
@@ -83,18 +68,6 @@ library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 library.pthread_mutex_lock(mutex)
 library.pthread_mutex_lock(mutex)  # for ever, and no signal ends it
 """
-
-
-def test_a_signal_is_heard_while_the_main_thread_is_inside_a_library():
-    """Python runs its handlers in that thread, between two lines: a store that did not answer made a job deaf."""
-    command = [sys.executable, "-c", DEAF.format(deadline_s=0.0)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "waiting\n"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LONGEST_S) == 75
-        finally:
-            process.kill()
 
 
 def test_a_deadline_holds_while_nobody_asks_for_it():
@@ -146,10 +119,3 @@ def test_a_signal_is_heard_while_ray_begins_and_ends(moment: str):
     """Ray's handler ended the job with 15 while Ray started, and no handler was there while it shut down."""
     process = ended(RAY, moment)
     assert process.returncode == 75, process.stderr
-
-
-def test_a_run_that_ends_by_itself_is_left_alone():
-    """The watchdog of a finished run must not fire into what comes after."""
-    interrupt = Interrupt(grace_s=0.0)
-    interrupt.disarm()
-    interrupt.check()

@@ -57,19 +57,6 @@ def test_every_query_of_the_dashboard_is_about_the_chosen_runs():
         assert all('run_id=~"$run_id"' in selector for selector in selectors), query
 
 
-def test_the_panels_of_the_dashboard_have_ids_titles_units_and_places_of_their_own():
-    """Grafana takes a file with overlapping or doubled panels, and shows some of them."""
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
-    places = [panel["gridPos"] for panel in panels]
-    cells = [
-        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
-    ]
-    assert len(set(cells)) == len(cells)
-    assert max(x for x, _ in cells) < 24
-    assert all(panel["fieldConfig"]["defaults"]["unit"] for panel in panels)
-
-
 def scrape() -> list[Sample]:
     """Our series, as Prometheus would read them from the node's metrics port."""
     own = ray.get_runtime_context().get_node_id()

@@ -10,21 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.driver import is_damaged_row
-from specextend.cluster.exits import OutputError, writing
 from specextend.core import DocumentKey
 from specextend.data import source as source_module
 from specextend.data.inputs import InputChangedError, InputOptions
 from specextend.data.source import Source, open_source
-from specextend.data.storage import resolve
-
-
-def test_what_a_file_system_has_against_a_write_is_one_line_and_other_errors_are_themselves():
-    """Exit 1 and what to do, not a traceback."""
-    why = r"^/somewhere cannot be written to: disk full; what was committed is there, run again to resume$"
-    with pytest.raises(OutputError, match=why), writing(resolve("/somewhere")):
-        raise OSError("disk full\nand more")
-    with pytest.raises(ZeroDivisionError), writing(resolve("/somewhere")):
-        raise ZeroDivisionError
 
 
 @pytest.fixture
@@ -77,14 +66,4 @@ def test_a_file_that_does_not_open_makes_no_error_rows(source: Source, monkeypat
         raise PermissionError("access denied")
 
     monkeypatch.setattr(source_module, "open_parquet", denied)
-    assert verdicts(source) == [False, False, False]
-
-
-def test_a_driver_without_memory_finds_no_document_at_fault(source: Source, monkeypatch):
-    """Pyarrow's MemoryError is one of its own exceptions, like that of a damaged page."""
-
-    def starved(*arguments: object) -> None:
-        raise pa.ArrowMemoryError("no room")
-
-    monkeypatch.setattr(Source, "read", starved)
     assert verdicts(source) == [False, False, False]

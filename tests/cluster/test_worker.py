@@ -4,7 +4,6 @@ import asyncio
 import gc
 import io
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from specextend.document_requests import document_seed
 from specextend.inbox import Inbox
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, QuotingEngine
-from tests.job.conftest import LONGEST_S, wait_for
+from tests.job.conftest import wait_for
 
 
 def request(name: str, length: int) -> Request:
@@ -46,17 +45,6 @@ def test_questions_about_one_document_go_to_the_engine_one_after_another():
     inbox.put(request("longest", 500))
     taken += [inbox.take(block=False).request_id for _ in range(4)]
     assert taken == ["a3", "a1", "a2", "longest", "b1", "b2"]
-
-
-def test_an_idle_engine_waits_for_work_without_turning():
-    """A waiting thread costs the others of the process nothing."""
-    inbox = Inbox()
-    taken: list[str] = []
-    thread = threading.Thread(target=lambda: taken.append(inbox.take(block=True).request_id))
-    thread.start()
-    inbox.put(request("a", 1))
-    thread.join(timeout=LONGEST_S)
-    assert taken == ["a"]
 
 
 def test_a_lease_taken_back_before_it_began_never_begins():
