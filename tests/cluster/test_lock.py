@@ -134,16 +134,6 @@ def test_a_pid_of_another_container_says_nothing(output: Location):
     assert not FolderLock(output, "00000001").try_take()
 
 
-@pytest.mark.parametrize("seconds", [66.0, 1e6])
-def test_a_driver_that_slept_goes_on_if_nobody_came(output: Location, now: Time, seconds: float):
-    """Suspended for 66 s it ended with 4, though nobody else held the folder: no scheduler tries again then."""
-    held = now.lock(output)
-    assert held.try_take()
-    now.pass_by(seconds)
-    held.check()
-    assert read_lock(output).heartbeat == now.wall, "and says so to others at once"
-
-
 @pytest.mark.parametrize("by", ["steady", "wall"])
 def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(output: Location, now: Time, by: str):
     """It must not commit beside it. A virtual machine that was paused sees it by the wall clock alone."""

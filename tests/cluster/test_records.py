@@ -85,14 +85,14 @@ def write(output: Location, path: str, content: object) -> None:
 
 HOLDER = asdict(LockHolder("feedbeef", "another-host", 1, 0.0))
 DAMAGED = {
-    "_run/lock": [b"", b"[]", HOLDER | {"heartbeat": 10**400}],
-    "_run/attempts/0a.json": [b'{"run_id": "x', b"\xff", b"[" * 100_000, {"begin": 7, "exit_code": {}}],
-    "_SUCCESS": [b"{", {"rows": 5}],
+    "_run/lock": [b"", HOLDER | {"heartbeat": 10**400}],
+    "_run/attempts/0a.json": [b'{"run_id": "x', b"[" * 100_000, {"begin": 7, "exit_code": {}}],
+    "_SUCCESS": [{"rows": 5}],
 }
 
 
 @pytest.mark.parametrize(
-    ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(9)
+    ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(6)
 )
 def test_a_damaged_record_hides_nothing_else(output: Location, path: str, content: object):
     """A disk was full, or somebody edited it: the rows are counted all the same, without a traceback."""

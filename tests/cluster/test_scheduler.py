@@ -31,19 +31,6 @@ def test_a_death_charges_what_had_started_and_frees_the_rest():
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(1, 1), (2, 1)]
 
 
-def test_a_charged_document_runs_alone_and_is_given_up_after_max_attempts():
-    """Whatever kills workers may kill its neighbours' work once, not twice."""
-    plan = scheduler([3, 2, 1])
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, [lease[0]], 1)
-    plan.leave("a", "WorkerDied", "gone")
-    plan.join("b", at("b"), 2)
-    assert granted(plan.assign(2)) == [0]
-    assert plan.leave("b", "WorkerDied", "gone again") == [GivenUp(key(0), 2, "WorkerDied", "gone again")]
-    assert plan.num_open == 2
-
-
 def test_a_node_death_charges_nobody():
     """A reclaimed spot node says nothing about a document."""
     plan = scheduler([3, 2, 1])
@@ -90,18 +77,6 @@ def test_an_overdue_document_is_charged_and_its_neighbours_go_on():
     assert granted(plan.assign(50)) == [], "alone means: not beside the call that is still closing"
     plan.closed("a")
     assert granted(plan.assign(50)) == [0]
-
-
-def test_documents_of_a_failed_batch_are_tried_again_one_by_one():
-    """Whose fault it was is known when each has been alone; the worker lives and goes on with the others."""
-    plan = scheduler([5, 4, 3])
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    assert plan.blame(lease[0], "ValueError", "why") == []
-    assert plan.blame(lease[1], "ValueError", "why") == []
-    assert granted(plan.assign(1)) == [], "not beside the third"
-    assert plan.finish(lease[2])
-    assert granted(plan.assign(2)) == [0]
 
 
 def test_a_worker_that_makes_no_step_is_stalled():
@@ -185,20 +160,6 @@ def test_nothing_is_taken_back_while_documents_wait_for_a_worker():
     assert plan.rebalance(20) == []
     assert [(name, new.key.row) for name, new in plan.assign(2)] == [("b", 4)]
     assert plan.rebalance(20) == [], "nor while it runs"
-
-
-def test_a_queue_behind_a_hang_is_emptied():
-    """An overdue document may hang in the engine until stall_s has passed; what waits behind it need not."""
-    plan = scheduler([5, 4], limits=Limits(max_attempts=1, deadline_s=10))
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, [lease[0]], 1)
-    plan.expire(lease[0], "late")
-    plan.closed("a")
-    plan.join("b", at("b"), 20)
-    [(worker, taken)] = plan.rebalance(20)
-    assert (worker, taken.key.row) == ("a", 1)
-    assert granted(plan.assign(20), "b") == [1]
 
 
 def test_a_damaged_document_is_given_up_after_max_attempts_and_pauses():
