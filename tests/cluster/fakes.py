@@ -22,11 +22,11 @@ from specextend.models import load_tokenizer
 from specextend.stats import DecodingStats
 
 STEP_S = 0.01
-ORDERS = re.compile(r"(?<!\w)(raise|oom|kill|hang|crawl)(?!\w)(?:([:@])([^\s<]+))?")
+ORDERS = re.compile(r"(?<!\w)(raise|oom|kill|crawl)(?!\w)(?:([:@])([^\s<]+))?")
 
 
 class FakeEngine:
-    """Words in a document that it obeys, in each step: `raise`, `oom`, `kill`, `hang`, `crawl`.
+    """Words in a document that it obeys, in each step: `raise`, `oom`, `kill`, `crawl`.
 
     As in the real engine, a failure in a batch cannot be told from a neighbour's.
 
@@ -153,8 +153,6 @@ class _Running:
                 raise torch.OutOfMemoryError("out of memory on this document")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "hang":
-                threading.Event().wait()
             case "crawl":
                 self.crawls = True
 

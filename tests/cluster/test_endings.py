@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from specextend.cluster.exits import (
     EXIT_LOCKED,
     EXIT_OTHER_RUN,
     Interrupt,
-    InterruptedRunError,
     LockGoneError,
     LockLostError,
     OtherRunError,
@@ -58,21 +56,21 @@ class Ended:
     def commit(self, rows: list[dict], fingerprint: str) -> None:
         PartWriter(resolve(str(self.output)), "0000000a", fingerprint).commit(rows)
 
-    def config(self, **job: object) -> RunConfig:
+    def config(self) -> RunConfig:
         return RunConfig.from_values(
             {
                 "input": {"path": str(self.output.parent / "in")},
                 "output": {"path": str(self.output)},
                 "target": {"model": str(MODELS / "target"), "dtype": "float32", "device": "cpu"},
                 "decoding": {"mode": "autoregressive", "max_new_tokens": 5},
-                "job": {"max_error_fraction": 1.0, **job},
+                "job": {"max_error_fraction": 1.0},
             }
         )
 
-    def run(self, interrupt: Interrupt | None = None, report: Callable[..., object] = write_report, **job) -> int:
-        interrupt = interrupt or Interrupt(600.0)
+    def run(self, report: Callable[..., object] = write_report) -> int:
+        interrupt = Interrupt(600.0)
         try:
-            return run(self.config(**job), self.screen, interrupt, report=report, factory=NeverLoads())
+            return run(self.config(), self.screen, interrupt, report=report, factory=NeverLoads())
         finally:
             interrupt.disarm()
 
@@ -111,25 +109,6 @@ def test_a_driver_that_lost_its_lock_does_not_say_that_the_run_is_complete(
         ended.run(report=lambda *arguments, **options: happens(ended))
     assert exit_code(said.value) == code
     assert not ended.is_complete()
-
-
-def test_a_run_told_to_stop_during_its_report_stops_and_the_next_one_completes_it(ended: Ended):
-    """A report over a million rows takes minutes, in which Ctrl-C did nothing."""
-    interrupt = Interrupt(600.0)
-    interrupt.install()
-
-    def report(*arguments: object, **options: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        write_report(*arguments, **options)
-
-    with pytest.raises(InterruptedRunError, match="SIGINT"):
-        ended.run(interrupt, report)
-    assert not ended.is_complete()
-    assert not (ended.output / "report.json").exists()
-    kept = {path: path.stat().st_ino for path in (ended.output / "summaries").iterdir()}
-    assert ended.run() == EXIT_DONE
-    assert ended.is_complete()
-    assert {path: path.stat().st_ino for path in kept} == kept, "and writes no summaries again"
 
 
 @pytest.mark.parametrize("content", [b"", b"[1, 2]", b'{"rows": "6", "done": 5, "errors": 1}'])

@@ -24,14 +24,10 @@ def test_a_ray_of_our_own_is_closed_to_others():
     assert environment["RAY_AUTH_TOKEN"] != prepared()["RAY_AUTH_TOKEN"]
 
 
-def test_a_cluster_is_joined_as_it_is():
-    """Its address, network and tokens are its owner's."""
+def test_a_cluster_is_joined_as_it_is_and_what_the_user_has_set_stays():
+    """Address, network and tokens are their owner's."""
     environment = prepared(RAY_ADDRESS="10.0.0.1:6379")
     assert environment.keys() == {"RAY_ADDRESS", "RAY_COLOR_PREFIX", "RAY_DEDUP_LOGS", "RAY_USAGE_STATS_ENABLED"}
-
-
-def test_what_the_user_has_set_stays():
-    """Pinned by a make target, or by an administrator."""
     mine = {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "1"}
     environment = prepared(**mine)
     assert mine.items() <= environment.items()

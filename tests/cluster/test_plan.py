@@ -27,9 +27,9 @@ def source(folder: Path, columns: dict[str, Any], **options: Any) -> Source:
     return open_source(InputOptions(path=str(folder / "input.parquet"), **options))
 
 
-def planned(source: Source, tokenizer: Any, rows: set[int] | None = None, limit: int = 1000, **options: Any) -> Plan:
+def planned(source: Source, tokenizer: Any, limit: int = 1000, **options: Any) -> Plan:
     prompts = Prompts(tokenizer, PromptOptions(**options), limit)
-    keys = {DocumentKey(0, row) for row in (rows if rows is not None else range(source.num_rows))}
+    keys = {DocumentKey(0, row) for row in range(source.num_rows)}
     return make_plan(source, prompts, keys, 10, 0, lambda: None)
 
 

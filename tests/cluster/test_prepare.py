@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specextend.cluster.exits import OtherRunError, RefusedError
-from specextend.cluster.prepare import Prepared, check_same_run, prepare
+from specextend.cluster.prepare import check_same_run, prepare
 from specextend.config import RunConfig
 from specextend.data.fingerprint import write_manifest
 from tests.cluster.conftest import MODELS
@@ -48,26 +48,17 @@ def pair(hub: Hub) -> tuple[str, str]:
     return hub.push(TARGET, MODELS / "target"), hub.push(DRAFT, MODELS / "draft-model")
 
 
-def move_on(hub: Hub, folder: Path) -> str:
-    """Give the target's branch other weights."""
-    shutil.copytree(MODELS / "target", folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: weight * 2 for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    return hub.push(TARGET, folder)
-
-
-def begin(prepared: Prepared) -> None:
-    """Do what a run does first: write down what it is."""
-    assert not check_same_run(prepared)
-    write_manifest(prepared.output, prepared.manifest)
-
-
 def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(
     hub: Hub, pair: tuple[str, str], configure: Configure, tmp_path: Path
 ) -> None:
     """An author's push in the night would otherwise end every run that is not done: other weights, exit 5."""
-    begin(prepare(configure()))
-    newer = move_on(hub, tmp_path / "newer")
+    begun = prepare(configure())
+    assert not check_same_run(begun)
+    write_manifest(begun.output, begun.manifest)
+    shutil.copytree(MODELS / "target", tmp_path / "newer")
+    path = tmp_path / "newer" / "model.safetensors"
+    save_file({name: weight * 2 for name, weight in load_file(path).items()}, path, {"format": "pt"})
+    newer = hub.push(TARGET, tmp_path / "newer")
     again = prepare(configure())
     assert check_same_run(again)
     assert again.config.target.revision == pair[0]

@@ -70,14 +70,6 @@ def test_a_run_whose_driver_is_gone_is_stopped_whatever_the_lock_says(output: Lo
     assert first_line(output) == "stopped, run again to resume: 0 of 5 rows done, 0 failed, 5 left"
 
 
-def test_rows_are_counted_by_what_became_of_them(output: Location):
-    """Which error it was decides whether to get up at night."""
-    fail(output, ["NullText", "PromptTooLong", "NullText"])
-    said = describe_status(read_status(output)).splitlines()
-    assert said[0].endswith(": 0 of 5 rows done, 3 failed, 2 left")
-    assert said[1:3] == ["errors: 2 NullText", "errors: 1 PromptTooLong"]
-
-
 def write(output: Location, path: str, content: object) -> None:
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     write_bytes(output.child(*path.split("/")), data)

@@ -20,7 +20,7 @@ from specextend.cluster.exits import (
 )
 from specextend.pairing import pair_hashes
 from tests.cluster.conftest import Job, Screen
-from tests.cluster.fakes import NeverLoads, SwapsWeights
+from tests.cluster.fakes import SwapsWeights
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(6)]
 
@@ -79,17 +79,6 @@ def test_workers_for_which_the_machine_has_no_room_are_said(job):
         run.run(interrupt=interrupt)
     interrupt.disarm()
     assert any(note.endswith("of 500 workers (job.workers)") for note in run.screen.notes)
-
-
-@pytest.mark.slow
-def test_a_model_that_does_not_load_ends_the_run_after_a_few_tries(job, hasty):
-    """A wrong path or a full disk: backing off for ever would hide it. The reason is said."""
-    run = job(GOOD)
-    with pytest.raises(WorkersFailError, match=r"2 tries in a row failed: .*the weights are gone"):
-        run.run(NeverLoads())
-    [attempt] = records_of(run)
-    assert attempt["exit_code"] == 1
-    assert not (run.output / "_run" / "lock").exists()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from specextend.cluster.driver import is_damaged_row
 from specextend.core import DocumentKey
 from specextend.data import source as source_module
-from specextend.data.inputs import InputChangedError, InputOptions
+from specextend.data.inputs import InputOptions
 from specextend.data.source import Source, open_source
 
 
@@ -48,15 +48,6 @@ def test_a_damaged_group_is_the_documents_own_fault_and_its_id_is_still_known(so
     spoil(path)
     assert verdicts(source) == [False, True, False]
     assert source.doc_id(DocumentKey(0, 1)) == "y"
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_file_that_is_another_one_ends_the_run(source: Source, path: Path, is_there: bool):
-    pq.write_table(pa.table({"text": ["other"], "id": ["x"]}), path)
-    if not is_there:
-        path.unlink()
-    with pytest.raises(InputChangedError):
-        is_damaged_row(source, DocumentKey(0, 0))
 
 
 def test_a_file_that_does_not_open_makes_no_error_rows(source: Source, monkeypatch):

@@ -12,17 +12,6 @@ from specextend.cluster.workers import (
 )
 
 
-def test_a_dead_worker_is_replaced_under_a_new_name():
-    """A late word of the dead must not be taken for one of its successor's."""
-    roster = Roster(1)
-    [first] = roster.due(0, 9)
-    roster.ready(first)
-    assert roster.due(1, 9) == []
-    roster.died(first, "gone")
-    [second] = roster.due(2, 9)
-    assert second != first
-
-
 def test_the_pause_between_failed_starts_grows_up_to_a_minute():
     """A full disk is not mended by trying ten times a second."""
     roster = Roster(2)
