@@ -96,28 +96,6 @@ def test_a_worker_whose_weights_are_not_the_runs_takes_no_document(job, hasty, t
 
 
 @pytest.mark.slow
-def test_retry_errors_does_error_rows_again_and_nothing_else(job, tmp_path: Path):
-    """Done rows keep every value, also those that a second decoding would change (times, worker)."""
-    (tmp_path / "outage").touch()
-    run = job([*GOOD[:3], f"raise@{tmp_path}/outage", "raise"])
-    assert run.run() == EXIT_TOO_MANY_ERRORS
-    before = run.summaries()
-    assert set(run.errors()) == {"d3", "d4"}
-    assert run.run() == EXIT_TOO_MANY_ERRORS
-    assert set(run.errors()) == {"d3", "d4"}, "a plain resume leaves error rows alone"
-    (tmp_path / "outage").unlink()
-    num_leases = len(run.screen.told("document_leased"))
-    assert run.run(retry_errors="retryable") == EXIT_TOO_MANY_ERRORS
-    assert len(run.screen.told("document_leased")) == num_leases, "an exception of its own is not retryable"
-    assert any(note.startswith("not tried again: 2 error rows whose `retryable` is false") for note in run.screen.notes)
-    assert run.run(retry_errors="all") == EXIT_TOO_MANY_ERRORS
-    assert set(run.errors()) == {"d4"}
-    after = run.summaries()
-    assert set(after) == {*before, "d3"}
-    assert all(after[name] == row for name, row in before.items())
-
-
-@pytest.mark.slow
 def test_a_document_that_kills_its_worker_does_not_get_all_its_attempts_in_every_start(job):
     """A driver on a machine that is taken away now and then never gave such a document up, and ran it for ever."""
     run = job(["kill"], max_attempts=3)
