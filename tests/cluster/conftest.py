@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -65,8 +65,7 @@ class Job:
     texts: list[str | None]
     job: dict[str, Any]
     screen: Screen = field(default_factory=Screen)
-    max_batch_size: int | Literal["auto"] = 3
-    cache_gib: float = 2.0
+    max_batch_size: int = 3
     target: Path = MODELS / "target"
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Further options."""
@@ -93,7 +92,7 @@ class Job:
                     "mode": "autoregressive",
                     "max_new_tokens": 5,
                     "max_batch_size": self.max_batch_size,
-                    "cache_gib": self.cache_gib,
+                    "cache_gib": 2.0,
                 },
                 "job": {"cpus_per_worker": 1, "max_attempts": 2, **self.job, **job},
                 **self.sections,

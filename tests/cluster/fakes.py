@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -23,13 +22,13 @@ from specextend.models import load_tokenizer
 from specextend.stats import DecodingStats
 
 STEP_S = 0.01
-ORDERS = re.compile(r"(?<!\w)(raise|oom|break|kill|hang|crawl)(?!\w)(?:([:@])([^\s<]+))?")
+ORDERS = re.compile(r"(?<!\w)(raise|oom|kill|crawl)(?!\w)(?:([:@])([^\s<]+))?")
 
 
 class FakeEngine:
-    """Words in a document that it obeys, in each step: `raise`, `oom`, `break`, `kill`, `hang`, `crawl`.
+    """Words in a document that it obeys, in each step: `raise`, `oom`, `kill`, `crawl`.
 
-    As in the real engine, a failure in a batch cannot be told from a neighbour's; `break` ends `generate` altogether.
+    As in the real engine, a failure in a batch cannot be told from a neighbour's.
 
     `<word>:<path>` obeys only while there is no file at that path, and leaves one; `<word>@<path>` while there is one.
     """
@@ -113,34 +112,6 @@ class SpeculatingEngine(FakeEngine):
         return replace(stats, num_plain_steps=1, **drafted, **seconds)
 
 
-class NotingEngine(FakeEngine):
-    """Writes down what it is asked for, beside the output of the run."""
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        self._notes = _notes(config)
-
-    def generate(
-        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Completion]:
-        return super().generate(map(self._noted, source), on_error)
-
-    def _noted(self, request: Request | None) -> Request | None:
-        if request is not None:
-            with self._notes.open("a") as file:
-                file.write(json.dumps(self.tokenizer.decode(request.prompt_token_ids)) + "\n")
-        return request
-
-    @staticmethod
-    def noted(config: RunConfig) -> list[str]:
-        """Return the prompts of all engines of a run, in order."""
-        return [json.loads(line) for line in _notes(config).read_text().splitlines()]
-
-
-def _notes(config: RunConfig) -> Path:
-    return Path(f"{config.output.path}.asked")
-
-
 class QuotingEngine(FakeEngine):
     """Waits for a second document and fails over both, as a library does that quotes the text it was given; once."""
 
@@ -180,12 +151,8 @@ class _Running:
                 raise ValueError("this document cannot be done")
             case "oom":
                 raise torch.OutOfMemoryError("out of memory on this document")
-            case "break":
-                raise RuntimeError("the engine is broken")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "hang":
-                threading.Event().wait()
             case "crawl":
                 self.crawls = True
 
@@ -220,17 +187,4 @@ class SwapsWeights:
     def __call__(self, config: RunConfig) -> FakeEngine:
         tensors = {name: tensor * 2 for name, tensor in load_file(self.weights).items()}
         save_file(tensors, self.weights, {"format": "pt"})
-        return FakeEngine(config)
-
-
-class LoadsLater:
-    """A model whose file system fails the first time."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __call__(self, config: RunConfig) -> FakeEngine:
-        if not self.marker.exists():
-            self.marker.touch()
-            raise OSError("the disk is away")
         return FakeEngine(config)

@@ -50,19 +50,6 @@ def test_a_batch_begins_when_it_is_full_and_the_engine_is_empty():
     assert auditor.num_open == 1
 
 
-def test_what_is_left_at_the_end_is_a_smaller_batch():
-    """Otherwise up to a batch of each worker would never be audited."""
-    auditor = Auditor(1.0, batch_size=4)
-    offer(auditor, "a")
-    auditor.is_ending = True
-    assert auditor.is_due
-    request = auditor.take(num_active=0)
-    auditor.settle(request.request_id, plain(request))
-    [row] = auditor.rows(0)
-    assert (row["batch_size"], row["is_full_batch"]) == (1, False)
-    assert (auditor.num_open, auditor.is_due) == (0, False)
-
-
 def test_a_row_says_what_was_compared_and_the_time_of_both():
     """The draft's prefill is a price of speculation; the target's is paid in both."""
     auditor = Auditor(1.0, batch_size=1)
@@ -110,10 +97,6 @@ def test_an_audit_that_fails_is_a_row_with_its_error(how):
     assert all(row.get("num_equal_tokens") is None for row in failed)
     assert len(auditor.rows(0)) == 2
     assert (auditor.num_open, auditor.is_due) == (0, False)
-
-
-def test_another_request_is_not_the_audits():
-    assert not Auditor(1.0, 1).settle("d4c3-12", Suspected("ValueError", "no"))
 
 
 def report(num_steps: int, num_open: int, is_ending: bool = True) -> WorkerReport:

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import pytest
-import ray
-from ray.exceptions import ActorUnavailableError, OutOfDiskError, RayTaskError
 
 from specextend.cluster.cluster import claimed, say_no_node
-from specextend.cluster.exits import ClusterError, LockHeldError
-from specextend.cluster.workers import unexpected
+from specextend.cluster.exits import LockHeldError
 from specextend.config import JobOptions
 
 
@@ -24,45 +21,6 @@ def test_two_drivers_of_a_cluster_cannot_hold_one_folder(shared: None):
         claimed("s3://bucket/other"),
         pytest.raises(LockHeldError, match="another driver of this cluster"),
         claimed("s3://bucket/out", wait_s=1.0),
-    ):
-        pass
-
-
-@pytest.mark.slow
-def test_a_folder_is_free_again_when_its_driver_has_ended(shared: None):
-    """Resuming is the normal case."""
-    with claimed("s3://bucket/again"):
-        pass
-    with claimed("s3://bucket/again"), pytest.raises(LockHeldError), claimed("s3://bucket/again", wait_s=1.0):
-        pass
-
-
-@pytest.mark.parametrize(("cause", "is_retryable"), [(OutOfDiskError("Local disk is full"), True), (KeyError(), False)])
-def test_a_result_that_finds_no_room_may_be_tried_again_and_a_mistake_of_ours_may_not(
-    local_ray: None, cause: Exception, is_retryable: bool
-):
-    """Ray says so in the name of the method, whose own exceptions look the same."""
-
-    @ray.remote
-    def answer() -> str:
-        raise cause
-
-    with pytest.raises(RayTaskError) as caught:
-        ray.get(answer.remote())
-    failed = unexpected(caught.value)
-    assert (failed.error_class, failed.stage, failed.retryable) == (type(cause).__name__, "worker", is_retryable)
-
-
-def test_a_cluster_that_grants_no_name_is_said_in_one_line(shared: None, monkeypatch):
-    """Its head may have died a moment ago."""
-
-    def lost(*arguments: object) -> None:
-        raise ActorUnavailableError("the head is gone\nstack", None)
-
-    monkeypatch.setattr(ray, "get", lost)
-    with (
-        pytest.raises(ClusterError, match=r"^Ray cannot create the actor that claims s3://bucket/new: .*; run again$"),
-        claimed("s3://bucket/new"),
     ):
         pass
 

@@ -16,8 +16,6 @@ from specextend.cluster.display import (
     JsonDisplay,
     LineDisplay,
     LogFormat,
-    describe,
-    describe_eta,
     open_display,
 )
 from specextend.cluster.progress import Snapshot
@@ -87,13 +85,6 @@ def test_a_line_of_a_log_is_one_line():
     assert stream.getvalue() == SHOWN + "\n"
 
 
-def test_no_time_is_promised_before_anything_is_known():
-    """An ETA made of nothing is worse than none."""
-    assert describe_eta(None) == "time left unknown yet"
-    assert describe_eta(3723.0) == "1:02:03 left"
-    assert "None" not in describe(Snapshot(9, 0, 0, 0, 0, 0.0, None, None, None))
-
-
 def said_as_json(*calls) -> list[dict]:
     stream = io.StringIO()
     display = open_display(stream, "json")
@@ -133,13 +124,6 @@ def test_a_fact_that_is_no_number_is_left_out():
     """`NaN` is no JSON, and one such line stops a collector."""
     [event] = said_as_json(lambda display: display.event("x", a=float("nan"), b=float("inf"), c=1.5, d=None))
     assert event.keys() - {"time", "event"} == {"c"}
-
-
-def test_a_machine_hears_of_progress_every_thirty_seconds():
-    """The numbers of the line that people get, by name."""
-    events = said_as_json(*[lambda display, now=now: display.show(snapshot(), float(now)) for now in range(61)])
-    assert [event["event"] for event in events] == ["progress"] * 3
-    assert (events[0]["num_done"], events[0]["num_rows"], events[0]["eta_s"]) == (3, 9, 61.2)
 
 
 @contextlib.contextmanager

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
-
-import pyarrow.parquet as pq
-import pytest
 
 from specextend.cluster.display import open_display
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.data.run_folder import RELEASED, parse_time, read_starts
-from specextend.data.storage import resolve
-from tests.cluster.conftest import Job
-from tests.job.conftest import kept_handlers
 
 GOOD = [f"secret text {number} " * (number + 1) for number in range(5)]
-
-
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> tuple[Job, str]:
-    """A run with one bad document and one worker that dies, and its log. Tests only read it."""
-    folder, stream = tmp_path_factory.mktemp("logged"), io.StringIO()
-    run = Job(folder, [*GOOD, "raise", f"kill:{folder}/killed"], {})
-    run.screen = open_display(stream, "json")
-    with kept_handlers():
-        assert run.run() == EXIT_TOO_MANY_ERRORS
-    return run, stream.getvalue()
 
 
 def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == name]
 
 
-def test_the_log_tells_the_story_of_every_document(logged: tuple[Job, str]):
+def test_the_log_tells_the_story_of_every_document(job, tmp_path: Path):
     """Given to whom, at which attempt, and how it ended: each once, and as the output says it."""
-    run, log = logged
+    stream, run = io.StringIO(), job([*GOOD, "raise", f"kill:{tmp_path}/killed"])
+    run.screen = open_display(stream, "json")
+    assert run.run() == EXIT_TOO_MANY_ERRORS
+    log = stream.getvalue()
     events = [json.loads(line) for line in log.splitlines()]
     [attempt] = (run.output / "_run" / "attempts").iterdir()
     assert {event["run"] for event in events} == {attempt.stem}
@@ -57,36 +43,3 @@ def test_the_log_tells_the_story_of_every_document(logged: tuple[Job, str]):
     assert died["worker"] in ready
     assert len(set(ready.values())) == len(ready) == 2
     assert "secret" not in log, "text of documents belongs into the output alone"
-
-
-def test_the_record_of_a_start_says_when_each_worker_came_and_went(logged: tuple[Job, str]):
-    """From it the report knows what the night cost; its times agree with those of the documents."""
-    run, _ = logged
-    [start] = read_starts(resolve(str(run.output)))
-    assert start.workers is not None
-    first, second = start.workers
-    begin, end = parse_time(start.begin), parse_time(start.end)
-    assert begin <= first.asked <= first.begun <= first.ready <= first.gone <= second.asked
-    assert second.asked <= second.begun <= second.ready <= second.gone <= end
-    assert (first.seat, first.worker, second.seat, second.worker) == (1, "worker-1", 1, "worker-2")
-    assert first.reason not in (None, RELEASED)
-    assert second.reason == RELEASED
-    times = {worker.name: (worker.ready, worker.gone) for worker in start.workers}
-    for row in run.summaries().values():
-        since, until = times[row["worker"]]
-        assert since - 1 <= row["started_at"].timestamp() <= until, "the driver hears of a worker within its poll"
-
-
-def test_every_parquet_file_of_a_run_says_where_it_comes_from(logged: tuple[Job, str]):
-    """A file that was copied out of its folder a year ago: which model, which code?"""
-    run, _ = logged
-    manifest = json.loads((run.output / "_run" / "manifest.json").read_text())
-    [start] = read_starts(resolve(str(run.output)))
-    files = [*run.output.rglob("*.parquet")]
-    assert {path.parent.name for path in files} == {"parts", "summaries", "errors"}
-    for path in files:
-        origin = json.loads(pq.read_schema(path).metadata[b"specextend"])
-        assert origin["fingerprint"] == manifest["fingerprint"]
-        assert origin["models"]["target"]["sha256"] == manifest["identity"]["hashes"]["target"]
-        names = ("run_id", "begin", "versions", "git_commit")
-        assert origin["starts"] == [{name: getattr(start, name) for name in names}]

@@ -32,51 +32,34 @@ def test_a_signal_stops_the_run_at_its_next_check(number: signal.Signals):
     interrupt.disarm()
 
 
-def test_a_job_may_have_a_deadline_of_its_own():
-    """A nightly window that ends at six: stop and resume tomorrow."""
-    interrupt = Interrupt(grace_s=60, deadline_s=1e-9)
-    with pytest.raises(InterruptedRunError, match=r"job\.deadline_s has passed"):
-        interrupt.check()
-    interrupt.disarm()
-
-
 STUCK = """
 import os, signal, threading, time
 from specextend.cluster.exits import Interrupt
 interrupt = Interrupt(grace_s=0.2)
 interrupt.install()
-interrupt.last = lambda: print("last", flush=True)
+interrupt.last = {last}
 os.kill(os.getpid(), signal.SIGTERM)
 while True:
     time.sleep(1)
 """
 
 
-def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def ended(code: str) -> subprocess.CompletedProcess[str]:
     """What became of a process that runs this code."""
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
-
-
-def test_a_run_that_does_not_stop_in_time_is_ended_with_the_promised_code():
-    """Whoever asked is going to send SIGKILL: then nobody would know that it can be resumed."""
-    process = ended(f"from specextend.cluster import exits\nexits.LAST_S = {LONGEST_S}\n{STUCK}")
-    assert process.returncode == 75
-    assert process.stdout == "last\n"
 
 
 @pytest.mark.parametrize("last", ["threading.Event().wait", "lambda: open('/no/such/folder/lock')"])
 def test_a_lock_that_cannot_be_removed_holds_nobody_up(last: str):
     """On a file system that hangs or fails it would be SIGKILL again."""
-    stuck = STUCK.replace('lambda: print("last", flush=True)', last)
-    assert stuck != STUCK
-    assert ended(stuck).returncode == 75
+    assert ended(STUCK.format(last=last)).returncode == 75
 
 
 DEAF = """
 import ctypes
 from specextend.cluster.exits import Interrupt
-interrupt = Interrupt(grace_s=0.2, deadline_s={deadline_s})
+interrupt = Interrupt(grace_s=0.2, deadline_s=0.5)
 interrupt.install()
 print("waiting", flush=True)
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -85,21 +68,9 @@ library.pthread_mutex_lock(mutex)  # for ever, and no signal ends it
 """
 
 
-def test_a_signal_is_heard_while_the_main_thread_is_inside_a_library():
-    """Python runs its handlers in that thread, between two lines: a store that did not answer made a job deaf."""
-    command = [sys.executable, "-c", DEAF.format(deadline_s=0.0)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "waiting\n"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LONGEST_S) == 75
-        finally:
-            process.kill()
-
-
 def test_a_deadline_holds_while_nobody_asks_for_it():
     """It was looked at between documents only: planning and writing summaries ran into the morning."""
-    assert ended(DEAF.format(deadline_s=0.5)).returncode == 75
+    assert ended(DEAF).returncode == 75
 
 
 RAY = """
@@ -121,35 +92,20 @@ def when(condition):
     thread.start()
     return thread
 
-begins = sys.argv[1] == "begins"
 interrupt = Interrupt(grace_s=600)
 interrupt.install()
 try:
-    if begins:
-        striker = when(raylets)
+    striker = when(raylets)
     with connected(interrupt):
-        if begins:
-            striker.join()
-            interrupt.check()
-        [raylet] = raylets()
-        striker = when(lambda: not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE)
-    striker.join()
-    interrupt.check()
+        striker.join()
+        interrupt.check()
 except InterruptedRunError as error:
     sys.exit(exit_code(error))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["begins", "ends"])
-def test_a_signal_is_heard_while_ray_begins_and_ends(moment: str):
-    """Ray's handler ended the job with 15 while Ray started, and no handler was there while it shut down."""
-    process = ended(RAY, moment)
+def test_a_signal_is_heard_while_ray_begins():
+    """Ray's handler ended the job with 15."""
+    process = ended(RAY)
     assert process.returncode == 75, process.stderr
-
-
-def test_a_run_that_ends_by_itself_is_left_alone():
-    """The watchdog of a finished run must not fire into what comes after."""
-    interrupt = Interrupt(grace_s=0.0)
-    interrupt.disarm()
-    interrupt.check()

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.dry_run import describe_dry_run, dry_run
-from specextend.cluster.exits import EXIT_DONE, EXIT_TOO_MANY_ERRORS, Interrupt, OtherRunError
+from specextend.cluster.exits import EXIT_DONE, Interrupt
 from specextend.cluster.prepare import prepare
 from specextend.cluster.records import read_status
 from specextend.cluster.run import run
@@ -38,19 +38,16 @@ class Nights:
         table = pa.table({"id": [*texts], "text": [*texts.values()]})
         pq.write_table(table, self.folder / f"{number}.parquet")
 
-    def config(self, number: int, **options: Any) -> RunConfig:
+    def config(self, number: int) -> RunConfig:
         config, outputs = self._job.config(), self._job.folder / "out"
-        paths = {"path": str(self.folder), "except_done_in": (str(outputs / "*"),)}
         sections = {
-            "input": replace(config.input, **(paths | options)),
+            "input": replace(config.input, path=str(self.folder), except_done_in=(str(outputs / "*"),)),
             "output": replace(config.output, path=str(outputs / str(number))),
         }
         return config.model_copy(update=sections)
 
-    def run(self, number: int, **options: Any) -> int:
-        return run(
-            self.config(number, **options), self.screen, Interrupt(600.0), report=write_report, factory=FakeEngine
-        )
+    def run(self, number: int) -> int:
+        return run(self.config(number), self.screen, Interrupt(600.0), report=write_report, factory=FakeEngine)
 
     def done(self, number: int) -> dict[str, dict[str, Any]]:
         return rows_of(self._job.folder / "out" / str(number) / "summaries")
@@ -59,21 +56,17 @@ class Nights:
         return self._job.folder / "out" / str(number)
 
 
-@pytest.fixture
-def nights(job: Callable[..., Job]) -> Nights:
-    return Nights(job([]))
-
-
 def delivery(number: int) -> dict[str, str]:
     return {f"d{number}{row}": f"document {row} of night {number}" for row in range(10)}
 
 
 @pytest.mark.slow
-def test_three_nights_decode_each_text_once(nights: Nights) -> None:
+def test_three_nights_decode_each_text_once(job: Callable[..., Job]) -> None:
     """Ten documents arrive every night, and two of an earlier one change: what has not changed is not decoded again.
 
     A document that changes to a text of an earlier night is done.
     """
+    nights = Nights(job([]))
     nights.deliver(1, delivery(1))
     assert nights.run(1) == EXIT_DONE
     nights.deliver(2, delivery(2) | {"again": delivery(2)["d25"]})
@@ -92,17 +85,3 @@ def test_three_nights_decode_each_text_once(nights: Nights) -> None:
     assert (report["rows"]["input"], report["rows"]["pending"]) == (12, 0)
     assert nights.run(4) == EXIT_DONE, "a night on which nothing has come is a good night"
     assert read_status(resolve(str(nights.output(4))))["state"] == "complete"
-
-
-@pytest.mark.slow
-def test_a_night_that_is_resumed_keeps_its_rows(nights: Nights) -> None:
-    """What arrives between its two starts is the next night's, and an error row is tried again then."""
-    nights.deliver(1, delivery(1) | {"bad": "raise"})
-    assert nights.run(1) == EXIT_TOO_MANY_ERRORS
-    nights.deliver(2, delivery(2))
-    assert nights.run(1) == EXIT_TOO_MANY_ERRORS
-    assert set(nights.done(1)) == {*delivery(1)}
-    with pytest.raises(OtherRunError, match='selected rows: "11 rows'):
-        nights.run(1, except_done_in=())
-    assert nights.run(2, limit=3) == EXIT_TOO_MANY_ERRORS
-    assert set(nights.done(2)) == {"d20", "d21"}

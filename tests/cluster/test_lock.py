@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,12 +20,10 @@ from specextend.cluster.exits import (
     LockHeldError,
     LockLostError,
     OutputError,
-    RefusedError,
     exit_code,
 )
 from specextend.cluster.lock import FolderLock, LockHolder, OutputLock, read_lock
 from specextend.data.storage import Location, delete, resolve, write_bytes
-from tests.job.conftest import LONGEST_S
 
 
 @pytest.fixture
@@ -89,7 +84,7 @@ def test_a_second_driver_watches_the_heartbeat_and_is_told_who_holds_the_folder(
     assert read_lock(output) == elsewhere(now.wall), "the refused driver must not touch the other's lock"
 
 
-@pytest.mark.parametrize("skew", [-1e6, -61.0, 0.0, 61.0, 1e6])
+@pytest.mark.parametrize("skew", [-1e6, 0.0, 61.0])
 def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clock_says(
     output: Location, now: Time, skew: float
 ):
@@ -104,26 +99,6 @@ def test_a_lock_that_does_not_change_for_a_minute_is_taken_over_whatever_its_clo
         now.pass_by(lock.STALE_S / 6)
     assert second.try_take()
     assert read_lock(output).run_id == "00000001"
-
-
-def test_a_lock_that_is_released_while_somebody_waits_is_theirs_at_once(output: Location, now: Time):
-    """The night's run had come to its end when the morning's began."""
-    write_holder(output, elsewhere(now.wall))
-    second = now.lock(output)
-    assert not second.try_take()
-    delete(output.child("_run", "lock"))
-    assert second.try_take()
-
-
-def test_the_lock_names_its_holder_and_goes_with_it(output: Location):
-    """`--status` on any machine reads it."""
-    begin = time.time()
-    with OutputLock(output, "00000001"):
-        holder = read_lock(output)
-        assert holder is not None
-        assert (holder.run_id, holder.host, holder.pid) == ("00000001", socket.gethostname(), os.getpid())
-        assert begin <= holder.heartbeat <= time.time()
-    assert read_lock(output) is None
 
 
 def test_who_waits_for_a_lock_says_so_once_and_can_be_told_to_stop(output: Location):
@@ -159,28 +134,6 @@ def test_a_pid_of_another_container_says_nothing(output: Location):
     assert not FolderLock(output, "00000001").try_take()
 
 
-@pytest.mark.parametrize("seconds", [66.0, 1e6])
-def test_a_driver_that_slept_goes_on_if_nobody_came(output: Location, now: Time, seconds: float):
-    """Suspended for 66 s it ended with 4, though nobody else held the folder: no scheduler tries again then."""
-    held = now.lock(output)
-    assert held.try_take()
-    now.pass_by(seconds)
-    held.check()
-    assert read_lock(output).heartbeat == now.wall, "and says so to others at once"
-
-
-@pytest.mark.parametrize("step", [-1e6, -100.0, 100.0, 1e6])
-def test_a_driver_whose_clock_is_set_goes_on(output: Location, now: Time, step: float):
-    """NTP after a boot may step it by years."""
-    held = now.lock(output)
-    assert held.try_take()
-    now.wall += step
-    held.check()
-    held.beat()
-    held.check()
-    assert read_lock(output).run_id == "00000001"
-
-
 @pytest.mark.parametrize("by", ["steady", "wall"])
 def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(output: Location, now: Time, by: str):
     """It must not commit beside it. A virtual machine that was paused sees it by the wall clock alone."""
@@ -193,17 +146,6 @@ def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(o
     assert exit_code(said.value) == EXIT_LOCKED
     held.release()
     assert read_lock(output).run_id == "feedbeef", "nor remove its successor's lock"
-
-
-def test_a_heartbeat_that_finds_another_holder_stops_the_driver(output: Location, now: Time):
-    """Also between two writes, when nothing is asked of the store."""
-    held = now.lock(output)
-    assert held.try_take()
-    held.check_heard()
-    write_holder(output, elsewhere(now.wall))
-    held.beat()
-    with pytest.raises(LockLostError, match="feedbeef"):
-        held.check_heard()
 
 
 def test_a_driver_whose_lock_is_gone_does_not_take_it_again_and_may_be_started_again(output: Location, now: Time):
@@ -239,7 +181,7 @@ def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again
     assert exit_code(said.value) == EXIT_FAILED
 
 
-@pytest.mark.parametrize("junk", [b"", b'{"run_id": "fee', b"[]", b"\xff\xfe", b'{"run_id": 1, "host": 2}', b"null"])
+@pytest.mark.parametrize("junk", [b"", b"\xff\xfe", b'{"run_id": 1, "host": 2}'])
 def test_a_file_that_is_no_lock_is_named_watched_and_taken_over(output: Location, now: Time, junk: bytes):
     """Another version's driver may hold the folder by it; what nobody changes must not block it for ever."""
     write_lock(output, junk)
@@ -259,19 +201,6 @@ def test_a_file_that_is_no_lock_and_changes_is_a_living_driver_of_another_versio
     write_lock(output, b"beat 2")
     with pytest.raises(LockHeldError, match="held by a driver of another version"):
         start.try_take()
-
-
-def test_a_lock_with_fields_of_a_later_version_is_a_lock(output: Location, now: Time):
-    """It named its holder all the same."""
-    write_lock(output, json.dumps(asdict(elsewhere(now.wall)) | {"colour": "red"}).encode())
-    assert read_lock(output) == elsewhere(now.wall)
-
-
-def test_a_folder_in_place_of_the_lock_is_refused_in_one_line(output: Location, now: Time):
-    """No waiting mends that."""
-    Path(output.path, "_run", "lock").mkdir(parents=True)
-    with pytest.raises(RefusedError, match=r"/_run/lock is a folder; remove it$"):
-        now.lock(output).try_take()
 
 
 @pytest.fixture
@@ -334,50 +263,3 @@ def test_of_many_that_find_a_stale_lock_one_takes_it(output: Location):
     for each in racers:
         each.communicate("done\n")
     assert sorted(outcomes) == ["lost", "lost", "lost", "won"]
-
-
-SLEEPER = """
-import sys
-from specextend.cluster import lock
-from specextend.cluster.lock import OutputLock
-from specextend.data.storage import resolve
-lock.STALE_S, lock.DOUBT_S, lock.HEARTBEAT_S = 0.4, 0.2, 0.05
-with OutputLock(resolve(sys.argv[1]), "00000001") as held:
-    print("held", flush=True)
-    sys.stdin.readline()
-    try:
-        held.check()
-        print("mine", flush=True)
-    except Exception as error:
-        print(type(error).__name__, flush=True)
-"""
-
-
-def nobody(output: Location) -> str:
-    return "mine"
-
-
-def successor(output: Location) -> str:
-    write_holder(output, elsewhere(time.time()))
-    return "LockLostError"
-
-
-@pytest.mark.parametrize("happens", [nobody, successor])
-def test_a_process_that_was_really_stopped_finds_out_who_holds_its_folder(
-    output: Location, happens: Callable[[Location], str]
-):
-    """SIGSTOP for longer than a lock lives, then a write. It does not stop within a heartbeat, half of which would come
-    after its successor's.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLEEPER, output.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "held\n"
-    with lock.exclusive(output) as is_exclusive:
-        assert is_exclusive
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    time.sleep(0.6)  # longer than its lock lives: that is the fault
-    expected = happens(output)
-    process.send_signal(signal.SIGCONT)
-    assert process.communicate("go\n", timeout=LONGEST_S)[0] == f"{expected}\n"

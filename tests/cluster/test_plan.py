@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.estimates import Estimates, TokenEstimate
-from specextend.cluster.plan import SAMPLE_SIZE, Plan, make_plan
+from specextend.cluster.estimates import TokenEstimate
+from specextend.cluster.plan import Plan, make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
@@ -28,9 +27,9 @@ def source(folder: Path, columns: dict[str, Any], **options: Any) -> Source:
     return open_source(InputOptions(path=str(folder / "input.parquet"), **options))
 
 
-def planned(source: Source, tokenizer: Any, rows: set[int] | None = None, limit: int = 1000, **options: Any) -> Plan:
+def planned(source: Source, tokenizer: Any, limit: int = 1000, **options: Any) -> Plan:
     prompts = Prompts(tokenizer, PromptOptions(**options), limit)
-    keys = {DocumentKey(0, row) for row in (rows if rows is not None else range(source.num_rows))}
+    keys = {DocumentKey(0, row) for row in range(source.num_rows)}
     return make_plan(source, prompts, keys, 10, 0, lambda: None)
 
 
@@ -88,12 +87,6 @@ def test_a_document_without_a_token_count_is_measured_like_any_other(tmp_path: P
     assert plan.tokens_per_byte is not None
 
 
-def test_only_rows_that_are_left_are_planned(tmp_path: Path, tokenizer: Any):
-    """A resumed run is ordered and measured by what it still has to do."""
-    corpus = source(tmp_path, {"text": ["a", "b", "c"]})
-    assert set(planned(corpus, tokenizer, rows={1}).estimates) == {DocumentKey(0, 1)}
-
-
 def test_rows_that_will_be_refused_are_counted_and_take_no_time(tmp_path: Path, tokenizer: Any):
     """They still are documents: each becomes an error row."""
     corpus = source(tmp_path, {"text": ["a", None, "  "]})
@@ -101,30 +94,3 @@ def test_rows_that_will_be_refused_are_counted_and_take_no_time(tmp_path: Path, 
     assert plan.rejected == {"NullText": 1, "EmptyText": 1}
     assert plan.estimates[DocumentKey(0, 1)].total == 0
     assert len(plan.estimates) == 3
-
-
-def test_documents_over_the_prompt_limit_are_counted(tmp_path: Path, tokenizer: Any):
-    """Under the policy `error` they are the rows that will fail, under the others those that are cut."""
-    columns = {"text": ["a", "b"], "tokens": [10, 5000]}
-    corpus = source(tmp_path, columns, num_tokens_column="tokens")
-    assert planned(corpus, tokenizer).num_over_length == 1
-
-
-def test_the_sample_is_seeded_and_small(tmp_path: Path, tokenizer: Any):
-    """Two starts of a run order its documents alike; a million documents are not tokenized twice."""
-    num_rows, prompts = 3 * SAMPLE_SIZE, Prompts(tokenizer, PromptOptions(), 1000)
-    corpus = source(tmp_path, {"text": [f"{'x' * row} y" for row in range(1, num_rows + 1)]})
-    checkpoints: list[None] = []
-    keys = [DocumentKey(0, row) for row in range(num_rows)]
-    plan = make_plan(corpus, prompts, keys, 10, 0, lambda: checkpoints.append(None))
-    assert len(checkpoints) == num_rows
-    assert plan.tokens_per_byte == planned(corpus, tokenizer).tokens_per_byte
-
-
-def test_documents_are_counted_by_length():
-    """What a dry run shows of a corpus."""
-    sizes = [1, 512, 513, 40_000]
-    estimates = {DocumentKey(0, row): TokenEstimate(size, 10) for row, size in enumerate(sizes)}
-    plan = Plan(Estimates.of(estimates), None, Counter(), 0)
-    assert plan.buckets() == {"up to 512": 2, "513 to 1024": 1, "over 32768": 1}
-    assert plan.num_prompt_tokens() == sum(sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,12 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
-from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
-from specextend.cluster.prepare import Prepared, check_same_run, prepare
-from specextend.cluster.records import Attempt
+from specextend.cluster.exits import OtherRunError, RefusedError
+from specextend.cluster.prepare import check_same_run, prepare
 from specextend.config import RunConfig
 from specextend.data.fingerprint import write_manifest
-from specextend.data.storage import read_bytes
 from tests.cluster.conftest import MODELS
 from tests.hub_server import Hub
 
@@ -51,43 +48,17 @@ def pair(hub: Hub) -> tuple[str, str]:
     return hub.push(TARGET, MODELS / "target"), hub.push(DRAFT, MODELS / "draft-model")
 
 
-def move_on(hub: Hub, folder: Path) -> str:
-    """Give the target's branch other weights."""
-    shutil.copytree(MODELS / "target", folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: weight * 2 for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    return hub.push(TARGET, folder)
-
-
-def begin(prepared: Prepared) -> None:
-    """Do what a run does first: write down what it is."""
-    assert not check_same_run(prepared)
-    write_manifest(prepared.output, prepared.manifest)
-
-
-def test_a_start_takes_commits_and_writes_them_down(hub: Hub, pair: tuple[str, str], configure: Configure) -> None:
-    """Without them nobody could say a month later which weights it was that `main` meant."""
-    prepared = prepare(configure())
-    assert prepared.config.draft is not None
-    assert (prepared.config.target.revision, prepared.config.draft.revision) == pair
-    models = {
-        "target": {"model": TARGET, "revision": None, "commit": pair[0]},
-        "draft": {"model": DRAFT, "revision": None, "commit": pair[1]},
-    }
-    assert prepared.manifest["models"] == models
-    assert prepared.notes[0] == f"target {TARGET} (default branch) is commit {pair[0]}"
-    assert "model.safetensors" not in hub.fetched, "the driver may be a head without a disk for weights"
-    Attempt(prepared.output, "0000000a", prepared.config, prepared.models).begin()
-    record = read_bytes(prepared.output.child("_run", "attempts", "0000000a.json"))
-    assert json.loads(record or b"")["models"] == models
-
-
 def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(
     hub: Hub, pair: tuple[str, str], configure: Configure, tmp_path: Path
 ) -> None:
     """An author's push in the night would otherwise end every run that is not done: other weights, exit 5."""
-    begin(prepare(configure()))
-    newer = move_on(hub, tmp_path / "newer")
+    begun = prepare(configure())
+    assert not check_same_run(begun)
+    write_manifest(begun.output, begun.manifest)
+    shutil.copytree(MODELS / "target", tmp_path / "newer")
+    path = tmp_path / "newer" / "model.safetensors"
+    save_file({name: weight * 2 for name, weight in load_file(path).items()}, path, {"format": "pt"})
+    newer = hub.push(TARGET, tmp_path / "newer")
     again = prepare(configure())
     assert check_same_run(again)
     assert again.config.target.revision == pair[0]
@@ -95,18 +66,6 @@ def test_a_resume_takes_the_commit_of_its_run_when_the_branch_has_moved_on(
     asked_for = {"model": TARGET, "revision": newer, "dtype": "float32", "device": "cpu"}
     with pytest.raises(OtherRunError, match="weights of target: "):
         check_same_run(prepare(configure(target=asked_for)))
-
-
-def test_a_hub_that_is_away_at_the_start_is_no_mistake_of_the_configuration(
-    hub: Hub, pair: tuple[str, str], configure: Configure
-) -> None:
-    """Exit 1, so that a scheduler tries again; a model that the Hub does not have is 2."""
-    hub.is_down = True
-    with pytest.raises(StoreError, match=r"the Hub does not answer for owner/target, .*; run again"):
-        prepare(configure())
-    hub.is_down = False
-    with pytest.raises(RefusedError, match="owner/none is not a local folder and cannot be fetched from the Hub"):
-        prepare(configure(draft={"kind": "model", "model": "owner/none"}))
 
 
 def test_a_library_that_is_missing_is_said_before_a_model_is_read(
@@ -117,12 +76,3 @@ def test_a_library_that_is_missing_is_said_before_a_model_is_read(
     prepare(configure())
     with pytest.raises(RefusedError, match=r"quality\.language needs the extra `language`"):
         prepare(configure(quality={"language": True}))
-
-
-def test_a_folder_whose_manifest_is_not_ours_is_another_runs(configure: Configure, tmp_path: Path) -> None:
-    """It is looked at before any model is."""
-    path = tmp_path / "out" / "_run" / "manifest.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"version": 99}))
-    with pytest.raises(OtherRunError, match="is not a manifest that this version can read"):
-        prepare(configure())

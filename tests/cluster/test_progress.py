@@ -9,7 +9,6 @@ from specextend.cluster.progress import (
     MAX_GAP_S,
     AwakeClock,
     Ledger,
-    describe_duration,
 )
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
@@ -73,22 +72,6 @@ def test_running_documents_count_for_what_they_have_done():
     assert now.num_running == 1
 
 
-def test_rows_of_earlier_starts_count_as_rows_but_not_as_speed():
-    """A resumed run must not promise to end at once."""
-    book = ledger((100, 10), num_done=97, num_errors=2)
-    now = book.snapshot(0.0, 1)
-    assert (now.num_rows, now.num_done, now.num_errors) == (100, 97, 2)
-    assert (now.eta_s, now.fraction) == (None, 0.0)
-
-
-def test_a_failed_document_leaves_no_work_behind():
-    """Its estimate goes with it."""
-    book = ledger((100, 10))
-    book.finish(key(0), None)
-    now = book.snapshot(1.0, 1)
-    assert (now.num_errors, now.fraction) == (1, 1.0)
-
-
 class Jumps:
     """A clock that somebody sets."""
 
@@ -97,26 +80,6 @@ class Jumps:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_time_passes_as_it_does_for_whoever_looks():
-    source = Jumps()
-    clock = AwakeClock(source)
-    for _ in range(100):
-        source.now += MAX_GAP_S / 2
-        clock()
-    assert clock() == 50 * MAX_GAP_S
-
-
-def test_a_gap_counts_briefly_and_a_step_back_for_nothing():
-    source = Jumps()
-    clock = AwakeClock(source)
-    source.now += 1e6
-    assert clock() == MAX_GAP_S
-    source.now -= 2e6
-    assert clock() == MAX_GAP_S
-    source.now += 1.0
-    assert clock() == MAX_GAP_S + 1.0
 
 
 def test_a_suspended_driver_holds_nobody_for_silent():
@@ -134,10 +97,3 @@ def test_a_suspended_driver_holds_nobody_for_silent():
         source.now += MAX_GAP_S
         clock()
     assert plan.stalled(clock()) == ["a"], "and yet it is looked after"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0:00:00"), (59.2, "0:01:00"), (3723, "1:02:03"), (360_000, "100:00:00")]
-)
-def test_a_duration_is_rounded_up_to_seconds(seconds: float, said: str):
-    assert describe_duration(seconds) == said

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from specextend.cluster.leases import MAX_LOSSES, GivenUp, Limits, Place, Spot, Tried
 from specextend.cluster.scheduler import ALONE_SHARE, PAUSE_S, Scheduler
 from tests.cluster.lengths import rows_of_length
 from tests.cluster.schedulers import at, granted, ids, key, scheduler
-
-
-def test_the_longest_documents_go_first():
-    """A long document begun last would run on while every other worker idles."""
-    plan = scheduler([5, 9, 7, 1])
-    plan.join("a", at("a"), 0)
-    assert granted(plan.assign(0)) == [1, 2, 0]
 
 
 def test_leases_are_spread_over_the_workers():
@@ -38,36 +29,6 @@ def test_a_death_charges_what_had_started_and_frees_the_rest():
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 2)]
     plan.join("c", at("c"), 2)
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(1, 1), (2, 1)]
-
-
-def test_a_charged_document_runs_alone_and_is_given_up_after_max_attempts():
-    """Whatever kills workers may kill its neighbours' work once, not twice."""
-    plan = scheduler([3, 2, 1])
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, [lease[0]], 1)
-    plan.leave("a", "WorkerDied", "gone")
-    plan.join("b", at("b"), 2)
-    assert granted(plan.assign(2)) == [0]
-    assert plan.leave("b", "WorkerDied", "gone again") == [GivenUp(key(0), 2, "WorkerDied", "gone again")]
-    assert plan.num_open == 2
-
-
-def test_a_document_that_kills_before_it_is_seen_to_start_is_still_found():
-    """The driver polls every two seconds: a faster killer is never reported started, and must not loop for ever."""
-    plan = scheduler([3, 2, 1])
-    given_up: list[GivenUp] = []
-    for death in range(20):
-        plan.join(f"w{death}", at(f"w{death}"), death)
-        grants = plan.assign(death)
-        if 0 in granted(grants):
-            given_up += plan.leave(f"w{death}", "WorkerDied", "gone")
-        else:
-            for _, lease in grants:
-                assert plan.finish(lease.lease_id)
-            plan.leave(f"w{death}", "WorkerDied", "idle")
-    assert [item.key for item in given_up] == [key(0)]
-    assert plan.is_done
 
 
 def test_a_node_death_charges_nobody():
@@ -118,18 +79,6 @@ def test_an_overdue_document_is_charged_and_its_neighbours_go_on():
     assert granted(plan.assign(50)) == [0]
 
 
-def test_documents_of_a_failed_batch_are_tried_again_one_by_one():
-    """Whose fault it was is known when each has been alone; the worker lives and goes on with the others."""
-    plan = scheduler([5, 4, 3])
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    assert plan.blame(lease[0], "ValueError", "why") == []
-    assert plan.blame(lease[1], "ValueError", "why") == []
-    assert granted(plan.assign(1)) == [], "not beside the third"
-    assert plan.finish(lease[2])
-    assert granted(plan.assign(2)) == [0]
-
-
 def test_a_worker_that_makes_no_step_is_stalled():
     """A hung kernel answers polls but never steps."""
     plan = scheduler([5, 4])
@@ -172,33 +121,6 @@ def test_a_worker_gets_nothing_while_a_document_that_was_dropped_may_hang_there(
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(40)] == [(0, 2)]
 
 
-def test_a_lease_is_never_given_twice():
-    """A late report or result of an old lease must not touch the new one."""
-    plan = scheduler([5])
-    plan.join("a", at("a"), 0)
-    old = ids(plan.assign(0))[0]
-    plan.leave("a", "WorkerDied", "gone")
-    plan.join("b", at("b"), 1)
-    new = ids(plan.assign(1))[0]
-    assert new != old
-    assert not plan.finish(old)
-    assert plan.finish(new)
-    assert plan.is_done
-
-
-@pytest.mark.parametrize("leases_per_worker", [1, 3])
-def test_an_error_row_says_how_often_it_was_tried(leases_per_worker: int):
-    """`attempts` of the dead letter is the number of charges."""
-    plan = scheduler([5], leases_per_worker, Limits(max_attempts=4))
-    given_up = []
-    for death in range(9):
-        plan.join(f"w{death}", at(f"w{death}"), death)
-        for _, lease in plan.assign(death):
-            plan.report(f"w{death}", 1, [lease.lease_id], death)
-        given_up += plan.leave(f"w{death}", "WorkerDied", "gone")
-    assert [item.attempts for item in given_up] == [4]
-
-
 def two_workers_and_a_queue() -> tuple[Scheduler, dict[int, str]]:
     """Worker a: row 0 in its engine, rows 2 and 4 behind it. Worker b has done rows 1, 3 and 5."""
     plan = scheduler([60, 50, 40, 30, 20, 10])
@@ -238,20 +160,6 @@ def test_nothing_is_taken_back_while_documents_wait_for_a_worker():
     assert plan.rebalance(20) == []
     assert [(name, new.key.row) for name, new in plan.assign(2)] == [("b", 4)]
     assert plan.rebalance(20) == [], "nor while it runs"
-
-
-def test_a_queue_behind_a_hang_is_emptied():
-    """An overdue document may hang in the engine until stall_s has passed; what waits behind it need not."""
-    plan = scheduler([5, 4], limits=Limits(max_attempts=1, deadline_s=10))
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, [lease[0]], 1)
-    plan.expire(lease[0], "late")
-    plan.closed("a")
-    plan.join("b", at("b"), 20)
-    [(worker, taken)] = plan.rebalance(20)
-    assert (worker, taken.key.row) == ("a", 1)
-    assert granted(plan.assign(20), "b") == [1]
 
 
 def test_a_damaged_document_is_given_up_after_max_attempts_and_pauses():

@@ -74,13 +74,3 @@ def test_a_node_that_is_about_to_go_gets_nothing_and_gives_back_what_waits() -> 
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(3)] == [(1, 1), (2, 1)]
     plan.drain("b")
     assert plan.lose("b", "reclaimed") == [], "two losses are the limit here"
-
-
-def test_a_draining_worker_is_let_go_once_it_is_empty() -> None:
-    plan = plan_of([9], "a")
-    [(_, lease)] = plan.assign(0)
-    started(plan, [("a", lease)], 0)
-    assert plan.drain("a") == []
-    assert plan.spare(1) == []
-    plan.finish(lease.lease_id)
-    assert plan.spare(1) == ["a"]

@@ -10,21 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.driver import is_damaged_row
-from specextend.cluster.exits import OutputError, writing
 from specextend.core import DocumentKey
 from specextend.data import source as source_module
-from specextend.data.inputs import InputChangedError, InputOptions
+from specextend.data.inputs import InputOptions
 from specextend.data.source import Source, open_source
-from specextend.data.storage import resolve
-
-
-def test_what_a_file_system_has_against_a_write_is_one_line_and_other_errors_are_themselves():
-    """Exit 1 and what to do, not a traceback."""
-    why = r"^/somewhere cannot be written to: disk full; what was committed is there, run again to resume$"
-    with pytest.raises(OutputError, match=why), writing(resolve("/somewhere")):
-        raise OSError("disk full\nand more")
-    with pytest.raises(ZeroDivisionError), writing(resolve("/somewhere")):
-        raise ZeroDivisionError
 
 
 @pytest.fixture
@@ -61,15 +50,6 @@ def test_a_damaged_group_is_the_documents_own_fault_and_its_id_is_still_known(so
     assert source.doc_id(DocumentKey(0, 1)) == "y"
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_file_that_is_another_one_ends_the_run(source: Source, path: Path, is_there: bool):
-    pq.write_table(pa.table({"text": ["other"], "id": ["x"]}), path)
-    if not is_there:
-        path.unlink()
-    with pytest.raises(InputChangedError):
-        is_damaged_row(source, DocumentKey(0, 0))
-
-
 def test_a_file_that_does_not_open_makes_no_error_rows(source: Source, monkeypatch):
     """S3 whose key was taken away answers HEAD and not GET: that is no fault of a hundred thousand documents."""
 
@@ -77,14 +57,4 @@ def test_a_file_that_does_not_open_makes_no_error_rows(source: Source, monkeypat
         raise PermissionError("access denied")
 
     monkeypatch.setattr(source_module, "open_parquet", denied)
-    assert verdicts(source) == [False, False, False]
-
-
-def test_a_driver_without_memory_finds_no_document_at_fault(source: Source, monkeypatch):
-    """Pyarrow's MemoryError is one of its own exceptions, like that of a damaged page."""
-
-    def starved(*arguments: object) -> None:
-        raise pa.ArrowMemoryError("no room")
-
-    monkeypatch.setattr(Source, "read", starved)
     assert verdicts(source) == [False, False, False]

@@ -4,15 +4,10 @@ import asyncio
 import gc
 import io
 import sys
-import threading
-from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from specextend.cluster.exits import EXIT_DONE
-from specextend.cluster.messages import Done, Failed, Outcome
+from specextend.cluster.messages import Done
 from specextend.cluster.worker import Worker
 from specextend.core import DocumentKey, Request
 from specextend.data.prompts import PromptOptions, Prompts
@@ -21,7 +16,7 @@ from specextend.document_requests import document_seed
 from specextend.inbox import Inbox
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, QuotingEngine
-from tests.job.conftest import LONGEST_S, wait_for
+from tests.job.conftest import wait_for
 
 
 def request(name: str, length: int) -> Request:
@@ -46,17 +41,6 @@ def test_questions_about_one_document_go_to_the_engine_one_after_another():
     inbox.put(request("longest", 500))
     taken += [inbox.take(block=False).request_id for _ in range(4)]
     assert taken == ["a3", "a1", "a2", "longest", "b1", "b2"]
-
-
-def test_an_idle_engine_waits_for_work_without_turning():
-    """A waiting thread costs the others of the process nothing."""
-    inbox = Inbox()
-    taken: list[str] = []
-    thread = threading.Thread(target=lambda: taken.append(inbox.take(block=True).request_id))
-    thread.start()
-    inbox.put(request("a", 1))
-    thread.join(timeout=LONGEST_S)
-    assert taken == ["a"]
 
 
 def test_a_lease_taken_back_before_it_began_never_begins():
@@ -122,19 +106,3 @@ def test_the_engine_is_told_how_every_prompt_begins(tmp_path: Path):
     rendered = [prompts.render(text, 4).token_ids for text in ("one", "other words")]
     assert "Shorten" in engine.tokenizer.decode(engine.shared_start)
     assert all(token_ids[: len(engine.shared_start)] == engine.shared_start for token_ids in rendered)
-
-
-def test_a_rows_own_instruction_reaches_its_prompt(tmp_path: Path):
-    """The fake engine obeys what it reads; what all prompts share is only what stands before the instruction."""
-    config = Job(tmp_path, ["one", "two"], {}).config()
-    pq.write_table(pa.table({"id": ["a", "b"], "text": ["one", "two"], "ask": [None, "raise"]}), config.input.path)
-    config = config.model_copy(update={"input": replace(config.input, instruction_column="ask")})
-    engine = FakeEngine(config)
-    worker = Worker(config, open_source(config.input), lambda _: engine)
-    worker.load()
-    assert "Summarize" not in engine.tokenizer.decode(engine.shared_start)
-
-    async def run_both() -> list[Outcome]:
-        return [await worker.run(f"lease {row}", DocumentKey(0, row), 1) for row in (0, 1)]
-
-    assert [type(outcome) for outcome in asyncio.run(run_both())] == [Done, Failed]

@@ -12,22 +12,6 @@ from specextend.cluster.workers import (
 )
 
 
-def test_no_more_workers_are_started_than_there_are_documents():
-    """A worker loads gigabytes: one that would find nothing to do is not worth it."""
-    assert len(Roster(8).due(0, num_wanted=3)) == 3
-
-
-def test_a_dead_worker_is_replaced_under_a_new_name():
-    """A late word of the dead must not be taken for one of its successor's."""
-    roster = Roster(1)
-    [first] = roster.due(0, 9)
-    roster.ready(first)
-    assert roster.due(1, 9) == []
-    roster.died(first, "gone")
-    [second] = roster.due(2, 9)
-    assert second != first
-
-
 def test_the_pause_between_failed_starts_grows_up_to_a_minute():
     """A full disk is not mended by trying ten times a second."""
     roster = Roster(2)
@@ -53,18 +37,6 @@ def test_a_run_is_given_up_when_no_worker_can_be_built():
     [worker] = roster.due(now, 9)
     with pytest.raises(WorkersFailError, match="no weights"):
         roster.failed(worker, "no weights", now)
-
-
-def test_one_bad_machine_does_not_end_a_run_that_others_carry():
-    """One node with a broken GPU among eight: the others go on, it is tried once a minute."""
-    roster = Roster(2)
-    good, bad = roster.due(0, 9)
-    roster.ready(good)
-    now = 0.0
-    for _ in range(3 * MAX_FAILED_STARTS):
-        now += roster.failed(bad, "broken GPU", now)
-        [bad] = roster.due(now, 9)
-    assert roster.num_ready == 1
 
 
 def test_a_start_that_works_clears_the_count():

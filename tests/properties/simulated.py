@@ -79,9 +79,8 @@ class SimulatedPool:
     """Stands where the pool of Ray actors stands; one thing happens at each `wait`.
 
     draw: of what happens. trouble: things that may go wrong before nothing goes wrong any more. poison: documents that
-    fail wherever they run. num_places: for workers, each of which gets one that is free. sick: one of them, which kills
-    whoever works there, for ever. pauses: times that the driver is suspended. summary_of: what a worker makes of a
-    document.
+    fail wherever they run. num_places: for workers, each of which gets one that is free. summary_of: what a worker
+    makes of a document.
     """
 
     def __init__(
@@ -91,17 +90,12 @@ class SimulatedPool:
         trouble: int,
         poison: frozenset[DocumentKey],
         num_places: int,
-        sick: int | None = None,
-        pauses: int = 0,
         summary_of: Callable[[DocumentKey], str] = lambda key: "a summary",
     ) -> None:
         self._draw, self.clock, self._trouble, self._poison = draw, clock, trouble, poison
-        self._num_places, self._sick, self._pauses = num_places, sick, pauses
-        self._summary_of = summary_of
+        self._num_places, self._summary_of = num_places, summary_of
         self.workers: dict[str, Being] = {}
         self.most_leases = 0
-        self.turns_left: int | None = None
-        """Before the driver is killed."""
 
     def start(self, worker: str) -> None:
         taken = {being.place for being in self.workers.values() if not being.is_dying}
@@ -129,20 +123,11 @@ class SimulatedPool:
 
     def wait(self, timeout_s: float) -> list[Event]:
         """One thing that happens. Raises Killed."""
-        if self.turns_left is not None:
-            self.turns_left -= 1
-            if self.turns_left < 0:
-                raise Killed
         self.clock.now += self._draw.uniform(0.0, 3.0)
-        if self._pauses and self._draw.random() < 0.05:
-            self._pauses -= 1
-            self.clock.now += self._draw.choice([30.0, 1e6])
         if not self.workers:
             return []
         worker = self._draw.choice(sorted(self.workers))
         being = self.workers[worker]
-        if being.place == self._sick and live(being) and not being.is_dying and self._draw.random() < 0.8:
-            return self._die(worker, being)
         if self._trouble > 0 and self._draw.random() < 0.4:
             self._trouble -= 1
             return self._go_wrong(worker, being)
@@ -151,8 +136,7 @@ class SimulatedPool:
     def _go_well(self, worker: str, being: Being) -> list[Event]:
         if being.is_dying:
             del self.workers[worker]
-            with_node = being.place != self._sick and self._draw.random() < 0.3
-            return [Died(worker, "gone", with_node)]
+            return [Died(worker, "gone", with_node=self._draw.random() < 0.3)]
         if not being.is_up:
             being.is_up = True
             return [Ready(worker, WorkerInfo("node", "host", 1, "H200", (f"GPU {being.place}",)))]

@@ -31,9 +31,3 @@ def test_no_document_goes_before_one_that_is_much_longer(lengths: list[int]) -> 
     """A long one begun last would run on while every other worker idles; a tenth more makes no such tail."""
     for earlier, later in pairwise(order(lengths)):
         assert max(1, lengths[later.row]) <= max(1, lengths[earlier.row]) * LENGTH_STEP * 1.0001
-
-
-@given(st.integers(1, 100_000), st.integers(1, 40))
-def test_documents_of_one_length_go_in_input_order(length: int, num_documents: int) -> None:
-    """Rows of a row group are asked for together, so it is read once and not once for every row."""
-    assert order([length] * num_documents) == [DocumentKey(0, row) for row in range(num_documents)]

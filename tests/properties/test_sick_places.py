@@ -93,8 +93,7 @@ def test_one_broken_gpu_of_eight_makes_no_error_row_and_costs_its_share_of_the_t
     assert run.seconds < 1.15 * on_seven
 
 
-@pytest.mark.parametrize("max_attempts", [1, 2, 3])
-@pytest.mark.parametrize("sick", [(0,), (2, 6), (4, 5, 6, 7)], ids=str)
+@pytest.mark.parametrize(("sick", "max_attempts"), [((0,), 1), ((2, 6), 2), ((4, 5, 6, 7), 1)])
 def test_healthy_documents_are_done_however_few_attempts_they_have(
     tmp_path: Path, interrupt, sick: tuple[int, ...], max_attempts: int
 ) -> None:
@@ -119,14 +118,6 @@ def test_many_poison_documents_leave_no_healthy_gpu_out(tmp_path: Path, interrup
     poison = frozenset(range(0, 400, 10))
     run = night(tmp_path, interrupt, eight(), 400, poison)
     assert run.failed == poison
-    assert run.screen.told("place_left_out") == []
-
-
-def test_poison_documents_are_found_on_a_single_gpu(tmp_path: Path, interrupt) -> None:
-    """Nobody can tell whose fault it is there, but by what else is done: all attempts count, as there is no other."""
-    run = night(tmp_path, interrupt, [Gpu("n", 0)], 60, frozenset({5, 17}))
-    assert run.failed == {5, 17}
-    assert run.deaths == {"n/0": 6}
     assert run.screen.told("place_left_out") == []
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-import pytest
-
-from scripts import scale_driver
 from scripts.scale_driver import DriverScale, run_night
 
 
@@ -16,12 +11,3 @@ def test_every_document_is_done_once_and_none_is_charged() -> None:
     night = run_night(options)
     assert (night["done"], night["rows_committed"], night["errors"]) == (1000, 1000, 0)
     assert night["charged"] == 0
-
-
-def test_no_more_nodes_are_reclaimed_than_there_are() -> None:
-    """The example in the script's help asked for twenty of eight, and ended in a traceback."""
-    with pytest.raises(ValueError, match="--spot must be at most 8, the nodes of 64 workers"):
-        DriverScale(workers=64, spot=9)
-    [example] = re.findall(r"night --workers (\d+) --documents (\d+) --spot (\d+)", str(scale_driver.__doc__))
-    workers, documents, spot = map(int, example)
-    assert DriverScale(workers=workers, documents=documents, spot=spot).num_nodes == 8
