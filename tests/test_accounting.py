@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from specextend.decoding import sequence
 from specextend.decoding.engine import Engine
 from specextend.stats import DecodingStats
 from tests.covering import covering
-from tests.tiny_models import FAMILIES, Pair, random_prompt, request, tiny_engine, tiny_model, write_model
+from tests.tiny_models import random_prompt, request, tiny_engine
 
 NEW = 30
 DEPTH = 4
@@ -50,16 +49,6 @@ def test_counts_add_up(draft, batch, pair):
         assert 0 <= decided - stats.num_output_tokens < DEPTH + 1
         assert stats.mean_acceptance_length == 1 + stats.num_accepted_tokens / stats.num_spec_steps
         assert stats.draft_acceptance_rate == stats.num_accepted_tokens / stats.num_draft_tokens
-
-
-@pytest.fixture(scope="module")
-def sharp(tmp_path_factory):
-    """A target that is sure of itself, so that its first choices are the likeliest path of any tree."""
-    model = tiny_model(FAMILIES["llama"], seed=0)
-    with torch.no_grad():
-        model.lm_head.weight *= 20
-    target = write_model(model, tmp_path_factory.mktemp("sharp"))
-    return Pair(target, {"same": target})
 
 
 def test_plain_steps_are_counted_as_such(pair):
@@ -113,25 +102,6 @@ def test_the_callers_time_is_charged_to_nobody(pair, clock: Callable[[], float])
     for completion in later:
         assert completion.stats.other_s < 0.5, "half of the pause, if it were shared"
         assert completion.stats.decode_s > 1.0, "the wall clock went on"
-
-
-def test_progress_tells_of_running_requests_alone(pair):
-    engine = tiny_engine(pair, decoding__max_batch_size=2)
-    seen = []
-
-    def source():
-        yield request("a", random_prompt(30), NEW)
-        while engine.num_active:
-            seen.append(engine.progress())
-            yield None
-
-    [completion] = engine.generate(source())
-    assert all(set(each) == {"a"} for each in seen)
-    tokens = [each["a"] for each in seen]
-    assert tokens == sorted(tokens)
-    assert tokens[0] == 1
-    assert tokens[-1] <= completion.stats.num_output_tokens
-    assert engine.progress() == {}
 
 
 def trees_and_stats(engine: Engine) -> tuple[list, list[DecodingStats]]:

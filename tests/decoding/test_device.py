@@ -11,18 +11,7 @@ from specextend.decoding.device import (
     is_out_of_memory,
     make_current,
     processor_name,
-    upload,
 )
-
-
-def test_an_upload_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch):
-    """From pageable memory the host would wait for everything that the GPU still has to do."""
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *to, **how: calls.append((*to, how)) or self)
-    for name in ("cpu", "cuda"):
-        upload(torch.tensor([1]), torch.device(name))
-    assert calls == [(torch.device("cpu"), {}), "pinned", (torch.device("cuda"), {"non_blocking": True})]
 
 
 def test_memory_that_triton_does_not_get_is_memory():

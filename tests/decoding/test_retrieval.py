@@ -125,23 +125,6 @@ def test_streaming_keeps_sinks_and_the_newest_within_the_same_budget(num_tokens,
     assert chunks[num_sinks:] == list(range(total - (len(chunks) - num_sinks), total))
 
 
-def due_steps(options: CacheOptions, num_steps: int) -> list[int]:
-    """The steps after which a selection is due, each one being made."""
-    policy, stats, due = CachePolicy(options), DecodingStats(), []
-    policy.select(28, mass_of(*[1] * 7), stats)
-    for step in range(1, num_steps + 1):
-        policy.count_step()
-        if policy.is_due(28):
-            due.append(step)
-            policy.select(28, mass_of(*[1] * 7), stats)
-    return due
-
-
-def test_every_n_steps_is_every_n_steps():
-    """Counted from the last selection, the one of prefill included."""
-    assert due_steps(SMALL, 12) == [3, 6, 9, 12]
-
-
 def test_coverage_and_churn_by_hand():
     """Coverage counts forced chunks, churn does not; the retrieval of prefill has coverage and no churn."""
     policy, stats = CachePolicy(SMALL), DecodingStats()

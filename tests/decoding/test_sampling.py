@@ -23,14 +23,6 @@ def chi_square_p(counts: list[int] | np.ndarray, expected: list[float] | np.ndar
     return float(torch.special.gammaincc(degrees / 2, torch.tensor(statistic, dtype=torch.float64) / 2))
 
 
-def kolmogorov_smirnov_p(uniform: np.ndarray) -> float:
-    """Probability of a sample at least this far from uniform on (0, 1), by Kolmogorov's limit."""
-    rank = np.arange(len(uniform) + 1) / len(uniform)
-    ordered = np.sort(uniform)
-    distance = max((rank[1:] - ordered).max(), (ordered - rank[:-1]).max()) * math.sqrt(len(uniform))
-    return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * distance) ** 2) for k in range(1, 101)))
-
-
 def slow_probs(logits: list[float], sampling: SamplingParams) -> list[float]:
     """The definition, in Python: rank by probability (then id), cut at top_k, cut at top_p, normalise."""
     top = max(logits)
@@ -87,15 +79,6 @@ def test_noise_is_the_function_of_seed_position_and_token_that_it_says(seed):
     for row, position in enumerate(positions.tolist()):
         expected = [-math.log(-math.log(splitmix_uniform(seed, position, token))) for token in range(5)]
         assert noise[row].tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_noise_has_the_gumbel_distribution():
-    """Kolmogorov-Smirnov on two million entries, and again on the tail that decides who wins."""
-    noise = gumbel_noise(11, torch.arange(4_000), torch.arange(500)).flatten().double().numpy()
-    assert kolmogorov_smirnov_p(np.exp(-np.exp(-noise))) > 1e-3
-    tail = noise[noise > 5.0]
-    share_beyond = -np.expm1(-np.exp(-tail)) / -math.expm1(-math.exp(-5.0))
-    assert kolmogorov_smirnov_p(share_beyond) > 1e-3
 
 
 @pytest.mark.parametrize("stride", [1, 2, 256, 4096])

@@ -78,14 +78,6 @@ def slow_stop(
     return None
 
 
-def test_eos_ends_the_sequence_and_is_no_text():
-    """It stays the last token id, so that a reader can tell an end from a cut."""
-    check = checker()
-    assert check.push([*ids("the end"), eos(LETTERS), *ids(" never seen")]) == "stop"
-    assert check.token_ids == [*ids("the end"), eos(LETTERS)]
-    assert check.text == "the end"
-
-
 def test_a_sequence_ends_at_its_length_and_not_one_token_later():
     """A speculative step may bring more tokens than are wanted."""
     check = checker(max_new_tokens=4)
@@ -180,16 +172,6 @@ def test_a_loop_ends_the_output_at_the_token_that_makes_it_one(period, tokens_ne
     assert len(check.token_ids) == 2 + (tokens_needed or len(loop))
 
 
-def test_the_text_keeps_the_loop():
-    """Whoever reads the summary sees why it ended."""
-    check = loop_checker()
-    tokens = byte_ids("They met. " + "no " * 50)
-    assert check.push(tokens) == "repetition"
-    assert check.token_ids == tokens[: len(check.token_ids)]
-    assert check.text == LETTERS.decode(check.token_ids)
-    assert check.text.startswith("They met. no no ")
-
-
 def test_an_end_that_says_more_comes_before_a_loop_and_a_loop_before_the_length():
     """All at the same token: the model had finished, or it never would have."""
     loop = byte_ids("the en") * 20
@@ -260,14 +242,3 @@ def test_stopping_takes_linear_time(text):
     check.push(tokens)
     assert tokenizer.num_decoded < 40 * len(tokens)
     assert check.text == text * 400
-
-
-def test_without_stop_strings_text_is_decoded_once():
-    """Nothing needs it earlier."""
-    tokenizer = CountingTokenizer(LETTERS)
-    check = StopChecker(tokenizer, frozenset(), (), 10**6)
-    for token in (tokens := ids("the end of the report")):
-        check.push([token])
-    assert tokenizer.num_decoded == 0
-    assert check.text == "the end of the report"
-    assert tokenizer.num_decoded == len(tokens)
