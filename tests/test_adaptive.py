@@ -159,22 +159,6 @@ def test_captured_steps_size_trees_by_what_the_last_ones_promised(pair, referenc
     assert total.num_spec_steps < total.num_draft_tokens < 0.8 * NUM_NODES * total.num_spec_steps
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_dear_rows_make_small_trees(batch, pair, references):
-    """The same draft, rows for nothing or dear: the row says how many nodes were verified."""
-    sizes = {}
-    for name, verify in (("free", lambda rows: 1.0), ("dear", lambda rows: 1 + (rows - 1) / 4)):
-        engine = adaptive_engine(pair, "same", scripted(verify, lambda: 0.0), batch, cache__policy="full")
-        total = DecodingStats()
-        for completion in run(engine):
-            assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
-            check_counts(completion.stats)
-            total.add(completion.stats)
-        sizes[name] = total.num_draft_tokens / max(1, total.num_spec_steps)
-    assert sizes["free"] > 6
-    assert sizes["dear"] < 4
-
-
 def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):
     """With costs from the start-up: a draft as large as the target that is never right is given up after a few steps.
 

@@ -53,10 +53,7 @@ def requests(temperature: float):
     return [request(str(n), random_prompt(n), new, temperature=temperature, seed=n) for n, new in lengths]
 
 
-@pytest.mark.parametrize(
-    ("draft", "policy", "batch", "temperature"),
-    each_once_then_slow(*AXES),
-)
+@pytest.mark.parametrize(("draft", "policy", "batch", "temperature"), each_once_then_slow(*AXES))
 def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature, pairs):
     """A replay reads nothing of the host: a length, a slot or a root that was baked in would show at once."""
     capture, changes = Counting(), {"cache__policy": policy, "decoding__max_batch_size": batch}

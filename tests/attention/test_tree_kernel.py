@@ -18,11 +18,7 @@ from tests.covering import covering
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
-
-from specextend.attention.tree_kernel import (
-    attend_splits,
-    choose_tiles,
-)
+from specextend.attention.tree_kernel import attend_splits, choose_tiles
 from tests.attention.compiling import compile_kernel
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -84,7 +80,7 @@ FITS = covering(SIZES, [80, 90], [*TYPES])
     [((128, 204), 90, torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.slow) for case in FITS)],
 )
 def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype):
-    """Products of scalars or registers in memory would cost more than the kernel saves."""
+    """Products of scalars would cost more than the kernel saves."""
     compiled = compile_splits(dtype, *size, capability)
     warpgroup = capability == 90 and size[1] >= 64
     instruction = r"wgmma\.mma_async\S*" if warpgroup else r"mma\.sync\S*"

@@ -1,4 +1,4 @@
-"""The limits of the machine, and what a model asks of it."""
+"""What a model asks of the machine."""
 
 from __future__ import annotations
 

@@ -14,12 +14,7 @@ from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.kept import cache_folder
 from specextend.decoding.model import CachedModel
-from specextend.decoding.step_costs import (
-    CostTable,
-    TuningGrid,
-    load_step_costs,
-    measure,
-)
+from specextend.decoding.step_costs import CostTable, TuningGrid, load_step_costs, measure
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
 GRID = TuningGrid(("dense", "hybrid"), (1, 4, 16), (512, 1500))
@@ -131,10 +126,3 @@ def test_what_a_busy_machine_measured_is_used_and_forgotten(folder, monkeypatch,
     engine.target.choose_kernels()
     assert engine.target.attend.choices
     assert not [*folder.glob("*")]
-
-
-def test_the_folder_is_the_users(tmp_path, monkeypatch):
-    """The XDG standard: a relative XDG_CACHE_HOME is ignored."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_folder() == tmp_path / ".cache" / "specextend"

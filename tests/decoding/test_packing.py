@@ -1,4 +1,4 @@
-"""Packed linear layers: the same products, taken only where they are faster."""
+"""Packed linear layers give the same products."""
 
 from __future__ import annotations
 

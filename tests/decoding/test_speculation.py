@@ -94,13 +94,11 @@ def test_a_free_draft_that_proposes_nothing_is_kept():
         state.observe(1, 0.0, 0)
 
 
-def known(gain: float, active: bool = True) -> Speculation:
+def known(gain: float) -> Speculation:
     """A sequence long past its first tries, whose steps accepted `gain` tokens as its draft expected."""
     state = Speculation()
     for _ in range(PROBATION_STEPS):
         state.observe(NUM_ROWS, gain, gain)  # accepted tokens are whole numbers in truth; this is their mean
-    if not active:
-        state.pause()
     return state
 
 
@@ -120,18 +118,6 @@ def test_no_other_choice_of_a_batch_is_better(gains, draft_loads):
 
     rates = [len(states) * 0.98, *(rate(size) for size in range(1, len(states) + 1))]
     assert rates[len(chosen)] == pytest.approx(max(rates))
-
-
-def test_the_calibration_follows_what_was_accepted():
-    """A draft too sure of itself is believed less, one too modest more; without evidence as it says."""
-    state = Speculation()
-    assert state.calibration == 1.0
-    for _ in range(30):
-        state.observe(NUM_ROWS, 2.0, 1)
-    assert state.calibration == pytest.approx(0.5, abs=0.05)
-    for _ in range(60):
-        state.observe(NUM_ROWS, 1.0, 2)
-    assert state.calibration > 1.5
 
 
 FLAT = {1: 1.0, 2: 1.3, 4: 1.3, 8: 1.3, 16: 1.3}

@@ -98,18 +98,6 @@ def test_an_end_at_the_very_last_token_is_an_end(stop):
     assert (check.token_ids, check.text) == (tokens, "abc")
 
 
-@pytest.mark.parametrize("step", [1, 2, 5, 100])
-def test_a_stop_string_is_found_across_token_borders(step):
-    """However the tokens arrive, in ones or as an accepted path."""
-    tokens = byte_ids("first\n\n### second")
-    check = checker(("\n\n###",))
-    for start in range(0, len(tokens), step):
-        if check.push(tokens[start : start + step]):
-            break
-    assert (check.finish_reason, check.text) == ("stop", "first")
-    assert check.token_ids == tokens[: len("first\n\n###")]
-
-
 def test_special_tokens_are_absent_from_text_and_transparent_to_stop_strings():
     """A control token that is not the EOS neither ends the output nor shows in it."""
     im_end = LETTERS.convert_tokens_to_ids("<|im_end|>")
