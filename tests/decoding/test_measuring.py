@@ -82,22 +82,6 @@ def test_a_second_start_measures_nothing(folder, engine):
     assert {path.suffix for path in folder.iterdir()} == {".json"}
 
 
-@pytest.mark.parametrize("change", ["attention", "version", "graphs"])
-def test_times_of_other_software_are_not_used(change, folder, monkeypatch, engine):
-    """A tree that paid off with one kernel may not with its successor, nor when a graph saves most of a small step."""
-    load_step_costs(engine.target, *CHOICES)
-    mark_cache(engine.target)
-    graphs = Graphs()
-    if change == "attention":
-        monkeypatch.setattr(engine.target, "attend", cpu_kernels(16, torch.float32)["matmul"])
-    elif change == "version":
-        monkeypatch.setattr(model_module, "KERNELS_VERSION", model_module.KERNELS_VERSION + 1)
-    else:
-        graphs = Graphs(lambda function: (lambda: None, function()))
-    load_step_costs(engine.target, *CHOICES[:3], graphs)
-    assert not is_marked(engine.target)
-
-
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"version": 3', '{"version": 0, "value": 1}'])
 def test_a_damaged_file_is_measured_again(text, folder, engine):
     """It is a cache: whatever a crash, a full disk or an older release left costs seconds, never a run."""
