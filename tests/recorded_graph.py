@@ -23,10 +23,11 @@ from specextend.attention.tree_reference import MAX_MASKED, attend_tree_referenc
 from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.speculation import Adaptive
-from tests.step_trace import DOWNLOADS, has_mask
 from tests.tiny_models import Pair, engine_with, tiny_config
 
 Outputs = tuple[Tensor, ...]
+DOWNLOADS = ("_local_scalar_dense", "nonzero", "unique", "_unique", "masked_select", "equal")
+"""Beginnings of the names of operators whose result the host reads, or whose shape depends on values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,6 @@ class Call:
         for mine, again in zip(tree_leaves(self.result), tree_leaves(new), strict=True):
             if isinstance(mine, Tensor) and mine.data_ptr() != again.data_ptr():
                 mine.copy_(again)
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Return the operator, shapes and dtypes of what it reads and returns, and all else that it takes."""
-        leaves = tree_leaves((self.args, self.kwargs, self.result))
-        return str(self.operator), *((each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves)
 
 
 class Recorder(TorchDispatchMode):
@@ -71,6 +66,11 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.calls.append(Call(func, args, kwargs, result))
         return result
+
+
+def has_mask(args: Any) -> bool:
+    """Return True if one of an operator's indices is a mask, whose places have to be found."""
+    return isinstance(args[1], list) and any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
 def record(function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:

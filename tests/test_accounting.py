@@ -1,4 +1,4 @@
-"""Counts and seconds of a row add up, and the draft sees what its policy says."""
+"""Seconds of a row add up, and the draft sees what its policy says."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from specextend.decoding import sequence
 from specextend.decoding.engine import Engine
 from specextend.stats import DecodingStats
-from tests.covering import covering
-from tests.tiny_models import FAMILIES, Pair, random_prompt, request, tiny_engine, tiny_model, write_model
+from tests.tiny_models import random_prompt, request, tiny_engine
 
 NEW = 30
-DEPTH = 4
 SHARES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s", "other_s")
 LENGTHS = (200, 90, 41, 15, 300)
 
@@ -34,32 +31,6 @@ def stats_of(engine: Engine, lengths=LENGTHS, max_new_tokens: int = NEW) -> list
 
 def busy(stats: DecodingStats) -> float:
     return sum(getattr(stats, name) for name in SHARES)
-
-
-@pytest.mark.parametrize(("draft", "batch"), covering(["same", "good", "bad", "eagle"], [1, 3], strength=1))
-def test_counts_add_up(draft, batch, pair):
-    """The identities of the data contract; steps are counted before the cut at a stop."""
-    for stats in stats_of(tiny_engine(pair, draft, decoding__max_batch_size=batch)):
-        histogram = stats.acceptance_histogram
-        assert len(histogram) == DEPTH + 1
-        assert sum(histogram) == stats.num_spec_steps
-        assert sum(accepted * steps for accepted, steps in enumerate(histogram)) == stats.num_accepted_tokens
-        assert stats.num_plain_steps == 0
-        assert stats.num_draft_tokens <= 8 * stats.num_spec_steps
-        decided = 1 + stats.num_plain_steps + stats.num_spec_steps + stats.num_accepted_tokens
-        assert 0 <= decided - stats.num_output_tokens < DEPTH + 1
-        assert stats.mean_acceptance_length == 1 + stats.num_accepted_tokens / stats.num_spec_steps
-        assert stats.draft_acceptance_rate == stats.num_accepted_tokens / stats.num_draft_tokens
-
-
-@pytest.fixture(scope="module")
-def sharp(tmp_path_factory):
-    """A target that is sure of itself, so that its first choices are the likeliest path of any tree."""
-    model = tiny_model(FAMILIES["llama"], seed=0)
-    with torch.no_grad():
-        model.lm_head.weight *= 20
-    target = write_model(model, tmp_path_factory.mktemp("sharp"))
-    return Pair(target, {"same": target})
 
 
 def test_plain_steps_are_counted_as_such(pair):
@@ -100,40 +71,6 @@ def test_seconds_of_a_batch_add_up_to_the_engines_time(pair, clock: Callable[[],
     assert sum(each.total_s for each in stats) > 1.5 * elapsed, "wall clocks overlap"
 
 
-def test_the_callers_time_is_charged_to_nobody(pair, clock: Callable[[], float]):
-    """One completion is handled slowly while two sequences wait: that is no decoding time of theirs."""
-    engine = tiny_engine(pair, decoding__max_batch_size=3)
-    completions = engine.generate(request(str(n), random_prompt(n), n) for n in (10, 60, 61))
-    next(completions)
-    pause = clock() + 1.0
-    while clock() < pause:
-        pass
-    later = list(completions)
-    assert len(later) == 2
-    for completion in later:
-        assert completion.stats.other_s < 0.5, "half of the pause, if it were shared"
-        assert completion.stats.decode_s > 1.0, "the wall clock went on"
-
-
-def test_progress_tells_of_running_requests_alone(pair):
-    engine = tiny_engine(pair, decoding__max_batch_size=2)
-    seen = []
-
-    def source():
-        yield request("a", random_prompt(30), NEW)
-        while engine.num_active:
-            seen.append(engine.progress())
-            yield None
-
-    [completion] = engine.generate(source())
-    assert all(set(each) == {"a"} for each in seen)
-    tokens = [each["a"] for each in seen]
-    assert tokens == sorted(tokens)
-    assert tokens[0] == 1
-    assert tokens[-1] <= completion.stats.num_output_tokens
-    assert engine.progress() == {}
-
-
 def trees_and_stats(engine: Engine) -> tuple[list, list[DecodingStats]]:
     """Every proposed tree (token ids, parents), and the rows' statistics."""
     trees, propose = [], engine.drafter.propose
@@ -157,15 +94,6 @@ def test_a_budget_that_holds_everything_gives_the_drafts_of_full(draft, policy, 
     assert [each.acceptance_histogram for each in stats] == [each.acceptance_histogram for each in full]
     if policy == "retrieval":
         assert all(each.retrieval_coverage == pytest.approx(1.0, abs=1e-5) for each in stats)
-
-
-@pytest.mark.parametrize("draft", ["good", "eagle"])
-def test_a_small_budget_gives_other_drafts(draft, pair):
-    """Else the equality above would not mean anything."""
-    full_trees, _ = trees_and_stats(tiny_engine(pair, draft, cache__policy="full"))
-    trees, stats = trees_and_stats(tiny_engine(pair, draft, cache__policy="retrieval"))
-    assert trees != full_trees
-    assert min(each.retrieval_coverage for each in stats) < 0.9
 
 
 def test_retrievals_follow_their_schedule(pair):

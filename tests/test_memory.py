@@ -106,15 +106,6 @@ def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pairs):
     assert planned / 2 < live.most < planned
 
 
-def test_captured_steps_are_planned_for(pairs):
-    """Each holds memory of its own for what it makes."""
-    configs = (
-        tiny_config(pairs("llama"), attention__backend=name, attention__tree="auto") for name in ("triton", "auto")
-    )
-    captured, eager = (memory_bytes(config, check_pair(config.target, None), GPU)["workspace"] for config in configs)
-    assert captured > eager > 0
-
-
 def test_a_device_without_room_to_measure_its_limits_works_on(pairs, monkeypatch):
     """A figure of the report is no reason to lose a worker; any other failure is one."""
     engine = tiny_engine(pairs("llama"), "ngram")

@@ -87,19 +87,13 @@ def assert_kernel_is_the_reference(
 CALLS = covering([*KERNELS], GROUPS, NUM_QUERIES, PREFIXES, DTYPES)
 
 
-@pytest.mark.parametrize(("kernel", "heads", "num_queries", "lengths", "dtype"), CALLS)
-def test_a_kernel_equals_the_reference_over_a_prefix(kernel, heads, num_queries, lengths, dtype):
-    """The unmasked part of a step: prefixes of different lengths, some empty, in one call."""
-    assert_kernel_is_the_reference(kernel, lengths, num_queries, heads, dtype)
-
-
-@pytest.mark.parametrize(("kernel", "heads", "num_queries", "lengths", "dtype"), CALLS)
-def test_a_kernel_equals_the_reference_under_a_tree_mask(kernel, heads, num_queries, lengths, dtype):
-    """Dense tree attention: a prefix that all see, and masked rows behind it."""
-    mask = random_mask(len(lengths), num_queries, num_queries)
-    assert_kernel_is_the_reference(
-        kernel, [length + num_queries for length in lengths], num_queries, heads, dtype, mask
-    )
+@pytest.mark.parametrize(("kernel", "heads", "num_queries", "prefixes", "dtype"), CALLS)
+def test_a_kernel_equals_the_reference_over_a_prefix_and_under_a_tree_mask(kernel, heads, num_queries, prefixes, dtype):
+    """Prefixes that all queries see, some empty, in one call; and the same with the masked rows of a tree behind."""
+    assert_kernel_is_the_reference(kernel, prefixes, num_queries, heads, dtype)
+    mask = random_mask(len(prefixes), num_queries, num_queries)
+    lengths = [prefix + num_queries for prefix in prefixes]
+    assert_kernel_is_the_reference(kernel, lengths, num_queries, heads, dtype, mask)
 
 
 @pytest.mark.parametrize(("kernel", "heads", "num_queries", "dtype"), covering([*KERNELS], GROUPS, NUM_QUERIES, DTYPES))
@@ -185,8 +179,6 @@ def test_a_kernel_for_cpus_is_refused_on_a_gpu(name):
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
-    with pytest.raises(
-        ValueError,
-        match=r"^attention\.backend must be one of auto, reference, .*matmul, compiled, flash, triton, got 'fa'$",
-    ):
+    message = r"^attention\.backend must be one of auto, reference, .*matmul, compiled, flash, triton, got 'fa'$"
+    with pytest.raises(ValueError, match=message):
         load_backend("fa", torch.device("cpu"))

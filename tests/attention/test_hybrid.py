@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from specextend.attention.backends import attend_reference, cpu_kernels
 from specextend.attention.hybrid import attend_plan, merge_states
 from specextend.attention.plan import AttentionPlan, KeySpan
-from specextend.decoding.tree import tree_mask
+from tests.attention.calls import random_trees
 from tests.covering import covering
 
 SCALE = 0.25
 BACKENDS = {"reference": attend_reference, **cpu_kernels(32, torch.float32)}
-
-
-def random_tree(num_nodes: int, seed: int) -> Tensor:
-    """[N] parents, the root first."""
-    generator = torch.Generator().manual_seed(seed)
-    parents = [int(torch.randint(n, (1,), generator=generator)) for n in range(1, num_nodes)]
-    return torch.tensor([-1, *parents])
 
 
 def cache_rows(lengths: list[int], num_queries: int, heads: tuple[int, int]):
@@ -41,22 +33,12 @@ def test_hybrid_equals_dense(heads, prefixes, num_nodes, backend):
     """The two ways to verify a tree are one function: 1e-5 apart in fp32, whatever the prefix, an empty one too."""
     lengths = [prefix + num_nodes for prefix in prefixes]
     starts, q, k, v = cache_rows(lengths, num_nodes, heads)
-    parents = torch.stack([random_tree(num_nodes, seed) for seed in range(len(prefixes))])
-    mask = tree_mask(parents, num_nodes)
+    mask = random_trees(len(prefixes), num_nodes)
     outs = [
         attend_plan(BACKENDS[backend], q, k, v, AttentionPlan(starts, lengths, num_nodes, mask, tree), SCALE)
         for tree in ("dense", "hybrid")
     ]
     torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
-
-
-def test_hybrid_masks_only_the_tree():
-    """Its point: the long prefix is attended to without a mask, only the nodes with one."""
-    mask = torch.ones(1, 4, 4, dtype=torch.bool).tril()
-    prefix, tail = AttentionPlan([10], [104], 4, mask).spans
-    assert (prefix.starts, prefix.lengths, prefix.mask, prefix.causal) == ([10], [100], None, False)
-    assert (tail.starts, tail.lengths) == ([110], [4])
-    assert tail.mask is mask
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -82,9 +64,3 @@ def test_merging_is_attention_over_the_union():
     parts = [attend_reference(q, k, v, KeySpan([4 + first], [n]), SCALE) for first, n in ((0, 10), (10, 20))]
     for a, b in (parts, parts[::-1]):
         torch.testing.assert_close(merge_states(*a, *b), whole, atol=1e-5, rtol=1e-5)
-
-
-def test_a_plain_step_is_one_call_without_a_mask():
-    """One query sees every row: the baseline pays for no merge."""
-    [span] = AttentionPlan([0, 512], [7, 300], 1).spans
-    assert (span.lengths, span.mask, span.causal) == ([7, 300], None, False)

@@ -20,7 +20,6 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
     [
         (["interpreted_kernel.py", "interpreted_layer.py"], "not slow"),
         pytest.param(["interpreted_kernel.py"], "slow", marks=SLOW),
-        pytest.param(["interpreted_engine.py"], "slow", marks=SLOW),
     ],
 )
 def test_interpreted_they_are_their_twins(files, marks):

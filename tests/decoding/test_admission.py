@@ -1,18 +1,8 @@
-"""The rungs of the ladder, in plain numbers; what they bring is in tests/faults/test_engine.py."""
+"""The rungs of the memory ladder; what they bring is in tests/faults/test_engine.py."""
 
 from __future__ import annotations
 
 from specextend.decoding.admission import MemoryLadder
-
-
-def test_a_step_loses_its_neighbours_then_its_tree_then_has_nothing_left():
-    ladder = MemoryLadder(4, 7, 512)
-    seen = []
-    for size in (4, 2, 1, 1, 1):
-        assert ladder.lower("step", size, size)
-        seen.append((ladder.batch_size, ladder.num_nodes))
-    assert seen == [(2, 7), (1, 7), (1, 3), (1, 1), (1, 0)]
-    assert not ladder.lower("step", 1, 1)
 
 
 def test_a_step_of_many_never_raises_what_a_prefill_has_lowered():

@@ -1,4 +1,4 @@
-"""The KV cache: rows are lent and come back, an accepted path is packed, a model writes through the hook."""
+"""The KV cache: rows are lent and come back, an accepted path is packed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.attention.plan import AttentionPlan
-from specextend.decoding.cache import ALIGNMENT, CacheHook, KVCache, Region, RowAllocator, aligned
+from specextend.decoding.cache import ALIGNMENT, KVCache, Region, RowAllocator, aligned
 
 
 def cache_with_row_numbers(num_rows: int) -> KVCache:
@@ -67,18 +66,3 @@ def test_commit_packs_each_path_behind_its_prefix():
     assert rows[10:13] == [10, 12, 15]
     assert rows[:10] == list(range(10)), "the prefix stays"
     assert rows[100:] == list(range(100, 256)), "a root alone and a straight path stay where they are"
-
-
-def test_the_hook_writes_the_new_rows_and_hands_out_the_whole_layer():
-    """A model calls `update` with [B, heads, T, D]; sequences stand at rows of their own."""
-    cache = cache_with_row_numbers(512)
-    plan = AttentionPlan(starts=[0, 256], lengths=[7, 4], num_new=2)
-    key = torch.full((2, 1, 2, 4), 1000.0) + torch.arange(4.0).view(2, 1, 2, 1)
-    keys, values = CacheHook(cache, plan).update(key, -key, 1)
-    assert keys.data_ptr() == cache.keys[1].data_ptr(), "no copy of the cache"
-    assert keys[0, [5, 6, 258, 259], 0].tolist() == [1000, 1001, 1002, 1003]
-    assert torch.equal(values, -keys)
-    untouched = torch.ones(512, dtype=torch.bool)
-    untouched[[5, 6, 258, 259]] = False
-    assert keys[0, untouched, 0].tolist() == torch.arange(512)[untouched].tolist()
-    assert cache.keys[0, 0, :, 0].tolist() == list(range(512)), "other layers write for themselves"

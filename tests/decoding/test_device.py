@@ -6,23 +6,7 @@ import platform
 
 import torch
 
-from specextend.decoding.device import (
-    is_device_error,
-    is_out_of_memory,
-    make_current,
-    processor_name,
-    upload,
-)
-
-
-def test_an_upload_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch):
-    """From pageable memory the host would wait for everything that the GPU still has to do."""
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pinned") or self)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *to, **how: calls.append((*to, how)) or self)
-    for name in ("cpu", "cuda"):
-        upload(torch.tensor([1]), torch.device(name))
-    assert calls == [(torch.device("cpu"), {}), "pinned", (torch.device("cuda"), {"non_blocking": True})]
+from specextend.decoding.device import is_device_error, is_out_of_memory, make_current, processor_name
 
 
 def test_memory_that_triton_does_not_get_is_memory():
@@ -48,7 +32,6 @@ def test_generations_of_processors_with_one_name_are_told_apart():
     newer = older.replace(": 25", ": 26").replace(": 17", ": 2")
     assert processor_name(older) == "AMD EPYC (cpu family 25, model 17)"
     assert processor_name(newer) == "AMD EPYC (cpu family 26, model 2)"
-    arms = [f"processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: {part}\n" for part in ("0xd0c", "0xd40")]
-    assert len({processor_name(arm) for arm in arms}) == 2
-    assert processor_name(arms[0]).endswith(" (CPU implementer 0x41, CPU part 0xd0c)")
+    arm = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
+    assert processor_name(arm).endswith(" (CPU implementer 0x41, CPU part 0xd0c)")
     assert processor_name("") == (platform.processor() or platform.machine())

@@ -65,19 +65,6 @@ def test_fused_layers_give_the_stock_models_logits(models, shape):
         torch.testing.assert_close(cache, results[0][1], atol=1e-4, rtol=1e-4)
 
 
-@torch.inference_mode()
-def test_queries_are_kept_for_retrieval(models):
-    """By layer, after RoPE, as the stock model's attention function would see them."""
-    kept = []
-    for model in models:
-        plan = AttentionPlan([0], [9], 9, keep_layers=frozenset({1}))
-        run(model, torch.arange(9).unsqueeze(0), plan, torch.arange(9).unsqueeze(0))
-        kept.append(plan.queries)
-    for queries in kept[1:]:
-        assert [*queries] == [1]
-        torch.testing.assert_close(queries[1], kept[0][1], atol=1e-5, rtol=1e-5)
-
-
 def test_a_model_of_another_activation_stays_as_it_is(tmp_path):
     """It is served by the stock layers."""
     pair = write_pair(tmp_path, FAMILIES["llama"])
@@ -89,13 +76,3 @@ def test_a_model_of_another_activation_stays_as_it_is(tmp_path):
     model.config.hidden_act = "silu"
     CachedModel(model, attend_reference, 256)
     assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
-
-
-def test_the_weights_that_were_joined_are_given_back_before_the_cache_is_made(tmp_path, monkeypatch):
-    """A GPU's allocator kept 9 GiB of their blocks, which nothing else could use."""
-    model = load_causal_lm(str(write_pair(tmp_path, FAMILIES["llama"]).target), None, "float32", "cpu", IMPLEMENTATION)
-    order = []
-    monkeypatch.setattr("specextend.decoding.model.release_cached", lambda device: order.append("given back"))
-    monkeypatch.setattr("specextend.decoding.model.KVCache", lambda *_: order.append("cache"))
-    CachedModel(model, attend_reference, 256, REFERENCE)
-    assert order == ["given back", "cache"]

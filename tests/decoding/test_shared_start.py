@@ -31,15 +31,6 @@ def test_output_and_acceptance_are_those_of_whole_prompts(draft, backend, batch,
         assert one.stats.acceptance_histogram == other.stats.acceptance_histogram
 
 
-def test_the_target_reads_it_once(pair):
-    """Whether the first prompt that has it comes first or not."""
-    engine = tiny_engine(pair, decoding__mode="autoregressive")
-    engine.share_start(START)
-    sizes = rows_read(engine)
-    run(engine, random_prompt(70), START + random_prompt(30), START + random_prompt(40))
-    assert [size for size in sizes if size > 1] == [70, 50, 30, 40]
-
-
 def test_a_long_start_is_shared_up_to_a_chunk(pair, alone):
     """An instruction with many examples; the rows that are kept stay small beside the cache."""
     start = random_prompt(CPU.prefill_chunk + 100)

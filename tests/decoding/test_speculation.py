@@ -7,12 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.decoding.speculation import (
-    FIRST_PAUSE,
     KNOWN_STEPS,
-    LARGEST_CREDIT,
-    LONGEST_PAUSE,
     PROBATION_STEPS,
-    TRIAL_STEPS,
     Experience,
     Speculation,
     best_size,
@@ -62,33 +58,6 @@ def test_a_draft_that_pays_is_used_throughout():
     assert all(run(Speculation(), [0, 1, 2, 1] * 30))
 
 
-def test_a_draft_that_never_pays_is_given_up_within_a_few_steps():
-    """Each costs 0.4 of a plain step: the promise is at most 3% of them all."""
-    active = run(Speculation(), [0] * 128)
-    first = active.index(False)
-    assert TRIAL_STEPS <= first <= 5
-    assert sum(active) * COST <= 0.03 * 128
-
-
-def test_it_is_tried_again_after_a_pause_that_grows():
-    """Without a loss that has to be made good first, only the pauses set the pace."""
-    state, account = Speculation(), Experience()
-    active = []
-    for _ in range(600):
-        account.balance = LARGEST_CREDIT
-        step(state, 0, account)
-        active.append(state.active)
-    pauses, length = [], 0
-    for now in active:
-        if not now:
-            length += 1
-        elif length:
-            pauses.append(length)
-            length = 0
-    assert pauses[:4] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE, 8 * FIRST_PAUSE]
-    assert max(pauses) <= LONGEST_PAUSE
-
-
 @pytest.mark.parametrize("length", [64, 128, 256, 1024])
 @pytest.mark.parametrize("accepted", [[0], [1, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 2, 0, 0, 0, 0, 0]])
 def test_what_speculation_loses_stays_under_three_percent_or_two_steps(accepted, length):
@@ -117,18 +86,6 @@ def test_many_documents_pay_for_one_first_try():
     assert lost <= 0.025 * num_tokens + 5 * COST
 
 
-def test_it_comes_back_when_acceptance_does():
-    """Text that jumps and later copies: the first good try ends the plain steps, and the next pause is short again."""
-    state, account = Speculation(), Experience()
-    run(state, [1] * 64, account)
-    assert not all(run(state, [0] * 100, account))
-    active = run(state, [2] * 200, account)
-    back = active.index(True)
-    assert back <= 150
-    assert all(active[back:])
-    assert not all(run(state, [0] * 40, account))
-
-
 def test_a_free_draft_that_proposes_nothing_is_kept():
     """An n-gram draft without a match costs nothing to ask; a pause would make it miss the next one."""
     state = Speculation()
@@ -137,22 +94,12 @@ def test_a_free_draft_that_proposes_nothing_is_kept():
         state.observe(1, 0.0, 0)
 
 
-def known(gain: float, active: bool = True) -> Speculation:
+def known(gain: float) -> Speculation:
     """A sequence long past its first tries, whose steps accepted `gain` tokens as its draft expected."""
     state = Speculation()
     for _ in range(PROBATION_STEPS):
         state.observe(NUM_ROWS, gain, gain)  # accepted tokens are whole numbers in truth; this is their mean
-    if not active:
-        state.pause()
     return state
-
-
-def test_a_batch_speculates_where_its_sum_pays():
-    """1.3, 1.3 and 2.0 tokens a step at 1.4 times the time: each of two would lose alone, all three together win."""
-    states = [known(0.3), known(0.3), known(1.0)]
-    assert who_speculates(states, verify_s, lambda _: DRAFT, in_credit=True) == {0, 1, 2}
-    assert who_speculates(states[:1], verify_s, lambda _: DRAFT, in_credit=True) == set()
-    assert who_speculates([known(0.3), known(0.3), known(0.3)], verify_s, lambda _: DRAFT, in_credit=True) == set()
 
 
 @given(
@@ -171,18 +118,6 @@ def test_no_other_choice_of_a_batch_is_better(gains, draft_loads):
 
     rates = [len(states) * 0.98, *(rate(size) for size in range(1, len(states) + 1))]
     assert rates[len(chosen)] == pytest.approx(max(rates))
-
-
-def test_the_calibration_follows_what_was_accepted():
-    """A draft too sure of itself is believed less, one too modest more; without evidence as it says."""
-    state = Speculation()
-    assert state.calibration == 1.0
-    for _ in range(30):
-        state.observe(NUM_ROWS, 2.0, 1)
-    assert state.calibration == pytest.approx(0.5, abs=0.05)
-    for _ in range(60):
-        state.observe(NUM_ROWS, 1.0, 2)
-    assert state.calibration > 1.5
 
 
 FLAT = {1: 1.0, 2: 1.3, 4: 1.3, 8: 1.3, 16: 1.3}

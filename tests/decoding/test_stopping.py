@@ -78,14 +78,6 @@ def slow_stop(
     return None
 
 
-def test_eos_ends_the_sequence_and_is_no_text():
-    """It stays the last token id, so that a reader can tell an end from a cut."""
-    check = checker()
-    assert check.push([*ids("the end"), eos(LETTERS), *ids(" never seen")]) == "stop"
-    assert check.token_ids == [*ids("the end"), eos(LETTERS)]
-    assert check.text == "the end"
-
-
 def test_a_sequence_ends_at_its_length_and_not_one_token_later():
     """A speculative step may bring more tokens than are wanted."""
     check = checker(max_new_tokens=4)
@@ -104,18 +96,6 @@ def test_an_end_at_the_very_last_token_is_an_end(stop):
     check = checker(stop, max_new_tokens=4)
     assert check.push(tokens) == "stop"
     assert (check.token_ids, check.text) == (tokens, "abc")
-
-
-@pytest.mark.parametrize("step", [1, 2, 5, 100])
-def test_a_stop_string_is_found_across_token_borders(step):
-    """However the tokens arrive, in ones or as an accepted path."""
-    tokens = byte_ids("first\n\n### second")
-    check = checker(("\n\n###",))
-    for start in range(0, len(tokens), step):
-        if check.push(tokens[start : start + step]):
-            break
-    assert (check.finish_reason, check.text) == ("stop", "first")
-    assert check.token_ids == tokens[: len("first\n\n###")]
 
 
 def test_special_tokens_are_absent_from_text_and_transparent_to_stop_strings():
@@ -178,16 +158,6 @@ def test_a_loop_ends_the_output_at_the_token_that_makes_it_one(period, tokens_ne
     check = loop_checker()
     assert check.push([5, 7, *loop]) == (tokens_needed and "repetition")
     assert len(check.token_ids) == 2 + (tokens_needed or len(loop))
-
-
-def test_the_text_keeps_the_loop():
-    """Whoever reads the summary sees why it ended."""
-    check = loop_checker()
-    tokens = byte_ids("They met. " + "no " * 50)
-    assert check.push(tokens) == "repetition"
-    assert check.token_ids == tokens[: len(check.token_ids)]
-    assert check.text == LETTERS.decode(check.token_ids)
-    assert check.text.startswith("They met. no no ")
 
 
 def test_an_end_that_says_more_comes_before_a_loop_and_a_loop_before_the_length():
@@ -260,14 +230,3 @@ def test_stopping_takes_linear_time(text):
     check.push(tokens)
     assert tokenizer.num_decoded < 40 * len(tokens)
     assert check.text == text * 400
-
-
-def test_without_stop_strings_text_is_decoded_once():
-    """Nothing needs it earlier."""
-    tokenizer = CountingTokenizer(LETTERS)
-    check = StopChecker(tokenizer, frozenset(), (), 10**6)
-    for token in (tokens := ids("the end of the report")):
-        check.push([token])
-    assert tokenizer.num_decoded == 0
-    assert check.text == "the end of the report"
-    assert tokenizer.num_decoded == len(tokens)

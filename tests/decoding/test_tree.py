@@ -62,14 +62,10 @@ class TableDraft:
         return torch.stack([self.tables[b](path) for path in paths])
 
 
-def grow(
-    tables: list[Table], options: TreeOptions, *, adaptive: bool = True, vocabulary: Tensor | None = None
-) -> tuple[DraftTrees, TableDraft]:
+def grow(tables: list[Table], options: TreeOptions, *, adaptive: bool = True) -> tuple[DraftTrees, TableDraft]:
     draft = TableDraft(tables)
     roots = torch.arange(len(tables)) + 100
-    trees = grow_trees(
-        roots, draft.root_logits(), draft.expand, options, adaptive=adaptive, vocabulary=vocabulary
-    )  # fmt: skip
+    trees = grow_trees(roots, draft.root_logits(), draft.expand, options, adaptive=adaptive)
     return trees, draft
 
 

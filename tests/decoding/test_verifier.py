@@ -26,25 +26,6 @@ def follow(token_ids: list[int], parents: list[int], chosen: list[int]) -> tuple
     return path, chosen[path[-1]]
 
 
-def verified(token_ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], int]:
-    """The same of a batch of this tree alone."""
-    verdict = verify(*(torch.tensor([row]) for row in (token_ids, parents, chosen)), len(parents))
-    [decided] = verdict.decided()
-    path = verdict.paths[0, : len(decided)].tolist()
-    assert decided[:-1] == [token_ids[node] for node in path[1:]], "accepted tokens are draft tokens"
-    return path, decided[-1]
-
-
-def test_nothing_accepted_gives_the_targets_own_token():
-    """A useless draft still yields one token a step."""
-    assert verified(TOKEN_IDS, PARENTS, [3, 7, 7, 7, 7, 7]) == ([0], 3)
-
-
-def test_a_token_that_stands_under_another_parent_is_not_accepted():
-    """9 follows 7 and 8 in this tree; the target's 9 after the root is neither."""
-    assert verified(TOKEN_IDS, PARENTS, [9, 9, 9, 9, 9, 9]) == ([0], 9)
-
-
 @st.composite
 def batches(draw) -> tuple[list[list[tuple[int, int, int]]], int]:
     """Trees of (parent, token id, chosen token id), no edge twice; and the number of nodes they are padded to."""

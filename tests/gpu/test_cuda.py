@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from specextend.attention.backends import attend_cuda, attend_reference
-from specextend.attention.layer_reference import rotate_heads_reference
 from specextend.attention.plan import KeySpan
 from specextend.attention.tree_reference import attend_tree_reference
 from specextend.decoding.sampling import gumbel_noise
 from tests.attention.calls import tree_call
-from tests.attention.layer_calls import HEADS, assert_are_their_twins, rotate_call
+from tests.attention.layer_calls import HEADS, assert_are_their_twins
 from tests.covering import covering
 
 pytestmark = pytest.mark.gpu
@@ -60,25 +59,6 @@ def test_the_triton_kernel_equals_its_twin_on_cuda(head_dim, heads, num_queries,
     torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-4)
 
 
-def test_a_captured_graph_of_the_triton_kernel_follows_the_lengths():
-    """It reads them from the device, so one capture serves a sequence while it grows."""
-    kernel = pytest.importorskip("specextend.attention.tree_kernel", exc_type=ImportError)
-    call = [
-        argument.cuda() if isinstance(argument, torch.Tensor) else argument
-        for argument in tree_call(128, (32, 8), 17, [300, 900], "tree", torch.bfloat16)
-    ]
-    kernel.attend_tree(*call, 16)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = kernel.attend_tree(*call, 16)
-    for shorter in (0, 1, 250):
-        call[4] -= shorter
-        graph.replay()
-        expected_out, expected_lse = attend_tree_reference(*call)
-        torch.testing.assert_close(out, expected_out, atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-4)
-
-
 LAYER_CALLS = covering(
     [1, 51, 2048],
     [192, 4096, 16384],
@@ -94,23 +74,6 @@ def test_the_kernels_of_a_layer_equal_their_twins_on_cuda(num_rows, size, heads,
     """On a CPU they were only interpreted, without bfloat16."""
     kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
     assert_are_their_twins(kernels.TRITON, num_rows, size, heads, head_dim, norms, dtype=dtype, device="cuda")
-
-
-def test_a_captured_graph_of_the_rotation_follows_the_rows():
-    """It writes where the device says, so one capture serves sequences wherever they are and while they grow."""
-    kernels = pytest.importorskip("specextend.attention.layer_kernels", exc_type=ImportError)
-    call, cache = rotate_call(51, (32, 8), 128, norms=False, dtype=torch.bfloat16, device="cuda")
-    kernels.rotate_heads(*call)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernels.rotate_heads(*call)
-    for shift in (0, 1, 40):
-        cache.fill_(0)
-        call[-1].copy_((call[-1] + shift) % cache.shape[2])
-        graph.replay()
-        expected = torch.zeros_like(cache)
-        rotate_heads_reference(*call[:4], *expected, call[-1])
-        torch.testing.assert_close(cache, expected, atol=3e-2, rtol=3e-2)
 
 
 def test_noise_is_the_same_on_every_device():
