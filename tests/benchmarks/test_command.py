@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,15 +74,6 @@ def test_variants_and_peers_are_measured_on_the_same_documents(tiny, tmp_path, m
     assert main([str(path), "--draw", str(tmp_path / "drawing.svg")]) == 0
     assert capsys.readouterr().out.startswith(measured)
     assert (tmp_path / "drawing.svg").read_bytes().startswith(b"<?xml")
-
-
-def test_the_job_measures_what_it_is_given(tiny, tmp_path):
-    """From any folder: benchmarks are not installed with the package."""
-    command = [sys.executable, "jobs/bench.py", tiny, "--only", "plain", "--set", "tables=[throughput]"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("| documents an hour | 1K (n=2) |")
-    assert "loading specextend" not in done.stderr
 
 
 def test_documents_run_in_batches(tiny, tmp_path):

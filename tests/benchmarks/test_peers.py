@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.peers import LOOKUP, LlamaCpp, Transformers, write_gguf
-from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, random_prompt, tiny_config, tiny_model
+from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, random_prompt, tiny_model
 
 SERVED = {
     "llama": FAMILIES["llama"],
@@ -72,33 +72,6 @@ def test_llama_cpp_stops_at_every_eos(place, tmp_path):
     others = [token_id for token_id in range(120) if token_id not in whole][:2]
     eos = (*others[:place], last, *others[place:])
     assert llama_cpp(model, tmp_path, eos).generate(prompt, 24).token_ids == whole[: whole.index(last) + 1]
-
-
-def test_the_target_is_loaded_in_its_own_dtype(pairs, tmp_path, monkeypatch, capfd):
-    """Without a line of llama.cpp's log, and without a file left behind."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    config = tiny_config(pairs("llama"))
-    config = config.model_copy(update={"target": replace(config.target, dtype="bfloat16")})
-    capfd.readouterr()  # what was written before
-    assert 1 <= len(LlamaCpp.load(config).generate(random_prompt(40), 8).token_ids) <= 8
-    assert not [*tmp_path.iterdir()]
-    assert capfd.readouterr() == ("", "")
-
-
-def test_where_llama_cpp_cannot_run_it_says_why(pairs, monkeypatch):
-    """In one line, before the weights are written."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'specextend\[bench\]'"):
-        LlamaCpp.load(tiny_config(pairs("llama")))
-
-
-def test_a_model_that_llama_cpp_refuses_ends_in_one_line(tmp_path):
-    """Qwen2 whose heads are wider than its layers, as this project's own tests have them, does not exist there."""
-    with pytest.raises(ValueError, match=r"llama\.cpp cannot load this target"):
-        llama_cpp(tiny_model(FAMILIES["qwen2-tied"], seed=0), tmp_path)
-    rope = FAMILIES["mistral-yarn"].rope | {"beta_fast": 16.0}
-    with pytest.raises(ValueError, match="beta_fast"):
-        write_gguf(tiny_model(replace(FAMILIES["mistral-yarn"], rope=rope), seed=0), (2,), tmp_path / "tiny.gguf")
 
 
 @pytest.fixture

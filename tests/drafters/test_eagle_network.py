@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -133,19 +131,6 @@ def test_the_head_equals_its_twin_whatever_the_prefill_chunk(length, chunk, pair
     case.drafter.select(0, torch.arange(length))
     case.absorb([0], [length], [length + 1])
     case.assert_tree_is_the_twins(0, list(range(length)))
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@torch.inference_mode()
-def test_rounds_of_absorbing_equal_a_fresh_run(pair, draft):
-    """After accepted paths of several lengths the cache holds what a run from the start would compute."""
-    case = Case(pair, 100, draft)
-    case.prefill(0, 40, 16)
-    case.drafter.select(0, torch.arange(40))
-    ends = [40, 41, 45, 46, 50]
-    for first, last in itertools.pairwise(ends):
-        case.absorb([0], [first], [last])
-        case.assert_tree_is_the_twins(0, list(range(last - 1)))
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

@@ -17,7 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specextend.attention.backends import attend_reference
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees
 from specextend.drafters.causal import CausalDrafter
@@ -26,7 +25,7 @@ from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
 from tests.covering import covering
 from tests.drafters.twin_case import OPTIONS, TwinCase
-from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS, write_eagle3
+from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS
 from tests.tiny_models import (
     FAMILIES,
     engine_with,
@@ -189,40 +188,6 @@ def test_rounds_and_selections_equal_a_fresh_run(variant, pair):
     for first, last in itertools.pairwise([40, 41, 45, 46]):
         case.absorb([0], [first], [last])
         case.assert_tree_is_the_twins(0, [*(slot for slot in chosen if slot < 39), *range(39, last - 1)])
-
-
-def deep_target(num_layers: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=120, hidden_size=48, intermediate_size=64, num_hidden_layers=num_layers, num_attention_heads=4
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-@torch.inference_mode()
-def test_the_usual_layers_are_those_that_the_formats_authors_take(tmp_path):
-    """What enters layers 2, n / 2 and n - 3, as transformers counts hidden states: one off, and nothing is guessed."""
-    model = deep_target(9)
-    head = read_head(write_eagle3_without_layers(tmp_path, model))
-    expected = model(torch.arange(20)[None], output_hidden_states=True).hidden_states
-    model.set_attn_implementation(IMPLEMENTATION)
-    target = CachedModel(model, attend_reference, 256)
-    plan = AttentionPlan([0], [20], 20)
-    layers = head.hidden_layers(9)
-    hooks = [len(layer._forward_hooks) for layer in model.model.layers]  # transformers leaves some
-    hidden, features = target.forward_with_features(torch.arange(20)[None], torch.arange(20)[None], plan, layers)
-    torch.testing.assert_close(features, torch.cat([expected[2], expected[4], expected[6]], -1))
-    torch.testing.assert_close(hidden, expected[-1])
-    assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks, "nothing outlives a forward"
-
-
-def write_eagle3_without_layers(folder: Path, model: LlamaForCausalLM) -> str:
-    """As most published heads are: the layers are not named."""
-    write_eagle3(folder, model)
-    config = json.loads((folder / "config.json").read_text())
-    del config["eagle_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 class Clairvoyant:

@@ -16,7 +16,6 @@ from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.draft_cache import DraftCache
 from specextend.drafters.small_lm import ModelNetwork, shared_vocabulary
 from specextend.models import load_causal_lm
-from tests.alive import alive
 from tests.covering import covering
 from tests.tiny_models import EOS_TOKEN_ID, NUM_CUT, VOCABULARY, load_reference, random_prompt
 
@@ -95,17 +94,6 @@ def test_a_selected_view_is_a_fresh_run_of_the_visible_tokens(pair):
     chosen = [*range(8), *range(100, 108), *range(190, 200)]
     drafter.select(0, torch.tensor(chosen))
     assert_visible(network.cache, *banded_run(pair, [prompt[position] for position in chosen], 1))
-
-
-@torch.inference_mode()
-def test_nothing_of_a_row_survives_its_release(pair):
-    """A second prompt in the same rows drafts what it drafts in fresh ones."""
-    network = network_of(pair, 32)
-    drafter = CausalDrafter(network, OPTIONS, "hybrid", None, num_slots=1)
-    before = alive()
-    first, _, second = (drafted(drafter, random_prompt(length)) for length in (20, 150, 20))
-    assert first == second
-    assert alive() == before
 
 
 @pytest.mark.parametrize(("draft", "num_rows"), [("cut", VOCABULARY - NUM_CUT), ("bad", VOCABULARY + 8)])

@@ -7,25 +7,20 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from specextend.model_files import HubUnreachableError, ModelError, identify
+from specextend.model_files import ModelError, identify
 from specextend.models import (
     ARCHITECTURES,
     TargetOptions,
     check_model,
     load_target,
     load_tokenizer,
-    num_parameters,
     read_facts,
-    resolve_device,
 )
 
 LLAMA3 = {
@@ -60,12 +55,6 @@ def test_each_served_architecture_loads_and_computes(write_model, model_type, ti
     assert not model.training
     assert not any(weight.requires_grad for weight in model.parameters())
     assert model(torch.tensor([[1, 5, 9]])).logits.shape == (1, 3, 64)
-
-
-def test_the_attention_implementation_is_the_one_that_was_asked_for(write_model):
-    """The engine's attention enters transformers by this name; another one would ignore the draft tree."""
-    options = TargetOptions(model=str(write_model()), device="cpu")
-    assert load_target(options, "eager").config._attn_implementation == "eager"
 
 
 def test_facts_are_read_without_weights(write_model):
@@ -109,14 +98,6 @@ def test_an_unknown_architecture_is_refused_by_name(write_model, edit_json):
     folder = write_model()
     edit_json(folder / "config.json", model_type="gpt2")
     assert "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3" in refusal(folder)
-
-
-def test_a_model_with_code_of_its_own_is_refused_and_the_code_not_run(write_model, edit_json):
-    """`trust_remote_code` stays off: a model is data."""
-    folder = write_model()
-    (folder / "modeling.py").write_text("raise SystemExit('ran')")
-    edit_json(folder / "config.json", model_type="own", auto_map={"AutoModelForCausalLM": "modeling.Own"})
-    assert "is of type 'own'" in refusal(folder)
 
 
 def test_quantized_weights_are_refused(write_model, edit_json):
@@ -187,65 +168,10 @@ def test_the_conversion_that_a_refusal_gives_works(write_model, names):
     assert load(folder).lm_head.weight.equal(weights["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda weights, file: file.write_bytes(pickle.dumps(weights))])
-def test_a_pickle_under_the_name_of_safetensors_is_refused_as_one(write_model, save):
-    """Some tools save what they have under the name they were given."""
-    file = write_model() / "model.safetensors"
-    save({"weight": torch.zeros(8)}, file)
-    assert "model.safetensors is a pickle, which can run code and is refused" in refusal(file.parent, check_model)
-
-
-def test_a_weight_file_cut_short_is_refused_before_loading(write_model):
-    """A copy that was interrupted; torch would say so after minutes, or not at all."""
-    file = write_model() / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="is cut short"):
-        check_model(str(file.parent))
-
-
-def test_a_folder_without_a_config_is_refused(tmp_path):
-    """The commonest slip: the folder above the model's."""
-    assert "has no config.json" in refusal(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "nowhere.gguf"])
 def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name):
     """A typing error in a path must not become a request for a repository of that name."""
     assert "does not exist" in refusal(name)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A Hub that answers every request with the status in the list."""
-    status: list[int] = []
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status[0])
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            """Nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield status
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize(("status", "is_away"), [(500, True), (503, True), (429, True), (404, False), (401, False)])
-def test_a_hub_with_a_fault_of_its_own_is_told_from_a_model_that_is_not_there(hub, status: int, is_away: bool):
-    """The one may answer tomorrow; of the other the user must hear."""
-    hub.append(status)
-    with pytest.raises(ModelError, match="the Hub") as refused:
-        read_facts("nobody/no-such-model")
-    assert isinstance(refused.value, HubUnreachableError) == is_away
-    assert str(refused.value).endswith("run again") == is_away
 
 
 def test_a_model_without_a_tokenizer_is_refused(write_model):
@@ -283,17 +209,6 @@ def test_target_options_are_checked_where_they_are_made(values, message):
         TargetOptions(**values)
 
 
-def test_devices_resolve_to_what_is_there():
-    """`auto` must work on a laptop and on a GPU node; asking for a missing GPU must say so."""
-    assert resolve_device("cpu") == torch.device("cpu")
-    if torch.cuda.is_available():
-        assert resolve_device("auto").type == "cuda"
-    else:
-        assert resolve_device("auto").type == "cpu"
-        with pytest.raises(ModelError, match="sees no GPU"):
-            resolve_device("cuda:0")
-
-
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -319,14 +234,6 @@ def test_a_broken_config_is_refused_in_one_line(write_model, name, key, value):
     file = write_model() / name
     file.write_text(f"{file.read_text().rstrip().removesuffix('}')}, {json.dumps(key)}: {value}}}")
     assert str(file.parent) in refusal(file.parent, check_model)
-
-
-def test_the_attention_that_a_config_asks_for_does_not_count(write_model, edit_json):
-    """Ours is set by the engine; a package that only the author of the config had is not asked for."""
-    folder = write_model()
-    edit_json(folder / "config.json", attn_implementation="flash_attention_2")
-    assert check_model(str(folder)).num_layers == 2
-    assert num_parameters(str(folder)) > 0
 
 
 def write_index(folder, name) -> None:

@@ -101,13 +101,6 @@ def test_other_special_tokens_are_refused(write_model, edit_json):
     assert refusal(target, model_draft(draft)).endswith("eos_token_id is 1, the target's is 2")
 
 
-def test_a_draft_that_cannot_be_served_is_refused_like_a_target(write_model, edit_json):
-    """Its cache turns keys back and forth; a RoPE that depends on the length cannot be turned back."""
-    target, draft = write_model("target"), write_model("draft")
-    edit_json(draft / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    assert "draft has RoPE type 'dynamic'" in refusal(target, model_draft(draft))
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

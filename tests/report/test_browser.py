@@ -30,10 +30,6 @@ DRAWN = """all => all.filter(e => {
     const shapes = [...e.querySelectorAll('svg path')].filter(path => path.getBBox().width > 0);
     return box.width > 200 && box.height > 50 && shapes.length > 3 && e.querySelectorAll('svg text').length > 3;
 }).map(e => e.dataset.plot)"""
-COLORS = """() => {
-    const text = document.querySelector('figure svg text'), style = getComputedStyle(text);
-    return [getComputedStyle(document.documentElement).backgroundColor, style.fill, style.fontFamily];
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -98,24 +94,3 @@ def test_markup_in_an_id_is_shown_and_does_nothing(visit: Visit):
 def test_no_line_is_wider_than_the_window(visit: Visit):
     """On a telephone a page that moves sideways is not read; wide tables scroll by themselves."""
     assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_text_in_plots_can_be_read_on_the_background(visit: Visit):
-    """By day dark on white, by night the other way; in the page's font."""
-    background, text, font = visit.page.evaluate(COLORS)
-    brightness = {
-        name: sum(map(int, color[4:-1].split(", "))) / 3 for name, color in (("page", background), ("text", text))
-    }
-    assert abs(brightness["page"] - brightness["text"]) > 90
-    assert (brightness["page"] < 60) == visit.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
-    assert font.startswith("system-ui")
-
-
-def test_the_page_prints_on_white(browser: Any, written: Path, tmp_path: Path):
-    """Also for a reader whose screen is dark; a black page costs a cartridge."""
-    visit = Visit(browser, written, "night")
-    visit.page.emulate_media(media="print")
-    assert visit.page.evaluate(COLORS)[0] == "rgb(255, 255, 255)"
-    visit.page.pdf(path=tmp_path / "report.pdf", format="A4", print_background=True)
-    assert 1 <= (tmp_path / "report.pdf").read_bytes().count(b"/Type /Page\n") <= 8
-    visit.page.context.close()

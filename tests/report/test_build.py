@@ -61,23 +61,6 @@ def test_a_run_without_speculation_has_no_acceptance(tmp_path: Path):
     assert set(report["time"]["shares"].values()) == {None}
 
 
-def test_the_job_writes_the_files_and_prints_the_tables(run: str, capsys: pytest.CaptureFixture[str]):
-    """JSON for programs, HTML for people; all three say the same."""
-    assert main([run]) == 0
-    printed = capsys.readouterr().out
-    assert {file.name for file in Path(run).iterdir()} == {"_run", "report.json", "report.html"}
-    report = json.loads(Path(run, "report.json").read_text())
-    page = Path(run, "report.html").read_text()
-    for said in (
-        f"{report['acceptance']['mean_acceptance_length']:.2f}",
-        f"{report['tokens']['prompt']:,}",
-        "PromptTooLong",
-        "1 document failed",
-    ):
-        assert said in printed
-        assert said in page
-
-
 def test_the_end_of_a_run_is_shown_in_few_lines(report: dict[str, Any]):
     """Twelve tables had scrolled away what everybody asks first: how many failed, and why."""
     text = render_outcome(report, width=200)
@@ -118,14 +101,6 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, capsys: pytest.Capt
     assert main([str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "part-00000.parquet is damaged" in line
-
-
-def test_a_part_without_keys_is_named(run: str):
-    """Not a traceback about a column, which says nothing to anyone."""
-    [path] = Path(run, "_run", "parts").glob("*.parquet")
-    pq.write_table(pa.table({"file": [0], "error_class": ["x"]}), path)
-    with pytest.raises(ValueError, match=rf"{path.name} is damaged \(.+\); delete it"):
-        build_report(run)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"[" * 100_000], ids=range(4))

@@ -62,18 +62,3 @@ def test_figures_stand_side_by_side(pair: tuple[str, str], capsys: pytest.Captur
     assert "Done only here: 1 document." in printed
     assert "decoding.max_new_tokens" in printed
     assert (sorted(Path(here).rglob("*")), sorted(Path(there).rglob("*"))) == before
-
-
-def test_a_run_equals_itself(made_up: Path):
-    """No figure, no text and no value differs."""
-    same = compare(str(made_up), str(made_up))
-    assert (same["texts"]["common"], same["texts"]["differing"]) == (same["figures"]["rows done"][0], 0)
-    assert same["configuration"] == {}
-    assert all(here == there for here, there in same["figures"].values())
-
-
-def test_a_folder_without_a_run_is_refused_in_one_line(pair: tuple[str, str], tmp_path: Path, capsys):
-    """Whichever of the two it is."""
-    assert main([pair[0], "--against", str(tmp_path / "nothing")]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "holds no run" in line

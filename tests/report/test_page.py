@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from specextend.core import DocumentKey
-from specextend.data.parts import PartWriter
 from specextend.data.run_folder import time_text
-from specextend.data.schema import error_row
-from specextend.data.storage import resolve
-from specextend.report import write_report
 from specextend.report.page import TILES, to_html
 from specextend.report.sections import sections
 from tests.report.made_up import FIRST, HOSTILE, NIGHT_S, SECOND
@@ -98,12 +93,6 @@ def test_an_id_with_markup_is_text(page: Page):
     assert "<b>Bad</b>" in page.text
 
 
-def test_ids_of_svg_elements_are_unique(page: Page):
-    """A clip path of one plot must not cut another."""
-    ids = [values["id"] for _, values in page.elements if "id" in values]
-    assert len(ids) == len(set(ids))
-
-
 def test_colours_follow_the_reader(report: dict[str, Any]):
     """A colour that matplotlib wrote would vanish on one of the two backgrounds."""
     html = to_html(report)
@@ -129,20 +118,6 @@ def test_the_page_says_how_the_run_stands(report: dict[str, Any], code: int | No
     last = report["starts"][-1] | {"exit_code": code, "last_sign": sign}
     page = Page(to_html(report | {"as_of": time_text(NIGHT_S), "starts": [last]}))
     assert said in page.text.split("Documents done")[0]
-
-
-def failed_run(folder: Path) -> str:
-    row = error_row(DocumentKey(0, 0), "d", error_class="X", message="m", stage="read", retryable=True, attempts=1)
-    PartWriter(resolve(str(folder)), FIRST).commit([row])
-    return str(folder)
-
-
-def test_a_run_that_did_nothing_but_fail_has_a_page(tmp_path: Path):
-    """It is the run whose page is opened first."""
-    write_report(failed_run(tmp_path))
-    page = Page((tmp_path / "report.html").read_text())
-    assert "could not be made" not in page.text
-    assert "1 document failed" in page.text
 
 
 def test_a_fault_of_the_page_costs_the_page_alone(tmp_path: Path, report: dict[str, Any]):

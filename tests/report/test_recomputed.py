@@ -218,14 +218,6 @@ def test_the_time_line_holds_every_document(rows, report):
         assert ends == [pytest.approx(ended - begin, abs=1e-5) for (ended,) in wanted]
 
 
-def test_the_slowest_documents_and_the_errors(rows, report):
-    """Named, so that somebody can look at them."""
-    slowest = rows.execute("select doc_id, total_s from done order by total_s desc, doc_id limit 10").fetchall()
-    assert [(document["doc_id"], document["total_s"]) for document in report["slowest"]] == slowest
-    errors = rows.execute("select error_class, stage, count(*) from results where not done group by all").fetchall()
-    assert {(each["error_class"], each["stage"], each["rows"]) for each in report["errors"]} == set(errors)
-
-
 def test_a_report_is_json_with_a_version(report):
     """Programs that read it must be able to tell what they read."""
     assert report["schema_version"] == 1
