@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +15,9 @@ import torch
 from benchmarks import gpu_check
 from benchmarks.gpu_check import (
     LAYERS,
-    SKIPPED,
     AttentionCall,
-    Setting,
     compare_call,
     compare_layer,
-    supervise,
 )
 from specextend.attention.backends import attend_reference
 from specextend.attention.layer_reference import REFERENCE
@@ -43,41 +38,6 @@ ABSENT = (
 )
 """What a machine may lack that has torch, transformers and pydantic."""
 CPU = torch.device("cpu")
-
-
-def setting(seconds: float = 60) -> Setting:
-    return Setting(device=CPU, tiny=True, ends_at=time.monotonic() + seconds)
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "reason"),
-    [
-        ("pass", "ok", ""),
-        ("raise SystemExit('an illegal memory access')", "failed", "an illegal memory access"),
-        ("import os; os.kill(os.getpid(), 9)", "failed", "it ended with signal 9"),
-        (f"print('no GPU'); raise SystemExit({SKIPPED})", "skipped", "no GPU"),
-    ],
-)
-def test_a_stage_is_recorded_however_it_ends(code, status, reason):
-    """A fault on a GPU takes the whole process with it; the stages behind it still run."""
-    ended = supervise([sys.executable, "-c", code], 60)
-    assert ended["status"] == status
-    assert reason in ended["reason"]
-
-
-def test_a_stage_that_hangs_is_ended():
-    """One kernel that never returns must not cost the figures of all others."""
-    ended = supervise([sys.executable, "-c", "import time; time.sleep(600)"], 0.3)
-    assert (ended["status"], ended["reason"]) == ("failed", "it exceeded its limit of 0.3 s")
-
-
-def test_a_check_in_which_nothing_ran_has_failed(tmp_path):
-    """With a Python that has no torch there is nothing to run; an exit code of 0 would look like a proof."""
-    venv.create(tmp_path / "bare", symlinks=True, with_pip=False)
-    environment = os.environ | {"PYTHON": str(tmp_path / "bare" / "bin" / "python"), "OUT": str(tmp_path / "out")}
-    done = subprocess.run(["scripts/gpu_check.sh"], cwd=ROOT, env=environment, capture_output=True, check=False)
-    assert done.returncode == 1
-    assert b"No module named 'torch'" in done.stderr
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.command import read_result
 from benchmarks.tables import to_markdown
 
 
@@ -87,20 +86,3 @@ def test_a_table_that_a_result_does_not_have_is_refused(name, message, result):
     """In words, with what there is."""
     with pytest.raises(ValueError, match=message):
         to_markdown(result, name)
-
-
-def test_the_conditions_name_machine_and_versions(result):
-    """A figure without them says nothing."""
-    assert to_markdown(result, "conditions") == (
-        "T-135M in bfloat16 on A|Processor (cpu family 25, model 17), 2 threads, 2026-11-22; at most 11 new tokens, "
-        "greedy, one document at a time; python 3.11, commit 0123456789ab.\n"
-    )
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3, "benchmark": {}}'])
-def test_a_file_that_is_no_result_is_refused(text, tmp_path):
-    """A name that was mistyped, or a file that was cut."""
-    path = tmp_path / "result.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="is no result of a benchmark"):
-        read_result(path)

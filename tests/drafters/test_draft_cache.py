@@ -10,7 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from specextend.decoding.cache import KVCache
 from specextend.drafters.draft_cache import DraftCache
 
-CPU = torch.device("cpu")
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -50,14 +49,6 @@ def turned_by_the_model(embedding: LlamaRotaryEmbedding, keys: torch.Tensor, pos
     return apply_rotary_pos_emb(heads_first, heads_first, cos, sin)[1].transpose(1, 2)
 
 
-def draft_cache(dtype: torch.dtype = torch.float32, name: str = "default") -> DraftCache:
-    return DraftCache(KVCache(2, 1024, 2, 32, dtype, CPU), 2048, rotary(name).inv_freq)
-
-
-def random_keys(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(2, count, 2, 32, generator=torch.Generator().manual_seed(count)).to(dtype)
-
-
 def working_rows(cache: DraftCache, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = slice(cache.start(row), cache.start(row) + cache.visible(row))
     return cache.working.keys[:, :, rows].transpose(1, 2), cache.working.values[:, :, rows].transpose(1, 2)
@@ -75,8 +66,10 @@ def test_keys_come_back_as_a_fresh_run_at_their_slots_would_make_them(name):
 
     yarn scales keys once; a second scaling in the gather would sharpen every score by its square.
     """
-    embedding, cache = rotary(name), draft_cache(name=name)
-    bare, values = random_keys(100), random_keys(100) + 1
+    embedding = rotary(name)
+    cache = DraftCache(KVCache(2, 1024, 2, 32, torch.float32, torch.device("cpu")), 2048, embedding.inv_freq)
+    bare = torch.randn(2, 100, 2, 32, generator=torch.Generator().manual_seed(100))
+    values = bare + 1
     positions = torch.arange(16_000, 16_100)
     assert cache.admit(0, 200, 300)
     put_into_working(cache, 0, 0, turned_by_the_model(embedding, bare, positions), values)

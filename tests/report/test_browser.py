@@ -1,4 +1,4 @@
-"""The page in a real browser: on a screen, a telephone and paper, by day and by night, with the network watched."""
+"""The page in a real browser: on a screen and on a telephone, with the network watched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ pytestmark = [
 PLOTS = {"acceptance_by_depth", "acceptance_by_bucket", "time_by_bucket", f"timeline_{FIRST}", f"timeline_{SECOND}"}
 VISITS: dict[str, dict[str, Any]] = {
     "screen": {"viewport": {"width": 1280, "height": 900}},
-    "night": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
     "telephone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
 }
 DRAWN = """all => all.filter(e => {
@@ -72,15 +71,12 @@ def visit(browser: Any, written: Path, request: pytest.FixtureRequest) -> Iterat
     opened.page.context.close()
 
 
-def test_the_page_asks_for_nothing_and_complains_of_nothing(visit: Visit, written: Path):
-    """Not even for a font: the page may lie where there is no network, or where nobody must learn that it is read."""
+def test_the_page_is_drawn_and_asks_for_nothing(visit: Visit, written: Path):
+    """Not even for a font: the page may lie where there is no network. On a telephone wide tables scroll alone."""
     assert visit.requests == [written.as_uri()]
     assert visit.complaints == []
-
-
-def test_every_plot_is_drawn(visit: Visit):
-    """As the browser sees it, not as we wrote it."""
     assert set(visit.page.eval_on_selector_all("figure[data-plot]", DRAWN)) == PLOTS
+    assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_markup_in_an_id_is_shown_and_does_nothing(visit: Visit):
@@ -89,8 +85,3 @@ def test_markup_in_an_id_is_shown_and_does_nothing(visit: Visit):
     assert visit.page.locator("img, script, iframe, b").count() == 0
     assert visit.page.get_by_text(HOSTILE).first.is_visible()
     assert visit.page.get_by_text("<b>Bad</b>", exact=True).is_visible()
-
-
-def test_no_line_is_wider_than_the_window(visit: Visit):
-    """On a telephone a page that moves sideways is not read; wide tables scroll by themselves."""
-    assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

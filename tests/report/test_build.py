@@ -17,7 +17,7 @@ from specextend.cli.report import main
 from specextend.data.parts import PartWriter
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import resolve
-from specextend.report import build_report, render, render_outcome, write_report
+from specextend.report import build_report, render_outcome, write_report
 from specextend.report.sections import Section, to_text
 from specextend.stats import DecodingStats
 from tests.report.made_up import FIRST, NIGHT_S, config_of, done_row, failed_row, rows_of_worker, write_manifest_file
@@ -130,15 +130,6 @@ def test_report_json_is_json_whatever_the_rows_hold(tmp_path: Path):
     assert report["time"]["shares"]["verify"] == 0, "an infinite time is none"
     assert report["starts"][0]["run_id"] == "\ud800"
     assert report["errors"][0]["example_message"] == "half \u2028 \x1b \x00"
-
-
-def test_long_ids_and_messages_are_cut_in_tables_and_whole_in_json(tmp_path: Path):
-    """A row whose id is its text would fill the screen."""
-    report = build_report(commit(tmp_path / "run", [failed_row(0, doc_id="d" * 5_000) | {"message": "m" * 5_000}]))
-    assert len(report["errors"][0]["example_doc_id"]) == 5_000
-    shown = render(report, width=1_000)
-    assert f" {'d' * 199}… " in shown
-    assert f" {'m' * 199}… " in shown
 
 
 def test_a_table_on_a_terminal_shows_codes_and_no_markup():

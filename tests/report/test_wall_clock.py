@@ -75,8 +75,8 @@ def test_a_worker_that_was_never_recorded_counts_what_its_rows_say(tmp_path: Pat
     assert (worker["worker"], worker["seat"], worker["documents"]) == ("host:1", None, 5)
 
 
-@pytest.mark.parametrize("value", [7, "x", [7, {"worker": 1}, {"worker": "w", "seat": 1, "asked": "noon"}]])
-@pytest.mark.parametrize("name", ["workers", "job", "report", "took_over", "seen", "begin"])
+@pytest.mark.parametrize("value", ["x", [7, {"worker": 1}, {"worker": "w", "seat": 1, "asked": "noon"}]])
+@pytest.mark.parametrize("name", ["workers", "job", "begin"])
 def test_a_record_that_holds_nonsense_spoils_no_report(tmp_path: Path, name: str, value: object):
     """Somebody edited it, or a later version wrote it."""
     run = one_worker(tmp_path)

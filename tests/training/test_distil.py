@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,20 +55,6 @@ def test_the_loss_falls(drafts, kind):
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
     assert len(losses) >= 4
     assert losses[-1] < 0.95 * losses[0]
-
-
-def test_a_training_goes_on_with_the_recordings_it_has(workshop, drafts, tmp_path):
-    """Recordings are most of the work: those that are there are not made again."""
-    folder = tmp_path / "eagle"
-    shutil.copytree(drafts["eagle"], folder)
-    recordings = sorted((folder / "work" / "recordings").iterdir())
-    before = {path: path.stat().st_mtime_ns for path in recordings[1:]}
-    expected = recordings[0].read_bytes(), weights_of(folder)
-    recordings[0].unlink()
-    (folder / "work" / "checkpoint.safetensors").unlink()
-    workshop.train(folder, "eagle")
-    assert {path: path.stat().st_mtime_ns for path in recordings[1:]} == before
-    assert (recordings[0].read_bytes(), weights_of(folder)) == expected
 
 
 def test_an_interruption_changes_nothing(workshop, drafts, tmp_path):
