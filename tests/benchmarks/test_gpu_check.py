@@ -13,12 +13,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import (
-    LAYERS,
-    AttentionCall,
-    compare_call,
-    compare_layer,
-)
+from benchmarks.gpu_check import LAYERS, AttentionCall, compare_call, compare_layer
 from specextend.attention.backends import attend_reference
 from specextend.attention.layer_reference import REFERENCE
 

@@ -21,12 +21,7 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
     },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512},
 }
 
 

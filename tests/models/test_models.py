@@ -14,14 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from specextend.model_files import ModelError, identify
-from specextend.models import (
-    ARCHITECTURES,
-    TargetOptions,
-    check_model,
-    load_target,
-    load_tokenizer,
-    read_facts,
-)
+from specextend.models import ARCHITECTURES, TargetOptions, check_model, load_target, load_tokenizer, read_facts
 
 LLAMA3 = {
     "rope_type": "llama3",

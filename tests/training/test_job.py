@@ -45,10 +45,7 @@ def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capf
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            ["--min-tokens", "900", "--max-tokens", "900"],
-            "at least two texts must have the 900 tokens that",
-        ),
+        (["--min-tokens", "900", "--max-tokens", "900"], "at least two texts must have the 900 tokens that"),
         (["--start-from", "nowhere"], "EAGLE draft nowhere has no config.json"),
         (["--passes", "0"], "passes must be 1 or more"),
         (["--set", "prompt.max_prompt_tokens=1"], "the prompt does not fit the target"),
