@@ -61,18 +61,6 @@ def test_the_first_token_is_in_no_decoding_time(tmp_path):
     assert 0 < many.decode_s < many.total_s
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_llama_cpp_stops_at_every_eos(place, tmp_path):
-    """Some models have three; the EOS itself is part of the output, as everywhere."""
-    model = tiny_model(FAMILIES["llama"], seed=0)
-    prompt = random_prompt(40)
-    whole = Transformers(model, ()).generate(prompt, 24).token_ids
-    last = next(token_id for token_id in whole[8:] if token_id not in whole[:8])
-    others = [token_id for token_id in range(120) if token_id not in whole][:2]
-    eos = (*others[:place], last, *others[place:])
-    assert llama_cpp(model, tmp_path, eos).generate(prompt, 24).token_ids == whole[: whole.index(last) + 1]
-
-
 @pytest.fixture
 def bigram_model() -> Any:
     """Attention adds nothing, so that the next token depends on the last one alone and texts run in circles."""

@@ -166,16 +166,3 @@ def test_a_batch_of_unequal_rows_is_each_row_alone(pair, draft):
         case.assert_tree_is_the_twins(row, list(range(length + new - 1)))
         [alone] = case.drafter.propose([row])
         assert torch.equal(together[row].token_ids, alone.token_ids)
-
-
-@torch.inference_mode()
-def test_a_reduced_head_is_the_whole_head_on_fewer_tokens(pair):
-    """Probabilities among its own tokens are the whole head's, renormalised; the tree speaks the target's ids."""
-    reduced = Case(pair, 40, draft="reduced")
-    reduced.prefill(0, 30, 16)
-    reduced.drafter.select(0, torch.arange(30))
-    reduced.absorb([0], [30], [31])
-    own = reduced.network.vocabulary
-    [tree] = reduced.drafter.propose([0])
-    assert set(tree.token_ids[1:].tolist()) <= set(own.tolist())
-    reduced.assert_tree_is_the_twins(0, list(range(30)))

@@ -48,13 +48,6 @@ def accepted(nodes: list[Node], going_on: list[int]) -> int:
     return max((len(path) for path in paths(nodes) if list(path) == going_on[: len(path)]), default=0)
 
 
-def test_matches_that_disagree_become_branches():
-    """A tree, not the chain of the last match alone."""
-    prompt = [1, 2, 3, 4, 50, 51, 1, 2, 3, 4, 60, 61, 9]
-    found = paths(state_of(prompt, [1, 2, 3, 4]).propose(8, 2, {}))
-    assert found >= {(50,), (50, 51), (60,), (60, 61)}
-
-
 @st.composite
 def proposals(draw):
     """A text of few tokens, and a draft's tree behind it."""
@@ -96,19 +89,6 @@ def test_a_merged_tree_holds_the_best_of_both():
     state = state_of([*TEXT, 0], [10, 11, 12])
     found = paths(state.propose(4, 16, children_of(draft_tree((70, 0, 0.6), (71, 1, 0.9), (72, 0, 0.02)))))
     assert found == {(13,), (13, 14), (70,), (70, 71)}
-
-
-def test_a_draft_that_is_always_wrong_loses_its_nodes_to_copies():
-    """One budget, and both sources are measured by what came of them."""
-    text = Random(1).sample(range(1000), 400)
-    state, shares = state_of(text[:300], text[:1]), []
-    for n in range(1, 250):
-        drafted = children_of(draft_tree(*((5000 + i, 0, 0.12) for i in range(8))))
-        nodes = state.propose(6, 16, drafted)
-        shares.append(sum(node.token_id >= 5000 for node in nodes))
-        state.absorb([text[n]])
-    assert sum(shares[:5]) > 0
-    assert sum(shares[-50:]) == 0
 
 
 def test_probabilities_mean_what_they_say():

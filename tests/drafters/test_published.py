@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -237,18 +237,3 @@ def test_the_engine_hands_over_the_features_before_each_token(draft, tmp_path):
     prefilled, absorbed = (torch.cat(part)[:, : expected.shape[-1]] for part in (seen.prefilled, seen.absorbed))
     torch.testing.assert_close(prefilled, expected[:600], atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(absorbed, expected[599 : 599 + len(absorbed)], atol=2e-4, rtol=1e-4)
-
-
-def test_a_head_in_shards_is_read_by_its_index(pair, tmp_path):
-    """`save_pretrained` splits what is over its limit."""
-    weights = load_file(f"{pair.drafts['eagle3']}/model.safetensors")
-    names = sorted(weights)
-    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-    for file, part in parts.items():
-        save_file({name: weights[name] for name in part}, tmp_path / file)
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "config.json").write_text(Path(f"{pair.drafts['eagle3']}/config.json").read_text())
-    split, whole = read_head(tmp_path), read_head(pair.drafts["eagle3"])
-    assert set(split.sources) == set(whole.sources)
-    assert {file.name for file, _ in split.sources.values()} == set(parts)

@@ -88,13 +88,6 @@ def test_it_drafts_what_its_own_model_says_in_the_targets_ids(small, dtype, tole
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
 
 
-def test_a_folder_without_the_file_is_a_whole_model(target, small):
-    """Then it is held to the rules of one, and needs a tokenizer."""
-    (small / FILE).unlink()
-    assert read_reduced(small) is None
-    assert "has no tokenizer that can be loaded" in refusal(target, small)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

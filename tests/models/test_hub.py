@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,17 +36,6 @@ def test_a_pair_is_checked_and_identified_without_its_weights(hub: Hub, write_mo
     assert pair_hashes(*pair) == {"target": commits[0], "tokenizer": commits[0], "draft": commits[1]}
     assert {"config.json", "tokenizer.json"} <= set(hub.fetched)
     assert WEIGHTS not in hub.fetched
-
-
-def test_weights_of_another_shape_are_refused_by_their_header(
-    hub: Hub, write_model: Callable[..., Path], edit_json: Callable[..., None]
-) -> None:
-    """Where they are fetched, before any is loaded."""
-    folder = write_model()
-    edit_json(folder / "config.json", intermediate_size=64)
-    hub.push(NAME, folder)
-    with pytest.raises(ModelError, match=r"mlp.* is \[48, 32\], config.json says \[64, 32\]"):
-        load_target(TargetOptions(model=NAME), "sdpa")
 
 
 def test_a_repository_of_pickles_alone_is_refused_unopened(hub: Hub, write_model: Callable[..., Path]) -> None:
@@ -107,21 +95,6 @@ def test_a_hub_that_is_away_is_said_to_be_and_not_the_model(
         resolve_revision(NAME, None)
     assert str(away.value).startswith("the Hub does not answer for owner/target, nor does its cache here: ")
     assert "\n" not in str(away.value)
-
-
-def test_a_machine_with_other_bytes_is_named_with_both_hashes(write_model: Callable[..., Path], tmp_path: Path) -> None:
-    """A folder of the same name on another node's disk: nothing else would ever say so."""
-    here, there = write_model(), tmp_path / "there"
-    shutil.copytree(here, there)
-    expected = pair_hashes(TargetOptions(model=str(here)), None)
-    check_files(TargetOptions(model=str(there)), None, expected)
-    change(there)
-    with pytest.raises(ModelError) as refused:
-        check_files(TargetOptions(model=str(there)), None, expected)
-    found = identify(str(there))["weights"]
-    assert f"the target in {there} on " in str(refused.value)
-    assert found[:12] in str(refused.value)
-    assert expected["target"][:12] in str(refused.value)
 
 
 def cut_off(hub: Hub, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

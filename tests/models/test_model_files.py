@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specextend.model_files import TensorInfo, read_json, read_safetensors_header
+from specextend.model_files import TensorInfo, read_safetensors_header
 
 
 def header(text: str) -> bytes:
@@ -47,13 +47,3 @@ def test_a_file_of_another_length_than_promised_is_refused(tmp_path, change):
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(ValueError, match=r"is cut short: its header promises \d+ bytes"):
         read_safetensors_header(file)
-
-
-@pytest.mark.parametrize("content", ["{", "[1]", None])
-def test_json_that_is_no_object_is_said_in_one_line(tmp_path, content):
-    """Whatever is wrong with a config file, its path is the first thing to know."""
-    file = tmp_path / "config.json"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        read_json(file)

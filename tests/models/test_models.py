@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -123,24 +119,6 @@ def test_pickled_weights_are_refused_unopened(write_model):
             refuse()
 
 
-@pytest.mark.parametrize("names", [["pytorch_model.bin"], ["a model-1.ckpt", "a model-2.ckpt"]])
-def test_the_conversion_that_a_refusal_gives_works(write_model, names):
-    """Run as it stands there; the converted model is served, with the tensors that were pickled."""
-    folder = write_model(tie_word_embeddings=True)
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save({}, folder / "training_args.bin")
-    for number, name in enumerate(names):
-        torch.save(dict(list(weights.items())[number :: len(names)]), folder / name)
-    command = refusal(folder, check_model).partition("convert it with: ")[2]
-    python = str(Path(sys.executable).parent)
-    subprocess.run(command, shell=True, check=True, env=os.environ | {"PATH": f"{python}:{os.environ['PATH']}"})
-    assert check_model(str(folder)).num_layers == 2
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(tensor, weights[name])
-    assert load(folder).lm_head.weight.equal(weights["model.embed_tokens.weight"])
-
-
 @pytest.mark.parametrize("name", ["./nowhere", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name):
     """A typing error in a path must not become a request for a repository of that name."""
@@ -164,20 +142,6 @@ def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, ed
     changed = identify(str(moved))
     assert changed["weights"] != identify(str(first))["weights"]
     assert changed["tokenizer"] == identify(str(first))["tokenizer"]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"model": ""}, "target.model must not be empty"),
-        ({"model": "a", "dtype": "int8"}, "target.dtype must be one of bfloat16, float16, float32, got 'int8'"),
-        ({"model": "a", "device": "tpu"}, "target.device must be auto, cpu, cuda or cuda:<number>, got 'tpu'"),
-    ],
-)
-def test_target_options_are_checked_where_they_are_made(values, message):
-    """Long before a worker on another machine would find out."""
-    with pytest.raises(ValueError, match=message):
-        TargetOptions(**values)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

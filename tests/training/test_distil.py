@@ -57,20 +57,6 @@ def test_the_loss_falls(drafts, kind):
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_an_interruption_changes_nothing(workshop, drafts, tmp_path):
-    """Stopped while recording and stopped while learning, it ends in the very same file."""
-    for line in ("recording 3/6", "step 2/"):
-
-        def interrupt(said: str, line: str = line) -> None:
-            if said.startswith(line):
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            workshop.train(tmp_path / "parts", "eagle", interrupt)
-    workshop.train(tmp_path / "parts", "eagle")
-    assert weights_of(tmp_path / "parts") == weights_of(drafts["eagle"])
-
-
 def test_a_folder_of_another_training_is_refused(workshop, drafts):
     """Its recordings are of other prompts."""
     with pytest.raises(
