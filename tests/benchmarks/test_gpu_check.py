@@ -6,32 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import LAYERS, AttentionCall, compare_call, compare_layer
+from benchmarks.gpu_check import AttentionCall, compare_call
 from specextend.attention.backends import attend_reference
-from specextend.attention.layer_reference import REFERENCE
 
 ROOT = Path(__file__).parents[2]
-ABSENT = (
-    "ray",
-    "gguf",
-    "flash_attn",
-    "rich",
-    "jinja2",
-    "matplotlib",
-    "pandas",
-    "pyarrow",
-    "datasets",
-    "accelerate",
-    "pydantic",
-)
-"""What a machine may lack that has torch, transformers and pydantic."""
+ABSENT = [
+    *("ray", "gguf", "flash_attn", "rich", "jinja2", "matplotlib"),
+    *("pandas", "pyarrow", "datasets", "accelerate", "pydantic"),
+]
+"""What a machine may lack that has torch and transformers."""
 CPU = torch.device("cpu")
 
 
@@ -52,20 +41,6 @@ def test_a_kernel_with_a_large_error_is_wrong(factor):
         return out * factor, lse
 
     row = compare_call(kernel, AttentionCall("tree", (4, 2), 64, 5, (70, 0)), torch.bfloat16, CPU)
-    assert ("wrong" in row) == (factor != 1.0)
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.1])
-@pytest.mark.parametrize("part", ["add_norm", "rotate_heads", "gate"])
-def test_a_wrong_kernel_of_a_layer_is_found(part, factor):
-    """Its twin, and the twin with one kernel that is a tenth off."""
-    twin = getattr(REFERENCE, part)
-
-    def kernel(*call):
-        result = twin(*call)
-        return tuple(each * factor for each in result) if isinstance(result, tuple) else result * factor
-
-    row = compare_layer(replace(REFERENCE, **{part: kernel}), LAYERS[-1], torch.bfloat16, CPU)
     assert ("wrong" in row) == (factor != 1.0)
 
 

@@ -71,18 +71,3 @@ def test_lengths_and_shares_are_means_over_documents(result):
         "fast": ["6.00", "2.00", "20.00", "4.67"],
     }
     assert cells(result, "equal")["fast"][0] == "0.50"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("speed", "begins with one of decoding, end-to-end"),
-        ("decoding over nobody", "'nobody' is none of the variants plain, fast"),
-        ("in-view", "holds no 'in_view'"),
-        ("decoding by colour", "no 'colour'"),
-    ],
-)
-def test_a_table_that_a_result_does_not_have_is_refused(name, message, result):
-    """In words, with what there is."""
-    with pytest.raises(ValueError, match=message):
-        to_markdown(result, name)

@@ -143,3 +143,10 @@ def test_a_gguf_file_cut_short_is_refused_in_one_line_and_leaves_nothing(folder_
     [line] = capsys.readouterr().err.splitlines()
     assert "tiny.gguf" in line
     assert os.listdir(tmp_path / "made") == []
+
+
+def test_a_folder_that_holds_something_is_left_alone(folder_and_file, capsys):
+    folder, file = folder_and_file
+    assert unpack(file, folder) == 2
+    assert "holds something already" in capsys.readouterr().err
+    assert check_model(str(folder)).num_layers == 2

@@ -38,6 +38,17 @@ def test_a_pair_is_checked_and_identified_without_its_weights(hub: Hub, write_mo
     assert WEIGHTS not in hub.fetched
 
 
+def test_weights_of_another_shape_are_refused_by_their_header(
+    hub: Hub, write_model: Callable[..., Path], edit_json: Callable[..., None]
+) -> None:
+    """Where they are fetched, before any is loaded."""
+    folder = write_model()
+    edit_json(folder / "config.json", intermediate_size=64)
+    hub.push(NAME, folder)
+    with pytest.raises(ModelError, match=r"mlp.* is \[48, 32\], config.json says \[64, 32\]"):
+        load_target(TargetOptions(model=NAME), "sdpa")
+
+
 def test_a_repository_of_pickles_alone_is_refused_unopened(hub: Hub, write_model: Callable[..., Path]) -> None:
     """With the command that fetches it for conversion."""
     folder = write_model()

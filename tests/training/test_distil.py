@@ -20,10 +20,6 @@ from tests.training.conftest import OPTIONS, Workshop
 KINDS: dict[TrainedKind, DraftKind] = {"eagle": "eagle", "model": "model"}
 
 
-def weights_of(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
-
-
 @pytest.fixture(scope="module")
 def drafts(workshop: Workshop, tmp_path_factory) -> dict[str, Path]:
     """A trained draft of each kind, and what its training said in `said.txt`."""
