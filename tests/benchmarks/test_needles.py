@@ -40,27 +40,6 @@ def test_needle_tokens_stand_where_their_source_is_said_to_be(kind, length, make
         assert all(probe.prompt_token_ids[source] == token_id for token_id, source in pairs)
 
 
-def test_a_passkey_is_five_digits(maker, tokenizer):
-    """And nothing else of the answer is needle."""
-    probe = maker.make("passkey", 1024, 0)
-    needle = [t for t, s in zip(probe.answer_token_ids, probe.sources, strict=True) if s is not None]
-    assert tokenizer.decode(probe.answer_token_ids) == f"The pass key is {tokenizer.decode(needle)}."
-    assert len(tokenizer.decode(needle)) == 5
-
-
-def test_probes_are_the_same_every_time_and_differ_among_themselves(maker):
-    """A study can be repeated."""
-    for kind in KINDS:
-        assert maker.make(kind, 1024, 1) == maker.make(kind, 1024, 1)
-        assert maker.make(kind, 1024, 1).answer_token_ids != maker.make(kind, 1024, 2).answer_token_ids
-
-
-def test_texts_that_are_too_short_are_refused(tokenizer):
-    """Rather than a probe of another length than its name."""
-    with pytest.raises(ValueError, match="too short for 1024 tokens"):
-        ProbeMaker(tokenizer, "", ["One sentence. Another one."]).make("passkey", 1024, 0)
-
-
 @pytest.mark.parametrize(
     ("chosen", "count"), [([7, 1, 2, 9], 3), ([7, 1, 4, 9], 1), ([7, 3, 2, 9], 0), ([7, 1, 2, 5], 2)]
 )

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from benchmarks.peers import LOOKUP, LlamaCpp, Transformers, write_gguf
-from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, random_prompt, tiny_config, tiny_model
+from tests.tiny_models import EOS_TOKEN_ID, FAMILIES, random_prompt, tiny_model
 
 SERVED = {
-    "llama": FAMILIES["llama"],
     "mistral-yarn": FAMILIES["mistral-yarn"],
     "qwen3": FAMILIES["qwen3"],
     "qwen2-tied": replace(FAMILIES["qwen2-tied"], head_dim=12),  # llama.cpp has no Qwen2 with other heads than 48 / 4
@@ -62,45 +61,6 @@ def test_the_first_token_is_in_no_decoding_time(tmp_path):
     assert 0 < many.decode_s < many.total_s
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_llama_cpp_stops_at_every_eos(place, tmp_path):
-    """Some models have three; the EOS itself is part of the output, as everywhere."""
-    model = tiny_model(FAMILIES["llama"], seed=0)
-    prompt = random_prompt(40)
-    whole = Transformers(model, ()).generate(prompt, 24).token_ids
-    last = next(token_id for token_id in whole[8:] if token_id not in whole[:8])
-    others = [token_id for token_id in range(120) if token_id not in whole][:2]
-    eos = (*others[:place], last, *others[place:])
-    assert llama_cpp(model, tmp_path, eos).generate(prompt, 24).token_ids == whole[: whole.index(last) + 1]
-
-
-def test_the_target_is_loaded_in_its_own_dtype(pairs, tmp_path, monkeypatch, capfd):
-    """Without a line of llama.cpp's log, and without a file left behind."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    config = tiny_config(pairs("llama"))
-    config = config.model_copy(update={"target": replace(config.target, dtype="bfloat16")})
-    capfd.readouterr()  # what was written before
-    assert 1 <= len(LlamaCpp.load(config).generate(random_prompt(40), 8).token_ids) <= 8
-    assert not [*tmp_path.iterdir()]
-    assert capfd.readouterr() == ("", "")
-
-
-def test_where_llama_cpp_cannot_run_it_says_why(pairs, monkeypatch):
-    """In one line, before the weights are written."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'specextend\[bench\]'"):
-        LlamaCpp.load(tiny_config(pairs("llama")))
-
-
-def test_a_model_that_llama_cpp_refuses_ends_in_one_line(tmp_path):
-    """Qwen2 whose heads are wider than its layers, as this project's own tests have them, does not exist there."""
-    with pytest.raises(ValueError, match=r"llama\.cpp cannot load this target"):
-        llama_cpp(tiny_model(FAMILIES["qwen2-tied"], seed=0), tmp_path)
-    rope = FAMILIES["mistral-yarn"].rope | {"beta_fast": 16.0}
-    with pytest.raises(ValueError, match="beta_fast"):
-        write_gguf(tiny_model(replace(FAMILIES["mistral-yarn"], rope=rope), seed=0), (2,), tmp_path / "tiny.gguf")
-
-
 @pytest.fixture
 def bigram_model() -> Any:
     """Attention adds nothing, so that the next token depends on the last one alone and texts run in circles."""
@@ -120,9 +80,3 @@ def test_prompt_lookup_takes_fewer_steps_for_the_same_tokens(bigram_model):
     assert (plain.num_steps, plain.num_first_tokens) == (59, 1)
     assert lookup.num_steps < 59
     assert 0 < lookup.decode_s < lookup.total_s
-
-
-def test_tokens_of_the_pass_over_the_prompt_are_told_apart(bigram_model):
-    """Where the prompt ends in a repetition, prompt lookup has several tokens before decoding begins."""
-    text = [5, *Transformers(bigram_model, ()).generate([5], 60).token_ids]
-    assert Transformers(bigram_model, (), LOOKUP).generate(text, 30).num_first_tokens == 11

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks.command import read_result
-from benchmarks.tables import draw, to_markdown
+from benchmarks.tables import to_markdown
 
 
 def row(variant: str, doc_id: str, bucket: str, decode_s: float, **more: object) -> dict:
@@ -67,13 +64,6 @@ def test_speeds_count_the_tokens_after_the_first(result):
     assert cells(result, "throughput")["plain"][0] == "720.0"
 
 
-def test_an_output_of_one_token_has_no_decoding_speed(result):
-    """And leaves no division by zero in a median."""
-    result["rows"][0] |= {"num_output_tokens": 1, "decode_s": 0.0}
-    assert cells(result, "decoding")["plain"][0] == "2.50"
-    assert cells(result, "decoding over plain")["fast"][0] == "4.00"
-
-
 def test_lengths_and_shares_are_means_over_documents(result):
     """Weighted by the documents that a row stands for."""
     assert cells(result, "acceptance") == {
@@ -81,56 +71,3 @@ def test_lengths_and_shares_are_means_over_documents(result):
         "fast": ["6.00", "2.00", "20.00", "4.67"],
     }
     assert cells(result, "equal")["fast"][0] == "0.50"
-
-
-def test_columns_may_be_another_property(result):
-    """Kinds of probes, for one."""
-    for each in result["rows"]:
-        each["kind"] = "quote" if each["documents"] == ["a"] else "passkey"
-    assert cells(result, "acceptance by kind")["acceptance length"][:2] == ["quote (n=1)", "passkey (n=2)"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("speed", "begins with one of decoding, end-to-end"),
-        ("decoding over nobody", "'nobody' is none of the variants plain, fast"),
-        ("in-view", "holds no 'in_view'"),
-        ("decoding by colour", "no 'colour'"),
-    ],
-)
-def test_a_table_that_a_result_does_not_have_is_refused(name, message, result):
-    """In words, with what there is."""
-    with pytest.raises(ValueError, match=message):
-        to_markdown(result, name)
-
-
-def test_the_conditions_name_machine_and_versions(result):
-    """A figure without them says nothing."""
-    assert to_markdown(result, "conditions") == (
-        "T-135M in bfloat16 on A|Processor (cpu family 25, model 17), 2 threads, 2026-11-22; at most 11 new tokens, "
-        "greedy, one document at a time; python 3.11, commit 0123456789ab.\n"
-    )
-
-
-def test_a_drawing_shows_every_variant_and_is_the_same_each_time(result):
-    """So that a result that did not change leaves no difference to commit."""
-    drawing = draw(result, "decoding over plain")
-    assert drawing == draw(result, "decoding over plain")
-    assert all(text in drawing.decode() for text in ("fast", "2K, loops", "decoding, over plain"))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3, "benchmark": {}}'])
-def test_a_file_that_is_no_result_is_refused(text, tmp_path):
-    """A name that was mistyped, or a file that was cut."""
-    path = tmp_path / "result.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="is no result of a benchmark"):
-        read_result(path)
-
-
-def test_a_result_is_read_as_it_was_written(result, tmp_path):
-    """All JSON."""
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(result))
-    assert read_result(path) == result

@@ -10,7 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from specextend.decoding.cache import KVCache
 from specextend.drafters.draft_cache import DraftCache
 
-CPU = torch.device("cpu")
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -22,12 +21,7 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
     },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 512,
-    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512},
 }
 
 
@@ -50,14 +44,6 @@ def turned_by_the_model(embedding: LlamaRotaryEmbedding, keys: torch.Tensor, pos
     return apply_rotary_pos_emb(heads_first, heads_first, cos, sin)[1].transpose(1, 2)
 
 
-def draft_cache(dtype: torch.dtype = torch.float32, name: str = "default") -> DraftCache:
-    return DraftCache(KVCache(2, 1024, 2, 32, dtype, CPU), 2048, rotary(name).inv_freq)
-
-
-def random_keys(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(2, count, 2, 32, generator=torch.Generator().manual_seed(count)).to(dtype)
-
-
 def working_rows(cache: DraftCache, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = slice(cache.start(row), cache.start(row) + cache.visible(row))
     return cache.working.keys[:, :, rows].transpose(1, 2), cache.working.values[:, :, rows].transpose(1, 2)
@@ -75,8 +61,10 @@ def test_keys_come_back_as_a_fresh_run_at_their_slots_would_make_them(name):
 
     yarn scales keys once; a second scaling in the gather would sharpen every score by its square.
     """
-    embedding, cache = rotary(name), draft_cache(name=name)
-    bare, values = random_keys(100), random_keys(100) + 1
+    embedding = rotary(name)
+    cache = DraftCache(KVCache(2, 1024, 2, 32, torch.float32, torch.device("cpu")), 2048, embedding.inv_freq)
+    bare = torch.randn(2, 100, 2, 32, generator=torch.Generator().manual_seed(100))
+    values = bare + 1
     positions = torch.arange(16_000, 16_100)
     assert cache.admit(0, 200, 300)
     put_into_working(cache, 0, 0, turned_by_the_model(embedding, bare, positions), values)
@@ -87,48 +75,3 @@ def test_keys_come_back_as_a_fresh_run_at_their_slots_would_make_them(name):
     torch.testing.assert_close(shown, values[:, chosen])
     fresh = turned_by_the_model(embedding, bare[:, chosen], torch.arange(9))
     torch.testing.assert_close(keys, fresh, atol=5e-5, rtol=0)
-
-
-def test_between_selections_rows_are_appended_at_the_next_slots():
-    """The full cache files them as well, so a later selection finds them again."""
-    embedding, cache = rotary("default"), draft_cache()
-    prompt, new = random_keys(20), random_keys(3)
-    assert cache.admit(0, 64, 300)
-    cache.store(0, prompt, prompt)
-    cache.select(0, torch.tensor([0, 1, 18, 19]))
-    put_into_working(cache, 0, 4, turned_by_the_model(embedding, new, torch.arange(4, 7)), new)
-    offsets = torch.arange(3)
-    cache.write_back(cache.start(0) + 4 + offsets, 4 + offsets, cache.full_end(0) + offsets)
-    cache.advance(0, 2)
-    assert (cache.visible(0), cache.length(0)) == (6, 22), "the third row was only proposed"
-    cache.select(0, torch.tensor([5, 20, 21]))
-    keys, values = working_rows(cache, 0)
-    bare = torch.cat([prompt[:, 5:6], new[:, :2]], 1)
-    torch.testing.assert_close(values, bare)
-    torch.testing.assert_close(keys, turned_by_the_model(embedding, bare, torch.arange(3)), atol=2e-5, rtol=0)
-
-
-def test_positions_that_are_not_filed_yet_are_left_out():
-    """The target has committed what the draft is still to absorb; those rows follow a moment later."""
-    cache = draft_cache()
-    assert cache.admit(0, 64, 64)
-    cache.store(0, random_keys(5), random_keys(5))
-    cache.select(0, torch.arange(9))
-    assert cache.visible(0) == 5
-
-
-def test_sequences_share_nothing():
-    """One's selection and release leave the other's rows as they are."""
-    cache = draft_cache()
-    for row in (0, 1):
-        assert cache.admit(row, 100, 100)
-        cache.store(row, random_keys(30) + row, random_keys(30) + row)
-        cache.select(row, torch.arange(30))
-    before = [x.clone() for x in working_rows(cache, 1)]
-    cache.select(0, torch.tensor([3]))
-    cache.release(0)
-    assert cache.admit(7, 100, 100)
-    cache.store(7, random_keys(30) * 9, random_keys(30) * 9)
-    cache.select(7, torch.arange(30))
-    for now, then in zip(working_rows(cache, 1), before, strict=True):
-        assert torch.equal(now, then)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -137,19 +135,6 @@ def test_the_head_equals_its_twin_whatever_the_prefill_chunk(length, chunk, pair
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @torch.inference_mode()
-def test_rounds_of_absorbing_equal_a_fresh_run(pair, draft):
-    """After accepted paths of several lengths the cache holds what a run from the start would compute."""
-    case = Case(pair, 100, draft)
-    case.prefill(0, 40, 16)
-    case.drafter.select(0, torch.arange(40))
-    ends = [40, 41, 45, 46, 50]
-    for first, last in itertools.pairwise(ends):
-        case.absorb([0], [first], [last])
-        case.assert_tree_is_the_twins(0, list(range(last - 1)))
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@torch.inference_mode()
 def test_a_selection_is_seen_at_contiguous_slots(pair, draft):
     """The twin runs over the visible slots alone, numbered from 0: the draft cannot tell that others exist."""
     case = Case(pair, 100, draft)
@@ -181,16 +166,3 @@ def test_a_batch_of_unequal_rows_is_each_row_alone(pair, draft):
         case.assert_tree_is_the_twins(row, list(range(length + new - 1)))
         [alone] = case.drafter.propose([row])
         assert torch.equal(together[row].token_ids, alone.token_ids)
-
-
-@torch.inference_mode()
-def test_a_reduced_head_is_the_whole_head_on_fewer_tokens(pair):
-    """Probabilities among its own tokens are the whole head's, renormalised; the tree speaks the target's ids."""
-    reduced = Case(pair, 40, draft="reduced")
-    reduced.prefill(0, 30, 16)
-    reduced.drafter.select(0, torch.arange(30))
-    reduced.absorb([0], [30], [31])
-    own = reduced.network.vocabulary
-    [tree] = reduced.drafter.propose([0])
-    assert set(tree.token_ids[1:].tolist()) <= set(own.tolist())
-    reduced.assert_tree_is_the_twins(0, list(range(30)))

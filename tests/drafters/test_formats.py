@@ -94,20 +94,13 @@ def test_the_two_keys_of_layers_count_as_their_readers_do(write):
     [
         ({"eagle_config": None}, "takes the outputs of layers 1, 0, -1, counted from 0; the target has 3 layers"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 1, 3]}, "outputs of layers 1, 0, 2, counted from 0"),
-        ({"eagle_aux_hidden_state_layer_ids": "1"}, "eagle_aux_hidden_state_layer_ids: Input should be a valid list"),
-        ({"eagle_config": [1]}, "eagle_config: Input should be a valid dictionary or instance of TakenLayers, got [1]"),
         ({"hidden_size": 64}, "fc.weight is [48, 144], config.json says [64, 192]"),
-        ({"hidden_size": "48"}, "hidden_size: Input should be a valid integer, got '48'"),
-        ({"num_attention_heads": 0}, "num_attention_heads: Input should be greater than 0, got 0"),
         ({"num_hidden_layers": 2}, "num_hidden_layers: Input should be 1, got 2"),
         ({"model_type": "gemma3"}, "model_type: Input should be 'llama', 'mistral', 'qwen2' or 'qwen3', got 'gemma3'"),
-        ({"norm_before_residual": "yes"}, "norm_before_residual: Input should be a valid boolean, got 'yes'"),
         (
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [2] * 6, "short_factor": [1] * 6}},
             "has RoPE type 'longrope'; served are default, linear",
         ),
-        ({"rope_theta": "x"}, "has a RoPE that transformers cannot read"),
-        ({"speculators_model_type": "mlp"}, "speculators_model_type: Input should be 'eagle' or 'eagle3', got 'mlp'"),
         ({"vocab_size": 121}, "t2d is [120], config.json says [121]"),
         ({"target_hidden_size": 32}, "(EAGLE-3) lacks embed_tokens.weight"),
     ],
@@ -121,8 +114,6 @@ def test_a_config_that_is_not_served_says_why(values, message, write, target):
     ("variant", "change", "message"),
     [
         ("eagle3", {"fc__weight": torch.zeros(48, 96)}, "(EAGLE-3): fc.weight is [48, 96], config.json says [48, 144]"),
-        ("eagle3", {"midlayer__mlp__up_proj__weight": None}, "(EAGLE-3) lacks midlayer.mlp.up_proj.weight"),
-        ("eagle3", {"d2t": None}, "(EAGLE-3) lacks d2t"),
         ("eagle3", {"d2t": torch.full((60,), 61)}, "60 different token ids below 120; it leads to 60, from 61 to 120"),
         (
             "eagle3",
@@ -131,12 +122,6 @@ def test_a_config_that_is_not_served_says_why(values, message, write, target):
         ),
         ("eagle3", {"medusa__weight": torch.zeros(2)}, "(EAGLE-3) has the unknown tensor medusa.weight"),
         ("eagle3", {"model__fc__weight": torch.zeros(48, 144)}, "twice, also as"),
-        ("eagle1", {"layers__0__input_layernorm__weight": torch.zeros(48)}, "unknown tensor layers.0.input_layernorm"),
-        (
-            "eagle1",
-            {"fc__weight": torch.zeros(48, 48)},
-            "(EAGLE-1/2): fc.weight is [48, 48], config.json says [48, 96]",
-        ),
         ("eagle1", {"fc__weight": None}, "in no known format; known are specextend-eagle (our own), EAGLE-1/2 and"),
         ("speculators-eagle", {"fusion_fc__bias": None}, "(speculators eagle) lacks fc.bias"),
     ],
@@ -156,17 +141,10 @@ def test_left_over_buffers_are_no_reason_to_refuse(write, target):
     assert check_pair(TargetOptions(model=target), DraftOptions(kind="eagle", model=str(folder)))
 
 
-@pytest.mark.parametrize(
-    ("variant", "family", "message"),
-    [
-        ("eagle1", {"vocab_size": 130}, "vocab_size is 120, the target's is 130"),
-        ("eagle3", {"vocab_size": 130}, "120, the target's is 130"),
-    ],
-)
-def test_a_head_of_another_target_is_refused(variant, family, message, write, tmp_path):
+def test_a_head_of_another_target_is_refused(write, tmp_path):
     """Its ids would be other tokens."""
-    other = write_model(tiny_model(FAMILIES["llama"], 0, **family), tmp_path / "other")
-    assert message in refusal(other, write(variant))
+    other = write_model(tiny_model(FAMILIES["llama"], 0, vocab_size=130), tmp_path / "other")
+    assert "120, the target's is 130" in refusal(other, write("eagle3"))
 
 
 def test_a_whole_model_is_told_from_a_head(target):
@@ -186,8 +164,6 @@ def test_missing_files_are_named(write, target, tmp_path):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"fc.weight": "a.safetensors", "norm.weight": "c.safetensors"}}))
     assert "has no c.safetensors" in refusal(target, folder)
-    index.write_text("{}")
-    assert "has no weight_map" in refusal(target, folder)
     for file in folder.glob("*safetensors*"):
         file.unlink()
     assert "has no model.safetensors" in refusal(target, folder)

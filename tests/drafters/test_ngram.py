@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.drafter import Decided
-from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.merged import MergedDrafter
 from specextend.drafters.ngram import NgramDrafter
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties, generate
 from tests.tiny_models import (
     FAMILIES,
     Pair,
-    engine_with,
     random_prompt,
     request,
-    tiny_config,
     tiny_engine,
     tiny_model,
     write_eagle,
@@ -110,23 +104,3 @@ def test_nothing_is_proposed_past_the_last_token(looping):
         drafter.absorb([0], Decided.pad([new], [torch.zeros(len(new), 1)]))
         depths.append(int(drafter.propose([0])[0].depths.max()))
     assert depths == [2, 1, 0]
-
-
-def test_drafting_is_left_out_where_copies_promise_more_per_second(looping, references):
-    """In a loop the head's forward adds nothing; what it missed is run when the tokens are absorbed."""
-    config, drafted = tiny_config(looping[0], "eagle"), []
-
-    def merged(draft: CausalDrafter) -> MergedDrafter:
-        propose = draft.propose
-
-        def noting(rows):
-            drafted.append(rows)
-            return propose(rows)
-
-        draft.propose = noting
-        ticks = itertools.count()
-        return MergedDrafter(draft, config.tree, torch.device("cpu"), lambda: next(ticks))
-
-    outputs, stats = run(engine_with(config, merged))
-    assert outputs == {length: reference.token_ids for length, reference in references.items()}
-    assert 0 < len(drafted) < 0.8 * (stats.num_spec_steps + stats.num_plain_steps)

@@ -48,38 +48,6 @@ def accepted(nodes: list[Node], going_on: list[int]) -> int:
     return max((len(path) for path in paths(nodes) if list(path) == going_on[: len(path)]), default=0)
 
 
-def decode(state: NgramState, output: list[int], num_nodes: int = 8) -> list[tuple[int, int]]:
-    """Greedy decoding of a known output: the draft tokens and the accepted tokens of each step."""
-    steps, at = [], 0
-    while at < len(output):
-        nodes = state.propose(num_nodes, 16, {})
-        taken = accepted(nodes, output[at:])
-        steps.append((len(nodes) - 1, taken))
-        state.absorb(output[at : at + taken + 1])
-        at += taken + 1
-    return steps
-
-
-def test_what_followed_the_match_is_proposed_as_a_chain():
-    nodes = state_of([*TEXT, 0], [10, 11, 12]).propose(5, 16, {})
-    assert [node.token_id for node in nodes] == [12, 13, 14, 15, 16, 17]
-    assert [node.parent for node in nodes] == [-1, 0, 1, 2, 3, 4]
-
-
-def test_matches_that_disagree_become_branches():
-    """A tree, not the chain of the last match alone."""
-    prompt = [1, 2, 3, 4, 50, 51, 1, 2, 3, 4, 60, 61, 9]
-    found = paths(state_of(prompt, [1, 2, 3, 4]).propose(8, 2, {}))
-    assert found >= {(50,), (50, 51), (60,), (60, 61)}
-
-
-def test_a_text_without_a_match_gets_the_root_alone():
-    nodes = state_of(TEXT, [30]).propose(8, 16, {})
-    assert [(node.token_id, node.parent, node.probability) for node in nodes] == [(30, -1, 1.0)]
-    [tree] = as_draft_trees([nodes], CPU)
-    assert (tree.token_ids.tolist(), tree.parents.tolist(), tree.log_probs.tolist()) == ([30], [-1], [0.0])
-
-
 @st.composite
 def proposals(draw):
     """A text of few tokens, and a draft's tree behind it."""
@@ -121,38 +89,6 @@ def test_a_merged_tree_holds_the_best_of_both():
     state = state_of([*TEXT, 0], [10, 11, 12])
     found = paths(state.propose(4, 16, children_of(draft_tree((70, 0, 0.6), (71, 1, 0.9), (72, 0, 0.02)))))
     assert found == {(13,), (13, 14), (70,), (70, 71)}
-
-
-def test_a_text_that_is_copied_whole_soon_fills_whole_trees():
-    """Rates rise with every token that came as it was guessed, and a long match is trusted at once."""
-    text = Random(0).sample(range(1000), 200)
-    steps = decode(state_of(text, text[:1]), text[1:])
-    assert steps[0][1] < 8
-    assert 20 < len(steps) < 26
-    assert all(taken == 8 for _, taken in steps[3:-1])
-
-
-def test_copies_that_never_come_true_are_no_longer_proposed():
-    """Each phrase of the prompt is begun and goes on otherwise; to propose the old end costs time in every step."""
-    prompt = [token for n in range(100, 400, 2) for token in (n, n + 1)]
-    output = [token for n in range(100, 400, 2) for token in (n, 1000 + n)]
-    steps = decode(state_of(prompt, [5000]), output)
-    assert sum(drafted for drafted, _ in steps[:20]) > 10
-    assert sum(drafted for drafted, _ in steps[-20:]) == 0
-    assert sum(taken for _, taken in steps) == 0
-
-
-def test_a_draft_that_is_always_wrong_loses_its_nodes_to_copies():
-    """One budget, and both sources are measured by what came of them."""
-    text = Random(1).sample(range(1000), 400)
-    state, shares = state_of(text[:300], text[:1]), []
-    for n in range(1, 250):
-        drafted = children_of(draft_tree(*((5000 + i, 0, 0.12) for i in range(8))))
-        nodes = state.propose(6, 16, drafted)
-        shares.append(sum(node.token_id >= 5000 for node in nodes))
-        state.absorb([text[n]])
-    assert sum(shares[:5]) > 0
-    assert sum(shares[-50:]) == 0
 
 
 def test_probabilities_mean_what_they_say():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,7 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specextend.attention.backends import attend_reference
 from specextend.attention.hf import IMPLEMENTATION
-from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import DraftTrees
 from specextend.drafters.causal import CausalDrafter
@@ -26,7 +25,7 @@ from specextend.drafters.formats import read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
 from tests.covering import covering
 from tests.drafters.twin_case import OPTIONS, TwinCase
-from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS, write_eagle3
+from tests.published_heads import HEAD_DIM, HEADS, KV_HEADS, WRITERS
 from tests.tiny_models import (
     FAMILIES,
     engine_with,
@@ -191,40 +190,6 @@ def test_rounds_and_selections_equal_a_fresh_run(variant, pair):
         case.assert_tree_is_the_twins(0, [*(slot for slot in chosen if slot < 39), *range(39, last - 1)])
 
 
-def deep_target(num_layers: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=120, hidden_size=48, intermediate_size=64, num_hidden_layers=num_layers, num_attention_heads=4
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-@torch.inference_mode()
-def test_the_usual_layers_are_those_that_the_formats_authors_take(tmp_path):
-    """What enters layers 2, n / 2 and n - 3, as transformers counts hidden states: one off, and nothing is guessed."""
-    model = deep_target(9)
-    head = read_head(write_eagle3_without_layers(tmp_path, model))
-    expected = model(torch.arange(20)[None], output_hidden_states=True).hidden_states
-    model.set_attn_implementation(IMPLEMENTATION)
-    target = CachedModel(model, attend_reference, 256)
-    plan = AttentionPlan([0], [20], 20)
-    layers = head.hidden_layers(9)
-    hooks = [len(layer._forward_hooks) for layer in model.model.layers]  # transformers leaves some
-    hidden, features = target.forward_with_features(torch.arange(20)[None], torch.arange(20)[None], plan, layers)
-    torch.testing.assert_close(features, torch.cat([expected[2], expected[4], expected[6]], -1))
-    torch.testing.assert_close(hidden, expected[-1])
-    assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks, "nothing outlives a forward"
-
-
-def write_eagle3_without_layers(folder: Path, model: LlamaForCausalLM) -> str:
-    """As most published heads are: the layers are not named."""
-    write_eagle3(folder, model)
-    config = json.loads((folder / "config.json").read_text())
-    del config["eagle_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
 class Clairvoyant:
     """Proposes two right tokens and a wrong one, and notes the features that the drafter behind it is given."""
 
@@ -272,18 +237,3 @@ def test_the_engine_hands_over_the_features_before_each_token(draft, tmp_path):
     prefilled, absorbed = (torch.cat(part)[:, : expected.shape[-1]] for part in (seen.prefilled, seen.absorbed))
     torch.testing.assert_close(prefilled, expected[:600], atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(absorbed, expected[599 : 599 + len(absorbed)], atol=2e-4, rtol=1e-4)
-
-
-def test_a_head_in_shards_is_read_by_its_index(pair, tmp_path):
-    """`save_pretrained` splits what is over its limit."""
-    weights = load_file(f"{pair.drafts['eagle3']}/model.safetensors")
-    names = sorted(weights)
-    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-    for file, part in parts.items():
-        save_file({name: weights[name] for name in part}, tmp_path / file)
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "config.json").write_text(Path(f"{pair.drafts['eagle3']}/config.json").read_text())
-    split, whole = read_head(tmp_path), read_head(pair.drafts["eagle3"])
-    assert set(split.sources) == set(whole.sources)
-    assert {file.name for file, _ in split.sources.values()} == set(parts)

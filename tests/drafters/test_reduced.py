@@ -88,19 +88,11 @@ def test_it_drafts_what_its_own_model_says_in_the_targets_ids(small, dtype, tole
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
 
 
-def test_a_folder_without_the_file_is_a_whole_model(target, small):
-    """Then it is held to the rules of one, and needs a tokenizer."""
-    (small / FILE).unlink()
-    assert read_reduced(small) is None
-    assert "has no tokenizer that can be loaded" in refusal(target, small)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"target_vocab_size": 130}, "does not fit target"),
         ({"tokens_sha256": "0" * 64}, "it was trained for another tokenizer"),
-        ({"target_vocab_size": "120"}, "target_vocab_size must be a positive int, got '120'"),
         ({"target_vocab_size": 60}, "must be ascending ids from 0 to 59"),
     ],
 )
@@ -114,12 +106,10 @@ def test_a_draft_of_another_target_or_shape_is_refused(target, small, values, me
     ("tensors", "message"),
     [
         ({"draft_token_ids": torch.arange(59)}, "vocab_size is 61; draft_vocabulary.safetensors lists 59 tokens"),
-        ({"draft_token_ids": torch.arange(60).flip(0)}, "must be ascending ids from 0 to 119"),
         ({"draft_token_ids": torch.arange(61, 121)}, "must be ascending ids from 0 to 119"),
-        ({"draft_token_ids": torch.arange(60.0)}, "must hold one tensor, draft_token_ids, a list of int64"),
         ({"token_ids": torch.arange(60)}, "must hold one tensor, draft_token_ids, a list of int64"),
     ],
-    ids=["count", "order", "too high", "dtype", "name"],
+    ids=["count", "too high", "name"],
 )
 def test_a_wrong_list_of_tokens_is_refused(target, small, tensors, message):
     """Any of these would run, and propose tokens that it does not mean."""

@@ -74,12 +74,3 @@ def test_a_target_that_sees_everything_agrees_with_itself(batch, pairs):
     )
     for completion in engine.generate(request(str(n), random_prompt(n), 41) for n in (300, 37, 129)):
         assert completion.stats.acceptance_histogram == [0, 0, 0, 0, 8]
-
-
-@pytest.mark.slow
-def test_a_view_without_room_costs_acceptance_and_no_token(pairs, references):
-    """A document may ask for more tokens than the configuration; with one retrieval its view never shrinks."""
-    engine = tiny_engine(pairs("mistral"), "self", cache__refresh_every=10_000, decoding__max_new_tokens=1)
-    [completion] = engine.generate([request("a", random_prompt(300), 220)])
-    assert completion.token_ids == references("mistral", 300, 220).token_ids
-    assert completion.stats.num_output_tokens == 220, "its view has room for 204 more"

@@ -16,7 +16,6 @@ from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.draft_cache import DraftCache
 from specextend.drafters.small_lm import ModelNetwork, shared_vocabulary
 from specextend.models import load_causal_lm
-from tests.alive import alive
 from tests.covering import covering
 from tests.tiny_models import EOS_TOKEN_ID, NUM_CUT, VOCABULARY, load_reference, random_prompt
 
@@ -60,9 +59,7 @@ def banded_run(pair, prompt: list[int], window: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("family", "window_and_chunk", "attend"),
     covering(
-        NAMES,
-        [(16, 64), (16, 7), (1, 5), (64, 1), (30, 30), (31, 30), (500, 64)],
-        [attend_reference, attend_by_head],
+        NAMES, [(16, 64), (16, 7), (1, 5), (64, 1), (30, 30), (31, 30), (500, 64)], [attend_reference, attend_by_head]
     ),
 )
 @torch.inference_mode()
@@ -81,31 +78,6 @@ def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Te
     rows = slice(cache.start(0), cache.start(0) + cache.visible(0))
     torch.testing.assert_close(cache.working.keys[:, :, rows].transpose(1, 2), expected_keys, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(cache.working.values[:, :, rows].transpose(1, 2), expected_values, atol=2e-4, rtol=1e-4)
-
-
-@torch.inference_mode()
-def test_a_selected_view_is_a_fresh_run_of_the_visible_tokens(pair):
-    """With one layer's K and V free of context (window 1), what is shown is the short text at positions 0 and up.
-
-    That is the claim of slot positions: the draft is in range, and cannot tell that anything was left out.
-    """
-    prompt = random_prompt(200)
-    network = network_of(pair, 1)
-    drafter = prefilled(network, prompt, 64)
-    chosen = [*range(8), *range(100, 108), *range(190, 200)]
-    drafter.select(0, torch.tensor(chosen))
-    assert_visible(network.cache, *banded_run(pair, [prompt[position] for position in chosen], 1))
-
-
-@torch.inference_mode()
-def test_nothing_of_a_row_survives_its_release(pair):
-    """A second prompt in the same rows drafts what it drafts in fresh ones."""
-    network = network_of(pair, 32)
-    drafter = CausalDrafter(network, OPTIONS, "hybrid", None, num_slots=1)
-    before = alive()
-    first, _, second = (drafted(drafter, random_prompt(length)) for length in (20, 150, 20))
-    assert first == second
-    assert alive() == before
 
 
 @pytest.mark.parametrize(("draft", "num_rows"), [("cut", VOCABULARY - NUM_CUT), ("bad", VOCABULARY + 8)])

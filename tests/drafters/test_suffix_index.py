@@ -22,15 +22,6 @@ def searched(text: list[int], most: int | None = MOST) -> list[Match]:
     return sorted(found, reverse=True)[:most]
 
 
-@given(TEXTS)
-def test_matches_are_those_that_a_search_finds(text):
-    """After every token, not only at the end."""
-    index = SuffixIndex()
-    for size, token_id in enumerate(text, start=1):
-        index.push(token_id)
-        assert index.matches() == searched(text[:size])
-
-
 @given(st.lists(st.lists(TOKENS, max_size=3 * LONGEST), max_size=4), TEXTS)
 def test_a_prompt_in_chunks_is_a_text_like_any_other(chunks, output):
     """Only the last tokens of a chunk are matched; a match across the border of two must not be cut."""
@@ -42,5 +33,5 @@ def test_a_prompt_in_chunks_is_a_text_like_any_other(chunks, output):
     for token_id in output:
         index.push(token_id)
         text.append(token_id)
-    assert index.matches() == searched(text)
+        assert index.matches() == searched(text)
     assert index.token_ids == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,37 +106,6 @@ def test_a_hub_that_is_away_is_said_to_be_and_not_the_model(
         resolve_revision(NAME, None)
     assert str(away.value).startswith("the Hub does not answer for owner/target, nor does its cache here: ")
     assert "\n" not in str(away.value)
-
-
-def test_weights_that_only_the_hub_has_are_not_checked_without_it(hub: Hub, write_model: Callable[..., Path]) -> None:
-    """The cache has the small files of a driver's last start; half of what is needed is not enough."""
-    hub.push(NAME, write_model())
-    check_model(NAME)
-    hub.is_down = True
-    with pytest.raises(HubUnreachableError):
-        check_model(NAME)
-
-
-def test_a_pinned_commit_and_a_folder_need_no_hub(hub: Hub, write_model: Callable[..., Path]) -> None:
-    """There is nothing to resolve."""
-    hub.is_down = True
-    assert resolve_revision(NAME, "a" * 40) == "a" * 40
-    assert resolve_revision(str(write_model()), None) is None
-
-
-def test_a_machine_with_other_bytes_is_named_with_both_hashes(write_model: Callable[..., Path], tmp_path: Path) -> None:
-    """A folder of the same name on another node's disk: nothing else would ever say so."""
-    here, there = write_model(), tmp_path / "there"
-    shutil.copytree(here, there)
-    expected = pair_hashes(TargetOptions(model=str(here)), None)
-    check_files(TargetOptions(model=str(there)), None, expected)
-    change(there)
-    with pytest.raises(ModelError) as refused:
-        check_files(TargetOptions(model=str(there)), None, expected)
-    found = identify(str(there))["weights"]
-    assert f"the target in {there} on " in str(refused.value)
-    assert found[:12] in str(refused.value)
-    assert expected["target"][:12] in str(refused.value)
 
 
 def cut_off(hub: Hub, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from specextend.model_files import HubUnreachableError, ModelError, identify
-from specextend.models import (
-    ARCHITECTURES,
-    TargetOptions,
-    check_model,
-    load_target,
-    load_tokenizer,
-    num_parameters,
-    read_facts,
-    resolve_device,
-)
+from specextend.model_files import ModelError, identify
+from specextend.models import ARCHITECTURES, TargetOptions, check_model, load_target, load_tokenizer, read_facts
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -62,32 +38,14 @@ def test_each_served_architecture_loads_and_computes(write_model, model_type, ti
     assert model(torch.tensor([[1, 5, 9]])).logits.shape == (1, 3, 64)
 
 
-def test_the_attention_implementation_is_the_one_that_was_asked_for(write_model):
-    """The engine's attention enters transformers by this name; another one would ignore the draft tree."""
-    options = TargetOptions(model=str(write_model()), device="cpu")
-    assert load_target(options, "eager").config._attn_implementation == "eager"
-
-
-def test_facts_are_read_without_weights(write_model):
-    """A dry run plans memory on a machine that could never load the model."""
-    folder = write_model(model_type="qwen3", head_dim=16)
-    (folder / "model.safetensors").unlink()
-    facts = read_facts(str(folder))
-    assert (facts.architecture, facts.num_layers, facts.num_heads, facts.num_kv_heads) == ("qwen3", 2, 4, 2)
-    assert (facts.head_dim, facts.hidden_size, facts.vocab_size) == (16, 32, 64)
-    assert facts.kv_bytes_per_token("bfloat16") == 2 * 2 * 2 * 16 * 2
-
-
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [
-        ({"rope_type": "default", "rope_theta": 1e4}, 256),
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, 1024),
-        (LLAMA3, 256),
         (YARN, 1024),
         (YARN | {"original_max_position_embeddings": 64}, 256),
     ],
-    ids=["default", "linear", "llama3", "yarn before scaling", "yarn after scaling"],
+    ids=["linear", "yarn before scaling", "yarn after scaling"],
 )
 def test_context_length_counts_rope_scaling_in(write_model, rope, expected):
     """Vicuna 16k says 4,096 and a factor of 4; taken at its word it would drop three quarters of a document."""
@@ -104,57 +62,29 @@ def test_eos_comes_from_the_generation_config_and_may_be_a_list(write_model, edi
     assert read_facts(str(folder)).eos_token_ids == (2,)
 
 
-def test_an_unknown_architecture_is_refused_by_name(write_model, edit_json):
-    """The hook would run on many models and be wrong on some."""
-    folder = write_model()
-    edit_json(folder / "config.json", model_type="gpt2")
-    assert "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3" in refusal(folder)
-
-
-def test_a_model_with_code_of_its_own_is_refused_and_the_code_not_run(write_model, edit_json):
-    """`trust_remote_code` stays off: a model is data."""
-    folder = write_model()
-    (folder / "modeling.py").write_text("raise SystemExit('ran')")
-    edit_json(folder / "config.json", model_type="own", auto_map={"AutoModelForCausalLM": "modeling.Own"})
-    assert "is of type 'own'" in refusal(folder)
-
-
-def test_quantized_weights_are_refused(write_model, edit_json):
-    """They need kernels that we do not test."""
-    folder = write_model()
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "quantized weights (gptq)" in refusal(folder)
-
-
 @pytest.mark.parametrize(
-    "rope",
+    ("values", "message"),
     [
-        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-            "factor": 2.0,
-        },
+        ({"model_type": "gpt2"}, "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized weights (gptq)"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "RoPE type 'dynamic'; served are default, linear, llama3, yarn",
+        ),
     ],
-    ids=lambda rope: rope["rope_type"],
+    ids=["architecture", "quantized", "rope"],
 )
-def test_rope_that_depends_on_the_length_is_refused(write_model, edit_json, rope):
-    """Cached keys would have been turned by angles that later tokens change."""
+def test_what_is_not_served_is_refused_by_name(write_model, edit_json, values, message):
+    """Attention would run on many such models and be wrong on some; a dynamic RoPE changes the keys that are cached."""
     folder = write_model()
-    edit_json(folder / "config.json", rope_parameters=rope)
-    assert f"RoPE type '{rope['rope_type']}'; served are default, linear, llama3, yarn" in refusal(folder)
+    edit_json(folder / "config.json", **values)
+    assert message in refusal(folder)
 
 
 def test_sliding_layers_are_refused(write_model):
-    """Qwen2 and Qwen3 switch the window on by layer."""
+    """Qwen2 and Qwen3 switch the window on by layer; Mistral's, as long as the context, is felt by no token."""
     values = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     assert "layers of type sliding_attention" in refusal(write_model(model_type="qwen2", **values))
-
-
-def test_a_window_as_long_as_the_context_is_none(write_model):
-    """Mistral 7B v0.1 configs carry one that no token ever feels at that context."""
     assert read_facts(str(write_model(model_type="mistral", sliding_window=256))).context_length == 256
 
 
@@ -169,83 +99,10 @@ def test_pickled_weights_are_refused_unopened(write_model):
             refuse()
 
 
-@pytest.mark.parametrize("names", [["pytorch_model.bin"], ["a model-1.ckpt", "a model-2.ckpt"]])
-def test_the_conversion_that_a_refusal_gives_works(write_model, names):
-    """Run as it stands there; the converted model is served, with the tensors that were pickled."""
-    folder = write_model(tie_word_embeddings=True)
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save({}, folder / "training_args.bin")
-    for number, name in enumerate(names):
-        torch.save(dict(list(weights.items())[number :: len(names)]), folder / name)
-    command = refusal(folder, check_model).partition("convert it with: ")[2]
-    python = str(Path(sys.executable).parent)
-    subprocess.run(command, shell=True, check=True, env=os.environ | {"PATH": f"{python}:{os.environ['PATH']}"})
-    assert check_model(str(folder)).num_layers == 2
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(tensor, weights[name])
-    assert load(folder).lm_head.weight.equal(weights["model.embed_tokens.weight"])
-
-
-@pytest.mark.parametrize("save", [torch.save, lambda weights, file: file.write_bytes(pickle.dumps(weights))])
-def test_a_pickle_under_the_name_of_safetensors_is_refused_as_one(write_model, save):
-    """Some tools save what they have under the name they were given."""
-    file = write_model() / "model.safetensors"
-    save({"weight": torch.zeros(8)}, file)
-    assert "model.safetensors is a pickle, which can run code and is refused" in refusal(file.parent, check_model)
-
-
-def test_a_weight_file_cut_short_is_refused_before_loading(write_model):
-    """A copy that was interrupted; torch would say so after minutes, or not at all."""
-    file = write_model() / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="is cut short"):
-        check_model(str(file.parent))
-
-
-def test_a_folder_without_a_config_is_refused(tmp_path):
-    """The commonest slip: the folder above the model's."""
-    assert "has no config.json" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "nowhere.gguf"])
+@pytest.mark.parametrize("name", ["./nowhere", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name):
     """A typing error in a path must not become a request for a repository of that name."""
     assert "does not exist" in refusal(name)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A Hub that answers every request with the status in the list."""
-    status: list[int] = []
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status[0])
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            """Nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield status
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize(("status", "is_away"), [(500, True), (503, True), (429, True), (404, False), (401, False)])
-def test_a_hub_with_a_fault_of_its_own_is_told_from_a_model_that_is_not_there(hub, status: int, is_away: bool):
-    """The one may answer tomorrow; of the other the user must hear."""
-    hub.append(status)
-    with pytest.raises(ModelError, match="the Hub") as refused:
-        read_facts("nobody/no-such-model")
-    assert isinstance(refused.value, HubUnreachableError) == is_away
-    assert str(refused.value).endswith("run again") == is_away
 
 
 def test_a_model_without_a_tokenizer_is_refused(write_model):
@@ -267,33 +124,6 @@ def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, ed
     assert changed["tokenizer"] == identify(str(first))["tokenizer"]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"model": ""}, "target.model must not be empty"),
-        ({"model": "a", "dtype": "int8"}, "target.dtype must be one of bfloat16, float16, float32, got 'int8'"),
-        ({"model": "a", "device": "tpu"}, "target.device must be auto, cpu, cuda or cuda:<number>, got 'tpu'"),
-        ({"model": "a", "device": "cpu:1"}, "target.device must be"),
-        ({"model": "a", "device": "cuda:x"}, "target.device must be"),
-    ],
-)
-def test_target_options_are_checked_where_they_are_made(values, message):
-    """Long before a worker on another machine would find out."""
-    with pytest.raises(ValueError, match=message):
-        TargetOptions(**values)
-
-
-def test_devices_resolve_to_what_is_there():
-    """`auto` must work on a laptop and on a GPU node; asking for a missing GPU must say so."""
-    assert resolve_device("cpu") == torch.device("cpu")
-    if torch.cuda.is_available():
-        assert resolve_device("auto").type == "cuda"
-    else:
-        assert resolve_device("auto").type == "cpu"
-        with pytest.raises(ModelError, match="sees no GPU"):
-            resolve_device("cuda:0")
-
-
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -301,15 +131,9 @@ DEEP = "[" * 100_000 + "]" * 100_000
     ("name", "key", "value"),
     [
         ("config.json", "num_key_value_heads", "0"),
-        ("config.json", "num_key_value_heads", "3"),
-        ("config.json", "vocab_size", "-1"),
         ("config.json", "hidden_act", '"nonsense"'),
-        ("config.json", "quantization_config", "[1]"),
-        ("config.json", "model_type", '["llama"]'),
         ("config.json", "transformers_weights", '"weights.bin"'),
         ("config.json", "other", DEEP),
-        ("config.json", "other", "9" * 5000),
-        ("generation_config.json", "other", DEEP),
         ("generation_config.json", "eos_token_id", '"x"'),
     ],
     ids=lambda value: value[:20],
@@ -326,7 +150,6 @@ def test_the_attention_that_a_config_asks_for_does_not_count(write_model, edit_j
     folder = write_model()
     edit_json(folder / "config.json", attn_implementation="flash_attention_2")
     assert check_model(str(folder)).num_layers == 2
-    assert num_parameters(str(folder)) > 0
 
 
 def write_index(folder, name) -> None:
@@ -335,7 +158,7 @@ def write_index(folder, name) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
 
 
-@pytest.mark.parametrize("name", ["weights.bin", "../model.safetensors", "shards/model.safetensors", 1])
+@pytest.mark.parametrize("name", ["weights.bin", "../model.safetensors", 1])
 def test_an_index_that_leads_elsewhere_is_refused(write_model, name):
     """Transformers loads what the index names: neither checked nor hashed, it could be swapped between two starts."""
     folder = write_model()

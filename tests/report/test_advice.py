@@ -68,12 +68,8 @@ CASES = [
 BELOW = [
     changed(),
     changed(quality_flags={"truncated": 4}),
-    changed(tokens__dropped=500),
-    changed(time__shares__prefill=0.29),
     changed(audit=AUDIT | {"speedup": SLOWER | {"decode": 1.3}}),
     changed(buckets=[bucket("1K", 2.0), bucket("16K", 1.7)]),
-    changed(tail=TAIL | {"idle_workers": 0}),
-    changed(wall_clock__shares={"loading": 0.09}),
 ]
 
 

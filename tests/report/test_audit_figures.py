@@ -48,14 +48,6 @@ def test_the_speed_up_is_seconds_per_token_over_seconds_per_token():
     assert figures["seconds"] == pytest.approx(76.0)
 
 
-def test_a_failed_audit_is_counted_and_compares_nothing():
-    unmeasured = dict.fromkeys(("num_equal_tokens", "num_plain_tokens", "plain_s", "plain_prefill_s"))
-    figures = audit_figures(table({**unmeasured, "error": "ValueError: no"}), "float32")
-    assert (figures["documents"], figures["failed"], figures["equal"]) == (1, 1, 0)
-    assert figures["token_agreement"] is None
-    assert figures["speedup"] is None
-
-
 def test_a_document_that_was_audited_twice_counts_once():
     """Two starts of a run, when the first one's result was lost on the way."""
     twice = pa.concat_tables([table({"num_equal_tokens": 3, "gap": 9.0}), table({})])

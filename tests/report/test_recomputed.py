@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
 
-from tests.report.made_up import FIRST, LIMITS, NEXT_NIGHT_S, NIGHT_S, NUM_DOCUMENTS, PRICE, SECOND
+from tests.report.made_up import FIRST, LIMITS, NIGHT_S, NUM_DOCUMENTS, PRICE, SECOND
 
 BUSY = "prefill_s + draft_prefill_s + draft_s + verify_s + retrieval_s + other_s"
 PHASES = ("prefill", "draft_prefill", "draft", "verify", "retrieval", "other")
@@ -203,30 +202,3 @@ def test_the_tail(rows, report):
         "idle_workers": 1,
         "idle_median_s": pytest.approx(idle, abs=1e-5),
     }
-
-
-def test_the_time_line_holds_every_document(rows, report):
-    """As spans of a worker, which end with its last document."""
-    assert [line["run_id"] for line in report["timeline"]] == [FIRST, SECOND]
-    for line, begin in zip(report["timeline"], (NIGHT_S, NEXT_NIGHT_S), strict=True):
-        where = f"from done where run_id = '{line['run_id']}'"
-        assert sum(worker["documents"] for worker in line["workers"]) == one(rows, f"count(*) {where}")
-        for worker in line["workers"]:
-            assert sum(count for _, _, count in worker["spans"]) == worker["documents"]
-        ends = sorted(worker["spans"][-1][1] for worker in line["workers"] if worker["spans"])
-        wanted = rows.execute(f"select max(ended) {where} group by worker order by 1").fetchall()
-        assert ends == [pytest.approx(ended - begin, abs=1e-5) for (ended,) in wanted]
-
-
-def test_the_slowest_documents_and_the_errors(rows, report):
-    """Named, so that somebody can look at them."""
-    slowest = rows.execute("select doc_id, total_s from done order by total_s desc, doc_id limit 10").fetchall()
-    assert [(document["doc_id"], document["total_s"]) for document in report["slowest"]] == slowest
-    errors = rows.execute("select error_class, stage, count(*) from results where not done group by all").fetchall()
-    assert {(each["error_class"], each["stage"], each["rows"]) for each in report["errors"]} == set(errors)
-
-
-def test_a_report_is_json_with_a_version(report):
-    """Programs that read it must be able to tell what they read."""
-    assert report["schema_version"] == 1
-    assert json.loads(json.dumps(report, allow_nan=False)) == report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +18,6 @@ from tests.tiny_models import random_prompt, request
 from tests.training.conftest import OPTIONS, Workshop
 
 KINDS: dict[TrainedKind, DraftKind] = {"eagle": "eagle", "model": "model"}
-
-
-def weights_of(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -58,45 +53,6 @@ def test_the_loss_falls(drafts, kind):
     assert losses[-1] < 0.95 * losses[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_card_says_what_the_draft_has_read(workshop, drafts, kind):
-    """It ships with the draft, and nobody else can tell."""
-    card = (drafts[kind] / "README.md").read_text()
-    assert card.startswith(f"# {kind}\n")
-    assert "A draft for target" in card
-    assert "| `texts.parquet` | 8 |" in card
-    assert f'"kind": "{kind}"' in card
-    assert re.search(r"\| summaries \| 0\.\d{3}", card)
-
-
-def test_a_training_goes_on_with_the_recordings_it_has(workshop, drafts, tmp_path):
-    """Recordings are most of the work: those that are there are not made again."""
-    folder = tmp_path / "eagle"
-    shutil.copytree(drafts["eagle"], folder)
-    recordings = sorted((folder / "work" / "recordings").iterdir())
-    before = {path: path.stat().st_mtime_ns for path in recordings[1:]}
-    expected = recordings[0].read_bytes(), weights_of(folder)
-    recordings[0].unlink()
-    (folder / "work" / "checkpoint.safetensors").unlink()
-    workshop.train(folder, "eagle")
-    assert {path: path.stat().st_mtime_ns for path in recordings[1:]} == before
-    assert (recordings[0].read_bytes(), weights_of(folder)) == expected
-
-
-def test_an_interruption_changes_nothing(workshop, drafts, tmp_path):
-    """Stopped while recording and stopped while learning, it ends in the very same file."""
-    for line in ("recording 3/6", "step 2/"):
-
-        def interrupt(said: str, line: str = line) -> None:
-            if said.startswith(line):
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            workshop.train(tmp_path / "parts", "eagle", interrupt)
-    workshop.train(tmp_path / "parts", "eagle")
-    assert weights_of(tmp_path / "parts") == weights_of(drafts["eagle"])
-
-
 def test_a_folder_of_another_training_is_refused(workshop, drafts):
     """Its recordings are of other prompts."""
     with pytest.raises(
@@ -117,19 +73,3 @@ def test_a_head_can_go_on_from_another(workshop, drafts, tmp_path):
     assert set(after) - set(before) == {f"copy.{name}_proj.weight" for name in "qkv"}
     for name in set(before) - {"layer.self_attn.o_proj.weight"}:
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocabulary": 200}, "a vocabulary of 200 cannot be made: the text has"),
-        ({"sample": replace(OPTIONS.sample, min_tokens=600, max_tokens=700)}, "600 tokens .*: found 0 of 8"),
-        ({"sample": replace(OPTIONS.sample, min_tokens=2000, max_tokens=2000)}, r"fewer than min_tokens \(2000\)"),
-        ({"start_from": "nowhere"}, "EAGLE draft nowhere has no config.json"),
-    ],
-)
-def test_what_cannot_be_trained_leaves_no_trace(workshop, tmp_path, changes, message):
-    """A folder that is claimed by a mistake would refuse the corrected command."""
-    with pytest.raises(ValueError, match=message):
-        workshop.train(tmp_path / "draft", "eagle", **changes)
-    assert not (tmp_path / "draft").exists()

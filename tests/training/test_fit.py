@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specextend.training.fit import CHECKPOINT, Fit, FitOptions
+from specextend.training.fit import Fit, FitOptions
 
 OPTIONS = FitOptions(passes=3, learning_rate=1e-2, checkpoint_every_s=0)
 
@@ -49,10 +49,3 @@ def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path):
     assert last.said[0] == "resuming at step 9/15"
     assert last.taken == 6
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_checkpoint_of_another_training_is_refused(tmp_path):
-    """Rather than going on with half of a cosine that was meant for something else."""
-    Learner(tmp_path).run()
-    with pytest.raises(ValueError, match=f"{CHECKPOINT} belongs to another training"):
-        Learner(tmp_path, FitOptions(passes=4)).run()

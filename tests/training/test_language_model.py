@@ -8,10 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from specextend.drafters.small_lm import read_reduced
 from specextend.training.language_model import (
-    TokenWindow,
     new_language_model,
     recorded_windows,
-    right_choices,
     row_of_token,
     save_language_model,
     text_windows,
@@ -58,18 +56,3 @@ def test_windows_end_in_an_answer_and_are_never_longer_than_the_model_reads():
             assert len(window.rows) == len(window.hidden) == min(size, 24 + kept)
             assert torch.equal(window.rows[-kept:], rows[answer.token_ids[:kept]])
             assert torch.equal(window.hidden[-kept:], answer.hidden[:kept])
-
-
-def test_a_choice_outside_the_vocabulary_is_never_right():
-    """Agreement counts what the target really chooses, not the best of what the draft knows."""
-    torch.manual_seed(0)
-    model = new_language_model(OPTIONS.language_model, VOCABULARY, EMBEDDING, "tiny")
-    window = TokenWindow(torch.tensor([0, 3, 5, 2]), torch.ones(4, 48))
-
-    def right(token_id: int) -> int:
-        """Places at which the model agrees with a target that always chooses one token."""
-        lm_head = torch.zeros(40, 48).index_fill(0, torch.tensor([token_id]), 1.0)
-        return int(right_choices(model, window, lm_head, VOCABULARY).sum())
-
-    assert sum(right(token_id) for token_id in VOCABULARY.tolist()) == 4
-    assert right(2) == right(39) == 0
