@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -11,15 +14,34 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """Shared memory that a block of threads may use, by compute capability: A100 and H100."""
 
 
-def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int):
-    """Compile for a chip that is not there, whose shared memory it must fit.
+class Compiled(NamedTuple):
+    """What matters of a compiled kernel."""
 
-    Pointers and strides are multiples of 16, as in a cache.
-    """
+    ptx: str
+    num_registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int, **options: int):
+    """Compile for a chip that is not there. Pointers and strides are multiples of 16, as in a cache."""
     signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
     aligned = [name for name in signature if signature[name].startswith("*") or name.startswith(("q_", "k_", "v_"))]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.metadata.shared <= SHARED_BYTES[capability]
-    return compiled
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def inspect(compiled: Any, folder: Path) -> Compiled:
+    """Read registers and spills from the machine code, by the tool in triton's wheel."""
+    binary, tool = folder / "kernel.cubin", Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    binary.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return Compiled(compiled.asm["ptx"], registers, stack + local, compiled.metadata.shared)
+
+
+def assert_fits(compiled: Compiled, capability: int) -> None:
+    assert compiled.spilled_bytes == 0
+    assert compiled.shared_bytes <= SHARED_BYTES[capability]
+    assert compiled.num_registers < 255, "at the limit the next change spills"

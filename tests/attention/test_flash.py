@@ -99,6 +99,29 @@ def test_it_is_the_reference(kernel, kind, lengths, dtype, heads):
     assert bool(others) == (kind == "tree" or dtype == torch.float32 or 0 in lengths)
 
 
+@pytest.mark.parametrize("lengths", [[8000], [8000, 300, 5000]])
+def test_it_copies_no_keys(lengths):
+    """It used to copy those of a batch in every layer; one sequence is a slice, several are pages of its memory."""
+    starts, num_rows = paged(lengths)
+    q, k, v = tensors(len(lengths), 1, (8, 2), num_rows, 64, torch.bfloat16)
+    seen = []
+
+    def kernel(q, keys, values, *, softmax_scale, causal, return_softmax_lse, cache_seqlens=None, block_table=None):
+        seen.extend([keys, values])
+        return q, q[..., 0].transpose(1, 2)
+
+    attend_with(kernel, attend_reference)(q, k, v, KeySpan(starts, lengths), 0.125)
+    assert [each.untyped_storage().data_ptr() for each in seen] == [x.untyped_storage().data_ptr() for x in (k, v)]
+
+
+def test_regions_that_begin_within_a_page_go_to_the_other_kernel():
+    """No engine has some; a wrong page would be a wrong text."""
+    q, k, v = tensors(2, 1, (8, 2), 1024, 64, torch.bfloat16)
+    span = KeySpan([5, 512], [300, 77])
+    found = attend_with(flash_attn_2, attend_reference)(q, k, v, span, 0.125)
+    torch.testing.assert_close(found, attend_reference(q, k, v, span, 0.125))
+
+
 @pytest.mark.parametrize(("modules", "version"), [("23", 3), ("2", 2), ("3", 3), ("", None)])
 def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
     """Its module has another name, and both may be installed."""
@@ -114,3 +137,17 @@ def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
         message = r"^attention\.backend flash runs on a GPU only; choose auto$"
     with pytest.raises(ValueError, match=message):
         load_backend("flash", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_chunks_of_a_prompt_take_it_where_it_is_installed(backend, monkeypatch):
+    """By default, and beside the kernel of our own, for which a chunk has too many queries."""
+    pytest.importorskip("triton")
+    module = ModuleType("flash_attn")
+    module.flash_attn_with_kvcache = flash_attn_2
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    q, k, v = tensors(1, 200, (8, 2), 400, 64, torch.bfloat16)
+    found = load_backend(backend, torch.device("cuda"))(q, k, v, KeySpan([5], [300], causal=True), 0.125)
+    expected = attend_reference(q, k, v, KeySpan([5], [300], causal=True), 0.125)
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)

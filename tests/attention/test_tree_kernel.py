@@ -13,13 +13,23 @@ from hypothesis import strategies as st
 from specextend.attention.backends import attend_reference, load_backend
 from specextend.attention.plan import KeySpan
 from specextend.attention.tree_reference import attend_tree_reference, pack_mask, unpack_mask
+from specextend.decoding.decoding_options import AttentionOptions
 from tests.attention.calls import tree_call
 from tests.covering import covering
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
-from specextend.attention.tree_kernel import attend_splits, choose_tiles
-from tests.attention.compiling import compile_kernel
+import triton
+
+from specextend.attention.tree_kernel import (
+    MAX_SPLITS,
+    MERGED_PARTS,
+    attend_splits,
+    choose_num_splits,
+    choose_tiles,
+    merge_splits,
+)
+from tests.attention.compiling import assert_fits, compile_kernel, inspect
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SIZES = [(64, 1), (64, 24), (64, 64), (64, 204), (128, 1), (128, 24), (128, 64), (128, 204)]
@@ -44,6 +54,29 @@ def test_packing_puts_row_i_into_bit_i(row):
     assert bits == sum(1 << i for i, seen in enumerate(row) if seen)
 
 
+@pytest.mark.parametrize(
+    ("num_programs", "num_processors", "num_warps", "expected"),
+    [
+        (8, 108, 4, 26),
+        (8, 132, 4, 32),
+        (16, 132, 8, 8),
+        (2, 132, 4, 61),
+        (264, 132, 4, 1),
+        (128, 108, 4, 5),  # Vicuna 7B, four sequences on an A100: one split left 41% of a wave idle
+    ],
+)
+def test_splits_fill_whole_waves(num_programs, num_processors, num_warps, expected):
+    """More would only write more partial results; fewer leave multiprocessors idle."""
+    assert choose_num_splits(num_programs, num_processors, num_warps) == expected
+
+
+def test_a_tree_is_one_call_of_the_kernel_unless_configured_otherwise():
+    """It masks only the tree by itself, so a second call and a merge would be a waste."""
+    assert AttentionOptions(backend="triton").tree_kinds == ("dense",)
+    assert AttentionOptions(backend="triton", tree="hybrid").tree_kinds == ("hybrid",)
+    assert AttentionOptions().tree_kinds == ("dense", "hybrid")
+
+
 def test_without_triton_the_backend_is_refused_in_one_line(monkeypatch):
     """Before a model is loaded, and with what to install."""
     monkeypatch.setitem(sys.modules, "specextend.attention.tree_kernel", None)
@@ -66,6 +99,13 @@ def compile_splits(dtype: torch.dtype, head_dim: int, num_rows: int, capability:
     return compile_kernel(attend_splits, types, constants, capability, **options)
 
 
+def compile_merge(dtype: torch.dtype, head_dim: int, num_splits: int, capability: int):
+    types = {"part_out": "*fp32", "part_lse": "*fp32", "out": f"*{TYPES[dtype]}", "lse": "*fp32"}
+    padded = triton.next_power_of_2(num_splits)
+    constants = {"HEAD_DIM": head_dim, "PADDED": padded, "ROWS": max(1, MERGED_PARTS // padded)}
+    return compile_kernel(merge_splits, types, constants, capability)
+
+
 @pytest.fixture(autouse=True)
 def _own_kernel_cache(tmp_path, monkeypatch):
     """What is tested is compiled."""
@@ -79,11 +119,20 @@ FITS = covering(SIZES, [80, 90], [*TYPES])
     ("size", "capability", "dtype"),
     [((128, 204), 90, torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.slow) for case in FITS)],
 )
-def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype):
-    """Products of scalars would cost more than the kernel saves."""
-    compiled = compile_splits(dtype, *size, capability)
+def test_it_compiles_for_tensor_cores_and_fits(size, capability, dtype, tmp_path):
+    """Products of scalars or registers in memory would cost more than the kernel saves."""
+    compiled = inspect(compile_splits(dtype, *size, capability), tmp_path)
+    assert_fits(compiled, capability)
     warpgroup = capability == 90 and size[1] >= 64
     instruction = r"wgmma\.mma_async\S*" if warpgroup else r"mma\.sync\S*"
-    products = re.findall(instruction, compiled.asm["ptx"])
+    products = re.findall(instruction, compiled.ptx)
     assert len(products) >= 2, "scores, and sums of values"
     assert all(TYPES[dtype].replace("fp", "f") in product and "f32" in product for product in products)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "num_splits", "capability"), covering([64, 128], [1, 3, 27, MAX_SPLITS], [80, 90])
+)
+def test_the_merge_fits(head_dim, num_splits, capability, tmp_path):
+    assert_fits(inspect(compile_merge(torch.bfloat16, head_dim, num_splits, capability), tmp_path), capability)

@@ -1,0 +1,61 @@
+"""A GPU waits for its host at each upload and download, and 7 to 10 us for each operator: a step may have few."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from specextend.decoding import graphs as graphs_module
+from specextend.decoding.graphs import Graphs
+from tests.recorded_graph import captured_engine, record
+from tests.step_trace import StepTrace, Tracer, tracing
+from tests.tiny_models import random_prompt, request
+
+
+class Capturing:
+    """Records functions for a tracer, which counts a replay as one operator, as a GPU's host does."""
+
+    def __init__(self) -> None:
+        self.tracer = Tracer()
+
+    def __call__(self, function):
+        replay, outputs = record(function)
+
+        def launch() -> None:
+            self.tracer.steps[-1].operators["launch"] += 1
+            self.tracer.leaving_out(replay)()
+
+        return launch, outputs
+
+
+def traced_steps(pair, batch: int, calls_before_capture: int, monkeypatch) -> list[StepTrace]:
+    """Trace the speculative steps of a batch, in the fixed shapes of a GPU, up to the one in which the first ends."""
+    monkeypatch.setattr(graphs_module, "CALLS_BEFORE_CAPTURE", calls_before_capture)
+    capture = Capturing()
+    changes = {"cache__policy": "full", "decoding__max_batch_size": batch}
+    engine = captured_engine(pair, "good", Graphs(capture), **changes)
+    with tracing(engine, capture.tracer) as tracer:
+        list(engine.generate([request(str(n), random_prompt(102 + n), 24) for n in range(batch)]))
+    return [step for step in tracer.steps if step.num_sequences == batch][:-1]
+
+
+@pytest.mark.parametrize(("batch", "operators", "uploads"), [(1, 150, 1), (3, 152, 2)])
+def test_an_eager_step_has_few_operators_and_waits_once(batch, operators, uploads, pairs, monkeypatch):
+    """Eight nodes, four levels. `docs/log.md` says what the figures were before."""
+    steps = traced_steps(pairs("llama"), batch, sys.maxsize, monkeypatch)
+    assert len(steps) >= 4
+    for step in steps:
+        assert step.operators.total() <= operators, step.operators
+        assert step.num_downloads == 1
+        assert step.num_uploads <= uploads
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_captured_step_is_three_launches(batch, pairs, monkeypatch):
+    """Drafting, verification and absorption. What is left copies their inputs, and files the new roots."""
+    *_, step = traced_steps(pairs("llama"), batch, 1, monkeypatch)
+    assert step.operators["launch"] == 3
+    assert step.operators.total() <= 13, step.operators
+    assert step.num_downloads == 1
+    assert step.num_uploads == 1

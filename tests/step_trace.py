@@ -1,0 +1,111 @@
+"""What a decoding step asks of PyTorch: operators, and the moments at which a GPU and its host would wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specextend.decoding.engine import Engine
+from specextend.drafters.causal import CausalDrafter
+
+DOWNLOADS = ("_local_scalar_dense", "nonzero", "unique", "_unique", "masked_select", "equal")
+"""Beginnings of the names of operators whose result the host reads, or whose shape depends on values."""
+VIEWS = {
+    *("alias", "as_strided", "detach", "detach_", "diagonal", "expand", "lift_fresh", "permute", "select", "slice"),
+    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
+    *("_unsafe_view", "_reshape_alias", "_local_scalar_dense"),
+}
+"""Operators that start no kernel."""
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """Counts of one step, from a proposal to the next."""
+
+    num_sequences: int
+    operators: Counter[str] = field(default_factory=Counter)
+    """Kernels around the models: trees, acceptance, caches and plans."""
+    num_downloads: int = 0
+    """Times that the host reads values of a tensor."""
+    num_uploads: int = 0
+    """Tensors made of Python's values."""
+
+
+class Tracer(TorchDispatchMode):
+    """Counts operators; those of models are only searched for downloads and uploads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [StepTrace(0)]
+        """The first counts what is before the first proposal."""
+        self.in_model = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return result
+        name = func.overloadpacket.__name__
+        step = self.steps[-1]
+        step.num_downloads += name.startswith(DOWNLOADS) or (name.startswith("index") and has_mask(args))
+        step.num_uploads += name == "lift_fresh"
+        if not self.in_model and name not in VIEWS:
+            step.operators[name] += 1
+        return func(*args, **kwargs)
+
+    def leaving_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method of a model, whose operators do not count."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            before, self.in_model = self.in_model, True
+            result = function(*args, **kwargs)
+            self.in_model = before
+            return result
+
+        return called
+
+    def beginning_steps(self, propose: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a drafter's `propose`, with which a step begins."""
+
+        def proposing(slots: Sequence[int]) -> Any:
+            self.steps.append(StepTrace(len(slots)))
+            return propose(slots)
+
+        return proposing
+
+    def downloading(self, tolist: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `Tensor.tolist`, which reads a tensor of a CPU without an operator."""
+
+        def called(tensor: torch.Tensor) -> Any:
+            self.steps[-1].num_downloads += 1
+            return tolist(tensor)
+
+        return called
+
+
+def has_mask(args: Any) -> bool:
+    """Return True if one of an operator's indices is a mask, whose places have to be found."""
+    return isinstance(args[1], list) and any(index is not None and index.dtype == torch.bool for index in args[1])
+
+
+@contextmanager
+def tracing(engine: Engine, tracer: Tracer) -> Iterator[Tracer]:
+    """Trace what an engine with a causal draft runs inside the block."""
+    drafter = engine.drafter
+    assert isinstance(drafter, CausalDrafter)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", tracer.downloading(torch.Tensor.tolist))
+        patch.setattr(drafter, "propose", tracer.beginning_steps(drafter.propose))
+        for model, name in ((engine.target, "forward_with_features"), (drafter.network, "forward")):
+            patch.setattr(model, name, tracer.leaving_out(getattr(model, name)))
+        for model in (engine.target, drafter.network):
+            patch.setattr(model, "logits", tracer.leaving_out(model.logits))
+        with tracer:
+            yield tracer
