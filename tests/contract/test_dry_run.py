@@ -89,6 +89,8 @@ def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path: Path):
     ("arguments", "said"),
     [
         (["--by", "07:00"], "--by goes with --dry-run"),
+        (["--calibrate", "4"], "--calibrate goes with --dry-run"),
+        (["--dry-run", "--calibrate", "1"], "at least 2 documents"),
         (["--dry-run", "--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
         (["--dry-run", "--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
     ],

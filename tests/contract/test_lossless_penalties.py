@@ -62,11 +62,11 @@ def test_output_with_penalties_is_the_targets_own(mode, draft, batch, pair, own)
     assert not ties.found
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "none"])
-def test_these_penalties_change_something(name, pair, own):
+def test_these_penalties_change_something(pair, own):
     """Else the equality above would be that of a program without penalties."""
-    plain = generate(load_reference(pair), random_prompt(LENGTHS[name]), MAX_NEW_TOKENS)
-    assert own[name].token_ids != plain.token_ids
+    model = load_reference(pair)
+    for name in OPTIONS.keys() - {"none"}:
+        assert own[name].token_ids != generate(model, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS).token_ids
 
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
@@ -78,16 +78,14 @@ def sampled(pair):
     return outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)
 
 
-@pytest.mark.parametrize(
-    ("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1), ("streaming", "ngram", 4)]
-)
+@pytest.mark.parametrize(("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1)])
 def test_a_seed_gives_the_same_text_with_penalties_in_every_mode(mode, draft, batch, pair, sampled):
     """The noise is added to the penalised logits, wherever in a tree they were computed."""
     found = outputs(engine_of(pair, mode, draft, batch), **SAMPLED)
     assert {name: each.token_ids for name, each in found.items()} == {
         name: each.token_ids for name, each in sampled.items()
     }
-    assert draft == "ngram" or sum(each.stats.num_accepted_tokens for each in found.values()) > 20
+    assert sum(each.stats.num_accepted_tokens for each in found.values()) > 20
 
 
 @pytest.fixture(scope="module")

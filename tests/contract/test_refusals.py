@@ -29,8 +29,6 @@ from tests.job.conftest import (
     write_corpus,
 )
 
-MODELS = ROOT / ".models" / "tiny-random"
-
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
@@ -54,12 +52,8 @@ def assert_refused(ended: Ended, said: str, output: Path) -> None:
         (["input.id_column=same"], "x"),
         (["input.id_column=none"], "none"),
         (["input.passthrough=[summary]"], "summary"),
-        (["input.passthrough=[nowhere]"], "nowhere"),
         (["input.num_tokens_column=doc"], "doc"),
         (["tree.nods=5"], "did you mean nodes?"),
-        (["decoding.temperature=-1"], "decoding.temperature must be at least 0"),
-        (["decoding.max_batch_size=many"], "decoding.max_batch_size"),
-        (["job.workers=0"], "job.workers must be at least 1"),
         (["job.workers=99999999999999999999"], "job.workers must be at most 10000"),
         (["prompt.instruction='{document} and {document}'"], "prompt.instruction"),
         (["target.model=/nowhere/at/all"], "/nowhere/at/all does not exist"),
@@ -67,7 +61,6 @@ def assert_refused(ended: Ended, said: str, output: Path) -> None:
         (["decoding.max_new_tokens=100000"], "decoding.max_new_tokens or prompt.max_prompt_tokens: the template takes"),
         (["prompt.max_prompt_tokens=3"], "tokens of the 3 that max_new_tokens 24 leaves for the prompt"),
         (["target.device=cuda"], "needs job.gpus_per_worker above 0"),
-        (["nonsense"], "--set takes key.path=value"),
     ],
 )
 def test_a_wrong_value_is_named(call, corpus: Path, tmp_path: Path, settings: list[str], said: str):
@@ -77,21 +70,13 @@ def test_a_wrong_value_is_named(call, corpus: Path, tmp_path: Path, settings: li
     assert_refused(ended, said, tmp_path / "out")
 
 
-@pytest.mark.parametrize("path", ["nowhere.parquet", "empty", "*.nothing"])
+@pytest.mark.parametrize("path", ["nowhere.parquet", "empty", "*.nothing", "broken.parquet"])
 def test_an_input_without_files_is_named(call, tmp_path: Path, path: str):
-    """A mistyped path must not become a run over nothing that succeeds."""
+    """A mistyped path must not become a run over nothing that succeeds; nor what a failed export left there."""
     (tmp_path / "empty").mkdir()
-    ended = call("--config", str(CONFIG), "--input", str(tmp_path / path), "--output", str(tmp_path / "out"))
-    assert_refused(ended, str(tmp_path / path), tmp_path / "out")
-
-
-def test_a_file_that_is_no_parquet_is_named(call, tmp_path: Path):
-    """A folder may hold what a failed export left there."""
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and nothing more")
-    ended = call(
-        "--config", str(CONFIG), "--input", str(tmp_path / "broken.parquet"), "--output", str(tmp_path / "out")
-    )
-    assert_refused(ended, "broken.parquet", tmp_path / "out")
+    ended = call("--config", str(CONFIG), "--input", str(tmp_path / path), "--output", str(tmp_path / "out"))
+    assert_refused(ended, path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
@@ -150,26 +135,20 @@ def test_a_folder_with_damaged_records_is_refused_in_one_line(call, corpus: Path
     assert "part-00000001-000000.parquet is damaged" in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["_run", "_run/parts", "_run/attempts", "summaries", "errors"])
-def test_a_file_in_the_place_of_a_folder_is_refused(call, corpus: Path, tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("_run", "folder"), ("_run/parts", "folder"), ("errors", "folder"), ("_run/lock", "file"), ("_SUCCESS", "file")],
+)
+def test_a_file_in_the_place_of_a_folder_or_the_reverse_is_refused(call, corpus, tmp_path: Path, name: str, kind: str):
     """Somebody copied half a run, or the folder is another program's: nothing there is ours to replace."""
-    (tmp_path / "out" / name).parent.mkdir(parents=True)
-    (tmp_path / "out" / name).touch()
-    assert_mixed_up(call, corpus, tmp_path / "out", f"{tmp_path / 'out' / name} must be a folder of the run")
-
-
-@pytest.mark.parametrize("name", ["_run/lock", "_run/manifest.json", "report.html", "_SUCCESS"])
-def test_a_folder_in_the_place_of_a_file_is_refused(call, corpus: Path, tmp_path: Path, name: str):
-    (tmp_path / "out" / name).mkdir(parents=True)
-    assert_mixed_up(call, corpus, tmp_path / "out", f"{tmp_path / 'out' / name} must be a file of the run")
-
-
-def assert_mixed_up(call, corpus: Path, output: Path, said: str) -> None:
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    path.touch() if kind == "folder" else path.mkdir()
     for arguments in ([], ["--dry-run"]):
-        where = ["--input", str(corpus), "--output", str(output), "--set", "input.id_column=doc"]
+        where = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
         ended = call("--config", str(CONFIG), *where, *arguments)
         assert (ended.code, ended.stderr.count("\n")) == (2, 1), ended.stderr
-        assert said in ended.stderr
+        assert f"{path} must be a {kind} of the run" in ended.stderr
 
 
 def test_an_output_inside_the_input_is_refused(call, corpus: Path):
@@ -181,15 +160,8 @@ def test_an_output_inside_the_input_is_refused(call, corpus: Path):
 
 def test_a_draft_that_does_not_fit_its_target_is_refused(call, corpus: Path, tmp_path: Path):
     """A head of another hidden size would crash on the first document, after a minute of loading."""
-    head = tmp_path / "head"
-    head.mkdir()
-    config = json.loads((MODELS / "draft-eagle" / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps(config))
-    (head / "model.safetensors").write_bytes((ROOT / "models/smollm2-135m-eagle/model.safetensors").read_bytes())
-    arguments = ["--set", "draft.kind=eagle", "--set", f"draft.model={head}", "--set", "input.id_column=doc"]
-    ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), *arguments)
-    assert_refused(ended, "head", tmp_path / "out")
-    arguments[3] = f"draft.model={ROOT}/models/smollm2-135m-eagle"
+    head = f"draft.model={ROOT}/models/smollm2-135m-eagle"
+    arguments = ["--set", "draft.kind=eagle", "--set", head, "--set", "input.id_column=doc"]
     ended = call("--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out"), *arguments)
     assert_refused(ended, "does not fit target", tmp_path / "out")
 
@@ -267,18 +239,12 @@ def test_the_status_of_no_run_is_refused(call, tmp_path: Path):
     assert (ended.code, ended.stderr) == (2, "error: a path must not be empty\n")
 
 
-@pytest.mark.parametrize(
-    ("address", "why"),
-    [
-        ("127.0.0.1:1", "nobody answers at 127.0.0.1:1 ([Errno 111] Connection refused); "),
-        pytest.param("no such address", "Invalid address", marks=pytest.mark.slow),
-    ],
-)
 def test_a_cluster_that_cannot_be_joined_is_said_in_one_line_and_holds_no_folder(
-    corpus: Path, tmp_path: Path, monkeypatch, address: str, why: str
+    corpus: Path, tmp_path: Path, monkeypatch
 ):
     """At once, and the run had begun: the next start goes on with it."""
-    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    why = "nobody answers at 127.0.0.1:1 ([Errno 111] Connection refused); "
     ended = summarize("--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc")
     assert ended.code == 1
     assert ended.stderr.splitlines()[-1].startswith(f"error: Ray cannot be joined: {why}")
