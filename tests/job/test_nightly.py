@@ -76,16 +76,6 @@ def test_the_job_takes_the_command(command: str, monkeypatch: pytest.MonkeyPatch
     assert config.input.id_column == "id"
 
 
-def test_cron_reads_its_line():
-    """Five fields, a user, and no bare percent sign, which would end the command."""
-    fields = cron_line().split(maxsplit=6)
-    ranges = [r"\*|[\d,\-]+" for _ in range(5)]
-    assert all(re.fullmatch(each, field) for each, field in zip(ranges, fields, strict=False))
-    assert fields[5].isidentifier()
-    assert not re.search(r"(?<!\\)%", fields[6])
-    assert not re.search(r"\.", (DEPLOY / "cron" / "specextend").name), "cron.d passes over names with a dot"
-
-
 def test_airflow_repeats_what_may_succeed():
     """A retry of a wrong configuration fills the night with the same line."""
     compile(dag(), "specextend_nightly.py", "exec")
