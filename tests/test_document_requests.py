@@ -106,8 +106,3 @@ def test_a_part_that_fails_is_named_by_the_documents_error(config, prompts):
         "decode",
         True,
     )
-
-
-def test_a_merge_that_fails_is_named_by_the_documents_error(config, prompts):
-    with pytest.raises(DocumentError, match="a merge of 5 summaries: no room"):
-        follow(summarize(config, prompts, row(), "book"), failing({"book:5"}))

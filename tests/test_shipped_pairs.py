@@ -95,11 +95,3 @@ def test_a_pair_fits_the_machine_it_is_named_for(shipped, request):
     assert f" | {' | '.join(held)} | {sum(sizes.values()):.1f} | " in GUIDE, "docs/choosing-a-pair.md has other figures"
     longest = rows_per_sequence(config, longest_request(config, facts))
     assert config.decoding.max_batch_size * longest <= target_rows(config, facts)
-
-
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_on_a_gpu_attention_is_left_to_the_start(file):
-    """A kind that is named excludes the faster one, and `reference` is for tests."""
-    config = RunConfig.load(file)
-    if config.target.device == "cuda":
-        assert (config.attention.backend, config.attention.tree) == ("auto", "auto")
