@@ -3,33 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 
-from specextend.config import ConfigError, RunConfig
-
-LEAST = {
-    "input": {"path": "in"},
-    "output": {"path": "out"},
-    "target": {"model": "owner/target"},
-    "draft": {"kind": "model", "model": "owner/draft"},
-}
-
-
-@pytest.fixture
-def config_file(tmp_path, monkeypatch):
-    """The least a configuration must say, read from an empty current directory."""
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(LEAST))
-    return file
-
-
-def refusal(file, *overrides, **keywords) -> str:
-    """What a user reads; it must be one line."""
-    with pytest.raises(ConfigError) as refused:
-        RunConfig.load(file, overrides, **keywords)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
+from specextend.config import RunConfig
+from tests.contract.test_configuration import config_file as config_file
+from tests.contract.test_configuration import refusal
 
 
 @pytest.mark.parametrize(

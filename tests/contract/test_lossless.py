@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -120,3 +121,28 @@ def test_prompts_of_unusual_length(policy, draft, length, pairs, references, tie
     [completion] = engine.generate([request("a", random_prompt(length), 24)])
     ties.assert_equal(completion.token_ids, references("llama", length, 24), f"{length}-{policy}-{draft}")
     assert not ties.found
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"score_layers": [0]},
+    {"score_layers": [0, 1, -1], "refresh_every": 2},
+    {"score_layers": [1], "refresh_every": 1},
+    {"chunk_size": 7, "top_k_chunks": 7},
+]
+
+
+@pytest.mark.parametrize(("choice", "draft", "batch"), covering(CHOICES, ["good", "eagle"], [1, 3]))
+def test_whatever_retrieval_trusts_output_is_the_targets_own(choice, draft, batch, pairs, references, ties):
+    """A selection decides what the draft sees, never what is said."""
+    changes = {f"cache__{key}": value for key, value in choice.items()}
+    engine = tiny_engine(pairs("llama"), draft, decoding__max_batch_size=batch, **changes)
+    prompts = [request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS[:batch]]
+    completions = list(engine.generate(prompts))
+    for completion in completions:
+        reference = references("llama", int(completion.request_id), MAX_NEW_TOKENS)
+        ties.assert_equal(completion.token_ids, reference, f"{choice}, {draft}")
+    assert not ties.found
+    stats = [completion.stats for completion in completions]
+    assert sum(each.num_retrievals for each in stats) > batch
+    hidden = min(each.retrieval_coverage for each in stats if each.num_retrievals)
+    assert hidden < 0.95, "much of the prompt is hidden, or this would prove little"

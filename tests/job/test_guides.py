@@ -39,6 +39,16 @@ def test_the_job_takes_the_commands_of_a_guide(page: Path):
         assert parsed.status or RunConfig.load(ROOT / parsed.config, overrides(parsed))
 
 
+def test_the_demo_names_its_own_columns():
+    """The configuration that it uses is everybody's, and knows no column but `text`."""
+    [line] = re.findall(r"jobs/summarize\.py (.*)$", (ROOT / "Makefile").read_text().replace("\\\n", ""), re.MULTILINE)
+    parsed = parse(shlex.split(line, comments=True))
+    config = RunConfig.load(ROOT / parsed.config, overrides(parsed))
+    assert (config.input.id_column, config.input.passthrough) == ("doc_id", ("reference_summary", "length_bucket"))
+    plain = RunConfig.load(ROOT / parsed.config)
+    assert (plain.input.id_column, plain.input.passthrough, plain.job.cpus_per_worker) == (None, (), "auto")
+
+
 def test_a_pipeline_has_a_cpu_left_to_read_with():
     """The example reserved both CPUs of its machine for the actor: nothing was ever read, and it waited for ever."""
     [code] = re.findall(
