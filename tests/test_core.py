@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.core import first_line, one_line, printable
+from specextend.core import printable
 
 ORDINARY = [
     "Straße, naïve café “quoted” … 100 €",
@@ -51,13 +51,3 @@ def test_whatever_the_text_it_is_one_line_that_any_stream_can_write(text: str):
     assert len(shown.encode()) >= len(text)
     assert not {unicodedata.category(character) for character in shown} & {"Cc", "Cs", "Co", "Zl", "Zp"}
     assert printable(shown) == shown
-
-
-@pytest.mark.parametrize(
-    ("message", "first", "whole"),
-    [("one\r\ntwo", "one", "one two"), ("\n  one  \n two", "one", "one two"), ("", "KeyError", "")],
-)
-def test_an_error_is_said_in_one_line(message: str, first: str, whole: str) -> None:
-    """Messages of libraries have many lines, or none; ours have one."""
-    error = KeyError() if not message else ValueError(message)
-    assert (first_line(error), one_line(error)) == (first, whole)

@@ -154,8 +154,6 @@ def test_a_report_can_be_made_again_and_is_the_same(folder: Path):
     }
 
 
-
-
 def test_two_runs_side_by_side_and_nothing_is_written(folder: Path, finished: Path):
     """Did the new draft pay off, and did any text change?"""
     before = stamps(folder)
