@@ -195,25 +195,6 @@ def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
 
 
-def test_none_means_go_on_with_what_runs(pair, alone):
-    """A source with nothing now must not stop the batch, nor end the stream."""
-    engine = tiny_engine(pair, decoding__max_batch_size=2)
-    steps = []
-
-    def source():
-        yield None
-        yield request("a", random_prompt(90), NEW)
-        while engine.num_active:
-            steps.append(engine.num_steps)
-            yield None
-        yield None
-        yield request("b", random_prompt(30), NEW)
-
-    completions = {each.request_id: each.token_ids for each in engine.generate(source())}
-    assert completions == {"a": alone(90), "b": alone(30)}
-    assert steps == list(range(steps[0], steps[0] + len(steps))), "a step between any two questions"
-
-
 @pytest.mark.parametrize("mode", ["autoregressive", "specextend"])
 def test_a_request_that_can_never_fit_is_refused(mode, pair, alone):
     """With the numbers, by one limit for all modes; without `on_error` before anything runs, with it others go on."""

@@ -167,11 +167,6 @@ def test_a_draft_that_does_not_fit_its_target_is_refused(call, corpus: Path, tmp
     assert_refused(ended, "does not fit target", tmp_path / "out")
 
 
-def test_a_configuration_that_is_not_there_is_named(call, tmp_path: Path):
-    """The first thing anyone gets wrong."""
-    assert_refused(call("--config", "nowhere.yaml"), "nowhere.yaml", tmp_path / "out")
-
-
 def test_relative_paths_are_refused_inside_a_submitted_job(call, corpus: Path, tmp_path: Path, monkeypatch):
     """Its current folder is a copy that goes away with the job, and the summaries with it."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
