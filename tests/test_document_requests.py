@@ -88,26 +88,3 @@ def test_summaries_that_do_not_fit_into_one_merge_are_merged_level_by_level(conf
     names = [request.request_id for each in rounds for request in each.requests]
     assert names == [f"book:{number}" for number in range(sum(sizes))]
     assert len(summary.chunks) == sizes[0]
-
-
-def failing(numbers: set[str]) -> Callable[[Round], Outcomes]:
-    """Outcomes in which the requests of some names fail."""
-    error = DocumentError("OutOfMemoryError", "no room", "decode", retryable=True)
-    return lambda step: [error if request.request_id in numbers else said(request) for request in step.requests]
-
-
-def test_a_part_that_fails_is_named_by_the_documents_error(config, prompts):
-    with pytest.raises(DocumentError) as caught:
-        follow(summarize(config, prompts, row(), "book"), failing({"book:2"}))
-    assert caught.value.message.startswith("part 3 of 5 (characters ")
-    assert caught.value.message.endswith("): no room")
-    assert (caught.value.error_class, caught.value.stage, caught.value.retryable) == (
-        "OutOfMemoryError",
-        "decode",
-        True,
-    )
-
-
-def test_a_merge_that_fails_is_named_by_the_documents_error(config, prompts):
-    with pytest.raises(DocumentError, match="a merge of 5 summaries: no room"):
-        follow(summarize(config, prompts, row(), "book"), failing({"book:5"}))

@@ -78,17 +78,13 @@ def test_every_shipped_configuration_loads(file: Path):
 
 
 @pytest.mark.parametrize("section", KEYS)
-def test_the_keys_of_a_section_are_there(section: str, config_file: Path):
-    """Users keep configurations for years; a key that goes away breaks their runs."""
+def test_the_keys_of_a_section_are_there_with_their_defaults(section: str, config_file: Path):
+    """Users keep configurations for years: a key that goes away breaks their runs, another default other summaries."""
     options = getattr(RunConfig.load(config_file), section)
     assert set(KEYS[section].split()) <= {field.name for field in dataclasses.fields(options)}
-
-
-@pytest.mark.parametrize("key", DEFAULTS)
-def test_a_key_that_is_not_set_has_its_default(key: str, config_file: Path):
-    """Another default makes other summaries out of the same file."""
-    section, name = key.split(".")
-    assert getattr(getattr(RunConfig.load(config_file), section), name) == DEFAULTS[key]
+    for key, default in DEFAULTS.items():
+        if key.startswith(f"{section}."):
+            assert getattr(options, key.partition(".")[2]) == default
 
 
 def test_overrides_are_yaml_and_win_over_the_file(config_file: Path):
@@ -109,7 +105,6 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file: Path):
         ("dekoding.mode=tree", "unknown section dekoding; did you mean decoding?"),
         ("decoding.mode=fast", "decoding.mode must be 'autoregressive', 'tree' or 'specextend', got 'fast'"),
         ("decoding.max_new_tokens='12'", "decoding.max_new_tokens must be an integer, got '12'"),
-        ("decoding.max_new_tokens=yes", "decoding.max_new_tokens must be an integer, got True"),
         ("decoding.max_new_tokens=0", "decoding.max_new_tokens must be at least 1, got 0"),
         ("decoding.top_p=1.5", "decoding.top_p must be in (0, 1], got 1.5"),
         ("tree.threshold=.nan", "tree.threshold must be a finite number, got nan"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.job.conftest import CONFIG, ROOT, write_corpus
+from tests.job.conftest import CONFIG, write_corpus
 
 
 def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: Path):
@@ -60,21 +60,6 @@ def test_a_dry_run_says_which_files_it_does_not_read(call, tmp_path: Path):
     assert said in [line.split() for line in ended.stdout.splitlines()]
 
 
-def test_memory_is_that_of_weights_and_caches(call, tmp_path: Path):
-    """For the tiny pair in float32; n-gram drafts hold nothing."""
-    corpus = write_corpus(tmp_path / "in" / "a.parquet", ["word " * 50])
-    arguments = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
-    arguments += ["--set", "input.id_column=null", "--dry-run", "--json", str(tmp_path / "plan.json")]
-    assert call(*arguments).code == 0
-    sizes = json.loads((tmp_path / "plan.json").read_text())["memory_gib"]
-    weights = sum(path.stat().st_size for path in (ROOT / ".models/tiny-random/target").glob("*.safetensors"))
-    assert sizes["target_weights"] * 2**30 == pytest.approx(weights, rel=0.05), "the file has a header, too"
-    assert min(sizes["draft_weights"], sizes["draft_caches"], sizes["target_cache"]) > 0
-    assert call(*arguments, "--set", "draft={kind: ngram}").code == 0
-    sizes = json.loads((tmp_path / "plan.json").read_text())["memory_gib"]
-    assert (sizes["draft_weights"], sizes["draft_caches"]) == (0, 0)
-
-
 def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path: Path):
     """It has neither the cores nor the GPU, and needs neither of them to say what there is to do."""
     corpus = write_corpus(tmp_path / "in" / "a.parquet", ["word " * 50])
@@ -89,6 +74,8 @@ def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path: Path):
     ("arguments", "said"),
     [
         (["--by", "07:00"], "--by goes with --dry-run"),
+        (["--calibrate", "4"], "--calibrate goes with --dry-run"),
+        (["--dry-run", "--calibrate", "1"], "at least 2 documents"),
         (["--dry-run", "--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
         (["--dry-run", "--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
     ],

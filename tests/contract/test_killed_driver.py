@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 
-import psutil
 import pytest
 
 from tests.contract.conftest import Run
@@ -61,23 +60,6 @@ def test_a_run_told_to_stop_commits_what_is_finished_and_says_75(run: Run, summa
     assert summarize_here(*run.arguments()).code == 0
     assert run.result() == undisturbed
     assert run.commits().items() >= kept.items()
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_killed_is_replaced_and_changes_no_summary(run: Run, undisturbed):
-    """The kernel's out-of-memory killer: the summaries are those of a run to which nothing happened."""
-    process = run.start(DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"])
-    wait_for(lambda: process.poll() is not None or is_paused(process.pid), "pause")
-    workers = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("ray::Worker")]
-    for worker in workers:
-        worker.kill()
-    process.send_signal(signal.SIGCONT)
-    _, stderr = process.communicate(timeout=LONGEST_S)
-    assert process.returncode == 0, stderr
-    assert workers
-    assert run.result() == undisturbed
-    assert run.column("attempts").count(2) <= 3, "no more than a batch was charged"
-    assert len(run.committed()) == len(undisturbed)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from typing import Any
 
 import pytest
 
@@ -75,16 +75,10 @@ def test_these_models_have_something_to_say(family, references):
     assert max(map(len, outputs)) == MAX_NEW_TOKENS
 
 
-@pytest.fixture(scope="module")
-def completions_of(pairs):
-    """(family, policy, draft) -> what the matrix's prompts give in one batch, made once."""
-
-    @cache
-    def run(family: str, policy: str, draft: str) -> list[Completion]:
-        engine = engine_of(pairs(family), policy, "sdpa", "hybrid", 3, draft)
-        return list(engine.generate([request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS]))
-
-    return run
+def completions_of(pair: Pair, policy: str, draft: str) -> list[Completion]:
+    """What the matrix's prompts give in one batch."""
+    engine = engine_of(pair, policy, "sdpa", "hybrid", 3, draft)
+    return list(engine.generate([request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS]))
 
 
 def mean_acceptance_length(completions: list[Completion]) -> float:
@@ -93,18 +87,14 @@ def mean_acceptance_length(completions: list[Completion]) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_retrieval_really_hides_much_of_the_prompt(family, completions_of):
-    """At most 48 tokens are visible: the matrix above would prove little if everything fitted."""
-    stats = [completion.stats for completion in completions_of(family, "retrieval", "bad")]
+def test_good_drafts_are_accepted_bad_ones_are_not_and_retrieval_hides_much_of_the_prompt(family, pairs):
+    """Paths are packed and rolled back, and at most 48 tokens are visible: else the matrix above would prove little."""
+    assert mean_acceptance_length(completions_of(pairs(family), "full", "good")) > 1.6
+    completions = completions_of(pairs(family), "retrieval", "bad")
+    assert mean_acceptance_length(completions) < 1.4
+    stats = [completion.stats for completion in completions]
     assert sum(each.num_retrievals for each in stats) > 10
     assert min(each.retrieval_coverage for each in stats if each.num_retrievals) < 0.9
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_good_drafts_are_accepted_and_bad_ones_are_not(family, completions_of):
-    """Right and wrong guesses both occur in the matrix, so paths are packed and rolled back."""
-    assert mean_acceptance_length(completions_of(family, "full", "good")) > 1.6
-    assert mean_acceptance_length(completions_of(family, "retrieval", "bad")) < 1.4
 
 
 SEVERAL_CHUNKS = covering(POLICIES, SMALL_DRAFTS, [1100], strength=1)
@@ -120,3 +110,28 @@ def test_prompts_of_unusual_length(policy, draft, length, pairs, references, tie
     [completion] = engine.generate([request("a", random_prompt(length), 24)])
     ties.assert_equal(completion.token_ids, references("llama", length, 24), f"{length}-{policy}-{draft}")
     assert not ties.found
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"score_layers": [0]},
+    {"score_layers": [0, 1, -1], "refresh_every": 2},
+    {"score_layers": [1], "refresh_every": 1},
+    {"chunk_size": 7, "top_k_chunks": 7},
+]
+
+
+@pytest.mark.parametrize(("choice", "draft", "batch"), covering(CHOICES, ["good", "eagle"], [1, 3]))
+def test_whatever_retrieval_trusts_output_is_the_targets_own(choice, draft, batch, pairs, references, ties):
+    """A selection decides what the draft sees, never what is said."""
+    changes = {f"cache__{key}": value for key, value in choice.items()}
+    engine = tiny_engine(pairs("llama"), draft, decoding__max_batch_size=batch, **changes)
+    prompts = [request(str(n), random_prompt(n), MAX_NEW_TOKENS) for n in PROMPT_LENGTHS[:batch]]
+    completions = list(engine.generate(prompts))
+    for completion in completions:
+        reference = references("llama", int(completion.request_id), MAX_NEW_TOKENS)
+        ties.assert_equal(completion.token_ids, reference, f"{choice}, {draft}")
+    assert not ties.found
+    stats = [completion.stats for completion in completions]
+    assert sum(each.num_retrievals for each in stats) > batch
+    hidden = min(each.retrieval_coverage for each in stats if each.num_retrievals)
+    assert hidden < 0.95, "much of the prompt is hidden, or this would prove little"

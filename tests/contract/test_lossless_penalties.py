@@ -6,7 +6,7 @@ import pytest
 
 from tests.covering import covering
 from tests.reference_outputs import Ties, generate
-from tests.tiny_models import load_reference, random_prompt, request, tiny_engine, write_looping_pair
+from tests.tiny_models import load_reference, random_prompt, request, tiny_engine
 
 MAX_NEW_TOKENS = 40
 LENGTHS = {"penalty": 60, "reward": 25, "ngrams": 20, "both": 300, "none": 37}
@@ -62,11 +62,11 @@ def test_output_with_penalties_is_the_targets_own(mode, draft, batch, pair, own)
     assert not ties.found
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "none"])
-def test_these_penalties_change_something(name, pair, own):
+def test_these_penalties_change_something(pair, own):
     """Else the equality above would be that of a program without penalties."""
-    plain = generate(load_reference(pair), random_prompt(LENGTHS[name]), MAX_NEW_TOKENS)
-    assert own[name].token_ids != plain.token_ids
+    model = load_reference(pair)
+    for name in OPTIONS.keys() - {"none"}:
+        assert own[name].token_ids != generate(model, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS).token_ids
 
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
@@ -78,31 +78,11 @@ def sampled(pair):
     return outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)
 
 
-@pytest.mark.parametrize(
-    ("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1), ("streaming", "ngram", 4)]
-)
+@pytest.mark.parametrize(("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1)])
 def test_a_seed_gives_the_same_text_with_penalties_in_every_mode(mode, draft, batch, pair, sampled):
     """The noise is added to the penalised logits, wherever in a tree they were computed."""
     found = outputs(engine_of(pair, mode, draft, batch), **SAMPLED)
     assert {name: each.token_ids for name, each in found.items()} == {
         name: each.token_ids for name, each in sampled.items()
     }
-    assert draft == "ngram" or sum(each.stats.num_accepted_tokens for each in found.values()) > 20
-
-
-@pytest.fixture(scope="module")
-def looping(tmp_path_factory):
-    return write_looping_pair(tmp_path_factory.mktemp("looping"))
-
-
-@pytest.mark.parametrize(("mode", "draft", "size"), [("tree", "good", 2), ("retrieval", "merged-good", 4)])
-def test_a_model_that_goes_in_circles_leaves_them_where_transformers_does(mode, draft, size, looping):
-    """What the option is for: no run of so many tokens occurs twice. A path may repeat what only itself has."""
-    prompt = random_prompt(40)
-    [completion] = engine_of(looping, mode, draft, 1).generate([request("a", prompt, 80, no_repeat_ngram_size=size)])
-    reference = generate(load_reference(looping), prompt, 80, no_repeat_ngram_size=size)
-    assert completion.token_ids == reference.token_ids
-    text = prompt + completion.token_ids
-    runs = [tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1)]
-    assert len(set(runs)) == len(runs)
-    assert completion.stats.num_accepted_tokens > 0
+    assert sum(each.stats.num_accepted_tokens for each in found.values()) > 20

@@ -105,7 +105,6 @@ def test_a_document_that_fails_alone_is_an_error_in_its_row(config, engine):
     [
         ({"id_column": None}, "input.id_column must be set"),
         ({"filter": "year > 2003"}, "input.filter chooses rows of files, not of batches: leave it out"),
-        ({"limit": 3}, "input.limit chooses rows of files"),
         ({"passthrough": ["stage"]}, "input.passthrough names stage, which is a column of the result"),
     ],
 )
@@ -124,7 +123,6 @@ def test_options_that_no_batch_can_follow_are_refused_before_a_model_is_loaded(c
             documents(),
             r"the batch has no column 'body' \(input.text_column\); it has text, name",
         ),
-        ({"text_column": "year"}, documents(), r"column 'year' \(input.text_column\) is int16, but must be a string"),
         (
             {"id_column": "most", "max_new_tokens_column": "name"},
             documents(),
@@ -138,12 +136,6 @@ def test_a_batch_that_does_not_fit_its_configuration_is_refused(changes, batch, 
     options = INPUT | {f"input__{key}": value for key, value in changes.items()}
     with pytest.raises(ValueError, match=message):
         Summarizer(tiny_config(pairs("llama"), **options), lambda _: engine)(batch)
-
-
-def test_a_column_of_any_type_may_be_passed_on_and_numbers_may_be_ids(pairs, engine):
-    options = INPUT | {"input__passthrough": ["name"], "input__id_column": "year"}
-    result = Summarizer(tiny_config(pairs("llama"), **options), lambda _: engine)(documents().slice(0, 1))
-    assert (result["doc_id"].to_pylist(), result.column_names[-1]) == (["2001"], "name")
 
 
 @pytest.mark.slow

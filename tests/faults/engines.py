@@ -55,7 +55,7 @@ class MortalEngine(Engine):
         for number, completion in enumerate(super().generate(source, on_error)):
             if self.moment == "finished" and number == 2:
                 self.die()
-            self.num_decoded += not is_audit(completion.request_id)
+            self.num_decoded += 1
             yield completion
 
     def die(self) -> None:
@@ -64,10 +64,6 @@ class MortalEngine(Engine):
         if not self.marker.exists():
             self.marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_audit(request_id: str) -> bool:
-    return request_id.startswith("audit of")
 
 
 def received_beside(marker: Path) -> Path:

@@ -123,8 +123,8 @@ def test_a_disk_that_takes_no_files_from_the_start_is_said_before_any_model_is_l
     fault.is_mended(disk)
 
 
-@each("object store", fast=0)
-def test_a_full_object_store_stops_nobody(job, kind: str):
+@pytest.mark.slow
+def test_a_full_object_store_stops_nobody(job):
     """Whoever shares the cluster may fill it; long results go through it, and Ray makes room on the disk."""
     ballast = [ray.put(os.urandom(8 << 20)) for _ in range(16)]  # 128 MiB into 80
     run: Job = job(TEXTS)

@@ -99,38 +99,6 @@ def test_a_node_that_is_about_to_go_is_emptied(job, nodes: Nodes):
 
 
 @pytest.mark.slow
-def test_a_node_that_hangs_and_comes_back_is_not_listened_to(job, nodes: Nodes):
-    """Its documents are with another worker by then: only what the driver still waits for may be committed."""
-    first = nodes.add()
-    run: Job = job(TEXTS, cpus_per_worker=CPUS, commit_every_s=0, stall_s=5, max_attempts=20)
-    frozen: list[psutil.Process] = []
-
-    def hang(snapshot) -> bool:
-        if snapshot.num_done < 3 or not snapshot.num_workers:
-            return False
-        run.screen.notes.clear()
-        frozen.extend(first.freeze())
-        return True
-
-    def come_back(snapshot) -> bool:
-        if not noted(run, "is killed: no step for"):
-            return False
-        workers = [process for process in frozen if is_worker(process)]
-        thaw(frozen)
-        psutil.wait_procs(workers, timeout=LONGEST_S)
-        nodes.add()
-        return True
-
-    during(run, hang, come_back)
-    try:
-        assert run.run() == EXIT_DONE
-    finally:
-        thaw(frozen)
-    all_done_once(run)
-    assert len({row["worker"] for row in run.summaries().values()}) >= 2
-
-
-@pytest.mark.slow
 def test_a_node_that_hangs_until_ray_gives_it_up_charges_no_document(job, nodes: Nodes):
     """After about a minute Ray calls it dead. What it says when it wakes up is too late."""
     first = nodes.add()

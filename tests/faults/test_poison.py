@@ -7,32 +7,8 @@ from pathlib import Path
 import pytest
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.leases import Limits, Place, Spot
-from specextend.cluster.scheduler import Scheduler
-from tests.cluster.lengths import rows_of_length
 
 GOOD = [f"text number {number} " * (number + 1) for number in range(4)]
-
-
-@pytest.mark.parametrize("is_reported", [True, False])
-def test_with_one_attempt_in_all_a_neighbours_death_leaves_a_document_its_own(is_reported):
-    """A batch that dies does not say whose fault it was: only an attempt alone can."""
-    plan = Scheduler(rows_of_length([3, 2]), Limits(max_attempts=1), leases_per_worker=2)
-    plan.join("a", Place("node", Spot("host", "seat 1")), 0)
-    leases = [lease.lease_id for _, lease in plan.assign(0)]
-    assert len(leases) == 2
-    if is_reported:
-        plan.report("a", 1, leases, 1)
-        assert plan.leave("a", "WorkerDied", "gone") == []
-    else:
-        assert [plan.blame(lease, "ValueError", "why") for lease in leases] == [[], []]
-        plan.leave("a", "WorkerDied", "gone")
-    plan.join("b", Place("node", Spot("host", "seat 1")), 2)
-    [(_, lease)] = plan.assign(2)
-    assert lease.attempt == 1
-    [given_up] = plan.leave("b", "WorkerDied", "gone again")
-    assert (given_up.key, given_up.attempts) == (lease.key, 1)
-    assert plan.num_open == 1
 
 
 @pytest.mark.slow

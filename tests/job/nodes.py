@@ -1,4 +1,4 @@
-"""A cluster of several nodes on this machine, told by lines on stdin: `add`, `kill` (the last added), end of file."""
+"""A cluster of several nodes on this machine: each line on stdin adds one, the end of file ends it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ def main() -> None:
     head = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     say(cluster.address)
-    for line in sys.stdin:
-        if line.strip() == "add":
-            node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-        else:
-            kill_machine(node)
+    for _ in sys.stdin:
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
         say("done")
     for node in cluster.list_all_nodes():
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)

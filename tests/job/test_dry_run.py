@@ -15,8 +15,7 @@ from specextend.cluster.environment import worker_device
 from specextend.cluster.forecast import Rates
 from specextend.cluster.prepare import prepare
 from specextend.config import JobOptions, RunConfig
-from specextend.loading import GIB
-from tests.job.conftest import CONFIG, ROOT, Ended, summarize, write_corpus
+from tests.job.conftest import CONFIG, ROOT, Ended, write_corpus
 
 Call = Callable[..., Ended]
 HERE = worker_device(JobOptions())
@@ -90,20 +89,6 @@ def test_a_file_with_a_column_of_texts_needs_no_settings(call: Call, corpus: Pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--calibrate", "1", "--dry-run"], "at least 2 documents"),
-        (["--calibrate", "4"], "--calibrate goes with --dry-run"),
-        (["--dry-run", "--by", "25:00"], "--by takes HH:MM or a time such as"),
-    ],
-)
-def test_wrong_arguments_are_refused(call: Call, arguments: list[str], said: str):
-    ended = call("--config", str(CONFIG), *arguments)
-    assert ended.code == 2
-    assert said in ended.stderr
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("13:30", datetime(2026, 11, 22, 13, 30)),
@@ -116,25 +101,3 @@ def test_wrong_arguments_are_refused(call: Call, arguments: list[str], said: str
 def test_a_time_is_that_of_the_clock_on_the_wall(text: str, expected: datetime):
     """`HH:MM` is the next time that it shows it: at noon, seven is tomorrow's."""
     assert parse_time(text, NOON) == expected.astimezone()
-
-
-def test_a_time_with_a_zone_is_of_that_zone():
-    """For a cluster whose clocks are elsewhere."""
-    found = parse_time("2026-11-24T08:00+02:00", NOON)
-    assert found.utcoffset() == timedelta(hours=2)
-
-
-@pytest.mark.slow
-def test_a_calibration_of_the_real_pair_in_a_process_of_its_own(tmp_path: Path):
-    """A private Ray is started and ended for it; the demo's documents are decoded and nothing is written."""
-    plan = tmp_path / "plan.json"
-    arguments = ["--output", str(tmp_path / "out"), "--dry-run", "--calibrate", "2", "--json", str(plan)]
-    short = ["--set", "decoding.max_new_tokens=12", "--set", "prompt.max_prompt_tokens=600"]
-    ended = summarize(*arguments, *short, config=ROOT / "configs" / "smollm2.yaml")
-    assert ended.code == 0, ended.stderr
-    assert "calibrating with 2 documents on" in ended.stderr
-    found = json.loads(plan.read_text())
-    assert found["forecast"]["documents"] == 8
-    assert found["rates"]["start_s"] > 0
-    assert found["memory_gib"]["target_weights"] == pytest.approx(134_515_008 * 2 / GIB)
-    assert not (tmp_path / "out").exists()

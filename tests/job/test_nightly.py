@@ -19,7 +19,13 @@ from specextend.config import RunConfig
 from tests.job.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
-PAGE = (ROOT / "docs" / "cluster.md").read_text().partition("## Every night")[2].partition("\n## ")[0]
+CLUSTER, _, REST = (ROOT / "docs" / "cluster.md").read_text().partition("## Every night")
+PAGE = REST.partition("\n## ")[0]
+COMMANDS = [
+    match.replace("/opt/specextend", str(ROOT)).rstrip(" &")
+    for block in re.findall(r"^```sh\n(.*?)^```$", CLUSTER, re.MULTILINE | re.DOTALL)
+    for match in re.findall(r"(?:jobs/summarize\.py|scripts/submit\.sh) (.*)$", block.replace("\\\n", ""), re.MULTILINE)
+]
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "specextend.rules.yaml").read_text())["groups"][0]["rules"]
 FINAL = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
 
@@ -76,16 +82,6 @@ def test_the_job_takes_the_command(command: str, monkeypatch: pytest.MonkeyPatch
     assert config.input.id_column == "id"
 
 
-def test_cron_reads_its_line():
-    """Five fields, a user, and no bare percent sign, which would end the command."""
-    fields = cron_line().split(maxsplit=6)
-    ranges = [r"\*|[\d,\-]+" for _ in range(5)]
-    assert all(re.fullmatch(each, field) for each, field in zip(ranges, fields, strict=False))
-    assert fields[5].isidentifier()
-    assert not re.search(r"(?<!\\)%", fields[6])
-    assert not re.search(r"\.", (DEPLOY / "cron" / "specextend").name), "cron.d passes over names with a dot"
-
-
 def test_airflow_repeats_what_may_succeed():
     """A retry of a wrong configuration fills the night with the same line."""
     compile(dag(), "specextend_nightly.py", "exec")
@@ -116,3 +112,30 @@ def test_an_alert_asks_for_what_a_run_exports(rule: dict[str, Any]):
     assert "run_id" in rule["expr"], "series of runs that have ended stay"
     assert rule["labels"]["severity"] in ("warning", "critical")
     assert rule["annotations"]["summary"]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_a_submitted_job_takes_its_commands(arguments: str):
+    """Files that exist, keys that are known, paths that a submitted job takes."""
+    assert len(COMMANDS) == 3
+    parsed = parse(shlex.split(arguments))
+    config = RunConfig.load(ROOT / parsed.config, overrides(parsed), allow_relative=False)
+    assert config.job.gpus_per_worker == 1
+
+
+def test_every_exit_code_has_its_answer():
+    """A scheduler that repeats what cannot succeed fills a night."""
+    codes = {value for name, value in vars(exits).items() if name.startswith("EXIT_")}
+    page = (ROOT / "docs" / "input-output.md").read_text()
+    rows = re.findall(r"^\| ([\d, ]+) \| ", page, re.MULTILINE)
+    assert {int(code) for row in rows for code in row.split(",")} == codes
+
+
+def test_the_service_leaves_the_job_its_grace_and_repeats_what_may_succeed():
+    """After TimeoutStopSec it is killed, and a submission after Ray's 3 s; whatever is not named is started again."""
+    [wait_s] = re.findall(r'"RAY_JOB_STOP_WAIT_TIME_S": "(\d+)"', (ROOT / "scripts" / "submit.sh").read_text())
+    assert float(wait_s) > exits.GRACE_S
+    [timeout] = re.findall(r"^TimeoutStopSec=(\d+)$", CLUSTER, re.MULTILINE)
+    assert float(timeout) > exits.GRACE_S
+    [final] = re.findall(r"^RestartPreventExitStatus=(.*)$", CLUSTER, re.MULTILINE)
+    assert {int(code) for code in final.split()} == FINAL
