@@ -15,7 +15,7 @@ import torch
 
 from specextend.config import RunConfig
 from specextend.loading import GIB, longest_request, memory_bytes, rows_per_sequence, target_rows
-from specextend.models import read_facts
+from specextend.models import num_parameters, read_facts
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GUIDE = (Path(__file__).parent.parent / "docs" / "choosing-a-pair.md").read_text(encoding="utf-8")
@@ -48,6 +48,8 @@ PUBLISHED = {
     "meta-llama/Llama-3.2-1B-Instruct": (LLAMA32, 16, 2048, 8192, 32, 8, 128256, True),
     "meta-llama/Llama-3.2-3B-Instruct": (LLAMA32, 28, 3072, 8192, 24, 8, 128256, True),
 }
+BILLIONS = {"0.5B": 0.49, "1.5B": 1.54, "7B": 7.62, "1B": 1.24, "3B": 3.21}
+"""Parameters, tied ones counted once, by the models' cards."""
 ROOM_GIB = {"qwen2.5-1.5b-cpu": 12, "qwen2.5-7b-24gb": 22, "llama3.2-3b-24gb": 22}
 """Memory for weights, caches, a forward pass and its libraries: an A10 and an L4 have 22.5 GiB."""
 
@@ -67,6 +69,15 @@ def shipped(request, tmp_path) -> tuple[RunConfig, str]:
     return RunConfig.load(file, overrides), file.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_the_published_shapes_add_up_to_the_published_sizes(model, tmp_path):
+    """A wrong figure in the table above would make every other check here worthless."""
+    family, *shape = PUBLISHED[model]
+    (tmp_path / "config.json").write_text(json.dumps(family | dict(zip(SHAPE, shape, strict=True))))
+    size = BILLIONS[re.search(r"-([\d.]+B)-", model).group(1)]
+    assert num_parameters(str(tmp_path)) / 1e9 == pytest.approx(size, abs=0.006)
+
+
 @pytest.mark.parametrize("shipped", ROOM_GIB, indirect=True)
 def test_a_pair_fits_the_machine_it_is_named_for(shipped, request):
     """Weights, both caches and a full batch of the longest prompts; the comments in the file say the same figures."""
@@ -84,3 +95,11 @@ def test_a_pair_fits_the_machine_it_is_named_for(shipped, request):
     assert f" | {' | '.join(held)} | {sum(sizes.values()):.1f} | " in GUIDE, "docs/choosing-a-pair.md has other figures"
     longest = rows_per_sequence(config, longest_request(config, facts))
     assert config.decoding.max_batch_size * longest <= target_rows(config, facts)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_on_a_gpu_attention_is_left_to_the_start(file):
+    """A kind that is named excludes the faster one, and `reference` is for tests."""
+    config = RunConfig.load(file)
+    if config.target.device == "cuda":
+        assert (config.attention.backend, config.attention.tree) == ("auto", "auto")

@@ -44,17 +44,42 @@ def config(spec: dict[str, Any]) -> RunConfig:
     return RunConfig.load(arguments.config, overrides(arguments), allow_relative=False)
 
 
-def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(spec: dict[str, Any], config: RunConfig):
-    """The deadline of the RayJob kills without a word; the job's own one commits and exits with 75; a retry resumes.
+def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind(spec: dict[str, Any]):
+    """Retries resume from the output folder; a submitter that is retried would only find its own job there."""
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["backoffLimit"] > 0
+    assert spec["submitterConfig"] == {"backoffLimit": 0}
+    assert spec["activeDeadlineSeconds"] > 0
 
-    Ray kills a stopped job after 3 s unless it is told otherwise, and only from the job's own environment.
-    """
-    assert (spec["shutdownAfterJobFinishes"], spec["backoffLimit"] > 0) == (True, True)
-    assert config.job.deadline_s > 0
-    assert START_S + config.job.deadline_s + GRACE_S <= spec["activeDeadlineSeconds"]
+
+def test_the_job_ends_by_itself_before_its_cluster_is_taken_away(spec: dict[str, Any], config: RunConfig):
+    """The deadline of the RayJob kills without a word; the job's own one commits and exits with 75."""
+    job = config.job
+    assert job.deadline_s > 0
+    assert START_S + job.deadline_s + GRACE_S <= spec["activeDeadlineSeconds"]
+
+
+def test_a_stopped_job_has_the_time_to_commit(spec: dict[str, Any], config: RunConfig):
+    """Ray kills a stopped job after 3 s unless it is told otherwise, and only from the job's own environment."""
     variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
     assert all(isinstance(value, str) for value in variables.values()), "Ray takes text alone"
     assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > GRACE_S
+
+
+def test_the_head_drives_and_runs_no_worker(spec: dict[str, Any]):
+    """A worker on the head would take the driver down with it."""
+    assert spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert float(spec.get("entrypointNumCpus", 0)) == 0, "the driver would wait for CPUs that the head has not"
+
+
+def test_pods_with_gpus_come_with_work_and_go_without(spec: dict[str, Any]):
+    """An idle A100 costs as much as a busy one."""
+    cluster = spec["rayClusterSpec"]
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert 0 < cluster["autoscalerOptions"]["idleTimeoutSeconds"] <= 900
+    for group in cluster["workerGroupSpecs"]:
+        assert (group["replicas"], group["minReplicas"]) == (0, 0)
+        assert group["maxReplicas"] > 0
 
 
 def test_all_workers_of_the_job_find_a_pod(spec: dict[str, Any], config: RunConfig):
@@ -68,11 +93,34 @@ def test_all_workers_of_the_job_find_a_pod(spec: dict[str, Any], config: RunConf
     assert fitting * group["maxReplicas"] >= config.job.workers
 
 
+def test_the_object_store_fits_shared_memory(spec: dict[str, Any], pods: dict[str, dict[str, Any]]):
+    """A container has 64 MiB of it by default; Ray then keeps its object store on disk."""
+    cluster = spec["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert int(group["rayStartParams"]["object-store-memory"]) < 2 << 30
+    for pod in pods.values():
+        [shm] = [volume for volume in pod["volumes"] if volume["name"] == "shm"]
+        assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
+        [container] = pod["containers"]
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert pod["restartPolicy"] == "Never", "a pod that came back would not be the node that Ray knew"
+
+
 def test_nobody_reaches_the_cluster_without_its_token(spec: dict[str, Any]):
     """Whoever reaches a Ray port runs code: tokens on, and no door to the outside."""
     cluster = spec["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+
+
+def test_credentials_come_from_a_secret_and_stand_in_no_file(pods: dict[str, dict[str, Any]]):
+    """A manifest lies in a repository and in `kubectl get -o yaml`."""
+    for pod in pods.values():
+        [container] = pod["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "specextend"}}]
+        written = {variable["name"] for variable in container["env"]}
+        assert written <= {"RAY_USAGE_STATS_ENABLED", "HF_HOME"}
 
 
 def test_versions_agree(spec: dict[str, Any], pods: dict[str, dict[str, Any]]):
