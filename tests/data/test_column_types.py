@@ -47,16 +47,13 @@ COLUMNS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("compression", ["snappy", "zstd"])
-def test_passthrough_keeps_types_and_values(
-    tmp_path: Path, output: Location, done: Callable[..., Any], compression: str
-) -> None:
+def test_passthrough_keeps_types_and_values(tmp_path: Path, output: Location, done: Callable[..., Any]) -> None:
     """A null in every seventh row. A column that holds nothing else comes out as text, which every reader takes."""
     values = {name: [None if i % 7 == 6 else make(i) for i in range(NUM_ROWS)] for name, (_, make) in COLUMNS.items()}
     table = pa.table({name: pa.array(values[name], kind) for name, (kind, _) in COLUMNS.items()})
     text = pa.table({"text": [f"document {i}" for i in range(NUM_ROWS)]})
     path = tmp_path / "a.parquet"
-    pq.write_table(table.append_column("text", text["text"]), path, compression=compression, row_group_size=300)
+    pq.write_table(table.append_column("text", text["text"]), path, compression="zstd", row_group_size=300)
     source = open_source(InputOptions(path=str(path), passthrough=tuple(COLUMNS)))
     PartWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
     finalize(source, output)

@@ -140,15 +140,6 @@ def test_a_damaged_file_is_refused_in_one_line_or_read_to_its_last_row(tmp_path:
         assert not refusal or "a.parquet" in refusal, seed
 
 
-@pytest.fixture
-def odd_file(tmp_path: Path) -> Path:
-    path = tmp_path / "in" / "odd.parquet"
-    path.parent.mkdir()
-    text = pa.array(list(ODD_TEXTS.values()), pa.binary()).cast(pa.string(), safe=False)
-    pq.write_table(pa.table({"text": text, "name": list(ODD_TEXTS)}), path, row_group_size=4)
-    return path
-
-
 def is_text(data: bytes) -> bool:
     try:
         return bool(data.decode().strip())
@@ -157,10 +148,12 @@ def is_text(data: bytes) -> bool:
 
 
 def test_odd_text_is_kept_to_the_last_byte_or_is_an_error_row(
-    odd_file: Path, plain_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """The plan and the worker must agree on each, or a row is counted that nobody does."""
-    source = open_source(InputOptions(path=str(odd_file), id_column="name"))
+    text = pa.array(list(ODD_TEXTS.values()), pa.binary()).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"text": text, "name": list(ODD_TEXTS)}), tmp_path / "odd.parquet", row_group_size=4)
+    source = open_source(InputOptions(path=str(tmp_path / "odd.parquet"), id_column="name"))
     prompts = Prompts(plain_tokenizer, PromptOptions(instruction="Summarize."), 500)
     for scanned, (name, data) in zip(source.scan(), ODD_TEXTS.items(), strict=True):
         found = outcome(source, scanned.key.row)

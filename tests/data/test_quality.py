@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import Completion
-from specextend.data.quality import (
-    Quality,
-    QualityOptions,
-    assess,
-    check_library,
-    copied_fraction,
-    split_words,
-)
+from specextend.data.quality import Quality, QualityOptions, assess, copied_fraction, split_words
 from specextend.stats import DecodingStats
 
 FLAGS = [
@@ -115,15 +107,6 @@ def test_the_language_is_the_documents_if_that_is_asked_for(text: str, document:
     assert "wrong_language" not in assessed(text, document).quality_flags
 
 
-def test_languages_need_a_library_that_is_asked_for_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an extra; without it each document of a night would fail at its end."""
-    check_library(QualityOptions(language=True))
-    monkeypatch.setitem(sys.modules, "py3langid", None)
-    check_library(QualityOptions())
-    with pytest.raises(ValueError, match=r"quality.language needs the extra `language`: pip install 'specextend\[lang"):
-        check_library(QualityOptions(language=True))
-
-
 def test_the_copied_share_is_null_where_there_is_no_run_of_eight_words() -> None:
     """0 would say that nothing was copied."""
     text = "w0 w1 w2 w3 w4 w5 w6 w7"
@@ -159,13 +142,6 @@ def test_rouge_is_that_of_the_package_that_papers_use(
     """Else nobody could compare with a published figure."""
     found = assessed(summary, reference=reference)
     assert (found.rouge1, found.rouge2, found.rougeL) == pytest.approx(scores)
-
-
-def test_rouge_is_null_without_a_reference_and_0_with_an_empty_one() -> None:
-    """An average must leave the first out, and not the second."""
-    without, empty = assessed("A summary."), assessed("A summary.", reference="")
-    assert (without.rouge1, without.rouge2, without.rougeL) == (None, None, None)
-    assert (empty.rouge1, empty.rouge2, empty.rougeL) == (0.0, 0.0, 0.0)
 
 
 def test_words_of_scripts_without_spaces_are_characters() -> None:

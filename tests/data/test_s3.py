@@ -14,19 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import Document, DocumentKey
-from specextend.data.finalize import finalize
-from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions, OutputOptions
 from specextend.data.parts import PartWriter, read_parts
-from specextend.data.run_folder import Counts, read_success, write_success
-from specextend.data.source import Source, open_source
-from specextend.data.storage import (
-    Location,
-    atomic_output,
-    list_files,
-    resolve,
-    write_bytes,
-)
+from specextend.data.source import open_source
+from specextend.data.storage import Location, atomic_output, resolve, write_bytes
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint, s3_server
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows
 
@@ -63,14 +54,6 @@ def written(s3: Endpoint) -> dict[str, bytes]:
     return {name: data for name, data in s3.files().items() if not name.endswith("/")}
 
 
-def two_files() -> Source:
-    upload("in/a.parquet", {"text": ["one", "two", "three"], "topic": ["x", None, "z"]})
-    upload("in/deep/b.parquet", {"text": ["four", "five"], "topic": ["v", "w"]})
-    return open_source(
-        InputOptions(path="s3://corpus/in", passthrough=("topic",)), OutputOptions(path="s3://corpus/out")
-    )
-
-
 def test_a_commit_is_one_put(s3: Endpoint, output: Location, done: MakeRow) -> None:
     """A multipart upload that a death leaves open is paid for and never seen; one request is there or is not."""
     writer = PartWriter(output, "0000000a")
@@ -92,28 +75,6 @@ def test_keys_are_named_as_they_are(s3: Endpoint, output: Location, done: MakeRo
     names = [file.relative_path.removeprefix("date=2026-01-01%2000%3A00/") for file in every.files]
     assert names == ["run#1/a b.parquet", "run#2/a b.parquet"]
     assert every.read(DocumentKey(1, 0)).document.text == "three"
-
-
-def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, done: MakeRow, failed: MakeRow) -> None:
-    """All that a driver does to an output folder, on object storage."""
-    source = two_files()
-    manifest = build_manifest(source, {}, {})
-    write_manifest(output, manifest)
-    with pytest.raises(FileExistsError):
-        write_manifest(output, manifest)
-    PartWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
-    PartWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
-    assert finalize(source, output) == Counts(5, 4, 1)
-    write_success(output, Counts(5, 4, 1))
-    folder = output.child("summaries")
-    tables = [pq.read_table(folder.child(name).path, filesystem=folder.filesystem) for name in list_files(folder)]
-    assert pa.concat_tables(tables)["topic"].to_pylist() == ["x", "z", "v", "w"]
-    assert list_files(output.child("errors")) == ["part-00000.parquet"]
-    assert read_manifest(output) == manifest
-    assert read_success(output) == Counts(5, 4, 1)
-    s3.requests.clear()
-    finalize(source, output)
-    assert [path for method, path in s3.changes() if method == "PUT"] == [], "what has not changed is not rewritten"
 
 
 REFUSALS: dict[str, Callable[[str, str], bool]] = {
@@ -185,7 +146,9 @@ def test_a_user_and_an_at_sign_are_no_secret() -> None:
 
 def test_a_shipped_source_carries_no_credentials(s3: Endpoint) -> None:
     """It goes through Ray's object store; workers have an environment of their own."""
-    shipped = pickle.dumps(two_files())
+    upload("in/a.parquet", {"text": ["one"]})
+    source = open_source(InputOptions(path="s3://corpus/in"), OutputOptions(path="s3://corpus/out"))
+    shipped = pickle.dumps(source)
     assert SECRET_KEY.encode() not in shipped
     assert ACCESS_KEY.encode() not in shipped
 

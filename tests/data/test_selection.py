@@ -66,31 +66,15 @@ def test_a_sample_depends_on_ids_alone(corpus: Corpus, write: Write) -> None:
     assert len(ids_of(select_rows(open_source(corpus(sample=3))))) == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"filter": "pages > 9"}, "matches none of 10 rows"),
-        ({"filter": "page > 9"}, r"has no column 'page' \(input.filter\)"),
-        ({"passthrough": ("month",)}, r"has no column 'month' \(input.passthrough\)"),
-    ],
-)
-def test_a_selection_that_makes_no_sense_is_refused(corpus: Corpus, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        select_rows(open_source(corpus(**options)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sample": 1.5}, "fraction between 0 and 1"),
-        ({"limit": 0}, "at least 1"),
-        ({"except_done_in": ("",)}, "empty path"),
-        ({"except_done_in": ("s3://key:secret@bucket/out",)}, "credentials"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        InputOptions(path="in", **options)
+def test_a_selection_that_makes_no_sense_is_refused(corpus: Corpus) -> None:
+    with pytest.raises(InputError, match="matches none of 10 rows"):
+        select_rows(open_source(corpus(filter="pages > 9")))
+    with pytest.raises(InputError, match=r"has no column 'page' \(input.filter\)"):
+        select_rows(open_source(corpus(filter="page > 9")))
+    with pytest.raises(ValueError, match="fraction between 0 and 1"):
+        InputOptions(path="in", sample=1.5)
+    with pytest.raises(ValueError, match="credentials"):
+        InputOptions(path="in", except_done_in=("s3://key:secret@bucket/out",))
 
 
 def manifest_of(source: Source, max_new_tokens: int = 5) -> dict[str, Any]:
