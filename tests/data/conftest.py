@@ -12,12 +12,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specextend.core import Completion, DocumentKey
-from specextend.data.prompts import Prompt
-from specextend.data.quality import Quality
-from specextend.data.schema import error_row, result_row
+from specextend.core import DocumentKey
+from specextend.data.schema import error_row
 from specextend.data.storage import Location, resolve
-from specextend.stats import DecodingStats
+from tests.properties.rows import done as row_done
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -53,21 +51,8 @@ def output(tmp_path: Path) -> Location:
 def done() -> Callable[..., dict[str, Any]]:
     """A row of a document done."""
 
-    def done(file: int, row: int, text: str = "a summary", attempts: int = 1) -> dict[str, Any]:
-        completion = Completion(f"{file}:{row}", [5, 6], text, "stop", DecodingStats(num_output_tokens=2))
-        key = DocumentKey(file, row)
-        return result_row(
-            key,
-            f"id-{file}-{row}",
-            completion,
-            Prompt([1], 0, "middle"),
-            Quality([], None),
-            content_sha256="00",
-            queue_s=0.5,
-            started_at=0.0,
-            worker="w",
-            attempts=attempts,
-        )
+    def done(file: int, row: int, text: str = "a summary") -> dict[str, Any]:
+        return row_done(DocumentKey(file, row), text) | {"doc_id": f"id-{file}-{row}"}
 
     return done
 
@@ -77,15 +62,8 @@ def failed() -> Callable[..., dict[str, Any]]:
     """A row of a document given up."""
 
     def failed(file: int, row: int, error_class: str = "NullText") -> dict[str, Any]:
-        return error_row(
-            DocumentKey(file, row),
-            f"id-{file}-{row}",
-            error_class=error_class,
-            message="why",
-            stage="read",
-            retryable=False,
-            attempts=1,
-        )
+        told = {"error_class": error_class, "message": "why", "stage": "read", "retryable": False, "attempts": 1}
+        return error_row(DocumentKey(file, row), f"id-{file}-{row}", **told)
 
     return failed
 

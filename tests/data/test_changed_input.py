@@ -11,13 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
-from pyarrow import fs
 
 from specextend.core import DocumentKey
 from specextend.data.finalize import finalize
-from specextend.data.inputs import InputChangedError, InputOptions, InputUnreachableError
+from specextend.data.inputs import InputChangedError, InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, list_files
@@ -56,21 +54,17 @@ def source(path: Path) -> Source:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_worker_that_reads_on_notices(source: Source, path: Path, write: Write, change: Callable[..., None]) -> None:
-    """Also one that has the file open, and would go on reading what nobody else can see."""
+def test_a_worker_and_a_plan_that_read_on_notice(
+    source: Source, path: Path, write: Write, change: Callable[..., None]
+) -> None:
+    """Also a worker that has the file open, and a plan that streams one too large to be read ahead."""
     assert source.read(DocumentKey(0, 0)).document.text == "one"
-    change(path, write)
-    with pytest.raises(InputChangedError, match=r"a.parquet was (written to|removed)"):
-        source.read(DocumentKey(0, 2))
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_plan_notices(source: Source, path: Path, write: Write, change: Callable[..., None]) -> None:
-    """While it streams a file that is too large to be read ahead, and before it reads one that is not."""
     large = (replace(source.files[0], largest_group_bytes=1 << 30),)
     scanned = Source(source.options, source.root, large, ()).scan()
     assert next(scanned).num_bytes == 3
     change(path, write)
+    with pytest.raises(InputChangedError, match=r"a.parquet was (written to|removed)"):
+        source.read(DocumentKey(0, 2))
     for either in (scanned, source.scan()):
         with pytest.raises(InputChangedError, match="restore it and run again"):
             list(either)
@@ -86,17 +80,6 @@ def test_finalize_notices_before_it_writes(
     with pytest.raises(InputChangedError):
         finalize(source, output)
     assert list_files(output.child("summaries")) == []
-
-
-def test_a_new_start_takes_a_moved_file_as_it_is(source: Source, path: Path, tmp_path: Path) -> None:
-    """A time is remembered within a start only; between starts the fingerprint compares size, rows and footer."""
-    moved = tmp_path / "elsewhere" / "a.parquet"
-    moved.parent.mkdir()
-    path.rename(moved)
-    touch(moved, None)
-    again = open_source(InputOptions(path=str(moved)))
-    assert again.read(DocumentKey(0, 2)).document.text == "three"
-    assert again.files[0].footer_sha256 == source.files[0].footer_sha256
 
 
 @pytest.mark.slow
@@ -123,21 +106,3 @@ def test_a_run_whose_input_changes_ends_in_one_line_and_resumes_with_what_was_th
     said = again.communicate(timeout=LONGEST_S)[0]
     assert again.returncode == 0, said
     assert len(rows(output / "summaries")) == 16
-
-
-class Closed(fs.FSSpecHandler):
-    """A local file system that answers questions about its files and opens none of them."""
-
-    def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        return fs.LocalFileSystem().get_file_info(paths)
-
-    def open_input_file(self, path: str) -> None:
-        raise PermissionError("access denied")
-
-
-def test_a_file_that_can_be_asked_for_but_not_opened_is_out_of_reach_and_not_damaged(source: Source):
-    """Running again helps; "repair it or take it out" would be wrong advice."""
-    root = Location(fs.PyFileSystem(Closed(fsspec.filesystem("file"))), source.root.path)
-    source = Source(source.options, root, source.files, source.passthrough_fields)
-    with pytest.raises(InputUnreachableError, match=r"cannot be reached \(access denied\); run again$"):
-        list(source.batches(0, ["text"]))

@@ -28,22 +28,17 @@ NESTED = pa.struct(
 
 COLUMNS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
     "string": (pa.string(), lambda i: f"text {i}"),
-    "large_string": (pa.large_string(), lambda i: f"text {i}"),
     "string_view": (pa.string_view(), lambda i: f"a text of more than twelve bytes {i}"),
     "dictionary": (pa.dictionary(pa.int32(), pa.string()), lambda i: f"category {i // 300}"),
     "small_dictionary": (pa.dictionary(pa.int8(), pa.large_string()), lambda i: f"category {i // 300}"),
     "column.with.dots": (pa.string(), lambda i: f"text {i % 3}"),
     "binary": (pa.binary(), lambda i: bytes([i % 256, 255])),
-    "large_binary": (pa.large_binary(), lambda i: b"\x00" * (i % 5)),
     "fixed_size_binary": (pa.binary(4), lambda i: i.to_bytes(4, "big")),
-    "bool": (pa.bool_(), lambda i: i % 2 == 0),
     "uint64": (pa.uint64(), lambda i: 2**64 - 1 - i),
     "float16": (pa.float16(), lambda i: i / 2),
     "decimal": (pa.decimal128(20, 3), lambda i: Decimal(i) / 8),
     "date": (pa.date32(), lambda i: datetime.date(2026, 1, 1) + datetime.timedelta(days=i)),
     "timestamp": (pa.timestamp("us", "Europe/Berlin"), lambda i: datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)),
-    "duration": (pa.duration("ms"), lambda i: datetime.timedelta(seconds=i)),
-    "list": (pa.list_(pa.int32()), lambda i: list(range(i % 4))),
     "large_list": (pa.large_list(pa.float64()), lambda i: [i / 3] * (i % 3)),
     "fixed_size_list": (pa.list_(pa.float32(), 3), lambda i: [i, i + 1, i + 2]),
     "map": (pa.map_(pa.string(), pa.int64()), lambda i: [(f"key {i}", i)]),
@@ -52,16 +47,13 @@ COLUMNS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip", "lz4", "brotli"])
-def test_passthrough_keeps_types_and_values(
-    tmp_path: Path, output: Location, done: Callable[..., Any], compression: str
-) -> None:
+def test_passthrough_keeps_types_and_values(tmp_path: Path, output: Location, done: Callable[..., Any]) -> None:
     """A null in every seventh row. A column that holds nothing else comes out as text, which every reader takes."""
     values = {name: [None if i % 7 == 6 else make(i) for i in range(NUM_ROWS)] for name, (_, make) in COLUMNS.items()}
     table = pa.table({name: pa.array(values[name], kind) for name, (kind, _) in COLUMNS.items()})
     text = pa.table({"text": [f"document {i}" for i in range(NUM_ROWS)]})
     path = tmp_path / "a.parquet"
-    pq.write_table(table.append_column("text", text["text"]), path, compression=compression, row_group_size=300)
+    pq.write_table(table.append_column("text", text["text"]), path, compression="zstd", row_group_size=300)
     source = open_source(InputOptions(path=str(path), passthrough=tuple(COLUMNS)))
     PartWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
     finalize(source, output)
@@ -72,8 +64,8 @@ def test_passthrough_keeps_types_and_values(
         assert written[name].to_pylist() == expected.to_pylist(), name
 
 
-@pytest.mark.parametrize("encoding", ["PLAIN", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()], ids=str)
+@pytest.mark.parametrize("encoding", ["PLAIN", "RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.string_view()], ids=str)
 def test_text_is_read_in_every_encoding(
     tmp_path: Path, output: Location, done: Callable[..., Any], encoding: str, kind: pa.DataType
 ) -> None:

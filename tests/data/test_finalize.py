@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
-from specextend.data.finalize import ReconciliationError, finalize
+from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
 from specextend.data.run_folder import Counts
@@ -67,54 +66,12 @@ def test_rows_stand_in_input_order_one_file_for_one_file(
         [],
         ["id-2-1"],
     ]
-    assert files(output, "errors") == ["part-00002.parquet"]
-    assert read(output, "errors", 2).to_pylist() == [
-        {
-            "key": {"file": 2, "row": 0},
-            "doc_id": "id-2-0",
-            "error_class": "NullText",
-            "message": "why",
-            "stage": "read",
-            "retryable": False,
-            "attempts": 1,
-        }
-    ]
-
-
-def test_passthrough_columns_come_from_the_input_with_their_types(
-    source: Source, output: Location, done: MakeRow, failed: MakeRow
-) -> None:
-    PartWriter(output, "0000000a").commit([done(0, 0), failed(0, 1), done(0, 2), done(2, 0), done(2, 1)])
-    finalize(source, output)
-    table = ds.dataset(f"{output.path}/summaries").to_table()
-    assert table["n"].to_pylist() == [0, 2, 3, 4]
-    assert table["topic"].to_pylist() == [[{"name": "a0"}], [], None, None]
     for number in range(3):
         assert read(output, "summaries", number).schema.equals(summary_schema(source.passthrough_fields))
-
-
-def test_a_row_without_a_result_stops_it_before_anything_is_written(
-    source: Source, output: Location, done: MakeRow
-) -> None:
-    PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 1)])
-    with pytest.raises(ReconciliationError, match=r"c.parquet lacks the results of 1 of 2 rows, the first is row 0"):
-        finalize(source, output)
-    assert files(output, "summaries") == []
-
-
-def test_retried_errors_change_only_the_files_they_are_in(
-    source: Source, output: Location, done: MakeRow, failed: MakeRow
-) -> None:
-    """Hours of done rows are not written again for one that failed, and its error is gone."""
-    PartWriter(output, "ffffffff").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 0), failed(2, 1)])
-    finalize(source, output)
-    before = {name: os.stat(f"{output.path}/summaries/{name}").st_ino for name in files(output, "summaries")}
-    PartWriter(output, "00000000").commit([done(2, 1)])
-    assert finalize(source, output) == Counts(5, 5, 0)
-    after = {name: os.stat(f"{output.path}/summaries/{name}").st_ino for name in files(output, "summaries")}
-    assert [name for name in after if after[name] != before[name]] == ["part-00002.parquet"]
-    assert files(output, "errors") == []
-    assert read(output, "summaries", 2)["doc_id"].to_pylist() == ["id-2-0", "id-2-1"]
+    assert read(output, "summaries", 0)["topic"].to_pylist() == [[{"name": "a0"}], None, []]
+    assert files(output, "errors") == ["part-00002.parquet"]
+    told = {"error_class": "NullText", "message": "why", "stage": "read", "retryable": False, "attempts": 1}
+    assert read(output, "errors", 2).to_pylist() == [{"key": {"file": 2, "row": 0}, "doc_id": "id-2-0"} | told]
 
 
 @pytest.mark.parametrize("where", ["end", "footer"])
@@ -126,16 +83,6 @@ def test_damaged_summaries_are_written_again(where: str, source: Source, output:
     damage(Path(output.path) / "summaries" / "part-00002.parquet", where)
     assert finalize(source, output) == Counts(5, 5, 0)
     assert read(output, "summaries", 2) == whole
-
-
-def test_litter_of_a_killed_finalize_goes(source: Source, output: Location, done: MakeRow) -> None:
-    PartWriter(output, "0000000a").commit([done(0, 0), done(0, 1), done(0, 2), done(2, 0), done(2, 1)])
-    os.makedirs(f"{output.path}/summaries")
-    Path(f"{output.path}/summaries/.part-00000.parquet.1234abcd.tmp").write_bytes(b"half")
-    Path(f"{output.path}/summaries/part-00002.parquet").write_bytes(b"PAR1, not ours")
-    finalize(source, output)
-    assert files(output, "summaries") == [f"part-{number:05d}.parquet" for number in range(3)]
-    assert read(output, "summaries", 2).num_rows == 2
 
 
 def test_the_end_of_a_run_reads_each_commit_once(tmp_path: Path, write: Write, done: MakeRow) -> None:

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from specextend.data.fingerprint import (
-    build_manifest,
-    differences,
-    read_manifest,
-    write_manifest,
-)
+from specextend.data.fingerprint import build_manifest, differences, read_manifest, write_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.data.storage import Location
@@ -50,48 +45,22 @@ def manifest(tmp_path: Path, write: Write) -> Callable[..., dict[str, Any]]:
     return build
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("input", "path", "elsewhere"),
-        ("output", "path", "elsewhere"),
-        ("target", "model", "moved/target"),
-        ("draft", "model", "moved/draft"),
-        ("target", "device", "cuda"),
-        ("decoding", "max_batch_size", 8),
-        ("decoding", "cache_gib", 0.5),
-        ("attention", "backend", "flash"),
-        ("input", "num_tokens_column", "n"),
-        ("target", "revision", "main"),
-        ("job", "workers", 64),
-    ],
-)
-def test_where_things_lie_and_how_many_machines_do_them_is_not_the_run(
-    manifest: Callable[..., dict[str, Any]], section: str, key: str, value: Any
-) -> None:
-    again = manifest(changed(section, key, value))
-    assert again["fingerprint"] == manifest()["fingerprint"]
-    assert differences(manifest(), again) == []
+def test_where_things_lie_and_how_many_machines_do_them_is_not_the_run(manifest: Callable[..., dict[str, Any]]) -> None:
+    where = [("input", "path", "elsewhere"), ("target", "model", "moved/target"), ("attention", "backend", "flash")]
+    for section, key, value in [*where, ("decoding", "max_batch_size", 8), ("job", "workers", 64)]:
+        again = manifest(changed(section, key, value))
+        assert again["fingerprint"] == manifest()["fingerprint"]
+        assert differences(manifest(), again) == []
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "line"),
-    [
+def test_another_value_is_another_run_and_the_difference_is_said(manifest: Callable[..., dict[str, Any]]) -> None:
+    for section, key, value, line in [
         ("tree", "nodes", 32, "tree.nodes: 16 there, 32 here"),
-        ("decoding", "temperature", 0.0, "decoding.temperature: 0.7 there, 0.0 here"),
         ("input", "passthrough", [], 'input.passthrough: ["n"] there, [] here'),
-        ("tree", "depth", 4, "tree.depth: nothing there, 4 here"),
-    ],
-)
-def test_another_value_is_another_run_and_the_difference_is_said(
-    manifest: Callable[..., dict[str, Any]], section: str, key: str, value: Any, line: str
-) -> None:
-    other = manifest(changed(section, key, value))
-    assert other["fingerprint"] != manifest()["fingerprint"]
-    assert differences(manifest(), other) == [line]
-
-
-def test_other_weights_are_another_run(manifest: Callable[..., dict[str, Any]]) -> None:
+    ]:
+        other = manifest(changed(section, key, value))
+        assert other["fingerprint"] != manifest()["fingerprint"]
+        assert differences(manifest(), other) == [line]
     other = manifest(hashes=HASHES | {"draft": "d" * 64})
     assert other["fingerprint"] != manifest()["fingerprint"]
     assert differences(manifest(), other) == ['weights of draft: "bbbbbbbbbbbb" there, "dddddddddddd" here']
@@ -111,35 +80,19 @@ def test_a_moved_input_is_the_same_and_an_edited_one_is_not(
     assert "3 rows" in lines[0]
 
 
-def test_a_manifest_is_written_once_and_read_back(output: Location, manifest: Callable[..., dict[str, Any]]) -> None:
+def test_a_manifest_is_written_once_and_refused_if_it_was_edited(
+    output: Location, manifest: Callable[..., dict[str, Any]]
+) -> None:
+    """The fingerprint of an edited one no longer belongs to what it says."""
     assert read_manifest(output) is None
     write_manifest(output, manifest())
     assert read_manifest(output) == manifest()
     with pytest.raises(FileExistsError):
         write_manifest(output, manifest(changed("tree", "nodes", 32)))
     assert read_manifest(output) == manifest()
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 99}'])
-def test_a_manifest_that_is_not_ours_is_refused(output: Location, text: str) -> None:
-    path = Path(output.path, "_run", "manifest.json")
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    with pytest.raises(ValueError, match="is not a manifest that this version can read"):
-        read_manifest(output)
-
-
-def test_an_edited_manifest_is_refused(output: Location, manifest: Callable[..., dict[str, Any]]) -> None:
-    """Its fingerprint no longer belongs to what it says."""
-    write_manifest(output, manifest())
     path = Path(output.path, "_run", "manifest.json")
     edited = json.loads(path.read_text())
     edited["identity"]["config"]["tree.nodes"] = 32
     path.write_text(json.dumps(edited))
     with pytest.raises(ValueError, match="fingerprint"):
         read_manifest(output)
-
-
-def test_a_value_that_json_has_no_word_for_is_refused(manifest: Callable[..., dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        manifest(changed("decoding", "temperature", float("nan")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import Completion
-from specextend.data.quality import (
-    Quality,
-    QualityOptions,
-    assess,
-    check_library,
-    copied_fraction,
-    split_words,
-)
+from specextend.data.quality import Quality, QualityOptions, assess, copied_fraction, split_words
 from specextend.stats import DecodingStats
 
 FLAGS = [
@@ -52,12 +44,9 @@ def assessed(
         ("A summary.", [1, 2, 3], "stop", []),
         (" \n", [1], "stop", ["empty"]),
         ("cut off", [1, 2], "length", ["truncated"]),
-        ("no no no", [7] * 30, "length", ["truncated", "repeated"]),
         ("no no no", [7] * 30, "repetition", ["repeated"]),
         ("no no no", [7] * 24, "stop", ["repeated"]),
         ("no no no", [7] * 23, "stop", []),
-        ("no no no", [*[7] * 24, 2], "stop", ["repeated"]),
-        ("no no no", [*[7] * 24, 1, 2], "stop", []),
     ],
 )
 def test_flags_of_the_tokens(text: str, token_ids: list[int], reason: Any, flags: list[str]) -> None:
@@ -69,16 +58,11 @@ def test_flags_of_the_tokens(text: str, token_ids: list[int], reason: Any, flags
     ("text", "flags"),
     [
         ("one two three four " * 4, ["repeated_ngrams"]),  # 13 runs, 4 of them different
-        ("One, two: three FOUR " * 4, ["repeated_ngrams"]),
         ("one two three four five one two three four six", []),  # 1 of 7 runs
         (" ".join(DOCUMENT.split()[3:15]), ["copied"]),
-        ("COMMITTEE met, on Monday - in the old town", ["copied"]),
-        ("committee met on Monday in the old village", []),
         ("The council met on Monday in the old town hall and chose a mayor.", []),  # 2 of 7 runs
         (RUSSIAN, ["wrong_script"]),
         ("The committee (комитет) met on Monday.", []),
-        ("42", []),
-        ("It met.\x1b[2J", ["control_characters"]),
         ("It met.\u202edeveileb", ["control_characters"]),
         ("It met.\r\n\tThen it left.", []),
     ],
@@ -94,8 +78,6 @@ def test_flags_of_the_text(text: str, flags: list[str]) -> None:
         ("委員会は月曜日に会った。", "委員会は予算について話した。", []),
         ("委员会星期一开会。", "委員会は予算について話した。", []),  # Japanese is written with both
         ("The committee met.", "委員会は予算について話した。", ["wrong_script"]),
-        ("समिति सोमवार को मिली", "समिति ने बजट पर बात की", []),
-        ("The committee met.", "12 34 56", []),
         ("The committee met.", "ab дж", []),  # half and half is nobody's
     ],
 )
@@ -113,7 +95,6 @@ FRENCH = "Le comité s'est réuni lundi à l'ancienne mairie. Il a parlé des é
     ("text", "document", "flags"),
     [
         (ENGLISH, GERMAN, ["wrong_language"]),
-        (FRENCH, ENGLISH * 100, ["wrong_language"]),
         (GERMAN, GERMAN[50:] + " Am Abend ging man nach Hause.", []),
         (ENGLISH, f"{ENGLISH} Der Ausschuss sprach.", []),
         (FRENCH[:60], ENGLISH, []),  # too short to tell
@@ -126,20 +107,11 @@ def test_the_language_is_the_documents_if_that_is_asked_for(text: str, document:
     assert "wrong_language" not in assessed(text, document).quality_flags
 
 
-def test_languages_need_a_library_that_is_asked_for_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an extra; without it each document of a night would fail at its end."""
-    check_library(QualityOptions(language=True))
-    monkeypatch.setitem(sys.modules, "py3langid", None)
-    check_library(QualityOptions())
-    with pytest.raises(ValueError, match=r"quality.language needs the extra `language`: pip install 'specextend\[lang"):
-        check_library(QualityOptions(language=True))
-
-
-@pytest.mark.parametrize("words", [0, 7, 8, 30])
-def test_the_copied_share_is_null_where_there_is_no_run_of_eight_words(words: int) -> None:
+def test_the_copied_share_is_null_where_there_is_no_run_of_eight_words() -> None:
     """0 would say that nothing was copied."""
-    text = " ".join(f"w{number}" for number in range(words))
-    assert copied_fraction(split_words(text), text) == (1.0 if words >= 8 else None)
+    text = "w0 w1 w2 w3 w4 w5 w6 w7"
+    assert copied_fraction(split_words(text), text) == 1.0
+    assert copied_fraction(split_words(text[:-3]), text[:-3]) is None
 
 
 @pytest.mark.parametrize("gap", [" ", ""])
@@ -172,13 +144,6 @@ def test_rouge_is_that_of_the_package_that_papers_use(
     assert (found.rouge1, found.rouge2, found.rougeL) == pytest.approx(scores)
 
 
-def test_rouge_is_null_without_a_reference_and_0_with_an_empty_one() -> None:
-    """An average must leave the first out, and not the second."""
-    without, empty = assessed("A summary."), assessed("A summary.", reference="")
-    assert (without.rouge1, without.rouge2, without.rougeL) == (None, None, None)
-    assert (empty.rouge1, empty.rouge2, empty.rougeL) == (0.0, 0.0, 0.0)
-
-
 def test_words_of_scripts_without_spaces_are_characters() -> None:
     """Else a Chinese sentence would be one word, and nothing that is not a whole sentence could be copied."""
     assert split_words("The_ Board's 月曜日: ไทย naïve हिन्दी 3.5") == [
@@ -201,14 +166,3 @@ def test_any_text_has_a_quality(text: str, document: str, reference: str | None,
     for share in (found.copied_fraction, found.rouge1, found.rouge2, found.rougeL):
         assert share is None or 0 <= share <= 1
     assert (found.rouge1 is None) == (reference is None)
-
-
-def test_every_flag_can_be_raised() -> None:
-    """The order above must not be that of names that do not exist."""
-    copied = "a b c d " * 5 + "\x00"
-    found = [
-        assessed(copied, copied + "комитет " * 20, token_ids=(7,) * 30, reason="length"),
-        assessed(""),
-        assessed(ENGLISH, GERMAN, QualityOptions(language=True)),
-    ]
-    assert {flag for each in found for flag in each.quality_flags} == set(FLAGS)

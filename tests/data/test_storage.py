@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -36,24 +37,21 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     return Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "folder")
 
 
-def test_what_was_written_is_read_back_and_replaced_whole(folder: Location) -> None:
+def test_what_was_written_is_read_back_and_replaced_whole_unless_it_was_created(folder: Location) -> None:
+    """The manifest is created: a second writer must notice the first."""
     location = folder.child("a", "b.json")
     assert read_bytes(location) is None
     write_bytes(location, b"first, and longer")
     write_bytes(location, b"second")
     assert read_bytes(location) == b"second"
+    assert not create_bytes(location, b"theirs")
+    assert read_bytes(location) == b"second"
     assert list_files(folder.child("a")) == ["b.json"]
     delete(location)
     delete(location)
     assert not exists(location)
-
-
-def test_a_file_that_is_created_is_never_replaced(folder: Location) -> None:
-    """The manifest is written once: a second writer must notice the first."""
-    assert create_bytes(folder.child("manifest"), b"mine")
-    assert not create_bytes(folder.child("manifest"), b"theirs")
-    assert read_bytes(folder.child("manifest")) == b"mine"
-    assert list_files(folder) == ["manifest"]
+    assert create_bytes(location, b"mine")
+    assert read_bytes(location) == b"mine"
 
 
 def test_a_failure_while_writing_leaves_what_was_there(folder: Location) -> None:
@@ -89,17 +87,6 @@ def test_a_death_between_writing_and_renaming_leaves_nothing_that_is_seen(tmp_pa
     assert os.listdir(tmp_path) == []
 
 
-def test_paths_and_uris_name_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    expected = f"{tmp_path}/a b"
-    assert (
-        resolve("a b").path
-        == resolve(f"file://{tmp_path}/a%20b").path
-        == resolve(str(tmp_path / "a b")).path
-        == expected
-    )
-
-
 def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path: Path) -> None:
     """A file URI comes from a program, a path from a person; neither has parameters or fragments."""
     name = "date=2026-01-01%2000%3A00#1?x=y"
@@ -111,7 +98,7 @@ def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("scheme", "parameters"), [("s3", "?region=us-east-1"), ("gs", "")])
-@pytest.mark.parametrize("key", ["a b#1%20c", "date=2026-01-01%2000%3A00/x", "out#1", "why?.parquet", "[a]*é", "a//b"])
+@pytest.mark.parametrize("key", ["date=2026-01-01%2000%3A00/x", "out#1", "why?.parquet", "[a]*é", "a//b"])
 def test_the_path_of_a_uri_is_taken_as_it_is_written(scheme: str, parameters: str, key: str) -> None:
     """`out#1` and `out#2` were one folder, and what Spark escapes could not be named."""
     assert resolve(f"{scheme}://bucket/{key}{parameters}").path == f"bucket/{key}"
@@ -123,18 +110,15 @@ def test_parameters_of_a_uri_are_no_part_of_its_path() -> None:
     assert location.filesystem.region == "eu-west-1"
     with pytest.raises(ValueError, match="an unknown parameter counts as one"):
         resolve("s3://bucket/a?regoin=x")
-
-
-def test_an_unknown_file_system_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"^cannot open nowhere://x: .*pyarrow.fs$"):
         resolve("nowhere://x")
 
 
+@dataclass(eq=False)
 class Gate:
     """Shuts after so many checks."""
 
-    def __init__(self, num_open: int) -> None:
-        self.num_open = num_open
+    num_open: int
 
     def touch(self) -> None:
         pass
@@ -169,9 +153,8 @@ def test_nothing_changes_behind_a_gate_that_is_shut(folder: Location, change: st
     assert read_bytes(folder.child("a", "file")) == b"old"
     assert list_files(folder.child("a")) == ["file"]
     remove_temporary_files(folder.child("a"))
-    assert [info.base_name for info in folder.filesystem.get_file_info(fs.FileSelector(folder.child("a").path))] == [
-        "file"
-    ]
+    left = folder.filesystem.get_file_info(fs.FileSelector(folder.child("a").path))
+    assert [info.base_name for info in left] == ["file"]
 
 
 def test_a_location_that_goes_to_another_process_leaves_its_gate_behind(folder: Location) -> None:
