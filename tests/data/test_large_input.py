@@ -1,4 +1,4 @@
-"""The size of a file says nothing about what reading it takes."""
+"""Memory does not grow with the file: two gigabytes are read like two megabytes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,70 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 ROOT = Path(__file__).parents[2]
+MODELS = ROOT / ".models" / "tiny-random"
+MIB = 1 << 20
+
+READ_IT_ALL = """
+import sys
+from pathlib import Path
+from specextend.core import DocumentKey
+from specextend.data.finalize import finalize
+from specextend.data.inputs import InputOptions
+from specextend.data.parts import PartWriter
+from specextend.data.schema import error_row
+from specextend.data.source import open_source
+from specextend.data.storage import resolve
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":") for line in lines)["VmHWM"].split()[0]) >> 10
+
+before = peak()
+output = resolve(sys.argv[2])
+source = open_source(InputOptions(path=sys.argv[1], passthrough=("text",)))
+assert sum(row.num_bytes for row in source.scan()) >= 2 << 30
+keys = [DocumentKey(0, row) for row in range(source.num_rows)]
+for key in keys[::40]:
+    assert source.read(key).document.text.startswith(f"{key.row:09d}")
+row = {"error_class": "X", "message": "", "stage": "read", "retryable": False, "attempts": 1}
+PartWriter(output, "0000000a").commit([error_row(key, "x", **row) | {"error_class": None} for key in keys])
+assert finalize(source, output).done == len(keys)
+print(peak() - before)
+"""
+
+READ_ONE_LONG_DOCUMENT = """
+import sys
+from pathlib import Path
+from specextend.cluster.plan import make_plan
+from specextend.core import DocumentKey
+from specextend.data.inputs import InputOptions
+from specextend.data.prompts import PromptOptions
+from specextend.data.prompts import Prompts
+from specextend.data.source import open_source
+from specextend.models import load_tokenizer
+
+source = open_source(InputOptions(path=sys.argv[1]))
+prompts = Prompts(load_tokenizer(sys.argv[2]), PromptOptions(), 2048)
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+fields = lambda: dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+peak = lambda: int(fields()["VmHWM"].split()[0]) >> 10
+before = peak()
+key = DocumentKey(0, 0)
+plan = make_plan(source, prompts, {key}, 100, 0, lambda: None)
+assert plan.estimates[key].num_prompt_tokens == 1948
+planned = peak()
+prompt = prompts.render(source.read(key).document.text, 100)
+assert (len(prompt.token_ids), prompt.length_policy) == (1948, "middle")
+assert prompt.num_dropped_tokens > 1 << 19
+print(planned - before, peak() - before)
+"""
 
 READ_REPEATED_TEXT = """
 import sys
@@ -19,9 +78,9 @@ from specextend.core import DocumentKey
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.parts import PartWriter
+from specextend.data.schema import error_row
 from specextend.data.source import open_source
 from specextend.data.storage import resolve
-from tests.properties.rows import done
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -34,20 +93,83 @@ assert sum(row.num_bytes for row in source.scan()) > 400 << 20
 keys = [DocumentKey(0, row) for row in range(source.num_rows)]
 for key in keys[::400]:
     assert source.read(key).document.text.startswith(f"{key.row // 860} ")
-PartWriter(output, "0000000a").commit([done(key) for key in keys])
+row = {"error_class": "X", "message": "", "stage": "read", "retryable": False, "attempts": 1}
+PartWriter(output, "0000000a").commit([error_row(key, "x", **row) | {"error_class": None} for key in keys])
 assert finalize(source, output).done == len(keys)
 print(peak() - before)
 """
 
 
-def test_text_that_is_stored_once_and_repeated_is_read_in_bounded_memory(tmp_path: Path) -> None:
-    """400 MB of text in a file of some hundred kilobytes; the column's dot is no sign of one inside another."""
+def write_two_gigabytes(path: Path, group_rows: int) -> None:
+    """2,100 documents of a megabyte, stored as they are: the file is as large as its text."""
+    filling = os.urandom(MIB // 2).hex()
+    with pq.ParquetWriter(
+        path, pa.schema([("text", pa.large_string())]), compression="none", use_dictionary=False
+    ) as writer:
+        for begin in range(0, 2100, group_rows):
+            text = [f"{row:09d} {filling}" for row in range(begin, min(begin + group_rows, 2100))]
+            writer.write_table(pa.table({"text": pa.array(text, pa.large_string())}), row_group_size=group_rows)
+
+
+@pytest.mark.slow
+def test_two_gigabytes_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    """Audit, plan, documents and summaries with the text passed through."""
+    path = tmp_path / "in" / "a.parquet"
+    path.parent.mkdir()
+    write_two_gigabytes(path, group_rows=8)
+    assert path.stat().st_size > 2 << 30
+    [peak] = measured(READ_IT_ALL, path, tmp_path / "out")
+    for large in tmp_path.rglob("*.parquet"):
+        large.unlink()
+    assert peak < 400, "MiB over what the libraries take"
+
+
+@pytest.mark.slow
+def test_one_long_document_is_planned_and_rendered_in_bounded_memory(tmp_path: Path) -> None:
+    """Tokenizing takes a hundred times the memory of the text: a document of a gigabyte would end the driver, and then
+    each worker that gets it.
+    """
+    path = tmp_path / "a.parquet"
+    text = "".join(f"word {number} of a text\n" for number in range(200_000))
+    pq.write_table(pa.table({"text": [text]}), path)
+    assert len(text) > 4 * MIB
+    planned, rendered = measured(READ_ONE_LONG_DOCUMENT, path, MODELS / "target")
+    assert planned < 100, "MiB; tokenized whole it would be 800"
+    assert rendered < 200, "MiB; the text itself is held three times"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "at_most"),
+    [
+        ({"use_dictionary": True}, 300),
+        ({"use_dictionary": False, "column_encoding": {"a.text": "DELTA_BYTE_ARRAY"}}, 2000),
+    ],
+    ids=["in a dictionary", "as prefixes"],
+)
+def test_text_that_is_stored_once_and_repeated_is_read_in_bounded_memory(
+    tmp_path: Path, encoding: dict[str, Any], at_most: int
+) -> None:
+    """400 MB of text in a file of some hundred kilobytes: its size says nothing about what reading it takes.
+
+    Arrow reads a dictionary as it is stored; of prefixes it makes texts, so a row group takes a few times their length.
+    The column has a dot in its name, as if it were inside another one.
+    """
     texts = [f"{number} {os.urandom(50_000).hex()}" for number in range(5)]
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"a.text": [texts[row // 860] for row in range(4300)]}), path)
-    assert path.stat().st_size < 2 << 20
-    command = [sys.executable, "-c", READ_REPEATED_TEXT, str(path), str(tmp_path / "out")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    pq.write_table(pa.table({"a.text": [texts[row // 860] for row in range(4300)]}), path, **encoding)
+    assert path.stat().st_size < 2 * MIB
+    [peak] = measured(READ_REPEATED_TEXT, path, tmp_path / "out")
+    assert peak < at_most, "MiB over what the libraries take"
+
+
+def measured(script: str, *arguments: Path) -> list[int]:
+    """The numbers that a script prints in a process of its own."""
+    process = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert process.returncode == 0, process.stderr
-    assert int(process.stdout) < 300, "MiB over what the libraries take"
+    return [int(number) for number in process.stdout.split()]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specextend.data.inputs import InputError, InputOptions, OutputOptions
-from specextend.data.listing import list_input
+from specextend.data.listing import glob_matches, list_input
 from specextend.data.source import open_source
 
 Write = Callable[..., Path]
@@ -25,12 +25,21 @@ def test_a_folder_is_searched_in_path_order_without_hidden_and_other_files(tmp_p
 def test_files_that_are_not_read_are_counted_by_what_they_end_in(tmp_path: Path, write: Write) -> None:
     """Half a corpus may lie there in another format; what tools leave behind under hidden names does not count."""
     write("in/a.parquet", {"text": ["x"]})
-    for name in ("b.jsonl", "deep/c.jsonl", "d.jsonl.gz", "part-0", "_SUCCESS", ".a.crc", "_old/f.csv"):
+    for name in (
+        "b.jsonl",
+        "deep/c.jsonl",
+        "d.jsonl.gz",
+        "part-0",
+        "e.parquet.zip",
+        "_SUCCESS",
+        ".a.crc",
+        "_old/f.csv",
+    ):
         (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text("{}")
     source = open_source(InputOptions(path=str(tmp_path / "in")))
-    assert source.skipped == {".jsonl": 2, ".jsonl.gz": 1, "without an extension": 1}
-    said = "2 .jsonl, 1 .jsonl.gz, 1 without an extension"
+    assert source.skipped == {".jsonl": 2, ".jsonl.gz": 1, "without an extension": 1, ".parquet.zip": 1}
+    said = "2 .jsonl, 1 .jsonl.gz, 1 .parquet.zip, 1 without an extension"
     assert source.warning == f"files not read in {tmp_path}/in: {said}"
     assert open_source(InputOptions(path=f"{tmp_path}/in/*.parquet")).warning == ""
     (tmp_path / "in" / "a.parquet").unlink()
@@ -44,6 +53,22 @@ def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path: Pa
     assert list_input(f"{tmp_path}/in/20*/x.parquet").relative_paths == ("2024/x.parquet", "2025/x.parquet")
     assert list_input(f"{tmp_path}/in/2025/**/x.parquet").relative_paths == ("deep/x.parquet", "x.parquet")
     assert list_input(f"{tmp_path}/in/2025/?.parquet").relative_paths == ("x.parquet",)
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "matches"),
+    [
+        ("a/b/c", "**", True),
+        ("a/_b/c", "**", False),
+        ("c", "**/c", True),
+        ("a/b/c", "**/c", True),
+        ("a/b", "*", False),
+        ("_a", "*", False),
+        ("_a", "_*", True),
+    ],
+)
+def test_double_stars_cross_folders_and_single_ones_do_not(path: str, pattern: str, matches: bool) -> None:
+    assert glob_matches(tuple(path.split("/")), tuple(pattern.split("/"))) is matches
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*.parquet"])
@@ -63,12 +88,35 @@ def test_what_symbolic_links_lead_to_is_read_once(tmp_path: Path, write: Write, 
     assert source.warning.endswith("1 path through symbolic links to files that are read already")
 
 
+def test_a_file_that_only_links_lead_to_is_read_by_the_first(tmp_path: Path, write: Write) -> None:
+    """As in a mounted volume whose files are links into a hidden folder."""
+    write("in/..data/a.parquet", {"text": ["x"]})
+    for link in ("a.parquet", "b.parquet"):
+        (tmp_path / "in" / link).symlink_to("..data/a.parquet")
+    listing = list_input(str(tmp_path / "in"))
+    assert (listing.relative_paths, listing.num_repeated) == (("a.parquet",), 1)
+
+
+def test_missing_input_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="does not exist; give a Parquet file"):
+        list_input(str(tmp_path / "missing"))
+    with pytest.raises(InputError, match="has no file that ends in"):
+        list_input(str(tmp_path / "empty"))
+    with pytest.raises(InputError, match="matches no file"):
+        list_input(str(tmp_path / "empty" / "*.parquet"))
+    with pytest.raises(InputError, match="cannot be listed"):
+        list_input("nowhere://bucket/x")
+
+
 @pytest.mark.parametrize(
     ("path", "output", "message"),
     [
+        ("in", "in", "inside the input folder"),
         ("in", "in/_out", "inside the input folder"),
         ("in/**/*.parquet", "in/out", "input's glob matches"),
         ("in/sub", "in", "is inside output.path"),
+        ("in/a.parquet", "in", "is inside output.path"),
         ("in", "in/a.parquet", "is a file; give a folder"),
         ("link", "in/out", "inside the input folder"),
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,22 @@ def test_parts_are_named_by_run_and_counted_on_over_runs(output: Location, done:
     assert pq.read_schema(f"{output.path}/_run/parts/{list_parts(output)[0]}").equals(PART_SCHEMA)
 
 
+def test_done_beats_error_and_later_beats_earlier(output: Location, done: MakeRow, failed: MakeRow) -> None:
+    """A run id is random: order by it and a retried row would be an error again in half of all runs."""
+    PartWriter(output, "ffffffff").commit([done(0, 0), failed(0, 1, "Early"), failed(0, 2), failed(1, 0, "Early")])
+    PartWriter(output, "00000000").commit([failed(0, 0), failed(0, 1, "Late"), done(0, 2)])
+    progress = read_parts(output)
+    assert progress.done == {DocumentKey(0, 0), DocumentKey(0, 2)}
+    assert progress.errors == {DocumentKey(0, 1): "Late", DocumentKey(1, 0): "Early"}
+
+
+def test_what_is_pending_is_neither_done_nor_given_up(output: Location, done: MakeRow, failed: MakeRow) -> None:
+    PartWriter(output, "0000000a").commit([done(0, 1), failed(1, 0)])
+    progress = read_parts(output)
+    assert list(pending([2, 0, 1], progress)) == [DocumentKey(0, 0), DocumentKey(2, 0)]
+    assert list(pending([2, 1], progress, retry_errors="all")) == [DocumentKey(0, 0), DocumentKey(1, 0)]
+
+
 def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_asked_for(
     output: Location, done: MakeRow, failed: MakeRow
 ) -> None:
@@ -48,6 +67,36 @@ def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_as
     assert list(pending([5], progress)) == []
     assert list(pending([5], progress, retry_errors="retryable")) == [DocumentKey(0, 1), DocumentKey(0, 2)]
     assert list(pending([5], progress, retry_errors="all")) == [DocumentKey(0, row) for row in range(4)]
+
+
+def test_a_driver_killed_before_the_rename_leaves_no_part(output: Location, done: MakeRow) -> None:
+    """What has no final name was never committed: its rows are done again, and the litter goes."""
+    PartWriter(output, "0000000a").commit([done(0, 0)])
+    script = (
+        "import os, sys\n"
+        "from specextend.data.parts import PartWriter\n"
+        "from specextend.data.storage import resolve\n"
+        "os.replace = lambda source, target: os._exit(9)\n"
+        "PartWriter(resolve(sys.argv[1]), '0000000b').commit([{'file': 0, 'row': 1}])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    died = subprocess.run([sys.executable, "-c", script, output.path], env=environment, check=False)
+    assert died.returncode == 9
+    assert read_parts(output).done == {DocumentKey(0, 0)}
+    folder = Path(output.path) / "_run" / "parts"
+    assert len(os.listdir(folder)) == 2
+    PartWriter(output, "0000000c").commit([done(0, 1)])
+    assert len(os.listdir(folder)) == 2
+    assert read_parts(output).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
+
+
+def test_a_part_without_keys_is_damaged(output: Location, done: MakeRow) -> None:
+    """Nobody could say whose results those are."""
+    name = PartWriter(output, "0000000a").commit([done(0, 0)])
+    path = f"{output.path}/_run/parts/{name}"
+    pq.write_table(pq.read_table(path).drop_columns(["row"]), path)
+    with pytest.raises(DamagedPartError, match=f"{name} is damaged .*row"):
+        read_parts(output)
 
 
 def test_a_part_says_which_run_it_is_of(output: Location, done: MakeRow) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ import pytest
 
 from specextend.core import Document, DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions, content_sha256
+from specextend.data.parquet import stream
 from specextend.data.source import Source, open_source
 
 Write = Callable[..., Path]
@@ -57,7 +59,17 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path,
     assert "d.parquet" not in message
 
 
-@pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int8(), pa.large_string())], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.dictionary(pa.int8(), pa.large_string()),
+    ],
+    ids=str,
+)
 def test_every_type_of_text_is_text(write: Write, kind: pa.DataType) -> None:
     text = pa.array(["one", None, "two"]).cast(kind)
     source = open_source(
@@ -72,7 +84,9 @@ def test_every_type_of_text_is_text(write: Write, kind: pa.DataType) -> None:
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
+        (pa.array([7, 8], pa.int64()), ["7", "8"]),
         (pa.array([2**64 - 1, 0], pa.uint64()), ["18446744073709551615", "0"]),
+        (pa.array(["a", "b"]), ["a", "b"]),
         (pa.array(["a", "b"]).dictionary_encode(), ["a", "b"]),
     ],
 )
@@ -88,6 +102,31 @@ def run_error(path: Path, **options: Any) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def test_a_missing_column_is_a_run_error_that_lists_those_there(write: Write) -> None:
+    path = write("a.parquet", {"body": ["x"], "n": [1]})
+    assert run_error(path) == "a.parquet has no column 'text' (input.text_column); it has body, n"
+    for option in ("id_column", "max_new_tokens_column", "num_tokens_column", "reference_column"):
+        assert f"input.{option}" in run_error(path, text_column="body", **{option: "missing"})
+    assert "input.passthrough" in run_error(path, text_column="body", passthrough=("missing",))
+
+
+@pytest.mark.parametrize(
+    ("option", "column"),
+    [
+        ("text_column", "number"),
+        ("text_column", "bytes"),
+        ("id_column", "ratio"),
+        ("max_new_tokens_column", "body"),
+        ("num_tokens_column", "ratio"),
+        ("reference_column", "bytes"),
+    ],
+)
+def test_a_mistyped_column_is_a_run_error(write: Write, option: str, column: str) -> None:
+    path = write("a.parquet", {"body": ["x"], "number": [1], "ratio": [0.5], "bytes": [b"x"]})
+    options = {"text_column": "body", option: column}
+    assert f"column '{column}' (input.{option}) is " in run_error(path, **options)
 
 
 def test_two_columns_of_one_name_are_a_run_error(tmp_path: Path) -> None:
@@ -109,7 +148,35 @@ def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
         open_source(options)
 
 
-def test_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
+@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
+def test_what_a_row_group_takes_is_what_reading_it_takes(tmp_path: Path, encoding: str) -> None:
+    """A repeated text is held once where it is in a dictionary, and as often as it is there where it is a prefix."""
+    options = {"column_encoding": {"text": encoding}} if encoding == "DELTA_BYTE_ARRAY" else {}
+    table = pa.table({"text": ["a text " * 500] * 60})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=not options, **options)
+    source = open_source(InputOptions(path=str(tmp_path / "a.parquet")))
+    assert (source.files[0].largest_group_bytes > 60 * 3500) is bool(options)
+
+
+def test_a_column_that_turns_out_not_to_be_a_dictionary_is_read_from_there_on(tmp_path: Path) -> None:
+    """Some writers begin with one encoding and go on with another."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"text {row}" for row in range(1000)]}), path)
+
+    class TurnsOut(pq.ParquetFile):
+        def iter_batches(self, *arguments: Any, **options: Any) -> Iterator[pa.RecordBatch]:
+            yield next(super().iter_batches(*arguments, **options))
+            raise OSError("Not yet implemented: DecodeArrow")
+
+    tables = stream(TurnsOut(path), ["text"], plain=lambda: pq.ParquetFile(path))
+    assert [text for table in tables for text in table["text"].to_pylist()] == [f"text {row}" for row in range(1000)]
+
+
+def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
+    write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", None]})
+    assert "nulls in column 'id' (input.id_column): 1, the first in row 2; " in run_error(
+        tmp_path / "in", id_column="id"
+    )
     write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", "3"]})
     write("in/b.parquet", {"text": ["x"] * 2, "id": [4, 2]})
     message = run_error(tmp_path / "in", id_column="id")
@@ -117,6 +184,13 @@ def test_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write
         "ids must be unique over all files: 1 repeated, the first is '2' in a.parquet row 1 and b.parquet row 1; "
         "make them different, or leave out input.id_column"
     )
+    write("in/b.parquet", {"text": ["x"], "id": NOT_UTF8})
+    assert "not UTF-8" in run_error(tmp_path / "in", id_column="id")
+
+
+def test_a_passthrough_column_may_not_have_a_name_of_ours(write: Write) -> None:
+    path = write("a.parquet", {"text": ["x"], "summary": ["y"]})
+    assert "names summary, which summaries have already" in run_error(path, passthrough=("summary",))
 
 
 def test_passthrough_takes_its_type_from_the_file_that_has_values(tmp_path: Path, write: Write) -> None:
@@ -127,19 +201,53 @@ def test_passthrough_takes_its_type_from_the_file_that_has_values(tmp_path: Path
     assert source.passthrough_fields == (pa.field("topic", pa.list_(pa.string())),)
 
 
-def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files_or_is_a_run_error(
-    tmp_path: Path, write: Write
+@pytest.mark.parametrize(
+    ("values", "path_value"),
+    [
+        (pa.array([2025]), "unknown"),
+        (pa.array([25], pa.int8()), "300"),
+        (pa.array([True]), "2025"),
+        (pa.array([1.5]), "n/a"),
+        (pa.array(["2025-01-01"]).cast(pa.date32()), "2025"),
+        (pa.array(["2025-01-01"]).cast(pa.timestamp("us")), "2025-01-01T25"),
+    ],
+)
+def test_a_folder_s_value_that_does_not_fit_the_column_of_other_files_is_a_run_error(
+    tmp_path: Path, write: Write, values: pa.Array, path_value: str
 ) -> None:
     """It was found when everything was decoded, and the summaries could never be written."""
+    write("in/year=2025/a.parquet", {"text": ["x"], "year": values})
+    write(f"in/year={quote(path_value, safe='')}/b.parquet", {"text": ["y"]})
+    with pytest.raises(InputError, match=rf"'year' is .* in year=2025/a.*, but .* has '{path_value}' in its path"):
+        open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("year",)))
+
+
+def test_a_folder_s_value_takes_the_type_of_the_column_in_other_files(tmp_path: Path, write: Write) -> None:
     write("in/day=2025-01-01/a.parquet", {"text": ["x"], "day": pa.array(["2025-01-01"]).cast(pa.date32())})
     write("in/day=2025-01-02/b.parquet", {"text": ["y"]})
     source = open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("day",)))
     days = [day for number in (0, 1) for table in source.batches(number, ["day"]) for day in table["day"].to_pylist()]
     assert days == [date(2025, 1, 1), date(2025, 1, 2)]
-    write("no/year=2025/a.parquet", {"text": ["x"], "year": pa.array([2025])})
-    write("no/year=unknown/b.parquet", {"text": ["y"]})
-    with pytest.raises(InputError, match=r"'year' is .* in year=2025/a.*, but .* has 'unknown' in its path"):
-        open_source(InputOptions(path=str(tmp_path / "no"), passthrough=("year",)))
+
+
+@pytest.mark.parametrize(
+    ("text", "error_class"),
+    [
+        (pa.array([None], pa.string()), "NullText"),
+        (pa.array([None], pa.null()), "NullText"),
+        (pa.array([""]), "EmptyText"),
+        (pa.array([" \n\t\u00a0"]), "EmptyText"),
+        (NOT_UTF8, "UndecodableText"),
+    ],
+)
+def test_a_bad_text_costs_its_row_and_no_more(write: Write, text: pa.Array, error_class: str) -> None:
+    path = write("a.parquet", {"text": text, "id": ["one"]})
+    source = open_source(InputOptions(path=str(path), id_column="id"))
+    with pytest.raises(DocumentError) as caught:
+        source.read(DocumentKey(0, 0))
+    error = caught.value
+    assert (error.error_class, error.stage, error.retryable, error.doc_id) == (error_class, "read", False, "one")
+    assert [row.error_class for row in source.scan()] == [error_class]
 
 
 def test_a_row_may_set_its_own_limit(write: Write) -> None:
@@ -148,11 +256,14 @@ def test_a_row_may_set_its_own_limit(write: Write) -> None:
     assert [source.read(DocumentKey(0, row)).max_new_tokens for row in (0, 1)] == [16, None]
     with pytest.raises(DocumentError, match="BadMaxNewTokens"):
         source.read(DocumentKey(0, 2))
-    found = [(row.max_new_tokens, row.error_class) for row in source.scan()]
-    assert found == [(16, None), (None, None), (None, "BadMaxNewTokens")]
+    assert [(row.max_new_tokens, row.error_class) for row in source.scan()] == [
+        (16, None),
+        (None, None),
+        (None, "BadMaxNewTokens"),
+    ]
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str)
 def test_a_row_may_have_a_reference(write: Write, kind: pa.DataType) -> None:
     """It is compared with the summary, so a null or a character that is broken costs the document nothing."""
     references = pa.concat_arrays([pa.array(["first", None]), NOT_UTF8]).cast(kind, safe=False)
@@ -160,6 +271,16 @@ def test_a_row_may_have_a_reference(write: Write, kind: pa.DataType) -> None:
     source = open_source(InputOptions(path=str(path), reference_column="abstract"))
     assert [source.read(key).reference for key in keys(source)] == ["first", None, "\ufffd\ufffd"]
     assert open_source(InputOptions(path=str(path))).read(DocumentKey(0, 0)).reference is None
+
+
+def test_numbers_beyond_every_length_are_an_error_row_or_an_estimate(write: Write) -> None:
+    """An unsigned column holds what no signed one takes."""
+    path = write("in.parquet", {"text": ["a b", "c"], "n": pa.array([(1 << 64) - 1, 7], pa.uint64())})
+    source = open_source(InputOptions(path=str(path), max_new_tokens_column="n", num_tokens_column="n"))
+    rows = [(row.num_bytes, row.num_tokens, row.max_new_tokens, row.error_class) for row in source.scan()]
+    assert rows == [(3, None, None, "BadMaxNewTokens"), (None, 7, 7, None)]
+    with pytest.raises(DocumentError, match="BadMaxNewTokens: max_new_tokens must be at least 1 and at most 2\\^40"):
+        source.read(DocumentKey(0, 0))
 
 
 def test_known_lengths_spare_reading_the_text(write: Write) -> None:
