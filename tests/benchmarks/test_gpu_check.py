@@ -53,7 +53,9 @@ def test_every_stage_runs_on_a_cpu_with_tiny_shapes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert {name: stage["status"] for name, stage in summary["stages"].items()} == dict.fromkeys(gpu_check.STAGES, "ok")
-    rows = {name: list(map(json.loads, (tmp_path / f"{name}.jsonl").open())) for name in gpu_check.STAGES}
+    rows = {
+        name: list(map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())) for name in gpu_check.STAGES
+    }
     assert rows["machine"][1]["flop_per_s"] > 0
     assert all("skipped" in row for row in rows["kernels"] if row["backend"] in ("triton", "flash", "layer"))
     assert all("out_error" in row for row in rows["kernels"] if row["backend"] == "sdpa")

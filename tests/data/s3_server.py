@@ -24,6 +24,8 @@ class Endpoint:
     url: str
     requests: list[tuple[str, str]] = field(default_factory=list)
     """(method, path with query) in the order of arrival."""
+    is_down: bool = False
+    """Whether it answers every request with 503."""
     refuses: Callable[[str, str], bool] = lambda method, path: False
     """Which requests (method, path with query) it answers with 403, which no client tries again."""
 
@@ -48,6 +50,10 @@ class Endpoint:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
         names = [found["Key"] for page in pages for found in page.get("Contents", [])]
         return {name: client.get_object(Bucket=BUCKET, Key=name)["Body"].read() for name in names}
+
+    def open_uploads(self) -> list[Any]:
+        """Uploads that were begun and neither completed nor aborted: nobody sees them, everybody pays for them."""
+        return list(self._client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", []))
 
     def empty(self) -> None:
         """Make the bucket, or delete what is in it, and forget the requests."""
@@ -82,6 +88,9 @@ def s3_server() -> Iterator[Endpoint]:
         query = environ["QUERY_STRING"]
         request = (environ["REQUEST_METHOD"], environ["PATH_INFO"] + (f"?{query}" if query else ""))
         endpoint.requests.append(request)
+        if endpoint.is_down:
+            start_response("503 Slow Down", [("Content-Length", "0")])
+            return []
         if endpoint.refuses(*request):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Length", "0")])

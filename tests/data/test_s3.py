@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specextend.cluster.driver import is_damaged_row
+from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code
+from specextend.cluster.lock import FolderLock, OutputLock, read_lock
+from specextend.cluster.prepare import prepare
+from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
-from specextend.data.inputs import InputError, InputOptions, OutputOptions
+from specextend.data.finalize import finalize
+from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
+from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
 from specextend.data.parts import PartWriter, read_parts
-from specextend.data.source import open_source
-from specextend.data.storage import Location, atomic_output, resolve, write_bytes
+from specextend.data.run_folder import Counts, read_success, write_success
+from specextend.data.source import Source, open_source
+from specextend.data.storage import (
+    Location,
+    atomic_output,
+    list_files,
+    resolve,
+    write_bytes,
+)
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint, s3_server
 from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows
 
@@ -54,6 +70,14 @@ def written(s3: Endpoint) -> dict[str, bytes]:
     return {name: data for name, data in s3.files().items() if not name.endswith("/")}
 
 
+def two_files() -> Source:
+    upload("in/a.parquet", {"text": ["one", "two", "three"], "topic": ["x", None, "z"]})
+    upload("in/deep/b.parquet", {"text": ["four", "five"], "topic": ["v", "w"]})
+    return open_source(
+        InputOptions(path="s3://corpus/in", passthrough=("topic",)), OutputOptions(path="s3://corpus/out")
+    )
+
+
 def test_a_commit_is_one_put(s3: Endpoint, output: Location, done: MakeRow) -> None:
     """A multipart upload that a death leaves open is paid for and never seen; one request is there or is not."""
     writer = PartWriter(output, "0000000a")
@@ -77,8 +101,45 @@ def test_keys_are_named_as_they_are(s3: Endpoint, output: Location, done: MakeRo
     assert every.read(DocumentKey(1, 0)).document.text == "three"
 
 
+def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, done: MakeRow, failed: MakeRow) -> None:
+    """All that a driver does to an output folder, on object storage."""
+    source = two_files()
+    manifest = build_manifest(source, {}, {})
+    write_manifest(output, manifest)
+    with pytest.raises(FileExistsError):
+        write_manifest(output, manifest)
+    PartWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
+    PartWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
+    assert finalize(source, output) == Counts(5, 4, 1)
+    write_success(output, Counts(5, 4, 1))
+    folder = output.child("summaries")
+    tables = [pq.read_table(folder.child(name).path, filesystem=folder.filesystem) for name in list_files(folder)]
+    assert pa.concat_tables(tables)["topic"].to_pylist() == ["x", "z", "v", "w"]
+    assert list_files(output.child("errors")) == ["part-00000.parquet"]
+    assert read_manifest(output) == manifest
+    assert read_success(output) == Counts(5, 4, 1)
+    s3.requests.clear()
+    finalize(source, output)
+    assert [path for method, path in s3.changes() if method == "PUT"] == [], "what has not changed is not rewritten"
+
+
+def test_an_output_that_fails_halfway_leaves_nothing(s3: Endpoint, output: Location) -> None:
+    """Also no upload that is open for ever."""
+
+    def write_half() -> None:
+        with atomic_output(output.child("summaries", "part-00000.parquet")) as path:
+            Path(path).write_bytes(b"half" * 5_000_000)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_half()
+    assert s3.files() == {}
+    assert s3.open_uploads() == []
+
+
 REFUSALS: dict[str, Callable[[str, str], bool]] = {
     "a small file": lambda method, path: method == "PUT",
+    "a piece": lambda method, path: "partNumber=2" in path,
     "the last request of an upload": lambda method, path: method == "POST" and "uploadId" in path,
     "the copy to its name": lambda method, path: method == "PUT" and path.endswith("/part-00000.parquet"),
 }
@@ -103,6 +164,55 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3: Endpoint, outpu
     assert list(written(s3).values()) == [b"yesterday's"], "and nothing else that somebody would take for data"
 
 
+def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> None:
+    with OutputLock(output, "0000000a"):
+        held = read_lock(output)
+    assert held.run_id == "0000000a"
+    assert read_lock(output) is None, "it goes with its driver"
+    second = FolderLock(output, "0000000b")
+    for heartbeat in (1.0, 2.0):
+        elsewhere = json.dumps(asdict(held) | {"host": "another-host", "heartbeat": heartbeat})
+        write_bytes(output.child("_run", "lock"), elsewhere.encode())
+        if heartbeat == 1.0:
+            assert not second.try_take()
+    with pytest.raises(LockHeldError, match=r"is held by run 0000000a .* on another-host"):
+        second.try_take()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["s3://corpus/in", "s3://corpus/in/*.parquet"])
+def test_a_store_that_is_away_at_the_start_is_no_mistake_of_the_configuration(s3: Endpoint, path: str) -> None:
+    """Exit 2 would keep a scheduler from trying again."""
+    upload("in/a.parquet", {"text": ["one"]})
+    config = RunConfig.load(CONFIG, [f"input.path={path}", "output.path=out", "input.id_column=null"])
+    s3.is_down = True
+    try:
+        with pytest.raises(StoreError, match=r"^input.path .* cannot be listed .*; run again$") as said:
+            prepare(config)
+    finally:
+        s3.is_down = False
+    assert exit_code(said.value) == EXIT_FAILED
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_answer_is_told_from_a_file_that_changed(s3: Endpoint) -> None:
+    """The one comes back, so what is to be done can wait for it; and a document still has a name."""
+    upload("in/a.parquet", {"text": ["one", "two", "three"], "id": ["x", "y", "z"]})
+    source = open_source(InputOptions(path="s3://corpus/in", id_column="id"))
+    s3.is_down = True
+    try:
+        with pytest.raises(InputUnreachableError, match=r"^a.parquet cannot be reached \(.*\); run again$"):
+            source.check_unchanged(0)
+        with pytest.raises((OSError, InputUnreachableError)):
+            source.read(DocumentKey(0, 1))
+        assert source.doc_id(DocumentKey(0, 1)) == "a.parquet:1"
+        assert not is_damaged_row(source, DocumentKey(0, 1))
+    finally:
+        s3.is_down = False
+    source.check_unchanged(0)
+    assert source.read(DocumentKey(0, 1)).document.doc_id == "y"
+
+
 def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3: Endpoint) -> None:
     """Not after the first commit."""
     upload("in/a.parquet", {"text": ["one"]})
@@ -114,13 +224,21 @@ def test_an_output_bucket_that_is_not_there_is_refused_in_one_line(s3: Endpoint)
     "uri",
     [
         f"s3://{ACCESS_KEY}:{SECRET_KEY}@corpus/in",
+        f"s3://{ACCESS_KEY}@corpus/in",
         f"s3://{ACCESS_KEY}:{SECRET_KEY}#x@corpus/in",
+        f"s3://{ACCESS_KEY}:{SECRET_KEY}/x@corpus/in",
+        f"s3://corpus/in?region&secret_key={SECRET_KEY}",
         f"s3://corpus/in?region=us-east-1&secret_key={SECRET_KEY}",
         f"abfs://:{SECRET_KEY}@account.dfs.core.windows.net/in",
+        f"abfs://account.dfs.core.windows.net/in?client_secret={SECRET_KEY}",
+        *(f"s3://corpus/in?{name}={SECRET_KEY}" for name in ("token", "access_token", "api_key", "key", "password")),
         f"s3://corpus/in?X-Amz-Signature={SECRET_KEY}",
         f"s3://corpus/in?region=eu-west-1&X%2DAmz%2DCredential={ACCESS_KEY}",
+        f"https://store.example/in?Signature={SECRET_KEY}",
         f"https://{SECRET_KEY}@store.example/in",
+        f"gs://{SECRET_KEY}@corpus/in",
         f"gs://{SECRET_KEY}%40corpus/in",
+        f"s3://corpus/in?endpoint_override={ACCESS_KEY}:{SECRET_KEY}@127.0.0.1",
         f"s3://corpus/in?endpoint_override=https%3A%2F%2F{SECRET_KEY}%40127.0.0.1",
         f"s3://corpus/in?region=x;secret_key={SECRET_KEY}",
     ],
@@ -138,6 +256,7 @@ def test_a_user_and_an_at_sign_are_no_secret() -> None:
     assert resolve("s3://corpus/mail@example.org/in?region=us-east-1").path == "corpus/mail@example.org/in"
     for uri in (
         "abfs://container@account.dfs.core.windows.net/in",
+        "gs://anonymous@corpus/in?scheme=http&endpoint_override=127.0.0.1%3A9000",
         "hdfs://user@namenode:8020/in?replication=3",
         "s3://corpus/year=202?/day=1/part-?.parquet",
     ):
@@ -146,9 +265,7 @@ def test_a_user_and_an_at_sign_are_no_secret() -> None:
 
 def test_a_shipped_source_carries_no_credentials(s3: Endpoint) -> None:
     """It goes through Ray's object store; workers have an environment of their own."""
-    upload("in/a.parquet", {"text": ["one"]})
-    source = open_source(InputOptions(path="s3://corpus/in"), OutputOptions(path="s3://corpus/out"))
-    shipped = pickle.dumps(source)
+    shipped = pickle.dumps(two_files())
     assert SECRET_KEY.encode() not in shipped
     assert ACCESS_KEY.encode() not in shipped
 
