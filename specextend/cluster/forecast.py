@@ -69,7 +69,7 @@ class DocumentCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What documents cost a worker whose batch is full."""
+    """Cost of documents on a worker whose batch is full."""
 
     prefill: float
     """Seconds for a prompt token."""

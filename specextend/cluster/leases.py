@@ -29,7 +29,7 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a worker runs on: the accelerators of a node, or a seat on a node without accelerators."""
+    """A place that a worker runs on: the accelerators of a node, or a seat on a node without accelerators."""
 
     node: str
     """Ray's id of the node."""

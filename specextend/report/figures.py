@@ -66,7 +66,7 @@ _DONE_SCHEMA = pa.schema([*(PART_SCHEMA.field(name) for name in DONE_COLUMNS), (
 
 
 class RunFigures:
-    """What the figures of a run need of its rows, collected as they are read."""
+    """The columns of a run that its figures need, collected as they are read."""
 
     def __init__(self) -> None:
         self._done: list[pa.Table] = []
