@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton has wheels for Linux only")
 import triton
 
 from specextend.attention.layer_kernels import GATED, HEADS, add_norm_rows, gate_rows, norm_warps, rotate_rows
-from tests.attention.compiling import compile_kernel
+from tests.attention.compiling import assert_fits, compile_kernel, inspect
 
 
 def test_the_twins_are_what_transformers_computes():
@@ -63,7 +63,9 @@ def compile_norm(element: str, size: int, capability: int):
         ),
     ],
 )
-def test_they_compile_and_fit(head_dim, norms, size, capability, element):
-    compile_rotation(element, head_dim, norms, capability)
-    compile_norm(element, size, capability)
-    compile_kernel(gate_rows, dict.fromkeys(("gate_up", "out"), element), {"BLOCK": GATED}, capability)
+def test_they_compile_and_fit(head_dim, norms, size, capability, element, tmp_path):
+    """A row that spills is written and read again, which is what joining the operators saves."""
+    assert_fits(inspect(compile_rotation(element, head_dim, norms, capability), tmp_path), capability)
+    assert_fits(inspect(compile_norm(element, size, capability), tmp_path), capability)
+    gated = compile_kernel(gate_rows, dict.fromkeys(("gate_up", "out"), element), {"BLOCK": GATED}, capability)
+    assert_fits(inspect(gated, tmp_path), capability)
