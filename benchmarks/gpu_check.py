@@ -28,9 +28,8 @@ from torch import Tensor
 
 from benchmarks.gpu_pairs import FULL, GRAPHS, TINY, EngineParts, Pair, SkippedError, require_backend
 from specextend.attention.backends import load_layer_kernels
-from specextend.attention.layer_reference import REFERENCE, HeadNorms, LayerKernels
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.tree_reference import attend_tree_reference, pack_mask
+from specextend.attention.reference import REFERENCE, HeadNorms, LayerKernels, attend_tree_reference, pack_mask
 from specextend.core import Completion, Request
 from specextend.decoding.device import GPU, device_name, is_out_of_memory, release_cached
 from specextend.decoding.limits import measure_copy, measure_limits
@@ -173,7 +172,6 @@ def _compare_backend(name: str, call: AttentionCall, dtype: torch.dtype, device:
 def _compare_layer(layer: LayerCall, dtype: torch.dtype, device: torch.device) -> Row:
     require_backend("triton", device)
     found = load_layer_kernels("triton", device)
-    assert found is not None, "they come with the backend"
     return compare_layer(found, layer, dtype, device)
 
 

@@ -12,7 +12,6 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from specextend.attention.hf import IMPLEMENTATION
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
@@ -273,7 +272,7 @@ def _load_eagle(draft: DraftOptions, setting: DraftSetting) -> EagleNetwork:
 
 def _load_model(draft: DraftOptions, setting: DraftSetting) -> ModelNetwork:
     device = str(setting.target.device)
-    model = load_causal_lm(draft.model, draft.revision, setting.options.dtype, device, IMPLEMENTATION)
+    model = load_causal_lm(draft.model, draft.revision, setting.options.dtype, device)
     cached = CachedModel(model, setting.target.attend, setting.num_rows, setting.target.kernels)
     reduced = reduced_vocabulary(draft) or _shared_vocabulary(draft, setting)
     chunk = traits_of(setting.target.device).prefill_chunk

@@ -46,7 +46,6 @@ OWNERS = {
     "pyarrow": ("specextend/data/", "specextend/report/", "benchmarks/documents.py", "scripts/"),
     "transformers": (
         "specextend/models.py",
-        "specextend/attention/hf.py",
         "benchmarks/peers.py",
         "benchmarks/gpu_pairs.py",
         "specextend/training/",

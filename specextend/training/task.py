@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from specextend.attention.backends import load_backend
-from specextend.attention.hf import IMPLEMENTATION
 from specextend.config import RunConfig
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
@@ -147,7 +146,7 @@ class Corpus:
     def _recorder(self, samples: list[Sample]) -> Recorder:
         config, options = self.config, self.options.summary
         facts = read_facts(config.target.model, config.target.revision)
-        model = load_target(config.target, IMPLEMENTATION)
+        model = load_target(config.target)
         longest = max(len(sample.prompt_token_ids) + max(map(len, sample.answers), default=0) for sample in samples)
         attend = load_backend(config.attention.backend, model.device)
         target = CachedModel(model, attend, rows_needed(longest, options))
@@ -272,7 +271,7 @@ class Task:
 
 def load_frozen(config: RunConfig) -> Target:
     """Load the parts of the configuration's target that lie outside its layers."""
-    model: Any = load_target(config.target, IMPLEMENTATION)
+    model: Any = load_target(config.target)
     return Target(
         Path(config.target.model).name,
         tokens_sha256(load_tokenizer(config.target.model, config.target.revision)),

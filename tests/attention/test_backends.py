@@ -10,10 +10,11 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.backends import attend_cuda, attend_reference, cpu_kernels, load_backend
+from specextend.attention.backends import cpu_kernels, load_backend
 from specextend.attention.compiled import attend as compiled
-from specextend.attention.cpu import CPU_KERNELS
 from specextend.attention.plan import AttentionPlan, KeySpan
+from specextend.attention.reference import attend_reference
+from specextend.attention.torch_kernels import CPU_KERNELS, attend_cuda
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
 

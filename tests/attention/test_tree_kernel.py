@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.attention.backends import attend_reference, load_backend
+from specextend.attention.backends import load_backend
 from specextend.attention.plan import KeySpan
-from specextend.attention.tree_reference import attend_tree_reference, pack_mask, unpack_mask
+from specextend.attention.reference import attend_reference, attend_tree_reference, pack_mask, unpack_mask
 from specextend.decoding.decoding_options import AttentionOptions
 from tests.attention.calls import tree_call
 from tests.covering import covering

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from specextend.attention.backends import attend_reference, cpu_kernels
+from specextend.attention.backends import cpu_kernels
+from specextend.attention.reference import attend_reference
 from specextend.decoding import model as model_module
 from specextend.decoding import step_costs as costs_module
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions

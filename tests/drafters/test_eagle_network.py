@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from specextend.attention.backends import attend_reference
-from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.reference import attend_reference
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
@@ -76,7 +75,7 @@ class Case(TwinCase):
     """A drafter and its twin, on one random text."""
 
     def __init__(self, pair, length: int, draft: str = "eagle") -> None:
-        model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
+        model = load_causal_lm(pair.target, None, "float32", "cpu")
         model.lm_head.weight.mul_(8)  # sure of itself, so that trees are deep
         target = CachedModel(model, attend_reference, 256)
         folder = pair.drafts[draft]

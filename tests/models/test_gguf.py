@@ -87,7 +87,7 @@ def write_gguf(path, model, tokenizer, *, merges=True):
 def folder_and_file(write_model, tmp_path):
     """The same random model as a folder and as a GGUF file."""
     folder, file = write_model(), tmp_path / "tiny.gguf"
-    model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"), "sdpa")
+    model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"))
     write_gguf(file, model, load_tokenizer(str(folder)))
     return folder, file
 
@@ -103,9 +103,7 @@ def test_an_unpacked_gguf_file_is_the_model_it_was_made_from(folder_and_file, tm
     made = str(tmp_path / "made" / "unpacked")
     assert replace(check_model(made), name="") == replace(check_model(str(folder)), name="")
     token_ids = torch.tensor([[1, 5, 9, 20, 3]])
-    models = [
-        load_target(TargetOptions(model=path, dtype="float32", device="cpu"), "sdpa") for path in (made, str(folder))
-    ]
+    models = [load_target(TargetOptions(model=path, dtype="float32", device="cpu")) for path in (made, str(folder))]
     torch.testing.assert_close(models[0](token_ids).logits, models[1](token_ids).logits)
     assert load_tokenizer(made).eos_token_id == 2
     assert os.listdir(tmp_path / "made") == ["unpacked"]
@@ -115,7 +113,7 @@ def test_an_unpacked_gguf_file_is_the_model_it_was_made_from(folder_and_file, tm
 def test_tokens_of_an_unpacked_model_are_those_of_its_file(merges, write_model, tmp_path):
     """Vocabularies as GPT-2's and as SentencePiece's."""
     folder, file = write_model(), tmp_path / "tiny.gguf"
-    model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"), "sdpa")
+    model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"))
     write_gguf(file, model, load_tokenizer(str(folder)), merges=merges)
     assert unpack(file, tmp_path / "unpacked") == 0
     own, kept = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name), load_tokenizer(str(tmp_path / "unpacked"))
