@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 VERSION = 3
 _MOST_PREEMPTIONS_PER_S = 100.0
@@ -23,7 +23,33 @@ _MOST_PREEMPTIONS_PER_S = 100.0
 _PATIENCE_S = 1.5
 """Seconds within which a disturbed measurement is repeated."""
 
-Measured = TypeVar("Measured")
+
+def kept_or_measured(kind: str, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
+    """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is about, or measure it."""
+    path = _path(kind, key)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        stored = {}
+    if isinstance(stored, dict) and stored.get("version") == VERSION and stored.get("key") == dict(key):
+        return stored["value"]
+    value, is_quiet = measure_undisturbed(measure)
+    if is_quiet and path:
+        with suppress(OSError):
+            _write(path, json.dumps({"version": VERSION, "key": dict(key), "value": value}, indent=1))
+    return value
+
+
+def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
+    """Measure until the machine was quiet, for a second or two; return the last result, and True if it was quiet."""
+    started_at = time.perf_counter()
+    while True:
+        begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        result = measure()
+        end, preemptions = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
+        is_quiet = preemptions <= _MOST_PREEMPTIONS_PER_S * (end - begin) + 1
+        if is_quiet or end - started_at > _PATIENCE_S:
+            return result, is_quiet
 
 
 def cache_folder() -> Path | None:
@@ -35,47 +61,17 @@ def cache_folder() -> Path | None:
     return Path(home, ".cache", "specextend") if os.path.isabs(home) else None
 
 
-def measure_undisturbed(measure: Callable[[], Measured], patience_s: float = _PATIENCE_S) -> tuple[Measured, bool]:
-    """Measure until the machine was quiet, for a second or two; return the last result, and True if it was quiet."""
-    started_at = time.perf_counter()
-    while True:
-        begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-        result = measure()
-        end, preemptions = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
-        is_quiet = preemptions <= _MOST_PREEMPTIONS_PER_S * (end - begin) + 1
-        if is_quiet or end - started_at > patience_s:
-            return result, is_quiet
-
-
-def read_kept(kind: str, key: Mapping[str, Any]) -> Any:
-    """Return the JSON value that was kept as `kind` for `key` (JSON values that say what it is about), or None."""
-    path = _path(kind, key)
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
-    except (OSError, ValueError):
-        return None
-    is_ours = isinstance(stored, dict) and stored.get("version") == VERSION and stored.get("key") == dict(key)
-    return stored["value"] if is_ours else None
-
-
-def keep_value(kind: str, key: Mapping[str, Any], value: Any) -> bool:
-    """Keep a JSON value; return False if the folder cannot be written."""
-    if (path := _path(kind, key)) is None:
-        return False
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        values = {"version": VERSION, "key": dict(key), "value": value}
-        temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        return False
-    return True
-
-
 def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
     folder = cache_folder()
     text = json.dumps(dict(key), sort_keys=True)
     return folder and folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -15,13 +15,10 @@ import torch
 from torch import nn
 
 from specextend.decoding.device import device_name, synchronise, traits_of
-from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
+from specextend.decoding.kept import kept_or_measured
 from specextend.decoding.layers import pack_if_faster
 
 _REPEATS = 5
-_KIND = "limits"
-_FRESH_S = 3600.0
-"""Age up to which a kept measurement is not repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +90,10 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def load_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
-    """Return the highest limits that were measured of a device, now or before.
-
-    Whatever else uses a device can only lower a measurement. So it is repeated at a start an hour later or, if it was
-    made on a busy machine, at the next one, and the higher value of each limit is kept.
-    """
+    """Return the limits of a device, kept or measured now."""
     key = {"device": device_name(device), "threads": torch.get_num_threads(), "dtype": str(dtype)}
     key["torch"] = str(torch.__version__)
-    kept = read_kept(_KIND, key) or {"measured_at": 0.0}
-    if 0 <= time.time() - kept.pop("measured_at") < _FRESH_S:
-        return MachineLimits(**kept)
-    limits, is_quiet = measure_undisturbed(lambda: measure_limits(device, dtype), patience_s=0)
-    best = {name: max(value, kept.get(name, value)) for name, value in asdict(limits).items()}
-    keep_value(_KIND, key, best | {"measured_at": time.time() if is_quiet else 0.0})
-    return MachineLimits(**best)
+    return MachineLimits(**kept_or_measured("limits", key, lambda: asdict(measure_limits(device, dtype))))
 
 
 def count_work(model: Any, dtype: torch.dtype) -> ModelWork:

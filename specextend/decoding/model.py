@@ -22,7 +22,7 @@ from specextend.attention.reference import LayerKernels
 from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached
-from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
+from specextend.decoding.kept import kept_or_measured
 from specextend.decoding.layers import Forward, fuse, pack_if_faster
 from specextend.decoding.limits import count_work, head_size
 
@@ -115,12 +115,13 @@ class CachedModel:
         """
         kernels, cells = cpu_kernels(self.head_dim, self.dtype), make_cells(self.cache.rows.num_free)
         key = self.timing_key() | {"kernels": [*kernels], "cells": [[*cell] for cell in cells]}
-        if (names := read_kept("attention", key)) is None:
-            stored, num_heads = self.cache.stored, self.config.num_attention_heads
+        stored, num_heads = self.cache.stored, self.config.num_attention_heads
+
+        @torch.inference_mode()
+        def measure() -> list[str]:
             stored[..., : max(length for _, _, length in cells), :] = 0
-            with torch.inference_mode():
-                chosen, is_quiet = measure_undisturbed(lambda: measure_attention(stored, num_heads, kernels, cells))
-            names = [chosen[cell] for cell in cells]
-            if is_quiet:
-                keep_value("attention", key, names)
+            chosen = measure_attention(stored, num_heads, kernels, cells)
+            return [chosen[cell] for cell in cells]
+
+        names = kept_or_measured("attention", key, measure)
         self.attend = MeasuredAttention(kernels, dict(zip(cells, names, strict=True)))
