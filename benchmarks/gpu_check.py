@@ -32,7 +32,7 @@ from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.reference import REFERENCE, HeadNorms, LayerKernels, attend_tree_reference, pack_mask
 from specextend.core import Completion, Request
 from specextend.decoding.device import GPU, device_name, is_out_of_memory, release_cached
-from specextend.decoding.limits import measure_copy, measure_limits
+from specextend.decoding.measurements import measure_copy, measure_limits
 from specextend.decoding.tree import tree_mask
 from specextend.stats import DecodingStats
 from specextend.versions import code_commit, code_sha256, package_version

@@ -47,7 +47,7 @@ def _own_cache_folder(tmp_path_factory):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        if module := sys.modules.get("specextend.decoding.kept"):
+        if module := sys.modules.get("specextend.decoding.measurements"):
             patch.setattr(module, "measure_undisturbed", lambda measure: (measure(), True))
         yield
 

@@ -13,6 +13,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, islice
+from math import inf
 
 import torch
 from torch import Tensor
@@ -32,7 +35,7 @@ LONG_CALL = 64
 """Queries above which only the smaller number of keys is measured."""
 _RUNS = 3
 _HOPELESS = 3.0
-"""Factor over the best first run above which a kernel is not run again."""
+"""Factor over the best run above which a candidate is not run again."""
 
 Cell = tuple[bool, int, int]
 """Whether keys are masked, number of queries, number of keys."""
@@ -226,36 +229,41 @@ def measure_attention(
 ) -> dict[Cell, str]:
     """Find the name of the fastest kernel in each cell.
 
-    stored [L, 2, K, R, D] is the cache that the calls read, one layer after the other; it must hold finite values. The
-    kernels take turns, so that a machine that is busy for a while slows all of them.
+    stored [L, 2, K, R, D] is the cache that the calls read, one layer after the other; it must hold finite values.
     """
-    return {cell: _fastest(stored, num_heads, kernels, cell, clock) for cell in cells}
+    layers = cycle(stored)
 
-
-def _fastest(
-    stored: Tensor, num_heads: int, kernels: Mapping[str, Attend], cell: Cell, clock: Callable[[], float]
-) -> str:
-    masked, num_queries, length = cell
-    head_dim = stored.shape[-1]
-    q = torch.zeros(1, num_queries, num_heads, head_dim, dtype=stored.dtype)
-    mask = torch.ones(1, num_queries, num_queries, dtype=torch.bool).tril() if masked else None
-    calls = 0
-
-    def run(kernel: Attend) -> float:
-        nonlocal calls
+    def run(attend: Attend, cell: Cell) -> None:
+        masked, num_queries, length = cell
+        q = stored.new_zeros(1, num_queries, num_heads, stored.shape[-1])
+        mask = torch.ones(1, num_queries, num_queries, dtype=torch.bool).tril() if masked else None
         span = KeySpan([0], [length], mask=mask, needs_lse=num_queries > 1 and not masked)
-        begin = clock()
-        for _ in range(2):
-            calls += 1
-            keys, values = stored[calls % len(stored)]
-            kernel(q, keys, values, span, head_dim**-0.5)
-        return clock() - begin
+        for keys, values in islice(layers, 2):
+            attend(q, keys, values, span, stored.shape[-1] ** -0.5)
 
-    for kernel in kernels.values():  # the first call of a shape builds what later ones use
-        run(kernel)
-    first = {name: run(kernel) for name, kernel in kernels.items()}
-    best = {name: seconds for name, seconds in first.items() if seconds <= _HOPELESS * min(first.values())}
-    for _ in range(_RUNS - 1):
-        for name in best:
-            best[name] = min(best[name], run(kernels[name]))
-    return min(best, key=lambda name: best[name])
+    chosen = {}
+    for cell in cells:
+        seconds = shortest_runs({name: partial(run, attend, cell) for name, attend in kernels.items()}, _RUNS, clock)
+        chosen[cell] = min(seconds, key=lambda name: seconds[name])
+    return chosen
+
+
+def shortest_runs(
+    candidates: Mapping[str, Callable[[], object]], num_runs: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Return the seconds of the shortest of some runs of each candidate, after a first one that builds what they use.
+
+    They take turns, so that a machine that is busy for a while slows all of them. One that takes much longer than
+    another is not run again.
+    """
+    for run in candidates.values():
+        run()
+    best: dict[str, float] = {}
+    for _ in range(num_runs):
+        limit = _HOPELESS * min(best.values(), default=inf)
+        for name, run in candidates.items():
+            if best.get(name, 0.0) <= limit:
+                begin = clock()
+                run()
+                best[name] = min(best.get(name, inf), clock() - begin)
+    return best

@@ -28,12 +28,11 @@ from specextend.decoding.decoding_options import CacheOptions, TreeOptions
 from specextend.decoding.device import is_out_of_memory, make_current, release_cached, traits_of
 from specextend.decoding.drafter import Decided, Drafter
 from specextend.decoding.graphs import Graphs
-from specextend.decoding.limits import load_limits
+from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
-from specextend.decoding.penalties import penalties_of
 from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
-from specextend.decoding.sampling import choose_tokens
+from specextend.decoding.sampling import choose_tokens, penalties_of
 from specextend.decoding.sequence import Sequence, Stopwatch
 from specextend.decoding.speculation import Adaptive
 from specextend.decoding.step_costs import CostTable

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.attention.reference import HeadNorms, LayerKernels
 from specextend.decoding.device import traits_of
@@ -205,19 +206,16 @@ def _first(linears: list[nn.Linear], num_bytes: int) -> list[nn.Linear]:
 def _shortest(
     linears: list[nn.Linear], forms: Mapping[str, Pack], rows: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Return the seconds of the shortest of some runs for each form; the forms take turns."""
+    """Return the seconds that the layers take in each form, for as many rows."""
     packed = {name: [pack(linear) for linear in linears] for name, pack in forms.items()}
     inputs = [torch.zeros(1, rows, linear.in_features, dtype=linear.weight.dtype) for linear in linears]
-    runs = [{name: _seconds(layers, inputs, clock) for name, layers in packed.items()} for _ in range(1 + _RUNS)][1:]
-    return {name: min(run[name] for run in runs) for name in forms}
 
+    @torch.inference_mode()
+    def run(layers: list[nn.Module]) -> None:
+        for layer, x in zip(layers, inputs, strict=True):
+            layer(x)
 
-@torch.inference_mode()
-def _seconds(layers: list[nn.Module], inputs: list[Tensor], clock: Callable[[], float]) -> float:
-    begin = clock()
-    for layer, x in zip(layers, inputs, strict=True):
-        layer(x)
-    return clock() - begin
+    return shortest_runs({name: partial(run, layers) for name, layers in packed.items()}, _RUNS, clock)
 
 
 def _packable(module: nn.Module) -> Iterator[nn.Linear]:

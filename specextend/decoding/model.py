@@ -22,9 +22,8 @@ from specextend.attention.reference import LayerKernels
 from specextend.attention.torch_kernels import TORCH
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached
-from specextend.decoding.kept import kept_or_measured
 from specextend.decoding.layers import Forward, fuse, pack_if_faster
-from specextend.decoding.limits import count_work, head_size
+from specextend.decoding.measurements import count_work, head_size, kept_or_measured
 
 _SHAPE = (
     "model_type",

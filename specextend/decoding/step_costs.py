@@ -22,7 +22,7 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.graphs import Graphs
-from specextend.decoding.kept import kept_or_measured
+from specextend.decoding.measurements import kept_or_measured
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import tree_mask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.decoding.limits import count_work
+from specextend.decoding.measurements import count_work
 from specextend.models import DTYPES, TargetOptions, load_target, read_facts, skeleton
 from tests.tiny_models import FAMILIES, tiny_model, write_model
 

@@ -9,7 +9,7 @@ import torch
 
 from specextend.attention.backends import cpu_kernels
 from specextend.attention.reference import attend_reference
-from specextend.decoding import kept
+from specextend.decoding import measurements
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
@@ -29,7 +29,7 @@ def engine(tmp_path_factory):
 def folder(tmp_path, monkeypatch):
     """An empty cache folder of the user, on a machine that is quiet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kept, "measure_undisturbed", lambda measure: (measure(), True))
+    monkeypatch.setattr(measurements, "measure_undisturbed", lambda measure: (measure(), True))
     return tmp_path / "specextend"
 
 
@@ -95,13 +95,13 @@ def test_without_a_place_to_write_nothing_is_kept(home, tmp_path, monkeypatch, e
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if home == "file" else "")
     if home == "none":
         monkeypatch.setenv("HOME", "relative")
-        assert kept.cache_folder() is None
+        assert measurements.cache_folder() is None
     assert load_step_costs(engine.target, *CHOICES) is not None
 
 
 def test_what_a_busy_machine_measured_is_used_and_forgotten(folder, monkeypatch, engine):
     """A choice made beside another process may be the slowest; it must not outlive this run."""
-    monkeypatch.setattr(kept, "measure_undisturbed", lambda measure: (measure(), False))
+    monkeypatch.setattr(measurements, "measure_undisturbed", lambda measure: (measure(), False))
     engine.target.choose_kernels()
     assert engine.target.attend.choices
     assert not [*folder.glob("*")]

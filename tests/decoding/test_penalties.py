@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from specextend.decoding.penalties import NgramIndex, Penalties
+from specextend.decoding.sampling import NgramIndex, Penalties
 from tests.tiny_models import request
 
 VOCABULARY = 5
