@@ -22,7 +22,6 @@ from specextend.loading import (
     longest_request,
     memory_bytes,
     rows_per_sequence,
-    target_rows,
     with_batch_size,
 )
 from specextend.models import load_target
@@ -152,11 +151,3 @@ def test_the_batch_is_what_cache_and_memory_hold(pairs, device, sequences_in_cac
     chosen = with_batch_size(config, facts, longest, device, budget)
     assert chosen.decoding.batch_size == expected
     assert with_batch_size(sized[6], facts, longest, device, budget) is sized[6], "a number is the user's"
-
-
-def test_an_engine_chooses_its_batch_by_itself(pairs):
-    """Without a run nobody has replaced `auto`."""
-    config = tiny_config(pairs("llama"), "ngram", decoding__max_batch_size=4)
-    engine = tiny_engine(pairs("llama"), "ngram", decoding__max_batch_size="auto")
-    rows = target_rows(config, check_pair(config.target, config.active_draft))
-    assert engine.target.cache.rows.num_free == rows

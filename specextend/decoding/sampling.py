@@ -43,18 +43,6 @@ def gumbel_noise(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_().float()
 
 
-def processed_log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return log probabilities [..., V] fp32 after temperature, top_k and top_p; -inf for a token left out.
-
-    Among equally likely tokens at a cut the smaller ids stay. `sampling.temperature` must be above 0.
-    """
-    scaled = _scaled(logits, sampling.temperature)
-    if (kept := _kept(scaled, sampling)) is not None:
-        values, token_ids = kept
-        scaled = torch.full_like(scaled, -math.inf).scatter_(-1, token_ids, values)
-    return scaled.log_softmax(-1)
-
-
 def choose_tokens(logits: Tensor, positions: Tensor, sampling: SamplingParams) -> Tensor:
     """Choose the target's tokens [N] int64 from `logits` [N, V]; `positions` [N] int64 are those of the tokens chosen.
 

@@ -115,14 +115,6 @@ def test_it_copies_no_keys(lengths):
     assert [each.untyped_storage().data_ptr() for each in seen] == [x.untyped_storage().data_ptr() for x in (k, v)]
 
 
-def test_regions_that_begin_within_a_page_go_to_the_other_kernel():
-    """No engine has some; a wrong page would be a wrong text."""
-    q, k, v = tensors(2, 1, (8, 2), 1024, 64, torch.bfloat16)
-    span = KeySpan([5, 512], [300, 77])
-    found = attend_with(flash_attn_2, attend_reference)(q, k, v, span, 0.125)
-    torch.testing.assert_close(found, attend_reference(q, k, v, span, 0.125))
-
-
 @pytest.mark.parametrize(("modules", "version"), [("23", 3), ("2", 2), ("3", 3), ("", None)])
 def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
     """Its module has another name, and both may be installed."""

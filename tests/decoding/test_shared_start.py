@@ -8,8 +8,8 @@ import torch
 from specextend.attention.backends import cpu_kernels
 from specextend.decoding.device import CPU
 from tests.covering import each_once_then_slow
-from tests.decoding.prompts import NEW, rows_read, run
-from tests.tiny_models import random_prompt, request, tiny_engine
+from tests.decoding.prompts import rows_read, run
+from tests.tiny_models import random_prompt, tiny_engine
 
 DRAFTS = ("good", "eagle", "eagle3", "merged-eagle")
 BACKENDS = ("reference", *cpu_kernels(32, torch.float32))
@@ -40,22 +40,3 @@ def test_a_long_start_is_shared_up_to_a_chunk(pair, alone):
     prompts = [start + random_prompt(30), random_prompt(300), start + random_prompt(40)]
     assert [each.token_ids for each in run(engine, *prompts)] == [alone(prompt) for prompt in prompts]
     assert [size for size in sizes if size >= 100] == [CPU.prefill_chunk, 130, 300, 140]
-
-
-def test_a_failure_while_it_is_read_keeps_nothing(pair, alone):
-    """The next request reads it again; what a failed forward wrote is no start."""
-    engine = tiny_engine(pair)
-    engine.share_start(START)
-    forward, failures = engine.target.forward_with_features, [RuntimeError("attention failed")]
-
-    def fail_once(*arguments):
-        if failures:
-            raise failures.pop()
-        return forward(*arguments)
-
-    engine.target.forward_with_features = fail_once
-    prompt, errors = START + random_prompt(30), []
-    requests = [request(name, prompt, NEW) for name in ("fails", "runs")]
-    [completion] = engine.generate(requests, lambda name, error: errors.append((name, str(error))))
-    assert errors == [("fails", "attention failed")]
-    assert completion.token_ids == alone(prompt)
