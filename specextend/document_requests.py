@@ -116,12 +116,6 @@ def check_chunks(config: RunConfig, prompts: Prompts) -> None:
         ChunkPrompts(prompts).check(config.decoding.max_new_tokens)
 
 
-def shared_start(config: RunConfig, prompts: Prompts) -> list[int]:
-    """Return the tokens that all prompts of a run begin with: rows and parts may have instructions of their own."""
-    has_others = config.input.instruction_column is not None or config.prompt.length_policy == "chunk"
-    return prompts.frame_token_ids if has_others else prompts.start_token_ids
-
-
 class _Chunked:
     """A document that is summarised in parts."""
 

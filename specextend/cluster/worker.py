@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ from specextend.data.schema import result_row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
-from specextend.document_requests import Summary, advance, as_document_error, shared_start, summarize
+from specextend.document_requests import Summary, advance, as_document_error, summarize
 from specextend.inbox import Inbox
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
@@ -63,9 +63,6 @@ class EngineLike(Protocol):
         self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
     ) -> Iterator[Completion]:
         """Decode requests as they come; yields completions as they finish."""
-
-    def share_start(self, token_ids: Sequence[int]) -> None:
-        """Read tokens that most prompts begin with only once."""
 
     def limits(self) -> dict[str, float] | None:
         """Return what its device can do and what its target asks of it, if that is known."""
@@ -138,7 +135,6 @@ class Worker:
         self._engine = self._factory(self._config)
         config = self._config
         self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
-        self._engine.share_start(shared_start(config, self._prompts))
         self._limits = self._engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)

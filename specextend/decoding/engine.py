@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
 from dataclasses import asdict
 from typing import Any
 
@@ -96,16 +95,7 @@ class Engine:
         self._active: dict[str, Sequence] = {}
         self._cancelled: set[str] = set()
         self._watch = Stopwatch()
-        self._reader = PromptReader(
-            target, drafter, hidden_layers, self._scored_layers, chunk_size, self._watch, self._count_step
-        )
-
-    def share_start(self, token_ids: Items[int]) -> None:
-        """Let the target read a start that most prompts will have only once; a longer one than a chunk is cut.
-
-        Outputs do not depend on which request is the first, nor on how many there are. Other prompts may follow, too.
-        """
-        self._reader.share_start(token_ids)
+        self._reader = PromptReader(target, drafter, hidden_layers, self._scored_layers, self._watch, self._count_step)
 
     @property
     def max_tokens(self) -> int:
