@@ -39,15 +39,16 @@ def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
         for b, (start, length) in enumerate(zip(span.starts, span.lengths, strict=True)):
             key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
             query = q[b : b + 1]
-            results.append(kernel(query, key, value, span, b, scale) if length else nothing(query))
+            results.append(kernel(query, key, value, span, b, scale) if length else _nothing(query))
         if len(results) == 1:
             return results[0]
         return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 
+    attend.__name__ = kernel.__name__  # step costs are kept for each
     return attend
 
 
-def nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result of attending with q [B, T, H, D] to no key."""
     return torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=q.device)
 
@@ -77,32 +78,13 @@ def _by_matmul(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, sca
     return out, scores.float().logsumexp(-1).view(num_heads, num_queries).T.unsqueeze(0)
 
 
-attend_by_head = _each(_by_head)
-attend_matmul = _each(_by_matmul, takes_prefix=True)
-
-CPU_KERNELS: Mapping[str, Attend] = {"sdpa": attend_by_head, "matmul": attend_matmul}
-"""The kernels by their names in `attention.backend`."""
-
-
-def attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by torch's own flash kernels on a GPU, one sequence after the other, without a copy of the prefix."""
-    if has_prefix(span, q.shape[1]):
-        return attend_chunk(attend_cuda, q, k, v, span, scale)
-    results = [_attend_cuda(q[b : b + 1], k, v, span, b, scale) for b in range(q.shape[0])]
-    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
-
-
-def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
+def _on_cuda(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
     """Attend to masked rows and to those before them apart, because the flash kernel takes no mask."""
-    start, length = span.starts[b], span.lengths[b]
-    if length == 0:
-        return nothing(q)
-    key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
     if span.mask is None:
         return _attend_unmasked(q, key, value, scale, causal=span.causal)
     bias = span.tail_bias(b, q.shape[1], q.dtype, q.device)
     assert bias is not None
-    before = length - bias.shape[1]
+    before = key.shape[2] - bias.shape[1]
     tail = _attend_efficiently(q, key[:, :, before:], value[:, :, before:], bias, scale, causal=False)
     if before == 0:
         return tail
@@ -133,6 +115,15 @@ def _aligned(bias: Tensor) -> Tensor:
     """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel requires."""
     padding = -bias.shape[1] % 16
     return torch.nn.functional.pad(bias, (0, padding))[:, : bias.shape[1]][None, None]
+
+
+attend_by_head = _each(_by_head)
+attend_matmul = _each(_by_matmul, takes_prefix=True)
+attend_cuda = _each(_on_cuda)
+"""By torch's own flash kernels on a GPU, without a copy of the prefix."""
+
+CPU_KERNELS: Mapping[str, Attend] = {"sdpa": attend_by_head, "matmul": attend_matmul}
+"""The kernels by their names in `attention.backend`."""
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

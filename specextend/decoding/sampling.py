@@ -36,7 +36,8 @@ def gumbel_noise(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
     A counter-based generator: an entry is a function of (seed, position, token id). The logarithms are taken in
     fp64, so the rounded result is the same on every device and in every shape.
     """
-    keys = _mix(positions * _signed(_WEYL) + _signed(_mix_int(seed)))
+    key = int(_mix(torch.tensor(_signed(seed & _MASK))))
+    keys = _mix(positions * _signed(_WEYL) + key)
     bits = _mix(keys.unsqueeze(-1) + token_ids * _signed(_WEYL))
     bits.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
     uniform = bits.double().add_(0.5).mul_(2.0**-52)  # exact, and neither 0 nor 1
@@ -148,14 +149,6 @@ def _mix(state: Tensor) -> Tensor:
         torch.bitwise_right_shift(state, shift, out=spare)
         spare.bitwise_and_((1 << (64 - shift)) - 1)  # an int64 shift copies the sign: cut it off
         state.bitwise_xor_(spare).mul_(_signed(factor))
-    return state
-
-
-def _mix_int(value: int) -> int:
-    """Apply splitmix64's finaliser to a Python integer of any size and sign."""
-    state = value & _MASK
-    for shift, factor in _ROUNDS:
-        state = (state ^ (state >> shift)) * factor & _MASK
     return state
 
 
