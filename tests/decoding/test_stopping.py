@@ -89,17 +89,6 @@ def test_a_sequence_ends_at_its_length_and_not_one_token_later():
     assert check.token_ids == tokens[:4]
 
 
-def test_special_tokens_are_absent_from_text_and_transparent_to_stop_strings():
-    """A control token that is not the EOS neither ends the output nor shows in it."""
-    im_end = LETTERS.convert_tokens_to_ids("<|im_end|>")
-    check = checker()
-    check.push([*ids("the"), im_end, *ids(" end")])
-    assert check.text == "the end"
-    check = checker(("e end",))
-    assert check.push([*ids("the"), im_end, *ids(" end")]) == "stop"
-    assert check.text == "th"
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
 @settings(max_examples=250, derandomize=True)

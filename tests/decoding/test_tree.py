@@ -120,21 +120,6 @@ def test_fixed_shapes_give_the_adaptive_tree(seeds, nodes, depth, sharpness):
         assert torch.equal(a.parents, b.parents)
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
-def test_among_equals_the_shallower_stays(adaptive):
-    """A certain child weighs as much as its parent. Without the parent it would be unreachable."""
-
-    def table(path: tuple[int, ...]) -> Tensor:
-        if not path:
-            return torch.tensor([0.25, 0.25, 0.25, 0.25]).log()
-        return torch.tensor([0.0, -1e9, -1e9, -1e9])
-
-    [tree], _ = grow([table], TreeOptions(nodes=5, depth=4, threshold=0), adaptive=adaptive)
-    assert tree.depths.tolist() == [0, 1, 1, 1, 1, 2]
-    [tree], _ = grow([lambda path: torch.tensor([0.0, -1e9])], TreeOptions(nodes=2, depth=4), adaptive=adaptive)
-    assert tree.depths.tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize(("threshold", "num_levels"), [(0.6, 2), (0.3, 2), (0.2, 3), (0.1, 4), (0.0, 6)])
 def test_drafting_stops_when_a_level_gains_too_little(threshold, num_levels):
     """Level d + 1 of this chain adds 0.5^(d + 1): the first that adds less than the threshold is the last."""
