@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; `make chromium` installs it where root may"),
 ]
-PLOTS = {"acceptance_by_depth", "acceptance_by_bucket", "time_by_bucket", f"timeline_{FIRST}", f"timeline_{SECOND}"}
+PLOTS = {f"timeline_{FIRST}", f"timeline_{SECOND}"}
 VISITS: dict[str, dict[str, Any]] = {
     "screen": {"viewport": {"width": 1280, "height": 900}},
     "telephone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
@@ -27,7 +27,7 @@ VISITS: dict[str, dict[str, Any]] = {
 DRAWN = """all => all.filter(e => {
     const box = e.querySelector('svg').getBoundingClientRect();
     const shapes = [...e.querySelectorAll('svg path')].filter(path => path.getBBox().width > 0);
-    return box.width > 200 && box.height > 50 && shapes.length > 3 && e.querySelectorAll('svg text').length > 3;
+    return box.width > 200 && box.height > 40 && shapes.length > 3 && e.querySelectorAll('svg text').length > 3;
 }).map(e => e.dataset.plot)"""
 
 
