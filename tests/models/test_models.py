@@ -99,6 +99,17 @@ def test_pickled_weights_are_refused_unopened(write_model):
             refuse()
 
 
+@pytest.mark.parametrize(
+    "change", [lambda raw: b"", lambda raw: raw[:-1], lambda raw: raw + b"\0"], ids=["empty", "one less", "one more"]
+)
+def test_weights_that_are_not_whole_are_refused(write_model, change):
+    """An interrupted download has a whole header."""
+    folder = write_model()
+    file = folder / "model.safetensors"
+    file.write_bytes(change(file.read_bytes()))
+    assert "model.safetensors is not a whole safetensors file" in refusal(folder, check_model)
+
+
 @pytest.mark.parametrize("name", ["./nowhere", "a/b/c"])
 def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name):
     """A typing error in a path must not become a request for a repository of that name."""
