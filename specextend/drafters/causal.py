@@ -203,10 +203,6 @@ class CausalDrafter:
         )
         return DraftTrees(token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(slots))
 
-    def first_level(self, slot: int) -> tuple[Tensor | None, Tensor]:
-        """Return the root's children: token ids [V] (None: all of the target's, in order) and their logits [V]."""
-        return self.network.vocabulary, self.network.logits(self._roots.hidden[slot])
-
     def release(self, slot: int) -> None:
         """Free the slot."""
         self._cache.release(slot)

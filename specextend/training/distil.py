@@ -15,7 +15,7 @@ from specextend.config import RunConfig
 from specextend.core import counted
 from specextend.data.source import Source
 from specextend.drafters.draft_options import DraftOptions
-from specextend.drafters.eagle_config import load_eagle_config
+from specextend.drafters.formats import load_eagle_config
 from specextend.models import check_model
 from specextend.pairing import check_pair
 from specextend.training.eagle_head import train_eagle
@@ -39,8 +39,8 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     """
     check_model(config.target.model, config.target.revision)
     if options.start_from is not None:
-        load_eagle_config(options.start_from)
         check_pair(config.target, DraftOptions(kind="eagle", model=options.start_from))
+        load_eagle_config(options.start_from)
     corpus = open_corpus(config, source, options)
     vocabulary = corpus.vocabulary() if options.start_from is None else None
     samples = corpus.samples()
@@ -72,7 +72,7 @@ def _claim(path: Path, corpus: Corpus) -> None:
 
 
 DESCRIPTIONS: dict[TrainedKind, str] = {
-    "eagle": "an EAGLE head in the project's own format, with copy heads (`specextend/drafters/eagle_config.py`)",
+    "eagle": "an EAGLE head in the project's own format, with copy heads (`specextend/drafters/formats.py`)",
     "model": "a small standalone Llama with a reduced vocabulary (`specextend/drafters/small_lm.py`)",
 }
 

@@ -1,4 +1,4 @@
-"""Training of an EAGLE head in our own format, with copy heads; its tensors are those of `drafters/eagle_config.py`.
+"""Training of an EAGLE head in our own format, with copy heads; its tensors are those of `drafters/formats.py`.
 
 A head reads a recording as slots: slot i holds the embedding of token i + 1 and the target's hidden state at i. From
 them it predicts the target's hidden state at i + 1, which decides token i + 2. The loss follows a head on its own
@@ -23,7 +23,7 @@ from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attent
 
 from specextend.drafters.causal import HISTORY
 from specextend.drafters.draft_cache import rotate
-from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig, load_eagle_config
+from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig, load_eagle_config
 from specextend.model_files import VOCABULARY
 from specextend.training.fit import Fit
 from specextend.training.recording import Recording, Span
@@ -156,10 +156,7 @@ def new_weights(config: EagleConfig, final_norm: Tensor, seed: int) -> dict[str,
     `final_norm` [C] is the weight of the target's last norm, from which the head's own norm starts.
     """
     generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        name: info.shape
-        for name, info in config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).tensors().items()
-    }
+    shapes = config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).shapes()
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
         for name, shape in shapes.items()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specextend.drafters.eagle_config import WEIGHTS_FILE
+from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.drafters.small_lm import FILE
 from specextend.model_files import VOCABULARY
 from specextend.training.fit import Fit, FitOptions

@@ -12,9 +12,8 @@ from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import DraftNetwork
-from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import read_head, read_vocabulary, read_weights
+from specextend.drafters.formats import WEIGHTS_FILE, load_eagle_config, read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
 from specextend.training.eagle_head import EagleHead, Slots, chain, lay_out
 from tests.tiny_models import FAMILIES, VOCABULARY, tiny_model, write_eagle, write_model
