@@ -24,7 +24,6 @@ from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.draft_options import DraftKind, DraftOptions
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import FLOATS, HeadShape, read_head, read_vocabulary, read_weights, weight_files
-from specextend.drafters.merged import MergedDrafter
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.self_draft import SelfDrafter
 from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
@@ -103,7 +102,7 @@ def load_drafter(
         drafter = _causal_drafter(config, cache, KINDS[draft.kind].load(draft, setting), graphs)
     if not draft.ngram:
         return drafter
-    return MergedDrafter(drafter, config.tree, target.device, perf_counter if config.tree.nodes == "auto" else None)
+    return NgramDrafter(config.tree, target.device, drafter, perf_counter if config.tree.nodes == "auto" else None)
 
 
 def _causal_drafter(
