@@ -16,13 +16,13 @@ from specextend.core import counted
 from specextend.data.source import Source
 from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.formats import load_eagle_config
-from specextend.models import check_model
+from specextend.models import check_model, load_target
 from specextend.pairing import check_pair
 from specextend.training.eagle_head import train_eagle
 from specextend.training.fit import Say
 from specextend.training.language_model import train_language_model
 from specextend.training.recording import count_tokens
-from specextend.training.task import Corpus, Task, TrainedKind, TrainOptions, load_frozen, open_corpus, split
+from specextend.training.task import Corpus, Task, TrainedKind, TrainOptions, frozen_parts, open_corpus, split
 
 TRAIN: dict[TrainedKind, Callable[[Task], dict[str, Any]]] = {
     "eagle": train_eagle,
@@ -46,9 +46,11 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     samples = corpus.samples()
     (output / "work").mkdir(parents=True, exist_ok=True)
     _claim(output / "work" / "settings.json", corpus)
-    paths = corpus.record(samples, output / "work" / "recordings", say)
-    learned, held = split(paths)
-    task = Task(corpus, load_frozen(config), vocabulary, learned, held, output, say)
+    model = load_target(config.target, "sdpa")
+    learned, held = split(corpus.record(model, samples, output / "work" / "recordings", say))
+    target = frozen_parts(config, model)
+    del model
+    task = Task(corpus, target, vocabulary, learned, held, output, say)
     counts = {"recordings": len(learned), "held_out": len(held), "tokens": sum(map(count_tokens, learned))}
     figures = {**counts, **TRAIN[options.kind](task)}
     write_card(task, figures)
