@@ -71,23 +71,6 @@ class DraftNetwork(Protocol):
         """Return logits [..., V] of hidden [..., C]."""
 
 
-class _Roots:
-    """The last decided token of each slot, from which its next tree starts; on the device, where the slots stay."""
-
-    def __init__(self, num_slots: int, network: DraftNetwork) -> None:
-        """Make room for as many slots."""
-        stored = network.cache.working.stored
-        self.token_ids = torch.zeros(num_slots, dtype=torch.int64, device=stored.device)
-        """[slots]"""
-        self.hidden = stored.new_zeros(num_slots, network.hidden_size)
-        """[slots, C], the network's output at the root"""
-
-    def write(self, slots: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
-        """Replace those of `slots` [B] by token_ids [B] and hidden [B, C]."""
-        self.token_ids.index_copy_(0, slots, token_ids)
-        self.hidden.index_copy_(0, slots, hidden)
-
-
 class _SlotPlaces(NamedTuple):
     """Says where slots stand, as columns [B, 1] int64 on the device."""
 
@@ -100,11 +83,6 @@ class _SlotPlaces(NamedTuple):
     """The position behind the visible ones."""
     full_ends: Tensor
     """The row behind the tokens in the full cache."""
-
-    @classmethod
-    def of(cls, table: Tensor) -> _SlotPlaces:
-        """Take the columns of a table [B, 5]."""
-        return cls(*table.split(1, 1))
 
 
 @dataclass(slots=True)
@@ -146,8 +124,11 @@ class CausalDrafter:
         self._options, self._tree_attention = tree, tree_attention
         self._num_visible_rows, self._num_slots = num_visible_rows, num_slots
         self._graphs = graphs or Graphs()
-        self._roots = _Roots(num_slots, network)
         device = self._cache.working.stored.device
+        self._root_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """[slots], the last decided token, from which the next tree starts"""
+        self._root_hidden = self._cache.working.stored.new_zeros(num_slots, network.hidden_size)
+        """[slots, C], the network's output at it"""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
         """[slots, 3], the last decided tokens, if the network reads them; -1 before the first."""
         self._located: tuple[list[list[int]], Tensor] | None = None
@@ -189,7 +170,8 @@ class CausalDrafter:
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees now."""
         inputs = self._locate(slots), decided.padded, decided.features
         table, token_ids, hidden = self._graphs.run("absorb", partial(self._read, slots), *inputs)
-        self._roots.write(table[:, 0], token_ids, hidden)
+        self._root_ids.index_copy_(0, table[:, 0], token_ids)
+        self._root_hidden.index_copy_(0, table[:, 0], hidden)
         for slot, new in zip(slots, decided.token_ids, strict=True):
             self._cache.advance(slot, len(new))
         self._located = self._known(slots), table
@@ -231,7 +213,7 @@ class CausalDrafter:
 
         Returns the slots' places [B, 5] after it, and the new roots: token ids [B] and hidden [B, C].
         """
-        places, is_token = _SlotPlaces.of(table), padded >= 0
+        places, is_token = _SlotPlaces(*table.split(1, 1)), padded >= 0
         token_ids, counts = padded.clamp(min=0), is_token.sum(1, keepdim=True)
         history = self._read_history(places.slots, token_ids, counts) if self.network.reads_history else None
         output = self._forward(slots, places, token_ids, features, None, 0, history)
@@ -256,9 +238,9 @@ class CausalDrafter:
 
     def _grow(self, slots: Sequence[int], table: Tensor) -> DraftTrees:
         """Grow a tree behind each slot's root; `table` [B, 5] are the slots' places."""
-        places = _SlotPlaces.of(table)
+        places = _SlotPlaces(*table.split(1, 1))
         token_ids, hidden, texts = (
-            stored.index_select(0, table[:, 0]) for stored in (self._roots.token_ids, self._roots.hidden, self._texts)
+            stored.index_select(0, table[:, 0]) for stored in (self._root_ids, self._root_hidden, self._texts)
         )
         lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
         frontier = _Frontier(hidden.unsqueeze(1), lineage)

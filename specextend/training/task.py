@@ -90,9 +90,13 @@ HELD_OUT = 10
 
 
 @dataclass(frozen=True, slots=True)
-class SplitTexts:
-    """The readable texts, split by their use in training."""
+class Corpus:
+    """The text of a training, tokenized, sampled and recorded for one target."""
 
+    config: RunConfig
+    source: Source
+    options: TrainOptions
+    maker: SampleMaker
     learned: list[str]
     """Texts that are long enough for a sample."""
     held: list[str]
@@ -100,21 +104,10 @@ class SplitTexts:
     short: list[str]
     """Texts that are too short for a sample."""
 
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """The text of a training, tokenized, sampled and recorded for one target."""
-
-    config: RunConfig
-    source: Source
-    options: TrainOptions
-    texts: SplitTexts
-    maker: SampleMaker
-
     def token_ids(self) -> Iterator[list[int]]:
         """Yield the tokens of every text that is not held out."""
         tokenizer = self._tokenizer()
-        for text in (*self.texts.learned, *self.texts.short):
+        for text in (*self.learned, *self.short):
             yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def vocabulary(self) -> Tensor:
@@ -124,8 +117,8 @@ class Corpus:
     def samples(self) -> list[Sample]:
         """Make `num_samples` samples, cycling over the documents; one in `HELD_OUT` comes from a held-out document."""
         learned, held = split(list(range(self.options.num_samples)))
-        texts = dict(zip(learned, cycle(self.texts.learned), strict=False))
-        texts |= dict(zip(held, cycle(self.texts.held), strict=False))
+        texts = dict(zip(learned, cycle(self.learned), strict=False))
+        texts |= dict(zip(held, cycle(self.held), strict=False))
         return [self.maker.make(text, number) for number, text in sorted(texts.items())]
 
     def record(self, model: Any, samples: list[Sample], folder: Path, say: Say) -> list[Path]:
@@ -160,7 +153,7 @@ def open_corpus(config: RunConfig, source: Source, options: TrainOptions) -> Cor
         )
     learned, held = split([text for text, fit in zip(texts, fits, strict=True) if fit])
     short = [text for text, fit in zip(texts, fits, strict=True) if not fit]
-    return Corpus(config, source, options, SplitTexts(learned, held, short), maker)
+    return Corpus(config, source, options, maker, learned, held, short)
 
 
 def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
