@@ -17,7 +17,7 @@ from statistics import mean
 
 import numpy as np
 
-from specextend.cluster.cluster import connected, settle_cores
+from specextend.cluster.environment import connected, settle_cores
 from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.leases import Lease

@@ -11,11 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specextend.cluster.cluster import claimed, connected, say_no_node, settle_cores
 from specextend.cluster.committing import Committer, rows_per_commit
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Driver
-from specextend.cluster.environment import is_local, say_room
+from specextend.cluster.environment import connected, say_room, settle_cores
 from specextend.cluster.estimates import RowSet
 from specextend.cluster.exits import (
     EXIT_DONE,
@@ -190,118 +189,63 @@ class _LockedRun:
             raise RefusedError(str(error)) from error
 
     def _run(self, retry_errors: Retry) -> int:
-        output = self.prepared.output
-        rows = [file.num_rows for file in self.prepared.source.files]
+        output, source = self.prepared.output, self.prepared.source
         with reading(output):
             is_begun = check_same_run(self.prepared)
-        with reading(output):
             progress = read_progress(self.prepared)
-            keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=self.prepared.source.rows))
+            rows = [file.num_rows for file in source.files]
+            keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
             if retry_errors == "retryable" and progress.final:
                 self.display.note(say_left_out(len(progress.final)))
             counts = read_success(output)
-            if not keys and counts and self._accepts(counts) and is_finalized(self.prepared.source, output):
+            if not keys and counts and self._accepts(counts) and is_finalized(source, output):
                 self.display.note(f"complete already, {_say(counts)}")
                 return EXIT_DONE
-        decoding = RowDecoding(
-            self.prepared,
-            self.lock,
-            self.run_id,
-            self.attempt,
-            self.display,
-            self.interrupt,
-            self.factory,
-            self._checkpoint,
-        )
-        plan = decoding.plan(keys) if keys else None
+        plan = self._plan(keys) if keys else None
         with writing(output):
             if not is_begun:
                 if self.prepared.config.input.except_done_in:
-                    write_selection(self.prepared.source, output)
+                    write_selection(source, output)
                 write_manifest(output, self.prepared.manifest)
             remove_success(output)
         if plan is not None:
-            decoding.run(plan, progress, sum(key not in keys for key in progress.errors))
+            num_errors = sum(key not in keys for key in progress.errors)
+            self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors))
         with writing(output):
-            return self._conclude(finalize(self.prepared.source, output, self._checkpoint, self.observe))
+            return self._conclude(finalize(source, output, self.interrupt.check, self.observe))
 
-    def _checkpoint(self) -> None:
-        """Stop if told to. Called between the steps of long operations."""
-        self.interrupt.check()
-
-    def _conclude(self, counts: Counts) -> int:
-        """Write the report and then, if enough rows are done, `_SUCCESS`. Only the report can be interrupted."""
-        output = self.prepared.output
-        code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
-        self._checkpoint()
-        self.report(
-            self.prepared.config.output.path, output, ending=self.attempt.ending(code), checkpoint=self._checkpoint
+    def _plan(self, keys: RowSet) -> Plan:
+        """Plan the rows, and say what there is to do. Raises InputError for a file that breaks off."""
+        prepared, decoding, begin = self.prepared, self.prepared.config.decoding, time.monotonic()
+        plan = make_plan(
+            prepared.source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.interrupt.check
         )
-        self.display.note(_say(counts))
-        if code == EXIT_TOO_MANY_ERRORS:
-            share = self.prepared.config.job.max_error_fraction
-            allowed = counted(int(share * counts.rows), "failed row")
-            self.display.note(
-                f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows {allowed}; "
-                "see errors/, --retry-errors does the retryable ones again"
-            )
-            return code
-        self.lock.confirm()
-        write_success(output, counts)
-        return code
-
-    def _accepts(self, counts: Counts) -> bool:
-        return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
-
-
-@dataclass(slots=True)
-class RowDecoding:
-    """The decoding of the rows that a start has to do, in the output folder that it holds."""
-
-    prepared: Prepared
-    lock: OutputLock
-    run_id: str
-    attempt: Attempt
-    display: Display
-    interrupt: Interrupt
-    factory: EngineFactory
-    checkpoint: Callable[[], None]
-    """Called between the steps of long operations; may raise."""
-
-    def plan(self, keys: RowSet) -> Plan:
-        """Plan the rows. Raises InputError for a file that breaks off."""
-        source, decoding = self.prepared.source, self.prepared.config.decoding
-        begin = time.monotonic()
-        plan = make_plan(source, self.prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.checkpoint)
         self.display.note(
-            f"{len(keys):,} of {counted(source.num_rows, 'row')} to do, "
+            f"{len(keys):,} of {counted(prepared.source.num_rows, 'row')} to do, "
             f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in {time.monotonic() - begin:.1f} s)"
         )
         return plan
 
-    def run(self, plan: Plan, progress: Progress, num_errors: int) -> None:
-        """Decode what `plan` has planned. num_errors: error rows of earlier starts that are left as they are."""
+    def _decode(self, plan: Plan, progress: Progress, ledger: Ledger) -> None:
+        """Decode what is planned, with workers of a Ray."""
         with reading(self.prepared.output):
             tried = tried_before(self.prepared.output, progress)
         config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
-        self.prepared = replace(self.prepared, config=config)
-        self._plan_memory(plan)
-        self._decode(plan, Ledger(plan.estimates, len(progress.done), num_errors), tried)
-
-    def _decode(self, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
-        with connected(self.interrupt), claimed(self.prepared.output.path):
-            self.prepared = replace(self.prepared, config=settle_cores(self.prepared.config))
-            self._say_what_fits()
-            driver = self._driver(plan, ledger, tried)
+        self._plan_memory(config, plan)
+        with connected(self.interrupt):
+            config = settle_cores(config)
+            if warning := say_room(config.job):
+                self.display.note(f"warning: {warning}")
+            driver = self._driver(config, plan, ledger, tried)
             try:
                 driver.run()
             finally:
                 driver.pool.close()
                 self.attempt.workers_released()
 
-    def _plan_memory(self, plan: Plan) -> None:
+    def _plan_memory(self, config: RunConfig, plan: Plan) -> None:
         """Record what a worker will hold, and say it."""
-        memory = plan_memory(self.prepared.config, self.prepared.facts, plan)
+        memory = plan_memory(config, self.prepared.facts, plan)
         self.attempt.plan(memory)
         if cache := memory["cache"]:
             fit = min(cache["max_batch_size"], cache["longest_sequences_that_fit"])
@@ -311,21 +255,11 @@ class RowDecoding:
                 f"cache, which takes {fit} of the longest documents at once"
             )
 
-    def _say_what_fits(self) -> None:
-        job = self.prepared.config.job
-        if warning := say_room(job) if is_local() else say_no_node(job):
-            self.display.note(f"warning: {warning}")
-
-    def _driver(self, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
-        source, config, job = self.prepared.source, self.prepared.config, self.prepared.config.job
-        limits = Limits(
-            max_attempts=job.max_attempts,
-            deadline_s=job.document_deadline_s,
-            stall_s=job.stall_s,
-        )
+    def _driver(self, config: RunConfig, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
+        source, output, manifest, job = self.prepared.source, self.prepared.output, self.prepared.manifest, config.job
+        limits = Limits(max_attempts=job.max_attempts, deadline_s=job.document_deadline_s, stall_s=job.stall_s)
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
-        output, manifest = self.prepared.output, self.prepared.manifest
         with writing(output):
             origin = provenance(manifest, [self.attempt.start], [self.run_id])
             writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
@@ -344,6 +278,30 @@ class RowDecoding:
             job=job,
             is_auditing=config.decoding.audit_fraction > 0,
         )
+
+    def _conclude(self, counts: Counts) -> int:
+        """Write the report and then, if enough rows are done, `_SUCCESS`. Only the report can be interrupted."""
+        output = self.prepared.output
+        code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
+        self.interrupt.check()
+        self.report(
+            self.prepared.config.output.path, output, ending=self.attempt.ending(code), checkpoint=self.interrupt.check
+        )
+        self.display.note(_say(counts))
+        if code == EXIT_TOO_MANY_ERRORS:
+            share = self.prepared.config.job.max_error_fraction
+            allowed = counted(int(share * counts.rows), "failed row")
+            self.display.note(
+                f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows {allowed}; "
+                "see errors/, --retry-errors does the retryable ones again"
+            )
+            return code
+        self.lock.confirm()
+        write_success(output, counts)
+        return code
+
+    def _accepts(self, counts: Counts) -> bool:
+        return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
 
 
 def _say(counts: Counts) -> str:
