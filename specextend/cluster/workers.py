@@ -326,7 +326,7 @@ class Pool:
 
     def _actor_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind in ("begun", "ready"):
-            return self._start_failed(call.worker, actor, _last_line(error))
+            return self._start_failed(call.worker, actor, last_line(error))
         if not isinstance(error, ActorUnavailableError):
             actor.is_out_of_reach = False
             return self._dies(call.worker, actor, "its process ended")
@@ -337,7 +337,7 @@ class Pool:
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind in ("begun", "ready"):
-            return self._start_failed(call.worker, actor, _last_line(error))
+            return self._start_failed(call.worker, actor, last_line(error))
         if isinstance(error, RayTaskError) and isinstance(error.cause, EngineBrokenError):
             actor.has_spoken = True
             return self._dies(call.worker, actor, first_line(error.cause))
@@ -435,7 +435,7 @@ def unexpected(error: RayTaskError) -> Failed:
     return Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """Return the last line of Ray's message, which names the exception that mattered."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
