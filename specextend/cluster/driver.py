@@ -10,7 +10,7 @@ from specextend.cluster.auditing import AuditEnd
 from specextend.cluster.committing import Committer
 from specextend.cluster.display import Display, Fact, Pace, lease_facts, place_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
-from specextend.cluster.leases import GivenUp, Lease, Place, Spot
+from specextend.cluster.leases import GivenUp, Lease, Place
 from specextend.cluster.messages import (
     Begun,
     CallLost,
@@ -132,8 +132,6 @@ class Driver:
         """Do what concerns all workers."""
         self._enforce(now)
         self._staff(now)
-        for worker, lease in self.scheduler.rebalance(now):
-            self._take_back(worker, lease)
 
     def _staff(self, now: float) -> None:
         """Start the workers that are wanted, and let go of those that are of no use any more."""
@@ -155,10 +153,6 @@ class Driver:
         self.attempt.worker_gone(worker, RELEASED)
         self.roster.let_go(worker)
         self.ledger.running(worker, [])
-
-    def _take_back(self, worker: str, lease: Lease) -> None:
-        self.display.event("lease_taken_back", **lease_facts(worker, lease))
-        self.pool.cancel(lease.lease_id)
 
     def _show(self) -> None:
         now = self.clock()
@@ -260,7 +254,7 @@ class Driver:
         self._hosts[worker] = info.host
         self.attempt.worker_ready(worker, info)
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
-        place = Place(info.node_id, Spot(info.host, device))
+        place = Place(info.host, device)
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
         self.display.event("worker_ready", **facts, pid=info.pid, device=info.device)
         if (deaths := self.scheduler.join(worker, place, now)) is None:
@@ -325,7 +319,8 @@ class Driver:
         message = f"{worker} gets no more documents: its node ({host}) is about to go"
         self.display.note(message, "worker_drains", worker=worker, host=host)
         for lease in self.scheduler.drain(worker):
-            self._take_back(worker, lease)
+            self.display.event("lease_taken_back", **lease_facts(worker, lease))
+            self.pool.cancel(lease.lease_id)
 
     def _died(self, event: Died, now: float) -> None:
         with_node = event.with_node or self.scheduler.is_draining(event.worker)

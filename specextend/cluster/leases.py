@@ -14,26 +14,17 @@ from typing import NamedTuple
 from specextend.core import DocumentKey
 
 MAX_LOSSES = 10
-"""Nodes that a document may lose before it is given up."""
+"""Leases that a document may lose uncharged, with a node or with a worker that it is not known to have started at."""
+LOSSES_ALONE = 2
+"""Such losses after which a document runs alone."""
 
-MAX_EXPOSURES = 2
-"""Deaths of workers that a document may sit through, not known to have started, before it runs alone."""
 
-
-class Spot(NamedTuple):
-    """A name of a place under which the next start, on another Ray, finds it again."""
+class Place(NamedTuple):
+    """A place that a worker runs on, by names under which the next start finds it again."""
 
     host: str
     device: str
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A place that a worker runs on: the accelerators of a node, or a seat on a node without accelerators."""
-
-    node: str
-    """Ray's id of the node."""
-    spot: Spot
+    """Its accelerators, or its seat if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +33,6 @@ class Limits:
 
     max_attempts: int = 3
     """Charged attempts before a document becomes an error row."""
-    max_losses: int = MAX_LOSSES
-    """Leases lost with their node, which are not charged, before a document becomes an error row."""
     deadline_s: float = 600.0
     """Seconds that a document may take from the start of its prefill, and as much again for each 1,000 tokens."""
     stall_s: float = 600.0
@@ -84,7 +73,7 @@ class Tried:
 
     attempts: int
     """All attempts that were charged."""
-    struck: frozenset[Spot] = frozenset()
+    struck: frozenset[Place] = frozenset()
     """The places where they were charged."""
     forgiven: int = 0
     """Those of them that ended in an error row which is to be done again: they do not count towards `max_attempts`."""
@@ -99,10 +88,9 @@ class OpenDocument:
     attempts: int = 0
     forgiven: int = 0
     """Attempts that do not count towards `max_attempts`."""
-    struck: set[Spot] = field(default_factory=set)
+    struck: set[Place] = field(default_factory=set)
     """The places where it was held when a worker or a batch failed, charged or not."""
     losses: int = 0
-    exposures: int = 0
 
     @property
     def num_counted(self) -> int:
@@ -112,12 +100,12 @@ class OpenDocument:
     @property
     def is_memorable(self) -> bool:
         """Return True if it differs from a document that was never leased."""
-        return bool(self.attempts or self.losses or self.exposures or self.struck)
+        return bool(self.attempts or self.losses or self.struck)
 
     @property
     def runs_alone(self) -> bool:
         """Return True if its next failure may fail its neighbours, too."""
-        return bool(self.struck) or max(self.exposures, self.losses) >= MAX_EXPOSURES
+        return bool(self.struck) or self.losses >= LOSSES_ALONE
 
 
 @dataclass(slots=True)
@@ -128,8 +116,6 @@ class HeldLease:
     document: OpenDocument
     worker: str
     started_at: float | None = None
-    is_queued: bool = False
-    """True once the worker has said that its prefill has not begun."""
 
 
 @dataclass(slots=True)
@@ -144,8 +130,6 @@ class Holder:
     num_closing: int = 0
     """Leases taken back whose call has not returned yet."""
     num_steps: int = -1
-    hangs_at: int | None = None
-    """The step counter when a document passed its deadline: until it moves, the engine may still hang in that one."""
     rests_until: float = -math.inf
     is_alone: bool = False
     """True while it holds one document that runs alone."""
@@ -166,11 +150,4 @@ class Holder:
     @property
     def holds_struck(self) -> bool:
         """Return True if every document that it holds was struck elsewhere, too: that explains its death."""
-        return bool(self.leases) and all(held.document.struck - {self.place.spot} for held in self.leases.values())
-
-    def longest_queued(self) -> Lease | None:
-        """Return the longest of its leases that wait behind another document; None if there is none."""
-        if len(self.leases) + (self.hangs_at is not None) < 2:
-            return None
-        queued = [held.lease for held in self.leases.values() if held.is_queued]
-        return max(queued, key=lambda lease: lease.num_tokens, default=None)
+        return bool(self.leases) and all(held.document.struck - {self.place} for held in self.leases.values())

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.leases import Spot, Tried
+from specextend.cluster.leases import Place, Tried
 from specextend.cluster.lock import LockHolder, read_lock
 from specextend.cluster.messages import WorkerInfo
 from specextend.core import DocumentKey, counted, printable
@@ -188,7 +188,7 @@ def _parse_charge(name: str, charge: Any) -> tuple[DocumentKey, Tried] | None:
     file, _, row = name.partition(":")
     try:
         tried = Tried(
-            int(charge["attempts"]), frozenset(Spot(str(host), str(device)) for host, device in charge["struck"])
+            int(charge["attempts"]), frozenset(Place(str(host), str(device)) for host, device in charge["struck"])
         )
         return DocumentKey(int(file), int(row)), tried
     except (KeyError, TypeError, ValueError):

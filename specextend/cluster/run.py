@@ -71,7 +71,7 @@ from specextend.data.storage import Location, remove_temporary_files
 from specextend.loading import load_engine
 
 EXTRA_LEASES = 2
-"""Leases that wait at a worker in addition to those that it decodes."""
+"""Leases that wait at a worker in addition to those that it decodes, while there are many documents."""
 FORCED = "ended by force; what was committed is there, run again to resume"
 
 
@@ -265,7 +265,9 @@ class _LockedRun:
             writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
             audits = AuditWriter(output, self.run_id)
         return Driver(
-            scheduler=Scheduler(plan.estimates, limits, num_leases, f"{self.run_id}-", tried, group_rows),
+            scheduler=Scheduler(
+                plan.estimates, limits, num_leases, f"{self.run_id}-", tried, group_rows, num_extra=EXTRA_LEASES
+            ),
             pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),
             roster=Roster(job.workers),
             committer=Committer(output, writer, audits, self.lock, rows_per_commit(job.workers), job.commit_every_s),

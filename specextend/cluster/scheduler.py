@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from specextend.cluster.backlog import Backlog, Rank, rank
 from specextend.cluster.estimates import Estimates
-from specextend.cluster.leases import GivenUp, HeldLease, Holder, Lease, Limits, OpenDocument, Place, Spot, Tried
+from specextend.cluster.leases import MAX_LOSSES, GivenUp, HeldLease, Holder, Lease, Limits, OpenDocument, Place, Tried
 from specextend.core import DocumentKey
 
 MAX_DEATHS = 6
@@ -43,16 +43,20 @@ class Scheduler:
         stem: str = "",
         tried: Mapping[DocumentKey, Tried] | None = None,
         group_rows: Sequence[Sequence[int]] = (),
+        num_extra: int = 0,
     ) -> None:
         """Queue the documents.
 
         stem: the beginning of every lease id. tried: documents that earlier starts have charged; one that was charged
-        at a known place runs alone. group_rows: the rows of each row group of each file, as workers read it.
+        at a known place runs alone. group_rows: the rows of each row group of each file, as workers read it. num_extra:
+        those of a worker's leases that wait there behind a full batch; near the end there are none, for the sake of
+        workers that have nothing to do.
         """
         self.limits = limits
         self.num_open = len(estimates)
         """Number of documents that are neither finished nor given up."""
-        self._estimates, self._leases_per_worker, self._stem = estimates, leases_per_worker, stem
+        self._estimates, self._stem = estimates, stem
+        self._leases_per_worker, self._num_extra = leases_per_worker, num_extra
         self._documents = {
             key: OpenDocument(key, estimates[key].total, before.attempts, before.forgiven, set(before.struck))
             for key, before in (tried or {}).items()
@@ -94,15 +98,13 @@ class Scheduler:
     def num_wanted(self) -> int:
         """Count the workers that are of use.
 
-        These are the busy ones, one for each document that waits here or at a worker, and one more for each place that
-        may be at fault for a death.
+        These are the busy ones, one for each document that waits, and one more for each place that may be at fault for
+        a death.
         """
         workers = self._workers.values()
-        num_queued = sum(held.started_at is None for held in self._held.values())
-        num_busy = sum(not worker.is_empty for worker in workers)
-        useful = min(self.num_open, num_busy + self.num_waiting + num_queued)
-        struck = {spot for _, key in self._alone for spot in self._documents[key].struck}
-        return useful + sum(self._deaths[worker.place] > 0 or worker.place.spot in struck for worker in workers)
+        useful = min(self.num_open, self.num_waiting + sum(not worker.is_empty for worker in workers))
+        struck = {place for _, key in self._alone for place in self._documents[key].struck}
+        return useful + sum(self._deaths[worker.place] > 0 or worker.place in struck for worker in workers)
 
     def lease(self, lease_id: str) -> Lease | None:
         """Return a lease that is in force; None for any other."""
@@ -152,10 +154,9 @@ class Scheduler:
         if (state := self._workers.get(worker)) is None:
             return
         if num_steps != state.num_steps:
-            state.num_steps, state.moved_at, state.hangs_at = num_steps, now, None
+            state.num_steps, state.moved_at = num_steps, now
         begun = set(started)
         for lease_id, held in state.leases.items():
-            held.is_queued = held.started_at is None and lease_id not in begun
             if held.started_at is None and lease_id in begun:
                 held.started_at = now
 
@@ -172,7 +173,7 @@ class Scheduler:
 
     def _takes(self, worker: Holder, now: float) -> bool:
         """Return True if a worker may get a lease."""
-        is_ready = not (worker.is_gone or worker.is_draining or worker.is_alone) and worker.hangs_at is None
+        is_ready = not (worker.is_gone or worker.is_draining or worker.is_alone)
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
     def _assign_alone(self, takers: dict[str, Holder], now: float) -> list[tuple[str, Lease]]:
@@ -184,7 +185,7 @@ class Scheduler:
         room = max(1, len(self._workers) // ALONE_SHARE) if len(self._backlog) else len(self._workers)
         room -= sum(worker.is_alone for worker in self._workers.values())
         nearest = sorted(takers, key=lambda name: (not takers[name].is_empty, takers[name].num_taken))
-        allowed: dict[frozenset[Spot], set[Place]] = {}
+        allowed: dict[frozenset[Place], set[Place]] = {}
         for entry in list(self._alone):
             if room <= 0:
                 break
@@ -203,15 +204,15 @@ class Scheduler:
                 worker.is_alone = True
         return granted
 
-    def _places_for(self, struck: frozenset[Spot]) -> set[Place]:
+    def _places_for(self, struck: frozenset[Place]) -> set[Place]:
         """Choose where a document may run that was struck somewhere: of the places allowed those with fewest deaths.
 
         Places on other hosts come first, then others on the same hosts and, if no worker is being built, all.
         """
-        hosts = {spot.host for spot in struck}
+        hosts = {place.host for place in struck}
         known = {worker.place for worker in self._workers.values()} - self._left_out
-        allowed = {place for place in known if place.spot.host not in hosts}
-        allowed = allowed or {place for place in known if place.spot not in struck}
+        allowed = {place for place in known if place.host not in hosts}
+        allowed = allowed or known - struck
         if not allowed and not self._num_coming:
             allowed = known
         fewest = min((self._deaths[place] for place in allowed), default=0)
@@ -219,7 +220,9 @@ class Scheduler:
 
     def _assign_fresh(self, takers: Mapping[str, Holder], now: float) -> list[tuple[str, Lease]]:
         """Fill the workers that have room, the emptiest first."""
-        room = {name: 1 if self._deaths[worker.place] else self._leases_per_worker for name, worker in takers.items()}
+        is_near_end = len(self._backlog) < self._num_extra * len(self._workers)
+        most = self._leases_per_worker - self._num_extra * is_near_end
+        room = {name: 1 if self._deaths[worker.place] else most for name, worker in takers.items()}
         free = [
             (worker.num_taken, worker.number, name) for name, worker in takers.items() if worker.num_taken < room[name]
         ]
@@ -245,22 +248,6 @@ class Scheduler:
         self._held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, worker)
         return lease
 
-    def rebalance(self, now: float) -> list[tuple[str, Lease]]:
-        """Take back leases that wait behind other documents, one for each idle worker, so that `assign` moves them.
-
-        Returns the workers and the leases. This happens only at the end of a run, when no document waits here. No
-        attempt is charged. Call `closed` when the worker has let go of a lease.
-        """
-        if self.num_waiting:
-            return []
-        num_idle = sum(worker.is_empty and self._takes(worker, now) for worker in self._workers.values())
-        busiest = sorted(self._workers.items(), key=lambda item: -item[1].num_taken) if num_idle else []
-        queued = ((name, worker.longest_queued()) for name, worker in busiest if not worker.is_gone)
-        moved = [(name, lease) for name, lease in queued if lease is not None][:num_idle]
-        for _, lease in moved:
-            self._put_back(self._call_back(lease.lease_id).document)
-        return moved
-
     # Documents end
 
     def finish(self, lease_id: str, *, is_done: bool = True) -> bool:
@@ -284,9 +271,8 @@ class Scheduler:
     def expire(self, lease_id: str, message: str) -> list[GivenUp]:
         """Take an overdue lease back and charge its document. Call `closed` when the worker has let go of it."""
         held = self._call_back(lease_id)
-        worker = self._workers[held.worker]
-        worker.hangs_at = worker.num_steps
-        return self._charge(held.document, worker.place, "DeadlineExceeded", message, is_certain=True)
+        place = self._workers[held.worker].place
+        return self._charge(held.document, place, "DeadlineExceeded", message, is_certain=True)
 
     def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
         """Charge the document of a lease in force whose batch failed, perhaps through its fault."""
@@ -365,13 +351,11 @@ class Scheduler:
         assert self._drop(worker).is_empty, f"{worker} is at work"
 
     def stalled(self, now: float) -> list[str]:
-        """List the workers that hold leases, or may hang, and have made no step for `stall_s`."""
+        """List the workers that hold leases and have made no step for `stall_s`."""
         return [
             name
             for name, worker in self._workers.items()
-            if not worker.is_gone
-            and (worker.leases or worker.num_closing or worker.hangs_at is not None)
-            and now - worker.moved_at > self.limits.stall_s
+            if not worker.is_gone and not worker.is_empty and now - worker.moved_at > self.limits.stall_s
         ]
 
     def suspend(self, worker: str) -> bool:
@@ -395,8 +379,7 @@ class Scheduler:
         given_up: list[GivenUp] = []
         for held in state.leases.values():
             if held.started_at is None and not state.is_alone:
-                held.document.exposures += 1
-                self._put_back(held.document)
+                given_up += self._count_loss(held.document, message)
             else:
                 given_up += self._charge(held.document, state.place, error_class, message, is_certain=state.is_alone)
         return given_up
@@ -454,7 +437,7 @@ class Scheduler:
 
         If it is not certain to be at fault, its last attempt is kept for a run alone.
         """
-        document.struck.add(place.spot)
+        document.struck.add(place)
         if is_certain or document.num_counted + 1 < self.limits.max_attempts:
             document.attempts += 1
         if document.num_counted >= self.limits.max_attempts:
@@ -465,7 +448,7 @@ class Scheduler:
 
     def _count_loss(self, document: OpenDocument, message: str) -> list[GivenUp]:
         document.losses += 1
-        if document.losses >= self.limits.max_losses:
+        if document.losses >= MAX_LOSSES:
             return [self._give_up(document, "NodeLost", message)]
         self._put_back(document)
         return []

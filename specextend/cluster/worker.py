@@ -254,12 +254,12 @@ class Worker:
             self._handed_out.pop(request.request_id, None)
 
     def _serve(self) -> None:
-        """Run the engine thread: one endless `generate`, begun again after a batch that failed."""
+        """Run the engine thread: what is asked for, until a batch of the audit is due, and then that by itself."""
         try:
             while True:
                 try:
-                    for completion in self._engine.generate(self._requests(), self._on_error):
-                        self._settle(completion.request_id, completion)
+                    self._generate(self._requests())
+                    self._generate(self._auditor.take())
                 except BatchError as error:
                     _exit_on_device_error(error.__cause__ or error)
                     self._on_batch_error(error)
@@ -268,11 +268,12 @@ class Worker:
             self._break(error)
             raise
 
+    def _generate(self, requests: Iterable[Request | None]) -> None:
+        for completion in self._engine.generate(requests, self._on_error):
+            self._settle(completion.request_id, completion)
+
     def _requests(self) -> Iterator[Request | None]:
-        while True:
-            if self._auditor.is_due:
-                yield self._auditor.take(self._engine.num_active)
-                continue
+        while not self._auditor.is_due:
             request = self._inbox.take(block=self._engine.num_active == 0)
             if request is not None:
                 self._handed_out[request.request_id] = request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specextend.cluster.leases import Lease, Limits, Place, Spot
+from specextend.cluster.leases import Lease, Limits, Place
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 from tests.cluster.lengths import rows_of_length
@@ -20,7 +20,7 @@ def scheduler(lengths: list[int], leases_per_worker: int = 3, limits: Limits = L
 
 def at(worker: str) -> Place:
     """A place of its own for a worker."""
-    return Place(f"node of {worker}", Spot(f"host of {worker}", "seat 1"))
+    return Place(f"host of {worker}", "seat 1")
 
 
 def granted(grants: list[tuple[str, Lease]], worker: str | None = None) -> list[int]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from specextend.cluster.estimates import Estimates, TokenEstimate
-from specextend.cluster.leases import Limits, Place, Spot
+from specextend.cluster.leases import Limits, Place
 from specextend.cluster.progress import (
     DEFAULT_OUTPUT_COST,
     MAX_GAP_S,
@@ -87,7 +87,7 @@ def test_a_suspended_driver_holds_nobody_for_silent():
     source = Jumps()
     clock = AwakeClock(source)
     plan = Scheduler(rows_of_length([5]), Limits(stall_s=60.0, deadline_s=60.0), leases_per_worker=1)
-    plan.join("a", Place("node", Spot("host", "GPU 0")), clock())
+    plan.join("a", Place("host", "GPU 0"), clock())
     [(_, lease)] = plan.assign(clock())
     plan.report("a", 1, [lease.lease_id], clock())
     source.now += 3600.0

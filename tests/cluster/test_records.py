@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.leases import Spot, Tried
+from specextend.cluster.leases import Place, Tried
 from specextend.cluster.lock import STALE_S, LockHolder
 from specextend.cluster.records import (
     Attempt,
@@ -33,7 +33,7 @@ from tests.properties.rows import done, failed
 
 NUM_ROWS = 5
 FIRST, SECOND, THIRD = (DocumentKey(0, row) for row in range(3))
-GPU, OTHER = Spot("gpu-7", "GPU 3"), Spot("gpu-8", "GPU 0")
+GPU, OTHER = Place("gpu-7", "GPU 3"), Place("gpu-8", "GPU 0")
 
 
 @pytest.fixture
