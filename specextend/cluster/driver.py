@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specextend.cluster.auditing import AuditEnd
-from specextend.cluster.committing import Committer
 from specextend.cluster.display import Display, Fact, Pace, lease_facts, place_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
 from specextend.cluster.leases import GivenUp, Lease, Place
@@ -30,7 +29,7 @@ from specextend.cluster.messages import (
 )
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, StallGuard
-from specextend.cluster.records import Attempt
+from specextend.cluster.records import Committer, StartRecord
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import JobOptions
@@ -59,7 +58,7 @@ class Driver:
     display: Display
     metrics: Metrics
     interrupt: Interrupt
-    attempt: Attempt
+    record: StartRecord
     source: Source
     job: JobOptions
     is_auditing: bool = False
@@ -123,7 +122,6 @@ class Driver:
             self._look_around(self.clock())
         self._check_silence()
         self.committer.commit_if_due(self.clock())
-        self.committer.record_if_due(self.attempt, self.clock())
         if not self.scheduler.is_done:
             self._errors.check()
         self._show()
@@ -138,7 +136,7 @@ class Driver:
         wanted = self.scheduler.num_wanted
         for worker in self.roster.due(now, wanted):
             self.pool.start(worker)
-            self.attempt.worker_asked(worker, self.roster.seat(worker))
+            self.record.worker_asked(worker, self.roster.seat(worker))
         for worker in self.roster.not_needed(wanted):
             self._let_go(worker)
         if not self.is_auditing:  # its workers decode on when they hold no lease
@@ -150,7 +148,7 @@ class Driver:
     def _let_go(self, worker: str) -> None:
         self.display.event("worker_released", worker=worker)
         self.pool.kill(worker)
-        self.attempt.worker_gone(worker, RELEASED)
+        self.record.worker_gone(worker, RELEASED)
         self.roster.let_go(worker)
         self.ledger.running(worker, [])
 
@@ -169,7 +167,6 @@ class Driver:
             self.interrupt.check()
             self._collect(TICK_S)
             self.committer.commit_if_due(self.clock())
-            self.committer.record_if_due(self.attempt, self.clock())
             self._show()
             for worker in self._audit_end.give_up(self.clock()):
                 message = f"{worker} has made no step for {self.job.stall_s:.0f} s: the rest of its audit is left out"
@@ -182,7 +179,7 @@ class Driver:
 
     def _remember_charges(self) -> None:
         if (charges := self.scheduler.charges()) is not None:
-            self.committer.remember(self.attempt, charges)
+            self.committer.remember(charges)
 
     def _check_silence(self) -> None:
         if self._guard.is_stalled(self.clock()):
@@ -206,7 +203,7 @@ class Driver:
             self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
             self.metrics.worker_lost(worker, "stalled")
             self.pool.kill(worker)
-            self.attempt.worker_gone(worker, reason)
+            self.record.worker_gone(worker, reason)
             self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
             self.ledger.running(worker, [])
             self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker, now)
@@ -215,11 +212,11 @@ class Driver:
     def _handle(self, event: Event, now: float) -> None:
         match event:
             case Begun(worker):
-                self.attempt.worker_begun(worker)
+                self.record.worker_begun(worker)
             case Ready(worker, info):
                 self._ready(worker, info, now)
             case StartFailed(worker, reason):
-                self.attempt.worker_gone(worker, reason)
+                self.record.worker_gone(worker, reason)
                 pause = self.roster.failed(worker, reason, now)
                 message = f"{worker} could not be built, next try in {pause:.0f} s: {reason}"
                 self.display.note(message, "worker_failed_to_start", worker=worker, reason=reason)
@@ -234,13 +231,13 @@ class Driver:
                 held = {name: lease.key for name, lease in leases.items() if lease is not None}
                 self.ledger.running(worker, [(key, report.outputs[name]) for name, key in held.items()])
                 self.metrics.running(worker, {name: report.outputs[name] for name in held})
-                self.committer.audited(report.audits, now)
+                self.committer.audited(report.audits)
                 if self._audit_end is not None:
                     self._audit_end.reported(worker, report, now)
             case Draining(worker):
                 self._drain(worker)
             case Dying(worker, reason):
-                self.attempt.worker_gone(worker, reason)
+                self.record.worker_gone(worker, reason)
                 if self._audit_end is not None:
                     self._audit_end.gone(worker)
                 self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
@@ -252,7 +249,7 @@ class Driver:
         """Let a worker take documents, unless its place is left out."""
         self.roster.ready(worker)
         self._hosts[worker] = info.host
-        self.attempt.worker_ready(worker, info)
+        self.record.worker_ready(worker, info)
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
         place = Place(info.host, device)
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
@@ -285,7 +282,7 @@ class Driver:
         if isinstance(outcome, Done):
             self._errors.done()
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
-            self.committer.add(outcome.row, now)
+            self.committer.add(outcome.row)
             self.metrics.done(worker, lease.lease_id, outcome)
             self.ledger.finish(lease.key, outcome.stats, worker)
         else:
@@ -349,7 +346,7 @@ class Driver:
             retryable=failed.retryable,
             attempts=attempts,
         )
-        self.committer.add(row, now)
+        self.committer.add(row)
         facts = place_facts(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
         message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
         self.display.note(message, "document_failed", **facts, error_class=failed.error_class)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from specextend.cluster.backlog import Estimates, RowSet
 from specextend.cluster.environment import is_local, say_room
-from specextend.cluster.estimates import Estimates, RowSet
 from specextend.cluster.exits import RefusedError, StoreError, reading
 from specextend.cluster.forecast import Forecast, Outlook, Rates, cost_of
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size

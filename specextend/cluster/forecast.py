@@ -21,8 +21,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from specextend.cluster.backlog import Estimates
 from specextend.cluster.environment import connected, settle_cores
-from specextend.cluster.estimates import Estimates
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.messages import Done, Outcome
 from specextend.cluster.prepare import Prepared, check_machine

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
 
-from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, RefusedError, writing
+from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, writing
 from specextend.core import first_line
 from specextend.data.run_folder import lock_file, records_folder
-from specextend.data.storage import Location, delete, is_folder, read_bytes, write_bytes
+from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
@@ -29,6 +29,7 @@ SETTLE_S = 2.0
 """Seconds to wait if the file system cannot exclude a second writer: the last one wins, and the first one sees it."""
 CHECK_EVERY_S = 1.0
 """Seconds between two checks of the lock of a driver that may be dead."""
+UNKNOWN = "somebody whose _run/lock is no lock that this version knows"
 LAST_S = 5.0
 """Seconds that the end of a run waits for a heartbeat that does not return."""
 
@@ -47,9 +48,10 @@ class LockHolder:
 
     def is_gone(self, host: str) -> bool:
         """Return True if its process ran on `host`, this machine, and is known to have ended."""
-        if (self.host, self.pid_namespace) != (host, _pid_namespace()):
+        here = _pid_namespace()
+        if not here or (self.host, self.pid_namespace) != (host, here):
             return False
-        return self.pid == os.getpid() or not _is_running(self.pid)
+        return self.pid == os.getpid() or not os.path.exists(f"/proc/{self.pid}")
 
     def seems_alive(self, now: float) -> bool:
         """Guess from the lock alone, by two clocks that may differ; to be certain, watch the heartbeat."""
@@ -114,23 +116,20 @@ class FolderLock:
         """Describe the lock for which `try_take` waits, in one line; empty if it waits for none."""
         if self._seen is None:
             return ""
-        if (holder := parse_lock(self._seen)) is None:
-            path = lock_file(self._output).path
-            what = f"{path} is no lock that this version knows"
-            return f"{what}; it is taken over if it does not change for {STALE_S:.0f} s"
+        holder = parse_lock(self._seen) or UNKNOWN
         return f"{self._output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign of life"
 
     def try_take(self) -> bool:
         """Check the lock, and take it if nobody holds it. Returns True once the folder is ours.
 
-        Raises LockHeldError, RefusedError if the lock is a folder, and OSError.
+        Raises LockHeldError and OSError.
         """
         if self._is_settling:
             return self._settle()
         if self._output.is_local:
             os.makedirs(records_folder(self._output).path, exist_ok=True)
         with exclusive(self._output) as is_exclusive:
-            found = self._read_any()
+            found = read_bytes(lock_file(self._output))
             if found is not None and not self._is_dead(found):
                 return False
             self.predecessor = None if found is None else parse_lock(found)
@@ -139,22 +138,17 @@ class FolderLock:
             self._is_settling, self._since = True, self._monotonic()
         return is_exclusive
 
-    def check_heard(self) -> None:
-        """Raise LockLostError or LockGoneError once a heartbeat has found that the folder is not ours."""
-        if self._lost is not None:
-            raise self._lost
-
     def check(self) -> None:
         """Raise LockLostError or LockGoneError if the folder is not ours, and OutputError if that cannot be found out.
 
         Asks the store only if the last heartbeat was a while ago: a driver that was suspended, or whose clock was set,
         goes on if nobody has taken the folder meanwhile.
         """
-        self.check_heard()
-        seconds = max(now - then for now, then in zip(self._times(), self._beat_at, strict=True))
-        if seconds <= DOUBT_S and self._clock() >= self._beat_at[1]:
-            return
-        self.confirm()
+        if self._lost is not None:
+            raise self._lost
+        steady_s, wall_s = self._monotonic() - self._beat_at[0], self._clock() - self._beat_at[1]
+        if steady_s > DOUBT_S or not 0 <= wall_s <= DOUBT_S:
+            self.confirm()
 
     def confirm(self) -> None:
         """Ask the store who holds the folder. Raises as `check` does."""
@@ -163,18 +157,17 @@ class FolderLock:
         except OSError as error:
             why = first_line(error)
             raise OutputError(f"{self._output.path}: its lock cannot be confirmed ({why}); run again") from error
-        self.check_heard()
+        if self._lost is not None:
+            raise self._lost
 
     def beat(self) -> None:
         """Beat once, and find out whether the lock is still ours. Raises OSError."""
         with self._mutex, exclusive(self._output):
             if self._lost is not None:
                 return
-            data = read_bytes(lock_file(self._output))
-            holder = None if data is None else parse_lock(data)
-            if data is None:
+            if (data := read_bytes(lock_file(self._output))) is None:
                 self._lost = LockGoneError(f"{self._output.path}: somebody removed _run/lock; run again to resume")
-            elif holder is None or holder.run_id != self._run_id:
+            elif not self._is_ours(holder := parse_lock(data)):
                 self._lost = LockLostError(f"{self._output.path} was taken over by {holder or 'somebody'}")
             else:
                 self._write()
@@ -182,8 +175,7 @@ class FolderLock:
     def release(self) -> None:
         """Remove the lock if it is ours."""
         with suppress(OSError):  # a lock that cannot be removed goes stale, and must not hide an earlier error
-            holder = read_lock(self._output)
-            if holder is not None and holder.run_id == self._run_id:
+            if self._is_ours(read_lock(self._output)):
                 delete(lock_file(self._output))
 
     def _is_dead(self, found: bytes) -> bool:
@@ -192,7 +184,7 @@ class FolderLock:
         if holder is not None and holder.is_gone(self._host):
             return True
         if self._seen is not None and found != self._seen:
-            raise LockHeldError(f"{self._output.path} is held by {holder or 'a driver of another version'}")
+            raise LockHeldError(f"{self._output.path} is held by {holder or UNKNOWN}")
         if self._seen is None:
             self._seen, self._since = found, self._monotonic()
         return self._monotonic() - self._since >= STALE_S
@@ -201,29 +193,20 @@ class FolderLock:
         if self._monotonic() - self._since < SETTLE_S:
             return False
         self._is_settling = False
-        holder = read_lock(self._output)
-        if holder is None or holder.run_id != self._run_id:
+        if not self._is_ours(holder := read_lock(self._output)):
             raise LockHeldError(f"{self._output.path} was taken by {holder or 'somebody'} at the same moment")
         return True
 
-    def _times(self) -> tuple[float, float]:
-        return self._monotonic(), self._clock()
-
-    def _read_any(self) -> bytes | None:
-        try:
-            return read_bytes(lock_file(self._output))
-        except OSError as error:
-            if is_folder(lock_file(self._output)):
-                raise RefusedError(f"{lock_file(self._output).path} is a folder; remove it") from error
-            raise
+    def _is_ours(self, holder: LockHolder | None) -> bool:
+        return holder is not None and holder.run_id == self._run_id
 
     def _write(self) -> None:
         """Write our lock, so that it differs from the last one whatever the clock says."""
-        times = self._times()
-        self._written = times[1] if times[1] != self._written else math.nextafter(self._written, math.inf)
+        steady, wall = self._monotonic(), self._clock()
+        self._written = wall if wall != self._written else math.nextafter(self._written, math.inf)
         holder = LockHolder(self._run_id, self._host, os.getpid(), self._written, _pid_namespace())
         write_bytes(lock_file(self._output), json.dumps(asdict(holder)).encode())
-        self._beat_at = times
+        self._beat_at = (steady, wall)
 
 
 class OutputLock(FolderLock):
@@ -250,7 +233,10 @@ class OutputLock(FolderLock):
     def __enter__(self) -> OutputLock:
         said = ""
         try:
-            while not self._take():
+            while True:
+                with writing(self._output):
+                    if self.try_take():
+                        break
                 if self.watched not in ("", said):
                     said = self.watched
                     self._say(said)
@@ -270,10 +256,6 @@ class OutputLock(FolderLock):
         self._thread.join(LAST_S)
         self.release()
 
-    def _take(self) -> bool:
-        with writing(self._output):
-            return self.try_take()
-
     def _keep(self) -> None:
         while self._lost is None and not self._closing.wait(HEARTBEAT_S):
             with suppress(OSError):  # `check` asks the store itself once the last good beat is too old
@@ -289,31 +271,18 @@ def exclusive(output: Location) -> Iterator[bool]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield _flock(handle)
+        is_exclusive = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:  # some network file systems refuse it on folders
+            is_exclusive = False
+        yield is_exclusive
     finally:
         os.close(handle)
 
 
-def _flock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError:  # some network file systems refuse it on folders
-        return False
-    return True
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _pid_namespace() -> str:
-    """Return an id that tells two containers of one name apart; empty if the system has none."""
+    """Return an id that tells two containers of one name apart; empty if the system has no /proc."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

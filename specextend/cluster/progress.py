@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specextend.cluster.estimates import Estimates, TokenEstimate
+from specextend.cluster.backlog import Estimates, TokenEstimate
 from specextend.cluster.exits import StalledRunError, TooManyErrorsError
 from specextend.cluster.messages import Failed
 from specextend.core import DocumentKey, counted

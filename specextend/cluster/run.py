@@ -11,11 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specextend.cluster.committing import Committer, rows_per_commit
+from specextend.cluster.backlog import RowSet
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Driver
 from specextend.cluster.environment import connected, say_room, settle_cores
-from specextend.cluster.estimates import RowSet
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -46,7 +45,7 @@ from specextend.cluster.prepare import (
     say_left_out,
 )
 from specextend.cluster.progress import Ledger
-from specextend.cluster.records import Attempt, tried_before, version_changes
+from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before, version_changes
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import CheckedFactory, EngineFactory
 from specextend.cluster.workers import Pool, Roster
@@ -102,19 +101,19 @@ def run(
         check_same_run(prepared)
     with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
         prepared = replace(prepared, output=prepared.output.behind(lock))
-        attempt = Attempt(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
-        interrupt.last = _last(lock, attempt, display)
-        locked = _LockedRun(prepared, lock, run_id, attempt, display, interrupt, report, observe, factory)
+        record = StartRecord(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
+        interrupt.last = _last(lock, record, display)
+        locked = _LockedRun(prepared, lock, run_id, record, display, interrupt, report, observe, factory)
         return locked.run_recorded(retry_errors)
 
 
-def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], None]:
+def _last(lock: OutputLock, record: StartRecord, display: Display) -> Callable[[], None]:
     """Make the call that precedes the end of the process by force."""
 
     def last() -> None:
         lock.release()
         display.note(f"the run did not stop within {GRACE_S:g} s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
-        attempt.end(EXIT_INTERRUPTED, FORCED)
+        record.end(EXIT_INTERRUPTED, FORCED)
 
     return last
 
@@ -132,7 +131,7 @@ class _LockedRun:
     prepared: Prepared
     lock: OutputLock
     run_id: str
-    attempt: Attempt
+    record: StartRecord
     display: Display
     interrupt: Interrupt
     report: Callable[..., object]
@@ -145,7 +144,7 @@ class _LockedRun:
         with writing(output):
             changes = version_changes(output)
             _sweep(output)
-            self.attempt.begin()
+            self.record.write()
         display.begin(self.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         for note in self.prepared.notes:
@@ -163,7 +162,7 @@ class _LockedRun:
             display.event("run_ended", exit_code=exit_code(error), reason=first_line(error))
             raise
         with writing(output):
-            self.attempt.end(code)
+            self.record.end(code)
         display.event("run_ended", exit_code=code)
         self.interrupt.disarm()
         return code
@@ -171,7 +170,7 @@ class _LockedRun:
     def _record_failure(self, error: BaseException) -> None:
         """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
         with suppress(OSError, OutputError, LockHeldError, LockGoneError):
-            self.attempt.end(exit_code(error), first_line(error))
+            self.record.end(exit_code(error), first_line(error))
 
     def run(self, retry_errors: Retry) -> int:
         """Decode what is left to do, then finalize.
@@ -241,12 +240,12 @@ class _LockedRun:
                 driver.run()
             finally:
                 driver.pool.close()
-                self.attempt.workers_released()
+                self.record.workers_released()
 
     def _plan_memory(self, config: RunConfig, plan: Plan) -> None:
         """Record what a worker will hold, and say it."""
         memory = plan_memory(config, self.prepared.facts, plan)
-        self.attempt.plan(memory)
+        self.record.plan(memory)
         if cache := memory["cache"]:
             fit = min(cache["max_batch_size"], cache["longest_sequences_that_fit"])
             sizes = memory["memory_gib"]
@@ -261,7 +260,7 @@ class _LockedRun:
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
         with writing(output):
-            origin = provenance(manifest, [self.attempt.start], [self.run_id])
+            origin = provenance(manifest, [self.record.start], [self.run_id])
             writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
             audits = AuditWriter(output, self.run_id)
         return Driver(
@@ -270,12 +269,14 @@ class _LockedRun:
             ),
             pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),
             roster=Roster(job.workers),
-            committer=Committer(output, writer, audits, self.lock, rows_per_commit(job.workers), job.commit_every_s),
+            committer=Committer(
+                output, writer, audits, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s
+            ),
             ledger=ledger,
             display=self.display,
             metrics=Metrics(self.run_id),
             interrupt=self.interrupt,
-            attempt=self.attempt,
+            record=self.record,
             source=source,
             job=job,
             is_auditing=config.decoding.audit_fraction > 0,
@@ -287,7 +288,7 @@ class _LockedRun:
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
         self.interrupt.check()
         self.report(
-            self.prepared.config.output.path, output, ending=self.attempt.ending(code), checkpoint=self.interrupt.check
+            self.prepared.config.output.path, output, ending=self.record.ending(code), checkpoint=self.interrupt.check
         )
         self.display.note(_say(counts))
         if code == EXIT_TOO_MANY_ERRORS:

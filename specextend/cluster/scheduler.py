@@ -17,8 +17,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from specextend.cluster.backlog import Backlog, Rank, rank
-from specextend.cluster.estimates import Estimates
+from specextend.cluster.backlog import Backlog, Estimates, Rank, rank
 from specextend.cluster.leases import MAX_LOSSES, GivenUp, HeldLease, Holder, Lease, Limits, OpenDocument, Place, Tried
 from specextend.core import DocumentKey
 

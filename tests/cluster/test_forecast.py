@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specextend.cluster.estimates import Estimates, TokenEstimate
+from specextend.cluster.backlog import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt, InterruptedRunError, RefusedError, WorkersFailError
 from specextend.cluster.forecast import (
     DRIFT,
@@ -28,6 +28,7 @@ from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, NeverLoads
+from tests.cluster.lengths import estimates_of
 
 RATES = Rates(
     prefill=1e-3, decode=1e-2, output_share=0.5, spread=0.0, num_documents=100, start_s=30.0, device="a device"
@@ -37,7 +38,7 @@ DOCUMENT = TokenEstimate(1000, 200)
 
 
 def documents(*found: TokenEstimate) -> Estimates:
-    return Estimates.of({DocumentKey(0, row): document for row, document in enumerate(found)})
+    return estimates_of({DocumentKey(0, row): document for row, document in enumerate(found)})
 
 
 def outlook(*found: TokenEstimate, batch: int = 1, **changed: object) -> Outlook:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from specextend.cluster.estimates import Estimates, TokenEstimate
+from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.leases import Limits, Place
 from specextend.cluster.progress import (
     DEFAULT_OUTPUT_COST,
@@ -13,7 +13,7 @@ from specextend.cluster.progress import (
 from specextend.cluster.scheduler import Scheduler
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
-from tests.cluster.lengths import rows_of_length
+from tests.cluster.lengths import estimates_of, rows_of_length
 
 
 def key(row: int) -> DocumentKey:
@@ -22,7 +22,7 @@ def key(row: int) -> DocumentKey:
 
 def ledger(*estimates: tuple[int, int], num_done: int = 0, num_errors: int = 0) -> Ledger:
     documents = {key(row): TokenEstimate(*pair) for row, pair in enumerate(estimates)}
-    return Ledger(Estimates.of(documents), num_done, num_errors)
+    return Ledger(estimates_of(documents), num_done, num_errors)
 
 
 def stats(prompt: int, output: int, prefill_s: float = 1.0, verify_s: float = 1.0) -> DecodingStats:

@@ -15,7 +15,7 @@ import pytest
 from specextend.cluster.leases import Place, Tried
 from specextend.cluster.lock import STALE_S, LockHolder
 from specextend.cluster.records import (
-    Attempt,
+    StartRecord,
     describe_status,
     read_charges,
     read_status,
@@ -119,9 +119,9 @@ def test_no_record_can_write_a_line_of_its_own(output: Location):
 def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_path: Path):
     """Of each document the last count, which holds those before it, and all places."""
     config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
-    first = Attempt(output, "0000000a", config)
+    first = StartRecord(output, "0000000a", config)
     first.charged({FIRST: Tried(1, frozenset({GPU})), SECOND: Tried(1, frozenset({GPU}))})
-    Attempt(output, "0000000b", config).charged({FIRST: Tried(2, frozenset({GPU, OTHER}))})
+    StartRecord(output, "0000000b", config).charged({FIRST: Tried(2, frozenset({GPU, OTHER}))})
     assert read_charges(output) == {
         FIRST: Tried(2, frozenset({GPU, OTHER})),
         SECOND: Tried(1, frozenset({GPU})),
@@ -131,7 +131,7 @@ def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_pat
 def test_what_ended_in_an_error_row_is_forgiven_and_what_is_done_is_forgotten(tmp_path: Path):
     config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
     charge = Tried(2, frozenset({GPU}))
-    Attempt(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), charge))
+    StartRecord(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), charge))
     PartWriter(output, "0000000a").commit([done(FIRST), failed(SECOND)])
     assert tried_before(output, read_parts(output)) == {
         SECOND: Tried(3, frozenset({GPU}), forgiven=3),

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specextend.cluster.committing import Committer
+from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
-from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt
 from specextend.cluster.leases import Lease, Limits, Tried
 from specextend.cluster.lock import FolderLock
@@ -30,7 +29,7 @@ from specextend.cluster.messages import (
 )
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.progress import AwakeClock, Ledger
-from specextend.cluster.records import Attempt
+from specextend.cluster.records import Committer, StartRecord
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.workers import Roster
 from specextend.config import JobOptions, RunConfig
@@ -41,6 +40,7 @@ from specextend.data.source import Source
 from specextend.data.storage import Location
 from specextend.stats import DecodingStats
 from tests.cluster.conftest import Screen
+from tests.cluster.lengths import estimates_of
 from tests.properties.rows import done
 
 LEASES = 4
@@ -219,7 +219,7 @@ def driver_of(
     )
     limits = Limits(max_attempts=job.max_attempts, deadline_s=job.document_deadline_s, stall_s=job.stall_s)
     lock = FolderLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
-    planned = Estimates.of(estimates)
+    planned, record = estimates_of(estimates), StartRecord(output, run_id, config)
     return Driver(
         scheduler=Scheduler(planned, limits, LEASES, f"{run_id}-", tried),
         pool=pool,
@@ -228,6 +228,7 @@ def driver_of(
             output,
             PartWriter(output, run_id),
             AuditWriter(output, run_id),
+            record,
             lock,
             rows_per_commit,
             30.0,
@@ -236,7 +237,7 @@ def driver_of(
         display=Screen(),
         metrics=Metrics(run_id),
         interrupt=interrupt,
-        attempt=Attempt(output, run_id, config),
+        record=record,
         source=source,
         job=job,
         clock=AwakeClock(pool.clock),

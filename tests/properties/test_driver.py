@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend import config
+from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
-from specextend.cluster.estimates import TokenEstimate
 from specextend.cluster.exits import Interrupt, TooManyErrorsError, WorkersFailError
 from specextend.cluster.progress import MIN_ENDED
 from specextend.cluster.records import tried_before

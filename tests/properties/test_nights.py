@@ -109,7 +109,7 @@ class Start:
                 self.lock.beat()
             except OSError:
                 return
-        self.lock.check_heard()
+        self.lock.check()
         if self.night.world.draw.random() < 0.7:  # decoding
             return
         if left:

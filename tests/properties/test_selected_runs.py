@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.cluster.backlog import Backlog
-from specextend.cluster.estimates import Estimates, RowSet, TokenEstimate
+from specextend.cluster.backlog import Backlog, RowSet, TokenEstimate
 from specextend.core import DocumentKey
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import build_manifest, write_manifest
@@ -21,6 +20,7 @@ from specextend.data.run_folder import Counts
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import resolve
+from tests.cluster.lengths import estimates_of
 from tests.properties.rows import done, failed, in_a_folder
 
 WANTED = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=5).filter(
@@ -67,7 +67,7 @@ def test_a_run_about_some_rows_plans_resumes_and_ends_with_those_alone(
             source = opened(folder, limit)
             rows_of_files = [file.num_rows for file in source.files]
             left = RowSet(rows_of_files, pending(rows_of_files, read_parts(output), chosen=source.rows))
-            estimates = Estimates.of({key: TokenEstimate(data.draw(st.integers(1, 9)), 1) for key in left})
+            estimates = estimates_of({key: TokenEstimate(data.draw(st.integers(1, 9)), 1) for key in left})
             backlog = Backlog(estimates, [file.group_rows for file in source.files])
             leased = [backlog.take("a worker") for _ in left]
             assert sorted(filter(None, leased)) == list(left)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specextend.cluster.estimates import TokenEstimate
+from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.exits import Interrupt, WorkersFailError
 from specextend.cluster.scheduler import MAX_DEATHS
 from specextend.cluster.workers import MAX_FRUITLESS_DEATHS
