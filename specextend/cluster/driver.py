@@ -150,7 +150,7 @@ class Driver:
         self.pool.kill(worker)
         self.record.worker_gone(worker, RELEASED)
         self.roster.let_go(worker)
-        self.ledger.running(worker, [])
+        self.ledger.running(worker, {})
 
     def _show(self) -> None:
         now = self.clock()
@@ -201,11 +201,11 @@ class Driver:
         for worker in self.scheduler.stalled(now):
             reason = f"no step for {self.job.stall_s:.0f} s"
             self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
-            self.metrics.worker_lost(worker, "stalled")
+            self.metrics.worker_lost("stalled")
             self.pool.kill(worker)
             self.record.worker_gone(worker, reason)
             self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
-            self.ledger.running(worker, [])
+            self.ledger.running(worker, {})
             self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker, now)
         self._remember_charges()
 
@@ -228,9 +228,8 @@ class Driver:
                 self.scheduler.report(worker, report.num_steps, report.outputs, now)
                 self._guard.stepped(worker, report.num_steps, now)
                 leases = {name: self.scheduler.lease(name) for name in report.outputs}
-                held = {name: lease.key for name, lease in leases.items() if lease is not None}
-                self.ledger.running(worker, [(key, report.outputs[name]) for name, key in held.items()])
-                self.metrics.running(worker, {name: report.outputs[name] for name in held})
+                outputs = {lease.key: report.outputs[name] for name, lease in leases.items() if lease is not None}
+                self.metrics.running(worker, self.ledger.running(worker, outputs))
                 self.committer.audited(report.audits)
                 if self._audit_end is not None:
                     self._audit_end.reported(worker, report, now)
@@ -283,8 +282,7 @@ class Driver:
             self._errors.done()
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
             self.committer.add(outcome.row)
-            self.metrics.done(worker, lease.lease_id, outcome)
-            self.ledger.finish(lease.key, outcome.stats, worker)
+            self.metrics.done(worker, outcome, self.ledger.finish(lease.key, outcome.stats, worker))
         else:
             self._fail(lease.key, lease.attempt, outcome, worker, now)
 
@@ -321,14 +319,14 @@ class Driver:
 
     def _died(self, event: Died, now: float) -> None:
         with_node = event.with_node or self.scheduler.is_draining(event.worker)
-        self.metrics.worker_lost(event.worker, "node" if with_node else "died")
+        self.metrics.worker_lost("node" if with_node else "died")
         if with_node:
             given_up = self.scheduler.lose(event.worker, f"the node was lost: {event.reason}")
         else:
             message = f"the worker died: {event.reason}"
             given_up = self.scheduler.leave(event.worker, "WorkerDied", message)
         self._give_up(given_up, event.worker, now)
-        self.ledger.running(event.worker, [])
+        self.ledger.running(event.worker, {})
 
     def _give_up(self, given_up: list[GivenUp], worker: str, now: float) -> None:
         for item in given_up:
