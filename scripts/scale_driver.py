@@ -40,7 +40,7 @@ from specextend.cluster.backlog import Estimates, RowSet  # noqa: E402
 from specextend.cluster.display import Display  # noqa: E402
 from specextend.cluster.driver import Driver  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
-from specextend.cluster.leases import Lease, Limits  # noqa: E402
+from specextend.cluster.leases import Lease  # noqa: E402
 from specextend.cluster.lock import OutputLock  # noqa: E402
 from specextend.cluster.metrics import Metrics  # noqa: E402
 from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
@@ -139,7 +139,7 @@ def measure_memory(options: DriverScale) -> dict[str, Any]:
     every = (DocumentKey(file, row) for file, rows in enumerate(corpus.file_rows) for row in range(rows))
     keys = RowSet(corpus.file_rows, every)
     ledger = Ledger(corpus.estimates, 0, 0)
-    plan = Scheduler(corpus.estimates, Limits(), BATCH + EXTRA_LEASES, group_rows=corpus.groups)
+    plan = Scheduler(corpus.estimates, JobOptions(), BATCH + EXTRA_LEASES, group_rows=corpus.groups)
     gc.collect()
     held = process.memory_info().rss - before
     assert len(keys) == plan.num_open == len(corpus.estimates)
@@ -259,10 +259,9 @@ def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
     writers = PartWriter(output, RUN_ID), AuditWriter(output, RUN_ID)
-    limits = Limits(deadline_s=job.document_deadline_s, stall_s=job.stall_s)
     record, num_leases = StartRecord(output, RUN_ID, config), BATCH + EXTRA_LEASES
     return Driver(
-        scheduler=Scheduler(corpus.estimates, limits, num_leases, group_rows=corpus.groups, num_extra=EXTRA_LEASES),
+        scheduler=Scheduler(corpus.estimates, job, num_leases, group_rows=corpus.groups, num_extra=EXTRA_LEASES),
         pool=cluster,
         roster=Roster(options.workers),
         committer=Committer(output, *writers, record, lock, rows_per_commit(job.workers), job.commit_every_s),

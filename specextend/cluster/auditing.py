@@ -7,12 +7,11 @@ speculating neighbours they would pay for rows that are not theirs. Pure, apart 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from specextend.cluster.messages import Failed, Suspected, WorkerReport
+from specextend.cluster.messages import Failed, Suspected
 from specextend.core import Completion, DocumentKey, Request
 from specextend.data.audit_rows import audit_row
 
@@ -102,37 +101,3 @@ class Auditor:
             error = f"{outcome.error_class}: {outcome.message}"
             row = audit_row(case.key, case.doc_id, case.completion, None, error)
         return row | {"batch_size": case.batch_size, "is_full_batch": case.batch_size == self._batch_size}
-
-
-class AuditEnd:
-    """Waits, at the end of a run, until the workers have audited what they hold."""
-
-    def __init__(self, workers: Iterable[str], stall_s: float, now: float) -> None:
-        """Take the workers that are ready, and the seconds without a step after which one is given up."""
-        self._stall_s = stall_s
-        self._steps = dict.fromkeys(workers, (-1, now))
-
-    @property
-    def is_over(self) -> bool:
-        """Return True once no worker has anything left."""
-        return not self._steps
-
-    def reported(self, worker: str, report: WorkerReport, now: float) -> None:
-        """Note a worker's answer to a poll."""
-        if worker not in self._steps:
-            return
-        if report.is_ending and not report.num_audits_open:
-            del self._steps[worker]
-        elif report.num_steps != self._steps[worker][0]:
-            self._steps[worker] = report.num_steps, now
-
-    def gone(self, worker: str) -> None:
-        """Note that a worker died."""
-        self._steps.pop(worker, None)
-
-    def give_up(self, now: float) -> list[str]:
-        """Stop waiting for workers that make no step; return them."""
-        late = [worker for worker, (_, since) in self._steps.items() if now - since > self._stall_s]
-        for worker in late:
-            del self._steps[worker]
-        return late

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specextend.cluster.auditing import AuditEnd
 from specextend.cluster.display import Display, Fact, Pace, lease_facts, place_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
 from specextend.cluster.leases import GivenUp, Lease, Place
@@ -70,7 +69,8 @@ class Driver:
     """Hosts of the workers that were ready once."""
     _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
-    _audit_end: AuditEnd | None = None
+    _auditing: set[str] = field(default_factory=set)
+    """Workers that have documents to audit after the last lease."""
 
     def __post_init__(self) -> None:
         self._guard = StallGuard(self.job.silence_s, self.clock())
@@ -107,8 +107,6 @@ class Driver:
         except Exception:
             self.committer.commit()
             raise
-        finally:
-            self.metrics.flush()
         self.committer.commit()
 
     def _turn(self) -> None:
@@ -162,15 +160,16 @@ class Driver:
         """Let the workers audit what they still hold, after the last document. One that hangs is not waited for."""
         self.display.event("audit_ends", workers=self.roster.num_ready)
         self.pool.is_ending = True
-        self._audit_end = AuditEnd(self.roster.ready_workers(), self.job.stall_s, self.clock())
-        while not self._audit_end.is_over:
+        self._auditing = set(self.roster.ready_workers())
+        guard = self._guard = StallGuard(self.job.stall_s, self.clock())
+        while self._auditing and not guard.is_stalled(self.clock()):
             self.interrupt.check()
             self._collect(TICK_S)
             self.committer.commit_if_due(self.clock())
             self._show()
-            for worker in self._audit_end.give_up(self.clock()):
-                message = f"{worker} has made no step for {self.job.stall_s:.0f} s: the rest of its audit is left out"
-                self.display.note(message, "audit_given_up", worker=worker)
+        for worker in self._auditing:
+            message = f"{worker} has made no step for {self.job.stall_s:.0f} s: the rest of its audit is left out"
+            self.display.note(message, "audit_given_up", worker=worker)
 
     def _collect(self, timeout_s: float) -> None:
         for event in self.pool.wait(timeout_s):
@@ -191,7 +190,7 @@ class Driver:
     def _enforce(self, now: float) -> None:
         """Cancel overdue documents and kill workers that hang."""
         for lease in self.scheduler.overdue(now):
-            seconds = self.scheduler.limits.seconds_for(lease.num_tokens)
+            seconds = self.scheduler.seconds_for(lease)
             message = f"not done {seconds:.0f} s after the start of its prefill"
             worker, doc_id = self.scheduler.holder(lease.lease_id), self.source.doc_id(lease.key)
             facts = lease_facts(worker, lease) | {"document": doc_id}
@@ -231,14 +230,13 @@ class Driver:
                 outputs = {lease.key: report.outputs[name] for name, lease in leases.items() if lease is not None}
                 self.metrics.running(worker, self.ledger.running(worker, outputs))
                 self.committer.audited(report.audits)
-                if self._audit_end is not None:
-                    self._audit_end.reported(worker, report, now)
+                if report.is_ending and not report.num_audits_open:
+                    self._auditing.discard(worker)
             case Draining(worker):
                 self._drain(worker)
             case Dying(worker, reason):
                 self.record.worker_gone(worker, reason)
-                if self._audit_end is not None:
-                    self._audit_end.gone(worker)
+                self._auditing.discard(worker)
                 self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
                 self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
             case Died():

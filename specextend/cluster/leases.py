@@ -1,4 +1,4 @@
-"""Leases: the documents and workers that they join, the places where they run, and their limits. Pure.
+"""Leases: the documents and workers that they join and the places where they run. Pure.
 
 A lease is one document handed to one worker, once. A document is charged an attempt when its lease ends in a way that
 may be its fault; after `max_attempts` of these it is given up. Times are seconds of any monotonic clock that the caller
@@ -25,22 +25,6 @@ class Place(NamedTuple):
     host: str
     device: str
     """Its accelerators, or its seat if there are none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Limits after which a document is given up or a worker counts as hung."""
-
-    max_attempts: int = 3
-    """Charged attempts before a document becomes an error row."""
-    deadline_s: float = 600.0
-    """Seconds that a document may take from the start of its prefill, and as much again for each 1,000 tokens."""
-    stall_s: float = 600.0
-    """Seconds without a step before a worker counts as hung."""
-
-    def seconds_for(self, num_tokens: int) -> float:
-        """Return the seconds that a document of so many tokens may take."""
-        return self.deadline_s * (1 + num_tokens / 1000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,6 @@ class Metrics:
         for metric in (*self._counters.values(), *self._gauges.values(), *self._histograms.values()):
             metric.set_default_tags({"run_id": run_id})
         self._pace = Pace(EVERY_S)
-        self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        """What counters have to be raised by, by name and tags: raising one takes as long as ten additions."""
 
     def running(self, worker: str, num_new_tokens: int) -> None:
         """Record output tokens of documents that a worker decodes."""
@@ -110,7 +108,6 @@ class Metrics:
         """Set the gauges, if enough time has passed since the last time."""
         if not self._pace.is_due(now):
             return
-        self.flush()
         self._gauges["rows_left"].set(snapshot.num_rows - snapshot.num_done - snapshot.num_errors)
         self._gauges["documents_running"].set(snapshot.num_running)
         self._gauges["workers"].set(snapshot.num_workers)
@@ -118,14 +115,7 @@ class Metrics:
         if snapshot.eta_s is not None:
             self._gauges["eta_seconds"].set(snapshot.eta_s)
 
-    def flush(self) -> None:
-        """Raise the counters by what was counted since the last time."""
-        counted, self._counted = self._counted, {}
-        for (name, tags), amount in counted.items():
-            self._counters[name].inc(amount, dict(tags))
-
     def _count(self, name: str, amount: float, **tags: str) -> None:
         """Add to a counter, unless the amount is 0, which Ray refuses."""
         if amount > 0:
-            key = name, tuple(tags.items())
-            self._counted[key] = self._counted.get(key, 0) + amount
+            self._counters[name].inc(amount, tags)

@@ -31,7 +31,7 @@ from specextend.cluster.exits import (
     reading,
     writing,
 )
-from specextend.cluster.leases import Limits, Tried
+from specextend.cluster.leases import Tried
 from specextend.cluster.lock import OutputLock
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
@@ -256,7 +256,6 @@ class _LockedRun:
 
     def _driver(self, config: RunConfig, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
         source, output, manifest, job = self.prepared.source, self.prepared.output, self.prepared.manifest, config.job
-        limits = Limits(max_attempts=job.max_attempts, deadline_s=job.document_deadline_s, stall_s=job.stall_s)
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
         with writing(output):
@@ -265,7 +264,7 @@ class _LockedRun:
             audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(
-                plan.estimates, limits, num_leases, f"{self.run_id}-", tried, group_rows, num_extra=EXTRA_LEASES
+                plan.estimates, job, num_leases, f"{self.run_id}-", tried, group_rows, num_extra=EXTRA_LEASES
             ),
             pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),
             roster=Roster(job.workers),

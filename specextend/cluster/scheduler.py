@@ -16,10 +16,14 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from specextend.cluster.backlog import Backlog, Estimates, Rank, rank
-from specextend.cluster.leases import MAX_LOSSES, GivenUp, HeldLease, Holder, Lease, Limits, OpenDocument, Place, Tried
+from specextend.cluster.leases import MAX_LOSSES, GivenUp, HeldLease, Holder, Lease, OpenDocument, Place, Tried
 from specextend.core import DocumentKey
+
+if TYPE_CHECKING:  # it imports torch
+    from specextend.config import JobOptions
 
 MAX_DEATHS = 6
 """Deaths of workers at one place in a row, without a document done between, before it is left out."""
@@ -37,7 +41,7 @@ class Scheduler:
     def __init__(
         self,
         estimates: Estimates,
-        limits: Limits,
+        job: JobOptions,
         leases_per_worker: int,
         stem: str = "",
         tried: Mapping[DocumentKey, Tried] | None = None,
@@ -51,7 +55,7 @@ class Scheduler:
         those of a worker's leases that wait there behind a full batch; near the end there are none, for the sake of
         workers that have nothing to do.
         """
-        self.limits = limits
+        self._job = job
         self.num_open = len(estimates)
         """Number of documents that are neither finished nor given up."""
         self._estimates, self._stem = estimates, stem
@@ -262,10 +266,14 @@ class Scheduler:
         self._close(held.document)
         return True
 
+    def seconds_for(self, lease: Lease) -> float:
+        """Return the seconds that a document may take from the start of its prefill."""
+        return self._job.document_deadline_s * (1 + lease.num_tokens / 1000)
+
     def overdue(self, now: float) -> list[Lease]:
         """List the leases past their document's deadline."""
         started = ((held.lease, held.started_at) for held in self._held.values() if held.started_at is not None)
-        return [lease for lease, since in started if now - since > self.limits.seconds_for(lease.num_tokens)]
+        return [lease for lease, since in started if now - since > self.seconds_for(lease)]
 
     def expire(self, lease_id: str, message: str) -> list[GivenUp]:
         """Take an overdue lease back and charge its document. Call `closed` when the worker has let go of it."""
@@ -296,7 +304,7 @@ class Scheduler:
         """Charge the document of a lease in force that nobody can read, and let it wait for `PAUSE_S`."""
         document = self._release(lease_id).document
         document.attempts += 1
-        if document.num_counted >= self.limits.max_attempts:
+        if document.num_counted >= self._job.max_attempts:
             return [self._give_up(document, error_class, message)]
         heapq.heappush(self._later, (now + PAUSE_S, document.key))
         return []
@@ -354,7 +362,7 @@ class Scheduler:
         return [
             name
             for name, worker in self._workers.items()
-            if not worker.is_gone and not worker.is_empty and now - worker.moved_at > self.limits.stall_s
+            if not worker.is_gone and not worker.is_empty and now - worker.moved_at > self._job.stall_s
         ]
 
     def suspend(self, worker: str) -> bool:
@@ -437,9 +445,9 @@ class Scheduler:
         If it is not certain to be at fault, its last attempt is kept for a run alone.
         """
         document.struck.add(place)
-        if is_certain or document.num_counted + 1 < self.limits.max_attempts:
+        if is_certain or document.num_counted + 1 < self._job.max_attempts:
             document.attempts += 1
-        if document.num_counted >= self.limits.max_attempts:
+        if document.num_counted >= self._job.max_attempts:
             return [self._give_up(document, error_class, message)]
         self._has_charged = True
         self._put_back(document)

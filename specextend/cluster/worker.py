@@ -10,10 +10,10 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 import torch
@@ -30,7 +30,7 @@ from specextend.data.quality import assess
 from specextend.data.schema import result_row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error
-from specextend.decoding.engine import BatchError
+from specextend.decoding.engine import BatchError, Engine
 from specextend.document_requests import Summary, advance, as_document_error, shared_start, summarize
 from specextend.inbox import Inbox
 from specextend.pairing import check_files
@@ -40,44 +40,7 @@ DEVICE_EXIT_CODE = 70
 """Exit code of a worker whose GPU context is beyond use."""
 
 
-class EngineLike(Protocol):
-    """An engine, as far as a worker needs it."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return a transformers fast tokenizer."""
-
-    @property
-    def num_steps(self) -> int:
-        """Return a counter that grows with every prefill chunk and every decoding step."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Return the most tokens of one request, prompt and output."""
-
-    @property
-    def num_active(self) -> int:
-        """Count the sequences in the engine now."""
-
-    def generate(
-        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Completion]:
-        """Decode requests as they come; yields completions as they finish."""
-
-    def share_start(self, token_ids: Sequence[int]) -> None:
-        """Read tokens that most prompts begin with only once."""
-
-    def limits(self) -> dict[str, float] | None:
-        """Return what its device can do and what its target asks of it, if that is known."""
-
-    def cancel(self, request_id: str) -> None:
-        """Drop a sequence between two steps."""
-
-    def progress(self) -> dict[str, int]:
-        """Return the output tokens so far by request, for requests whose prefill has begun."""
-
-
-EngineFactory = Callable[[RunConfig], EngineLike]
+EngineFactory = Callable[[RunConfig], Engine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +51,7 @@ class CheckedFactory:
     hashes: Mapping[str, str]
     """Hashes of the run's models, by `target`, `tokenizer` and `draft`."""
 
-    def __call__(self, config: RunConfig) -> EngineLike:
+    def __call__(self, config: RunConfig) -> Engine:
         """Compare the files on this machine, then build the engine. Raises ModelError."""
         check_files(config.target, config.active_draft, self.hashes)
         return self.factory(config)
@@ -97,7 +60,7 @@ class CheckedFactory:
 class Worker:
     """Holds an engine and answers `run` with a document's outcome. `worker_actor` makes it an actor."""
 
-    _engine: EngineLike
+    _engine: Engine
     _prompts: Prompts
     _limits: dict[str, float] | None
 

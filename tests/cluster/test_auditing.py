@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specextend.cluster.auditing import AuditEnd, Auditor, is_sampled
-from specextend.cluster.messages import Failed, Suspected, WorkerReport
+from specextend.cluster.auditing import Auditor, is_sampled
+from specextend.cluster.messages import Failed, Suspected
 from specextend.core import Agreement, Completion, DocumentKey, Request, SamplingParams
 from specextend.stats import DecodingStats
 
@@ -93,31 +93,3 @@ def test_an_audit_that_fails_is_a_row_with_its_error(how):
     assert all(row.get("num_equal_tokens") is None for row in failed)
     assert len(auditor.rows(0)) == 2
     assert (auditor.num_open, auditor.is_due) == (0, False)
-
-
-def report(num_steps: int, num_open: int, is_ending: bool = True) -> WorkerReport:
-    return WorkerReport(num_steps, {}, num_audits_open=num_open, is_ending=is_ending)
-
-
-def test_the_end_waits_for_every_worker_that_moves():
-    """An answer to an older poll may not know of the last document yet."""
-    end = AuditEnd(["a", "b", "c"], stall_s=60, now=0.0)
-    end.reported("a", report(5, 0, is_ending=False), now=1.0)
-    end.reported("a", report(5, 0), now=2.0)
-    end.reported("b", report(7, 2), now=3.0)
-    end.gone("c")
-    assert not end.is_over
-    assert end.give_up(now=60.0) == []
-    end.reported("b", report(8, 1), now=60.0)
-    assert end.give_up(now=119.0) == []
-    end.reported("b", report(9, 0), now=120.0)
-    assert end.is_over
-
-
-def test_a_worker_that_hangs_is_not_waited_for():
-    """The summaries are done; no night is to end with a hung audit."""
-    end = AuditEnd(["a"], stall_s=60, now=0.0)
-    end.reported("a", report(5, 1), now=1.0)
-    end.reported("a", report(5, 1), now=59.0)
-    assert end.give_up(now=62.0) == ["a"]
-    assert end.is_over

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from specextend.cluster.backlog import TokenEstimate
-from specextend.cluster.leases import Limits, Place
+from specextend.cluster.leases import Place
 from specextend.cluster.progress import (
     DEFAULT_OUTPUT_COST,
     MAX_GAP_S,
@@ -11,6 +11,7 @@ from specextend.cluster.progress import (
     Ledger,
 )
 from specextend.cluster.scheduler import Scheduler
+from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
 from tests.cluster.lengths import estimates_of, rows_of_length
@@ -87,7 +88,7 @@ def test_a_suspended_driver_holds_nobody_for_silent():
     """A virtual machine that was moved: every worker looked as if it had hung for an hour, and was killed."""
     source = Jumps()
     clock = AwakeClock(source)
-    plan = Scheduler(rows_of_length([5]), Limits(stall_s=60.0, deadline_s=60.0), leases_per_worker=1)
+    plan = Scheduler(rows_of_length([5]), JobOptions(stall_s=60.0, document_deadline_s=60.0), leases_per_worker=1)
     plan.join("a", Place("host", "GPU 0"), clock())
     [(_, lease)] = plan.assign(clock())
     plan.report("a", 1, [lease.lease_id], clock())

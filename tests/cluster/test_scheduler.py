@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from specextend.cluster.leases import MAX_LOSSES, GivenUp, Limits, Place, Tried
+from specextend.cluster.leases import MAX_LOSSES, GivenUp, Place, Tried
 from specextend.cluster.scheduler import ALONE_SHARE, PAUSE_S, Scheduler
+from specextend.config import JobOptions
 from tests.cluster.lengths import rows_of_length
 from tests.cluster.schedulers import at, granted, ids, key, scheduler
 
@@ -107,7 +108,7 @@ def test_an_idle_worker_does_not_stall():
 
 def test_near_the_end_nothing_waits_behind_a_full_batch():
     """The last documents would wait for the longest one while another worker idles."""
-    plan = Scheduler(rows_of_length([9] * 9), Limits(), 3, num_extra=2)
+    plan = Scheduler(rows_of_length([9] * 9), JobOptions(), 3, num_extra=2)
     for worker in "ab":
         plan.join(worker, at(worker), 0)
     first = plan.assign(0)
@@ -147,7 +148,7 @@ def test_a_worker_that_cannot_read_rests_while_others_go_on_and_does_not_hang():
 def test_a_document_goes_to_another_host_first_then_to_another_device_then_anywhere():
     """What kills a worker may be its machine."""
     spots = {"a": ("h", "GPU 0"), "b": ("h", "GPU 1"), "c": ("i", "GPU 0")}
-    plan = scheduler([5], limits=Limits(max_attempts=9))
+    plan = scheduler([5], job=JobOptions(max_attempts=9))
     for worker, (host, device) in spots.items():
         plan.join(worker, Place(host, device), 0)
     was_at = []
@@ -183,7 +184,7 @@ def test_few_workers_are_kept_for_documents_that_run_alone():
 def test_a_start_goes_on_where_the_last_one_stopped_counting():
     """Each start gave a document that kills its worker all its attempts again."""
     tried = {key(0): Tried(2, frozenset({at("a")}))}
-    plan = Scheduler(rows_of_length([5, 5]), Limits(max_attempts=3), 2, tried=tried)
+    plan = Scheduler(rows_of_length([5, 5]), JobOptions(max_attempts=3), 2, tried=tried)
     plan.join("a", at("a"), 0)
     assert plan.num_wanted == 3, "a worker elsewhere, beside one for each document"
     plan.join("b", at("b"), 0)
@@ -194,7 +195,7 @@ def test_a_start_goes_on_where_the_last_one_stopped_counting():
 
 def test_attempts_before_an_error_row_are_counted_on_and_forgiven():
     """`--retry-errors` asks for new attempts; the row says how many there were in all."""
-    plan = Scheduler(rows_of_length([5]), Limits(max_attempts=2), 2, tried={key(0): Tried(3, forgiven=3)})
+    plan = Scheduler(rows_of_length([5]), JobOptions(max_attempts=2), 2, tried={key(0): Tried(3, forgiven=3)})
     for worker in ("a", "b"):
         plan.join(worker, at(worker), 0)
         [(_, lease)] = plan.assign(0)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from specextend.cluster.leases import Lease, Limits, Place
+from specextend.cluster.leases import Lease, Place
 from specextend.cluster.scheduler import IDLE_S, Scheduler
 from specextend.cluster.workers import Roster
+from specextend.config import JobOptions
 from tests.cluster.lengths import rows_of_length
 
 
 def plan_of(lengths: list[int], workers: str, leases_per_worker: int = 2) -> Scheduler:
     """A scheduler with a worker for each letter, each on a node of its own."""
-    plan = Scheduler(rows_of_length(lengths), Limits(), leases_per_worker)
+    plan = Scheduler(rows_of_length(lengths), JobOptions(), leases_per_worker)
     for name in workers:
         plan.join(name, Place(f"host {name}", "GPU 0"), 0)
     return plan

@@ -10,7 +10,7 @@ from typing import Any
 from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
 from specextend.cluster.exits import Interrupt
-from specextend.cluster.leases import Lease, Limits, Tried
+from specextend.cluster.leases import Lease, Tried
 from specextend.cluster.lock import FolderLock
 from specextend.cluster.messages import (
     CallLost,
@@ -217,11 +217,10 @@ def driver_of(
     config = RunConfig.from_values(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
-    limits = Limits(max_attempts=job.max_attempts, deadline_s=job.document_deadline_s, stall_s=job.stall_s)
     lock = FolderLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
     planned, record = estimates_of(estimates), StartRecord(output, run_id, config)
     return Driver(
-        scheduler=Scheduler(planned, limits, LEASES, f"{run_id}-", tried),
+        scheduler=Scheduler(planned, job, LEASES, f"{run_id}-", tried),
         pool=pool,
         roster=Roster(job.workers),
         committer=Committer(
