@@ -40,8 +40,8 @@ from specextend.cluster.backlog import Estimates, RowSet  # noqa: E402
 from specextend.cluster.display import Display  # noqa: E402
 from specextend.cluster.driver import Driver  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
-from specextend.cluster.leases import Lease  # noqa: E402
 from specextend.cluster.lock import OutputLock  # noqa: E402
+from specextend.cluster.messages import Lease  # noqa: E402
 from specextend.cluster.metrics import Metrics  # noqa: E402
 from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
 from specextend.cluster.records import Committer, StartRecord, rows_per_commit  # noqa: E402

@@ -14,8 +14,7 @@ from typing import Any, Literal, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from specextend.cluster.leases import Lease
-from specextend.cluster.messages import Done
+from specextend.cluster.messages import Done, Lease
 from specextend.cluster.progress import Snapshot, describe_duration
 from specextend.core import DocumentKey, counted, printable
 from specextend.terminal import raw_stream, wrap_streams

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from specextend.cluster.display import Display, Fact, Pace, lease_facts, place_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
-from specextend.cluster.leases import GivenUp, Lease, Place
 from specextend.cluster.messages import (
     Begun,
     CallLost,
@@ -18,7 +17,10 @@ from specextend.cluster.messages import (
     Dying,
     Event,
     Failed,
+    GivenUp,
+    Lease,
     Outcome,
+    Place,
     Polled,
     Ready,
     Returned,

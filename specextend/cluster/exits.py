@@ -31,12 +31,22 @@ LAST_S = 3.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class RefusedError(ValueError):
+class RunError(Exception):
+    """An end of a run whose message tells the user what to do: it is printed without a traceback."""
+
+    exit_code = EXIT_FAILED
+
+
+class RefusedError(RunError, ValueError):
     """A configuration or an input that cannot be run, said in one line before a model is loaded: exit 2."""
 
+    exit_code = EXIT_REFUSED
 
-class LockHeldError(RuntimeError):
+
+class LockHeldError(RunError):
     """Another driver holds the output folder and is alive: exit 4."""
+
+    exit_code = EXIT_LOCKED
 
 
 class LockLostError(LockHeldError):
@@ -46,70 +56,54 @@ class LockLostError(LockHeldError):
     """
 
 
-class LockGoneError(RuntimeError):
+class LockGoneError(RunError):
     """Somebody removed the lock, perhaps a driver that took over and has finished: exit 1.
 
     Nothing more may be committed.
     """
 
 
-class OtherRunError(ValueError):
+class OtherRunError(RunError, ValueError):
     """The output folder belongs to another run, and the message says what differs: exit 5."""
 
+    exit_code = EXIT_OTHER_RUN
 
-class WorkersFailError(RuntimeError):
+
+class WorkersFailError(RunError):
     """Workers cannot be built, or all of them die: exit 1."""
 
 
-class ClusterError(RuntimeError):
+class ClusterError(RunError):
     """Ray cannot be started or joined, so nothing was decoded: exit 1."""
 
 
-class StoreError(RuntimeError):
+class StoreError(RunError):
     """The store of the input or of the models does not answer: exit 1. Finished work is kept; run again to resume."""
 
 
-class StalledRunError(RuntimeError):
+class StalledRunError(RunError):
     """No worker has read or written a token for too long: exit 1. Finished work is kept; run again to resume."""
 
 
-class OutputError(RuntimeError):
+class OutputError(RunError):
     """The output folder cannot be read or written: exit 1. Committed work is kept; run again to resume."""
 
 
-class TooManyErrorsError(RuntimeError):
+class TooManyErrorsError(RunError):
     """Most documents fail, so the run has stopped early: exit 3. Finished work is kept."""
+
+    exit_code = EXIT_TOO_MANY_ERRORS
 
 
 class InterruptedRunError(Exception):
     """The run was told to stop: exit 75. Run again to resume."""
 
-
-SAID_IN_ONE_LINE = (
-    RefusedError,
-    LockHeldError,
-    LockGoneError,
-    OtherRunError,
-    OutputError,
-    StoreError,
-    ClusterError,
-    WorkersFailError,
-    StalledRunError,
-    TooManyErrorsError,
-)
-"""Exceptions whose message tells the user what to do: they are printed without a traceback."""
+    exit_code = EXIT_INTERRUPTED
 
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a run that ended with this exception."""
-    codes: dict[type[BaseException], int] = {
-        RefusedError: EXIT_REFUSED,
-        LockHeldError: EXIT_LOCKED,
-        OtherRunError: EXIT_OTHER_RUN,
-        TooManyErrorsError: EXIT_TOO_MANY_ERRORS,
-        InterruptedRunError: EXIT_INTERRUPTED,
-    }
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_FAILED)
+    return error.exit_code if isinstance(error, RunError | InterruptedRunError) else EXIT_FAILED
 
 
 @contextmanager
@@ -170,7 +164,7 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise InterruptedRunError once the run was told to stop."""
-        if self._reason is None and self._deadline is not None and time.monotonic() >= self._deadline:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
             self.tell("job.deadline_s has passed")
         if self._reason is not None:
             raise InterruptedRunError(self._reason)

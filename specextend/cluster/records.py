@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
-from specextend.cluster.leases import Place, Tried
 from specextend.cluster.lock import FolderLock, LockHolder, read_lock
-from specextend.cluster.messages import WorkerInfo
+from specextend.cluster.messages import Place, Tried, WorkerInfo
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.fingerprint import num_input_rows, read_manifest

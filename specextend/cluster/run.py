@@ -31,8 +31,8 @@ from specextend.cluster.exits import (
     reading,
     writing,
 )
-from specextend.cluster.leases import Tried
 from specextend.cluster.lock import OutputLock
+from specextend.cluster.messages import Tried
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.prepare import (

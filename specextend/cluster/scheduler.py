@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specextend.cluster.backlog import Backlog, Estimates, Rank, rank
-from specextend.cluster.leases import MAX_LOSSES, GivenUp, HeldLease, Holder, Lease, OpenDocument, Place, Tried
+from specextend.cluster.messages import MAX_LOSSES, GivenUp, HeldLease, Holder, Lease, OpenDocument, Place, Tried
 from specextend.core import DocumentKey
 
 if TYPE_CHECKING:  # it imports torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import heapq
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,7 +27,6 @@ from ray.exceptions import (
 
 from specextend.cluster.display import Pace
 from specextend.cluster.exits import WorkersFailError
-from specextend.cluster.leases import Lease
 from specextend.cluster.messages import (
     Begun,
     CallLost,
@@ -37,6 +36,7 @@ from specextend.cluster.messages import (
     EngineBrokenError,
     Event,
     Failed,
+    Lease,
     Polled,
     Ready,
     Returned,
@@ -193,7 +193,8 @@ class _Actor:
     info: WorkerInfo | None = None
     host: str = ""
     """Known once there is a process."""
-    loads_since: float | None = None
+    loads_since: float = math.inf
+    poll_at: float = math.inf
     calls: dict[Any, _Call] = field(default_factory=dict)
     """Its calls that have not been answered, by reference."""
     is_draining: bool = False
@@ -222,10 +223,6 @@ class Pool:
     _runs: dict[str, Any] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
     """Calls that have been answered, with their references. Ray puts them in from a thread of its own."""
-    _loading: set[str] = field(default_factory=set)
-    _dying: set[str] = field(default_factory=set)
-    _polls: list[tuple[float, str]] = field(default_factory=list)
-    """Heap of the workers to poll, and when."""
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
     _source_ref: Any = None
 
@@ -235,7 +232,6 @@ class Pool:
             self._source_ref = ray.put(self.source)
         handle = worker_actor(self.config, self.num_leases).remote(self.config, self._source_ref, self.factory)
         self._actors[worker] = _Actor(handle)
-        self._loading.add(worker)
         self._expect(handle.begun.remote(), _Call(worker, "begun"))
         self._expect(handle.ready.remote(), _Call(worker, "ready"))
 
@@ -254,10 +250,6 @@ class Pool:
         """Cancel a lease's call; `CallLost` follows, or its outcome if that was faster."""
         if (reference := self._runs.get(lease_id)) is not None:
             ray.cancel(reference)
-
-    def kill(self, worker: str) -> None:
-        """End a worker and forget its calls."""
-        self._forget(worker)
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call; wait for one up to `timeout_s`."""
@@ -280,22 +272,21 @@ class Pool:
     def close(self) -> None:
         """End every worker."""
         for worker in list(self._actors):
-            self._forget(worker)
+            self.kill(worker)
 
     def _poll(self) -> None:
         now = self.clock()
-        while self._polls and self._polls[0][0] <= now:
-            _, worker = heapq.heappop(self._polls)
-            if worker in self._actors and worker not in self._dying:
-                self._ask(worker)
+        for worker, actor in self._actors.items():
+            if actor.poll_at <= now and actor.dying_since is None:
+                self._ask(worker, actor)
 
-    def _poll_later(self, worker: str) -> None:
-        heapq.heappush(self._polls, (self.clock() + poll_every_s(len(self._actors)), worker))
-
-    def _ask(self, worker: str) -> None:
-        actor = self._actors[worker]
+    def _ask(self, worker: str, actor: _Actor) -> None:
+        actor.poll_at = math.inf
         poll = actor.handle.progress.remote(actor.num_audits, self.is_ending)
         self._expect(poll, _Call(worker, "poll"))
+
+    def _poll_later(self, actor: _Actor) -> None:
+        actor.poll_at = self.clock() + poll_every_s(len(self._actors))
 
     def _answer(self, call: _Call, reference: Any, future: Future[Any]) -> list[Event]:
         actor = self._actors.get(call.worker)
@@ -314,11 +305,10 @@ class Pool:
             return [Begun(call.worker)]
         if call.kind == "ready":
             actor.info = value
-            self._loading.discard(call.worker)
-            self._poll_later(call.worker)
+            self._poll_later(actor)
             return [Ready(call.worker, value)]
         if call.kind == "poll":
-            self._poll_later(call.worker)
+            self._poll_later(actor)
             actor.num_audits += len(value.audits)
             return [Polled(call.worker, value)]
         assert call.lease is not None
@@ -332,7 +322,7 @@ class Pool:
             return self._dies(call.worker, actor, "its process ended")
         if actor.dying_since is None:
             actor.is_out_of_reach = True
-            self._ask(call.worker)  # shows if it is dead or far
+            self._ask(call.worker, actor)  # shows if it is dead or far
         return self._dies(call.worker, actor, "it is out of reach")
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
@@ -342,7 +332,7 @@ class Pool:
             actor.has_spoken = True
             return self._dies(call.worker, actor, first_line(error.cause))
         if call.kind == "poll":
-            self._poll_later(call.worker)
+            self._poll_later(actor)
             return []
         assert call.lease is not None
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
@@ -350,26 +340,21 @@ class Pool:
         return [CallLost(call.worker, call.lease, first_line(error))]
 
     def _start_failed(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
-        self._forget(worker)
+        self.kill(worker)
         return [StartFailed(worker, f"{reason} (on {actor.host})" if actor.host else reason)]
 
     def _overdue_starts(self) -> list[Event]:
         """Give up workers that hang while they load. One that waits for its resources does not load yet."""
-        now, limit_s = self.clock(), START_S
-        loading = {name: self._actors[name] for name in self._loading}
-        late = {
-            name: actor
-            for name, actor in loading.items()
-            if actor.loads_since is not None and now - actor.loads_since > limit_s
-        }
-        reason = f"its models were not loaded within {limit_s:.0f} s"
-        return [event for name, actor in late.items() for event in self._start_failed(name, actor, reason)]
+        began_before = self.clock() - START_S
+        loading = [(name, actor) for name, actor in self._actors.items() if actor.info is None]
+        late = [(name, actor) for name, actor in loading if actor.loads_since < began_before]
+        reason = f"its models were not loaded within {START_S:.0f} s"
+        return [event for name, actor in late for event in self._start_failed(name, actor, reason)]
 
     def _dies(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
         if actor.dying_since is not None:
             return []
         actor.dying_since, actor.reason = self.clock(), reason
-        self._dying.add(worker)
         return [Dying(worker, reason)]
 
     def _drains(self) -> list[Event]:
@@ -388,7 +373,7 @@ class Pool:
 
     def _verdicts(self) -> list[Event]:
         """Forget the dying workers whose cause of death is known by now, and report it."""
-        dying = {name: self._actors[name] for name in self._dying}
+        dying = {name: actor for name, actor in self._actors.items() if actor.dying_since is not None}
         if not dying:
             return []
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -397,7 +382,7 @@ class Pool:
             assert actor.info is not None
             node_died = actor.info.node_id not in alive
             if node_died or self._is_certain(actor):
-                self._forget(name)
+                self.kill(name)
                 events.append(Died(name, actor.reason, node_died or actor.is_out_of_reach))
         return events
 
@@ -413,11 +398,10 @@ class Pool:
             return True
         return self.clock() - actor.dying_since >= VERDICT_S
 
-    def _forget(self, worker: str) -> None:
+    def kill(self, worker: str) -> None:
+        """End a worker and forget its calls."""
         actor = self._actors.pop(worker)
         ray.kill(actor.handle, no_restart=True)
-        self._loading.discard(worker)
-        self._dying.discard(worker)
         for call in actor.calls.values():
             if call.lease is not None:
                 self._runs.pop(call.lease.lease_id, None)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from specextend.cluster.backlog import TokenEstimate
-from specextend.cluster.leases import Place
+from specextend.cluster.messages import Place
 from specextend.cluster.progress import (
     DEFAULT_OUTPUT_COST,
     MAX_GAP_S,

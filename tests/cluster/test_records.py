@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.leases import Place, Tried
 from specextend.cluster.lock import STALE_S, LockHolder
+from specextend.cluster.messages import Place, Tried
 from specextend.cluster.records import (
     StartRecord,
     describe_status,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specextend.cluster.leases import MAX_LOSSES, GivenUp, Place, Tried
+from specextend.cluster.messages import MAX_LOSSES, GivenUp, Place, Tried
 from specextend.cluster.scheduler import ALONE_SHARE, PAUSE_S, Scheduler
 from specextend.config import JobOptions
 from tests.cluster.lengths import rows_of_length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specextend.cluster.leases import Lease, Place
+from specextend.cluster.messages import Lease, Place
 from specextend.cluster.scheduler import IDLE_S, Scheduler
 from specextend.cluster.workers import Roster
 from specextend.config import JobOptions

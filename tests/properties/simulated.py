@@ -10,7 +10,6 @@ from typing import Any
 from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
 from specextend.cluster.exits import Interrupt
-from specextend.cluster.leases import Lease, Tried
 from specextend.cluster.lock import FolderLock
 from specextend.cluster.messages import (
     CallLost,
@@ -19,11 +18,13 @@ from specextend.cluster.messages import (
     Dying,
     Event,
     Failed,
+    Lease,
     Polled,
     Ready,
     Returned,
     StartFailed,
     Suspected,
+    Tried,
     WorkerInfo,
     WorkerReport,
 )

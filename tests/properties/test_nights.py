@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from specextend.cluster import lock
-from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, SAID_IN_ONE_LINE, exit_code, writing
+from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, RunError, exit_code, writing
 from specextend.cluster.lock import FolderLock, read_lock
 from specextend.core import DocumentKey
 from specextend.data import parts
@@ -91,7 +91,7 @@ class Start:
         try:
             with writing(self.output):
                 self.wait() if self.left is None else self.work(self.left)
-        except SAID_IN_ONE_LINE as error:
+        except RunError as error:
             self.end(exit_code(error))
 
     def wait(self) -> None:

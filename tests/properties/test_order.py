@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.cluster.backlog import LENGTH_STEP
-from specextend.cluster.leases import Place
+from specextend.cluster.messages import Place
 from specextend.cluster.scheduler import Scheduler
 from specextend.config import JobOptions
 from specextend.core import DocumentKey

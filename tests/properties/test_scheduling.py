@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.cluster.leases import GivenUp, Lease
+from specextend.cluster.messages import GivenUp, Lease
 from specextend.cluster.scheduler import PAUSE_S
 from specextend.core import DocumentKey
 from tests.cluster.schedulers import at, key, scheduler

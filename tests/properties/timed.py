@@ -7,13 +7,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specextend.cluster.leases import Lease
 from specextend.cluster.messages import (
     CallLost,
     Died,
     Done,
     Dying,
     Event,
+    Lease,
     Polled,
     Ready,
     Returned,
