@@ -40,7 +40,7 @@ from specextend.cluster.backlog import Estimates, RowSet  # noqa: E402
 from specextend.cluster.display import Display  # noqa: E402
 from specextend.cluster.driver import Driver  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
-from specextend.cluster.lock import OutputLock  # noqa: E402
+from specextend.cluster.lock import OutputLock, held  # noqa: E402
 from specextend.cluster.messages import Lease  # noqa: E402
 from specextend.cluster.metrics import Metrics  # noqa: E402
 from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
@@ -249,7 +249,8 @@ def _night(options: DriverScale, folder: Path) -> Iterator[tuple[Driver, Simulat
 
     cluster = SimulatedCluster(nodes, clock, row, group, notices=notices, polls=not options.no_polls)
     output = resolve(str(folder / "output"))
-    with OutputLock(output, RUN_ID) as lock:
+    lock = OutputLock(output, RUN_ID)
+    with held(lock):
         yield _driver(options, corpus, cluster, output, lock), cluster, corpus
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from specextend.cluster.messages import Failed, Suspected
+from specextend.cluster.messages import Suspected
 from specextend.core import Completion, DocumentKey, Request
 from specextend.data.audit_rows import audit_row
+from specextend.data.inputs import DocumentError
 
 _PREFIX = "audit of "
 _RESOLUTION = 1 << 64
@@ -77,7 +78,7 @@ class Auditor:
             self._running = {case.request.request_id: case for case in batch}
             return [case.request for case in batch]
 
-    def settle(self, request_id: str, outcome: Completion | Failed | Suspected) -> bool:
+    def settle(self, request_id: str, outcome: Completion | DocumentError | Suspected) -> bool:
         """Take the outcome of a request in. Returns False if it is no audit's."""
         with self._lock:
             if (case := self._running.pop(request_id, None)) is not None:
@@ -94,7 +95,7 @@ class Auditor:
         with self._lock:
             return tuple(self._rows[num_seen:])
 
-    def _row(self, case: _Case, outcome: Completion | Failed | Suspected) -> dict[str, Any]:
+    def _row(self, case: _Case, outcome: Completion | DocumentError | Suspected) -> dict[str, Any]:
         if isinstance(outcome, Completion):
             row = audit_row(case.key, case.doc_id, case.completion, outcome)
         else:

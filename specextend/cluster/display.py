@@ -46,22 +46,16 @@ class Display:
 def describe(snapshot: Snapshot) -> str:
     """Describe a snapshot in one line."""
     rate, length = snapshot.output_tokens_per_s, snapshot.mean_acceptance_length
+    left = "time left unknown yet" if snapshot.eta_s is None else f"{describe_duration(snapshot.eta_s)} left"
     parts = [
         f"{snapshot.num_done}/{snapshot.num_rows} done",
         f"{snapshot.num_errors} failed" if snapshot.num_errors else "",
         f"{snapshot.num_running} running on {counted(snapshot.num_workers, 'worker')}",
         f"{rate:,.1f} output tokens/s" if rate is not None else "",
         f"acceptance length {length:.2f}" if length is not None else "",
-        f"{100 * snapshot.fraction:.0f}% of the work, {describe_eta(snapshot.eta_s)}",
+        f"{100 * snapshot.fraction:.0f}% of the work, {left}",
     ]
     return ", ".join(part for part in parts if part)
-
-
-def describe_eta(seconds: float | None) -> str:
-    """Describe the time left as `1:02:03 left`, rounded up to seconds."""
-    if seconds is None:
-        return "time left unknown yet"
-    return f"{describe_duration(seconds)} left"
 
 
 class Pace:

@@ -297,7 +297,7 @@ class Driver:
                 message = f"{worker} on {host} cannot read a document, and rests for {PAUSE_S:g} s: {failed.message}"
                 self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=failed.message)
             return
-        for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message, now):
+        for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message):
             self._guard.ended(now)
             self._fail(item.key, item.attempts, failed, worker, now)
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from types import TracebackType
 
 from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, writing
 from specextend.core import first_line
@@ -80,8 +79,8 @@ def parse_lock(data: bytes) -> LockHolder | None:
     return holder if is_sound and is_a_time else None
 
 
-class FolderLock:
-    """The lock of an output folder, without a thread: call `try_take` until it is ours, then `beat` and `check`.
+class OutputLock:
+    """The lock of an output folder, `_run/lock`: call `try_take` until it is ours, then `beat` and `check`, or `held`.
 
     A holder counts as dead if its process is known to be gone, or if its lock has not changed for STALE_S by our own
     clock: the clocks of two machines are never compared.
@@ -97,7 +96,7 @@ class FolderLock:
         monotonic: Callable[[], float] = time.monotonic,
         host: str = "",
     ) -> None:
-        self._output, self._run_id, self._host = output, run_id, host or socket.gethostname()
+        self.output, self._run_id, self._host = output, run_id, host or socket.gethostname()
         self._clock, self._monotonic = clock, monotonic
         self._seen: bytes | None = None
         """The lock of another driver that is watched for a change."""
@@ -117,7 +116,7 @@ class FolderLock:
         if self._seen is None:
             return ""
         holder = parse_lock(self._seen) or UNKNOWN
-        return f"{self._output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign of life"
+        return f"{self.output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign of life"
 
     def try_take(self) -> bool:
         """Check the lock, and take it if nobody holds it. Returns True once the folder is ours.
@@ -126,10 +125,10 @@ class FolderLock:
         """
         if self._is_settling:
             return self._settle()
-        if self._output.is_local:
-            os.makedirs(records_folder(self._output).path, exist_ok=True)
-        with exclusive(self._output) as is_exclusive:
-            found = read_bytes(lock_file(self._output))
+        if self.output.is_local:
+            os.makedirs(records_folder(self.output).path, exist_ok=True)
+        with exclusive(self.output) as is_exclusive:
+            found = read_bytes(lock_file(self.output))
             if found is not None and not self._is_dead(found):
                 return False
             self.predecessor = None if found is None else parse_lock(found)
@@ -156,27 +155,27 @@ class FolderLock:
             self.beat()
         except OSError as error:
             why = first_line(error)
-            raise OutputError(f"{self._output.path}: its lock cannot be confirmed ({why}); run again") from error
+            raise OutputError(f"{self.output.path}: its lock cannot be confirmed ({why}); run again") from error
         if self._lost is not None:
             raise self._lost
 
     def beat(self) -> None:
         """Beat once, and find out whether the lock is still ours. Raises OSError."""
-        with self._mutex, exclusive(self._output):
+        with self._mutex, exclusive(self.output):
             if self._lost is not None:
                 return
-            if (data := read_bytes(lock_file(self._output))) is None:
-                self._lost = LockGoneError(f"{self._output.path}: somebody removed _run/lock; run again to resume")
+            if (data := read_bytes(lock_file(self.output))) is None:
+                self._lost = LockGoneError(f"{self.output.path}: somebody removed _run/lock; run again to resume")
             elif not self._is_ours(holder := parse_lock(data)):
-                self._lost = LockLostError(f"{self._output.path} was taken over by {holder or 'somebody'}")
+                self._lost = LockLostError(f"{self.output.path} was taken over by {holder or 'somebody'}")
             else:
                 self._write()
 
     def release(self) -> None:
         """Remove the lock if it is ours."""
         with suppress(OSError):  # a lock that cannot be removed goes stale, and must not hide an earlier error
-            if self._is_ours(read_lock(self._output)):
-                delete(lock_file(self._output))
+            if self._is_ours(read_lock(self.output)):
+                delete(lock_file(self.output))
 
     def _is_dead(self, found: bytes) -> bool:
         """Return True if the lock of another driver may be taken over. Raises LockHeldError if that driver lives."""
@@ -184,7 +183,7 @@ class FolderLock:
         if holder is not None and holder.is_gone(self._host):
             return True
         if self._seen is not None and found != self._seen:
-            raise LockHeldError(f"{self._output.path} is held by {holder or UNKNOWN}")
+            raise LockHeldError(f"{self.output.path} is held by {holder or UNKNOWN}")
         if self._seen is None:
             self._seen, self._since = found, self._monotonic()
         return self._monotonic() - self._since >= STALE_S
@@ -193,8 +192,8 @@ class FolderLock:
         if self._monotonic() - self._since < SETTLE_S:
             return False
         self._is_settling = False
-        if not self._is_ours(holder := read_lock(self._output)):
-            raise LockHeldError(f"{self._output.path} was taken by {holder or 'somebody'} at the same moment")
+        if not self._is_ours(holder := read_lock(self.output)):
+            raise LockHeldError(f"{self.output.path} was taken by {holder or 'somebody'} at the same moment")
         return True
 
     def _is_ours(self, holder: LockHolder | None) -> bool:
@@ -205,61 +204,51 @@ class FolderLock:
         steady, wall = self._monotonic(), self._clock()
         self._written = wall if wall != self._written else math.nextafter(self._written, math.inf)
         holder = LockHolder(self._run_id, self._host, os.getpid(), self._written, _pid_namespace())
-        write_bytes(lock_file(self._output), json.dumps(asdict(holder)).encode())
+        write_bytes(lock_file(self.output), json.dumps(asdict(holder)).encode())
         self._beat_at = (steady, wall)
 
 
-class OutputLock(FolderLock):
-    """Holds `_run/lock` from entry to exit of a `with` block, with a heartbeat in a thread of its own.
+@contextmanager
+def held(
+    lock: OutputLock,
+    say: Callable[[str], object] = lambda line: None,
+    checkpoint: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Wait for a lock and hold it for a `with` block, with a heartbeat in a thread of its own.
 
-    say: told whom the lock has to wait for. checkpoint: called while waiting; may raise. Entering raises LockHeldError
-    and OutputError.
+    say: told whom the lock has to wait for. checkpoint: called while waiting; may raise. Raises LockHeldError and
+    OutputError.
     """
+    closing = threading.Event()
 
-    def __init__(
-        self,
-        output: Location,
-        run_id: str,
-        clock: Callable[[], float] = time.time,
-        say: Callable[[str], object] = lambda line: None,
-        checkpoint: Callable[[], object] = lambda: None,
-        check_every_s: float = CHECK_EVERY_S,
-    ) -> None:
-        super().__init__(output, run_id, clock)
-        self._say, self._checkpoint, self._check_every_s = say, checkpoint, check_every_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> OutputLock:
-        said = ""
-        try:
-            while True:
-                with writing(self._output):
-                    if self.try_take():
-                        break
-                if self.watched not in ("", said):
-                    said = self.watched
-                    self._say(said)
-                self._checkpoint()
-                time.sleep(self._check_every_s)
-        except BaseException:
-            if self._is_settling:
-                self.release()
-            raise
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing.set()
-        self._thread.join(LAST_S)
-        self.release()
-
-    def _keep(self) -> None:
-        while self._lost is None and not self._closing.wait(HEARTBEAT_S):
+    def keep() -> None:
+        while not closing.wait(HEARTBEAT_S):
             with suppress(OSError):  # `check` asks the store itself once the last good beat is too old
-                self.beat()
+                lock.beat()
+
+    thread = threading.Thread(target=keep, name="heartbeat", daemon=True)
+    try:
+        _wait_for(lock, say, checkpoint)
+        thread.start()
+        yield
+    finally:
+        closing.set()
+        if thread.is_alive():
+            thread.join(LAST_S)
+        lock.release()
+
+
+def _wait_for(lock: OutputLock, say: Callable[[str], object], checkpoint: Callable[[], object]) -> None:
+    said = ""
+    while True:
+        with writing(lock.output):
+            if lock.try_take():
+                return
+        if lock.watched not in ("", said):
+            said = lock.watched
+            say(said)
+        checkpoint()
+        time.sleep(CHECK_EVERY_S)
 
 
 @contextmanager

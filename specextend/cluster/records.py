@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
-from specextend.cluster.lock import FolderLock, LockHolder, read_lock
+from specextend.cluster.lock import LockHolder, OutputLock, read_lock
 from specextend.cluster.messages import Place, Tried, WorkerInfo
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.audit_rows import AuditWriter
@@ -175,7 +175,7 @@ class Committer:
         writer: PartWriter,
         audit_writer: AuditWriter,
         record: StartRecord,
-        lock: FolderLock,
+        lock: OutputLock,
         every_rows: int,
         every_s: float,
     ) -> None:

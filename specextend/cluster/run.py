@@ -31,7 +31,7 @@ from specextend.cluster.exits import (
     reading,
     writing,
 )
-from specextend.cluster.lock import OutputLock
+from specextend.cluster.lock import OutputLock, held
 from specextend.cluster.messages import Tried
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
@@ -99,7 +99,8 @@ def run(
     run_id = secrets.token_hex(4)
     with reading(prepared.output):
         check_same_run(prepared)
-    with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
+    lock = OutputLock(prepared.output, run_id)
+    with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock))
         record = StartRecord(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
         interrupt.last = _last(lock, record, display)

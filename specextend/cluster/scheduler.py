@@ -32,7 +32,7 @@ ALONE_SHARE = 4
 IDLE_S = 60.0
 """Seconds without a lease after which a worker is let go that is of no use any more."""
 PAUSE_S = 10.0
-"""Seconds before a damaged document is tried again, and before a worker that could not read one gets another."""
+"""Seconds before a worker that could not read a document gets another."""
 
 
 class Scheduler:
@@ -69,8 +69,6 @@ class Scheduler:
         self._backlog = Backlog(estimates, group_rows, [document.key for document in apart])
         self._alone: list[Rank] = []
         """Documents that wait to run alone, in the order of work."""
-        self._later: list[tuple[float, DocumentKey]] = []
-        """Heap of damaged documents, and when each is tried again."""
         for document in apart:
             self._put_back(document)
         self._has_charged = False
@@ -90,7 +88,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Count the open documents that no worker holds."""
-        return len(self._backlog) + len(self._alone) + len(self._later)
+        return len(self._backlog) + len(self._alone)
 
     @property
     def is_done(self) -> bool:
@@ -123,8 +121,7 @@ class Scheduler:
 
     def first_waiting(self, limit: int) -> list[DocumentKey]:
         """List open documents that no worker holds, up to a number, those that run alone first."""
-        later = [key for _, key in sorted(self._later)]
-        return [*(key for _, key in self._alone), *self._backlog.first(limit), *later][:limit]
+        return [*(key for _, key in self._alone), *self._backlog.first(limit)][:limit]
 
     def charges(self) -> dict[DocumentKey, Tried] | None:
         """List open documents that may have ended workers; None if there is no new one since the last call."""
@@ -167,8 +164,6 @@ class Scheduler:
 
     def assign(self, now: float) -> list[tuple[str, Lease]]:
         """Grant the leases that are due: documents that run alone on empty workers, the others spread."""
-        while self._later and self._later[0][0] <= now:
-            self._put_back(self._documents[heapq.heappop(self._later)[1]])
         if not self.num_waiting:
             return []
         takers = {name: worker for name, worker in self._workers.items() if self._takes(worker, now)}
@@ -300,13 +295,13 @@ class Scheduler:
         """Return True if a worker gets no documents for a while because it could not read one."""
         return self._workers[worker].rests_until > now
 
-    def damaged(self, lease_id: str, error_class: str, message: str, now: float) -> list[GivenUp]:
-        """Charge the document of a lease in force that nobody can read, and let it wait for `PAUSE_S`."""
+    def damaged(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
+        """Charge the document of a lease in force that nobody can read."""
         document = self._release(lease_id).document
         document.attempts += 1
         if document.num_counted >= self._job.max_attempts:
             return [self._give_up(document, error_class, message)]
-        heapq.heappush(self._later, (now + PAUSE_S, document.key))
+        self._put_back(document)
         return []
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:

@@ -72,7 +72,7 @@ class Worker:
         self._auditor = Auditor(config.decoding.audit_fraction, config.decoding.batch_size)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[str, asyncio.Future[Completion | Failed | Suspected]] = {}
+        self._waiting: dict[str, asyncio.Future[Completion | DocumentError | Suspected]] = {}
         self._decoded: Counter[str] = Counter()
         """Output tokens of a lease's requests that are done, while it needs further ones."""
         self._handed_out: dict[str, Request] = {}  # to the engine, and neither settled nor cancelled
@@ -197,13 +197,13 @@ class Worker:
                 if isinstance(outcome, Completion):
                     began = min(began, time.monotonic() - outcome.stats.total_s)
                     self._decoded[lease_id] += outcome.stats.num_output_tokens
-                outcomes.append(outcome if isinstance(outcome, Completion) else _document_error(outcome))
+                outcomes.append(outcome)
 
-    async def _decode(self, request: Request) -> Completion | Failed | Suspected:
+    async def _decode(self, request: Request) -> Completion | DocumentError | Suspected:
         """Queue a request and wait for its outcome."""
         if self._broken is not None:
             raise self._broken
-        future: asyncio.Future[Completion | Failed | Suspected] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Completion | DocumentError | Suspected] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self._inbox.put(request)
         try:
@@ -260,10 +260,9 @@ class Worker:
     def _on_error(self, request_id: str, error: Exception) -> None:
         """Settle a request that failed alone: it becomes an error row, and the engine goes on."""
         _exit_on_device_error(error)
-        found = as_document_error(error)
-        self._settle(request_id, Failed("", found.error_class, found.message, found.stage, found.retryable))
+        self._settle(request_id, as_document_error(error))
 
-    def _settle(self, request_id: str, outcome: Completion | Failed | Suspected) -> None:
+    def _settle(self, request_id: str, outcome: Completion | DocumentError | Suspected) -> None:
         """Hand an outcome to the audit, or to the call that waits for it, on the loop's thread."""
         if self._auditor.settle(request_id, outcome):
             return
@@ -271,7 +270,7 @@ class Worker:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._resolve, request_id, outcome)
 
-    def _resolve(self, request_id: str, outcome: Completion | Failed | Suspected) -> None:
+    def _resolve(self, request_id: str, outcome: Completion | DocumentError | Suspected) -> None:
         future = self._waiting.get(request_id)
         if future is not None and not future.done():
             future.set_result(outcome)
@@ -287,10 +286,6 @@ class Worker:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(broken)
-
-
-def _document_error(failed: Failed) -> DocumentError:
-    return DocumentError(failed.error_class, failed.message, failed.stage, failed.retryable)
 
 
 def worker_actor(config: RunConfig, num_leases: int) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specextend.cluster.auditing import Auditor, is_sampled
-from specextend.cluster.messages import Failed, Suspected
+from specextend.cluster.messages import Suspected
 from specextend.core import Agreement, Completion, DocumentKey, Request, SamplingParams
+from specextend.data.inputs import DocumentError
 from specextend.stats import DecodingStats
 
 
@@ -83,7 +84,7 @@ def test_an_audit_that_fails_is_a_row_with_its_error(how):
     offer(auditor, "a", "b")
     first, second = auditor.take()
     if how == "alone":
-        auditor.settle(first.request_id, Failed("", "ValueError", "no", "decode", retryable=False))
+        auditor.settle(first.request_id, DocumentError("ValueError", "no", "decode", retryable=False))
         auditor.settle(second.request_id, plain(second))
     else:
         auditor.settle(first.request_id, plain(first))

@@ -118,15 +118,14 @@ def test_near_the_end_nothing_waits_behind_a_full_batch():
     assert len(plan.assign(1)) == 2
 
 
-def test_a_damaged_document_is_given_up_after_max_attempts_and_pauses():
+def test_a_damaged_document_is_given_up_after_max_attempts():
     plan = scheduler([5])
     plan.join("a", at("a"), 0)
     [(_, lease)] = plan.assign(0)
-    assert plan.damaged(lease.lease_id, "OSError", "bad", 0) == []
-    assert plan.assign(PAUSE_S - 1) == []
-    [(worker, lease)] = plan.assign(PAUSE_S)
+    assert plan.damaged(lease.lease_id, "OSError", "bad") == []
+    [(worker, lease)] = plan.assign(0)
     assert (worker, lease.attempt) == ("a", 2)
-    assert plan.damaged(lease.lease_id, "OSError", "bad", 10) == [GivenUp(key(0), 2, "OSError", "bad")]
+    assert plan.damaged(lease.lease_id, "OSError", "bad") == [GivenUp(key(0), 2, "OSError", "bad")]
     assert plan.is_done
 
 

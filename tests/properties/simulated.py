@@ -10,7 +10,7 @@ from typing import Any
 from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
 from specextend.cluster.exits import Interrupt
-from specextend.cluster.lock import FolderLock
+from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import (
     CallLost,
     Died,
@@ -218,7 +218,7 @@ def driver_of(
     config = RunConfig.from_values(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
-    lock = FolderLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
+    lock = OutputLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
     planned, record = estimates_of(estimates), StartRecord(output, run_id, config)
     return Driver(
         scheduler=Scheduler(planned, job, LEASES, f"{run_id}-", tried),

@@ -106,7 +106,7 @@ class Simulation:
             self.given_up += self.plan.blame(lease.lease_id, "ValueError", "a batch failed")
         else:
             self.num_damaged[lease.key] += 1
-            self.given_up += self.plan.damaged(lease.lease_id, "OSError", "bad", self.now)
+            self.given_up += self.plan.damaged(lease.lease_id, "OSError", "bad")
 
     def drain_node(self, worker: str) -> None:
         for lease in self.plan.drain(worker):
