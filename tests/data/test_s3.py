@@ -171,7 +171,7 @@ def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> No
     assert read_lock(output) is None, "it goes with its driver"
     second = OutputLock(output, "0000000b")
     for heartbeat in (1.0, 2.0):
-        elsewhere = json.dumps(asdict(held) | {"host": "another-host", "heartbeat": heartbeat})
+        elsewhere = json.dumps(asdict(found) | {"host": "another-host", "heartbeat": heartbeat})
         write_bytes(output.child("_run", "lock"), elsewhere.encode())
         if heartbeat == 1.0:
             assert not second.try_take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,7 @@ class SimulatedPool:
 
     draw: of what happens. trouble: things that may go wrong before nothing goes wrong any more. poison: documents that
     fail wherever they run. num_places: for workers, each of which gets one that is free. summary_of: what a worker
-    makes of a document.
+    makes of a document. sick: places where a worker dies over each document. deadly: documents that kill their worker.
     """
 
     def __init__(
@@ -92,9 +93,14 @@ class SimulatedPool:
         poison: frozenset[DocumentKey],
         num_places: int,
         summary_of: Callable[[DocumentKey], str] = lambda key: "a summary",
+        sick: frozenset[int] = frozenset(),
+        deadly: frozenset[DocumentKey] = frozenset(),
     ) -> None:
         self._draw, self.clock, self._trouble, self._poison = draw, clock, trouble, poison
         self._num_places, self._summary_of = num_places, summary_of
+        self._sick, self._deadly = sick, deadly
+        self.deaths: Counter[int] = Counter()
+        """At each place, of what is sick or deadly."""
         self.workers: dict[str, Being] = {}
         self.most_leases = 0
 
@@ -127,31 +133,42 @@ class SimulatedPool:
         self.clock.now += self._draw.uniform(0.0, 3.0)
         if not self.workers:
             return []
-        worker = self._draw.choice(sorted(self.workers))
+        worker = self._draw.choice(sorted(self._ailing() or self.workers))
         being = self.workers[worker]
         if self._trouble > 0 and self._draw.random() < 0.4:
             self._trouble -= 1
             return self._go_wrong(worker, being)
         return self._go_well(worker, being)
 
+    def _ailing(self) -> list[str]:
+        """Workers that are about to die of their place: this is faster than any document."""
+        ill = {name: being for name, being in self.workers.items() if being.place in self._sick and being.leases}
+        return [name for name, being in ill.items() if not being.is_dying]
+
     def _go_well(self, worker: str, being: Being) -> list[Event]:
         if being.is_dying:
             del self.workers[worker]
-            return [Died(worker, "gone", with_node=self._draw.random() < 0.3)]
+            with_node = not (self._sick or self._deadly) and self._draw.random() < 0.3
+            return [Died(worker, "gone", with_node=with_node)]
         if not being.is_up:
             being.is_up = True
-            return [Ready(worker, WorkerInfo("node", "host", 1, "H200", (f"GPU {being.place}",)))]
+            return [Ready(worker, WorkerInfo("node", f"host-{being.place // 4}", 1, "H200", (f"GPU {being.place}",)))]
         if being.is_hung:
             return [Polled(worker, WorkerReport(being.num_steps, {}))]
         being.num_steps += 1
-        if not being.leases or self._draw.random() < 0.3:
+        if not being.leases or (being.place not in self._sick and self._draw.random() < 0.3):
             begun = self._draw.sample(sorted(being.leases), self._draw.randint(0, len(being.leases)))
             return [Polled(worker, WorkerReport(being.num_steps, dict.fromkeys(begun, 1)))]
-        return [self._end(worker, being)]
+        lease = being.leases[self._draw.choice(sorted(being.leases))]
+        if being.place in self._sick or lease.key in self._deadly:
+            self.deaths[being.place] += 1
+            begun = Polled(worker, WorkerReport(being.num_steps, {lease.lease_id: 1}))
+            return [begun, *self._die(worker, being)]
+        return [self._end(worker, being, lease)]
 
-    def _end(self, worker: str, being: Being) -> Event:
-        """One call returns."""
-        lease = being.leases.pop(self._draw.choice(sorted(being.leases)))
+    def _end(self, worker: str, being: Being, lease: Lease) -> Event:
+        """A call returns."""
+        del being.leases[lease.lease_id]
         if lease.lease_id in being.cancelled and self._draw.random() < 0.7:
             return CallLost(worker, lease, "cancelled")
         if lease.key in self._poison:
