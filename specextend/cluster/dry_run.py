@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from specextend.cluster.backlog import Estimates, RowSet
+from specextend.cluster.backlog import Estimates
 from specextend.cluster.environment import is_local, say_room
-from specextend.cluster.exits import RefusedError, StoreError, reading
+from specextend.cluster.exits import RefusedError, reading
 from specextend.cluster.forecast import Forecast, Outlook, Rates, cost_of
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.prepare import (
@@ -22,14 +22,14 @@ from specextend.cluster.prepare import (
     check_machine,
     check_same_run,
     describe_selection,
-    read_progress,
+    input_errors,
+    open_rows,
     say_left_out,
 )
 from specextend.cluster.progress import describe_duration
 from specextend.core import counted
-from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.data.listing import describe_skipped
-from specextend.data.parts import Progress, Retry, pending
+from specextend.data.parts import Retry
 
 NOT_MEASURED = "not measured"
 WIDTH = 80
@@ -128,15 +128,10 @@ def _plan(prepared: Prepared, retry_errors: Retry) -> tuple[Plan, int]:
     """Plan the open documents; return the plan, and the number of error rows that are final."""
     source, decoding = prepared.source, prepared.config.decoding
     with reading(prepared.output):
-        progress = read_progress(prepared) if check_same_run(prepared) else Progress(frozenset(), {})
-    rows = [file.num_rows for file in source.files]
-    keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
-    try:
+        check_same_run(prepared)
+        progress, keys = open_rows(prepared, retry_errors)
+    with input_errors():
         plan = make_plan(source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None)
-    except InputUnreachableError as error:
-        raise StoreError(str(error)) from error
-    except InputError as error:
-        raise RefusedError(str(error)) from error
     return plan, len(progress.final) if retry_errors == "retryable" else 0
 
 

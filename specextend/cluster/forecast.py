@@ -26,7 +26,7 @@ from specextend.cluster.environment import connected, settle_cores
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.messages import Done, Outcome
 from specextend.cluster.prepare import Prepared, check_machine
-from specextend.cluster.worker import CheckedFactory, EngineFactory, worker_actor
+from specextend.cluster.worker import EngineFactory, checked_engine, worker_actor
 from specextend.cluster.workers import last_line
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, counted
@@ -239,7 +239,7 @@ def calibrate(
     if len(sample) < MIN_DOCUMENTS:
         raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
     begin, size = time.monotonic(), decoding.batch_size
-    checked = CheckedFactory(factory, prepared.manifest["identity"]["hashes"])
+    checked = partial(checked_engine, factory=factory, hashes=prepared.manifest["identity"]["hashes"])
     with connected(interrupt):
         actor = worker_actor(config := settle_cores(config), size).remote(config, prepared.source, checked)
         wait = partial(_first_answer, interrupt=interrupt, limit_s=config.job.silence_s)

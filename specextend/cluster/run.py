@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from specextend.cluster.backlog import RowSet
@@ -23,10 +24,7 @@ from specextend.cluster.exits import (
     Interrupt,
     LockGoneError,
     LockHeldError,
-    OtherRunError,
     OutputError,
-    RefusedError,
-    StoreError,
     exit_code,
     reading,
     writing,
@@ -40,22 +38,22 @@ from specextend.cluster.prepare import (
     check_machine,
     check_same_run,
     describe_selection,
+    input_errors,
+    open_rows,
     prepare,
-    read_progress,
     say_left_out,
 )
 from specextend.cluster.progress import Ledger
 from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before, version_changes
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.worker import CheckedFactory, EngineFactory
+from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, counted, first_line
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import provenance, write_manifest
-from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.parts import DamagedPartError, PartWriter, Progress, Retry, StrangePartError, pending
+from specextend.data.parts import PartWriter, Progress, Retry
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
@@ -157,7 +155,8 @@ class _LockedRun:
         if self.prepared.source.warning:
             display.note(f"warning: {self.prepared.source.warning}")
         try:
-            code = self.run(retry_errors)
+            with input_errors():
+                code = self.run(retry_errors)
         except BaseException as error:
             self._record_failure(error)
             display.event("run_ended", exit_code=exit_code(error), reason=first_line(error))
@@ -174,27 +173,11 @@ class _LockedRun:
             self.record.end(exit_code(error), first_line(error))
 
     def run(self, retry_errors: Retry) -> int:
-        """Decode what is left to do, then finalize.
-
-        Raises RefusedError for an input that breaks off or changes and for damaged parts, OtherRunError for parts of
-        another run, StoreError for an input that is out of reach.
-        """
-        try:
-            return self._run(retry_errors)
-        except InputUnreachableError as error:
-            raise StoreError(f"{error}; what is done is kept") from error
-        except StrangePartError as error:
-            raise OtherRunError(str(error)) from error
-        except (InputError, DamagedPartError) as error:
-            raise RefusedError(str(error)) from error
-
-    def _run(self, retry_errors: Retry) -> int:
+        """Decode what is left to do, then finalize. Raises as `input_errors` says."""
         output, source = self.prepared.output, self.prepared.source
         with reading(output):
             is_begun = check_same_run(self.prepared)
-            progress = read_progress(self.prepared)
-            rows = [file.num_rows for file in source.files]
-            keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
+            progress, keys = open_rows(self.prepared, retry_errors)
             if retry_errors == "retryable" and progress.final:
                 self.display.note(say_left_out(len(progress.final)))
             counts = read_success(output)
@@ -267,7 +250,12 @@ class _LockedRun:
             scheduler=Scheduler(
                 plan.estimates, job, num_leases, f"{self.run_id}-", tried, group_rows, num_extra=EXTRA_LEASES
             ),
-            pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),
+            pool=Pool(
+                config,
+                source,
+                partial(checked_engine, factory=self.factory, hashes=manifest["identity"]["hashes"]),
+                num_leases,
+            ),
             roster=Roster(job.workers),
             committer=Committer(
                 output, writer, audits, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s

@@ -12,7 +12,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -43,18 +42,13 @@ DEVICE_EXIT_CODE = 70
 EngineFactory = Callable[[RunConfig], Engine]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedFactory:
-    """An engine factory that accepts only the model files that the driver has recorded."""
+def checked_engine(config: RunConfig, factory: EngineFactory, hashes: Mapping[str, str]) -> Engine:
+    """Make an engine, unless the model files on this machine are not those that the driver has recorded.
 
-    factory: EngineFactory
-    hashes: Mapping[str, str]
-    """Hashes of the run's models, by `target`, `tokenizer` and `draft`."""
-
-    def __call__(self, config: RunConfig) -> Engine:
-        """Compare the files on this machine, then build the engine. Raises ModelError."""
-        check_files(config.target, config.active_draft, self.hashes)
-        return self.factory(config)
+    hashes: of the run's models, by `target`, `tokenizer` and `draft`. Raises ModelError.
+    """
+    check_files(config.target, config.active_draft, hashes)
+    return factory(config)
 
 
 class Worker:

@@ -32,17 +32,6 @@ def test_a_death_charges_what_had_started_and_frees_the_rest():
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(1, 1), (2, 1)]
 
 
-def test_a_node_death_charges_nobody():
-    """A reclaimed spot node says nothing about a document."""
-    plan = scheduler([3, 2, 1])
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, list(lease.values()), 1)
-    assert plan.lose("a", "node died") == []
-    plan.join("b", at("b"), 2)
-    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 1), (1, 1), (2, 1)]
-
-
 def test_a_document_whose_every_node_dies_is_given_up_in_the_end():
     """A document may take the whole node down (host memory): the job must still end."""
     plan = scheduler([3])
@@ -91,19 +80,6 @@ def test_a_worker_that_makes_no_step_is_stalled():
     assert plan.stalled(40.1) == ["a"]
     plan.report("a", 8, [], 41)
     assert plan.stalled(42) == []
-
-
-def test_an_idle_worker_does_not_stall():
-    """Nothing to do is no hang, and a lease after an idle hour starts a new count."""
-    plan = scheduler([5])
-    plan.join("a", at("a"), 0)
-    plan.join("b", at("b"), 0)
-    plan.assign(0)
-    plan.report("b", 0, [], 0)
-    assert plan.stalled(31) == ["a"]
-    plan.leave("a", "Stalled", "no step")
-    plan.assign(3600)
-    assert plan.stalled(3601) == []
 
 
 def test_near_the_end_nothing_waits_behind_a_full_batch():
