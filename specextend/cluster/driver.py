@@ -119,17 +119,13 @@ class Driver:
             self.pool.run(worker, lease)
         self._collect(TICK_S)
         if self._pace.is_due(self.clock()):  # now that it is known what the workers did meanwhile
-            self._look_around(self.clock())
+            self._enforce(self.clock())
+            self._staff(self.clock())
         self._check_silence()
         self.committer.commit_if_due(self.clock())
         if not self.scheduler.is_done:
             self._errors.check()
         self._show()
-
-    def _look_around(self, now: float) -> None:
-        """Do what concerns all workers."""
-        self._enforce(now)
-        self._staff(now)
 
     def _staff(self, now: float) -> None:
         """Start the workers that are wanted, and let go of those that are of no use any more."""
@@ -197,7 +193,7 @@ class Driver:
             worker, doc_id = self.scheduler.holder(lease.lease_id), self.source.doc_id(lease.key)
             facts = lease_facts(worker, lease) | {"document": doc_id}
             self.display.note(f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts)
-            self._give_up(self.scheduler.expire(lease.lease_id, message), worker, now)
+            self._give_up(self.scheduler.expire(lease.lease_id, message), worker)
             self.pool.cancel(lease.lease_id)
         for worker in self.scheduler.stalled(now):
             reason = f"no step for {self.job.stall_s:.0f} s"
@@ -207,7 +203,7 @@ class Driver:
             self.record.worker_gone(worker, reason)
             self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
             self.ledger.running(worker, {})
-            self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker, now)
+            self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker)
         self._remember_charges()
 
     def _handle(self, event: Event, now: float) -> None:
@@ -224,7 +220,7 @@ class Driver:
             case Returned(worker, lease, outcome):
                 self._returned(worker, lease, outcome, now)
             case CallLost(worker, lease, reason):
-                self._lost(worker, lease, reason, now)
+                self._lost(worker, lease, reason)
             case Polled(worker, report):
                 self.scheduler.report(worker, report.num_steps, report.outputs, now)
                 self._guard.stepped(worker, report.num_steps, now)
@@ -242,7 +238,7 @@ class Driver:
                 self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
                 self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
             case Died():
-                self._died(event, now)
+                self._died(event)
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
         """Let a worker take documents, unless its place is left out."""
@@ -274,7 +270,7 @@ class Driver:
         if isinstance(outcome, Suspected):
             message = f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}"
             self.display.note(message, "batch_failed", **lease_facts(worker, lease), error_class=outcome.error_class)
-            self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker, now)
+            self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker)
             return
         self.scheduler.finish(lease.lease_id, is_done=isinstance(outcome, Done))
         self._guard.ended(now)
@@ -284,7 +280,7 @@ class Driver:
             self.committer.add(outcome.row)
             self.metrics.done(worker, outcome, self.ledger.finish(lease.key, outcome.stats, worker))
         else:
-            self._fail(lease.key, lease.attempt, outcome, worker, now)
+            self._fail(lease.key, lease.attempt, outcome, worker)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
         """Let another worker try a document that this one could not read, unless the document is at fault."""
@@ -299,14 +295,14 @@ class Driver:
             return
         for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message):
             self._guard.ended(now)
-            self._fail(item.key, item.attempts, failed, worker, now)
+            self._fail(item.key, item.attempts, failed, worker)
 
-    def _lost(self, worker: str, lease: Lease, reason: str, now: float) -> None:
+    def _lost(self, worker: str, lease: Lease, reason: str) -> None:
         """Note that a call ended without outcome. Unless it was cancelled, its document waits again."""
         if self.scheduler.lease(lease.lease_id) is None:
             self.scheduler.closed(worker)
         else:
-            self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker, now)
+            self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker)
 
     def _drain(self, worker: str) -> None:
         """Empty a worker whose node is about to go; another takes its seat once it has done what runs."""
@@ -317,7 +313,7 @@ class Driver:
             self.display.event("lease_taken_back", **lease_facts(worker, lease))
             self.pool.cancel(lease.lease_id)
 
-    def _died(self, event: Died, now: float) -> None:
+    def _died(self, event: Died) -> None:
         with_node = event.with_node or self.scheduler.is_draining(event.worker)
         self.metrics.worker_lost("node" if with_node else "died")
         if with_node:
@@ -325,15 +321,15 @@ class Driver:
         else:
             message = f"the worker died: {event.reason}"
             given_up = self.scheduler.leave(event.worker, "WorkerDied", message)
-        self._give_up(given_up, event.worker, now)
+        self._give_up(given_up, event.worker)
         self.ledger.running(event.worker, {})
 
-    def _give_up(self, given_up: list[GivenUp], worker: str, now: float) -> None:
+    def _give_up(self, given_up: list[GivenUp], worker: str) -> None:
         for item in given_up:
             failed = Failed("", item.error_class, item.message, "decode", retryable=True)
-            self._fail(item.key, item.attempts, failed, worker, now)
+            self._fail(item.key, item.attempts, failed, worker)
 
-    def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str, now: float) -> None:
+    def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str) -> None:
         doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self.source.doc_id(key))
         row = error_row(
             key,

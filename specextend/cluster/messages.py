@@ -171,10 +171,6 @@ class Suspected:
 Outcome = Done | Failed | Suspected
 
 
-class EngineBrokenError(RuntimeError):
-    """The engine failed as a whole, not over a request: the worker must be replaced."""
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """The place where a worker runs."""

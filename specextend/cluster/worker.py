@@ -19,7 +19,7 @@ import torch
 
 from specextend.cluster.auditing import Auditor
 from specextend.cluster.environment import worker_device
-from specextend.cluster.messages import Done, EngineBrokenError, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
+from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
 from specextend.data.inputs import DocumentError, InputError, Row
@@ -35,8 +35,8 @@ from specextend.inbox import Inbox
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
 
-DEVICE_EXIT_CODE = 70
-"""Exit code of a worker whose GPU context is beyond use."""
+ENGINE_EXIT_CODE = 70
+"""Exit code of a worker whose engine has failed as a whole, or whose GPU context is beyond use."""
 
 
 EngineFactory = Callable[[RunConfig], Engine]
@@ -70,7 +70,6 @@ class Worker:
         self._decoded: Counter[str] = Counter()
         """Output tokens of a lease's requests that are done, while it needs further ones."""
         self._handed_out: dict[str, Request] = {}  # to the engine, and neither settled nor cancelled
-        self._broken: EngineBrokenError | None = None
         self._name = f"{os.uname().nodename}:{os.getpid()}"
 
     async def begun(self) -> str:
@@ -103,8 +102,7 @@ class Worker:
     async def run(self, lease_id: str, key: DocumentKey, attempt: int, alone: bool = False) -> Outcome:
         """Read, render and decode the document of a lease. A cancelled call drops its sequences between two steps.
 
-        alone: decode one request after the other, so that a failure can be told from a neighbour's. Raises
-        EngineBrokenError if the whole engine has failed.
+        alone: decode one request after the other, so that a failure can be told from a neighbour's.
         """
         received = time.monotonic()
         self._loop = loop = asyncio.get_running_loop()
@@ -146,10 +144,8 @@ class Worker:
     async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
         """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.
 
-        num_audits_seen: rows that the driver has. is_ending: no further document will come. Raises EngineBrokenError.
+        num_audits_seen: rows that the driver has. is_ending: no further document will come.
         """
-        if self._broken is not None:
-            raise self._broken
         auditor = self._auditor
         if is_ending and not auditor.is_ending:
             auditor.is_ending = True
@@ -195,8 +191,6 @@ class Worker:
 
     async def _decode(self, request: Request) -> Completion | DocumentError | Suspected:
         """Queue a request and wait for its outcome."""
-        if self._broken is not None:
-            raise self._broken
         future: asyncio.Future[Completion | DocumentError | Suspected] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self._inbox.put(request)
@@ -221,8 +215,7 @@ class Worker:
                     _exit_on_device_error(error.__cause__ or error)
                     self._on_batch_error(error)
         except BaseException as error:
-            _exit_on_device_error(error)
-            self._break(error)
+            _end_process(error)
             raise
 
     def _generate(self, requests: Iterable[Request | None]) -> None:
@@ -269,18 +262,6 @@ class Worker:
         if future is not None and not future.done():
             future.set_result(outcome)
 
-    def _break(self, error: BaseException) -> None:
-        """Let every call, now and later, report that the engine is broken."""
-        broken = EngineBrokenError(f"{type(error).__name__}: {first_line(error)}")
-        self._broken = broken
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._fail_all, broken)
-
-    def _fail_all(self, broken: EngineBrokenError) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(broken)
-
 
 def worker_actor(config: RunConfig, num_leases: int) -> Any:
     """Make the actor class with the resources of one worker. The driver replaces actors that die, Ray does not."""
@@ -296,6 +277,10 @@ def worker_actor(config: RunConfig, num_leases: int) -> Any:
 def _exit_on_device_error(error: BaseException) -> None:
     """End the process after an error that makes every later call on the device fail, too."""
     if is_device_error(error):
-        traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(DEVICE_EXIT_CODE)
+        _end_process(error)
+
+
+def _end_process(error: BaseException) -> None:
+    traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(ENGINE_EXIT_CODE)

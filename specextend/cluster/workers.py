@@ -33,7 +33,6 @@ from specextend.cluster.messages import (
     Died,
     Draining,
     Dying,
-    EngineBrokenError,
     Event,
     Failed,
     Lease,
@@ -202,8 +201,6 @@ class _Actor:
     """Rows of its audit that have arrived."""
     dying_since: float | None = None
     reason: str = ""
-    has_spoken: bool = False
-    """True if it said itself that its engine is broken."""
     is_out_of_reach: bool = False
     """True if all that is known is that it does not answer."""
 
@@ -328,9 +325,6 @@ class Pool:
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind in ("begun", "ready"):
             return self._start_failed(call.worker, actor, last_line(error))
-        if isinstance(error, RayTaskError) and isinstance(error.cause, EngineBrokenError):
-            actor.has_spoken = True
-            return self._dies(call.worker, actor, first_line(error.cause))
         if call.kind == "poll":
             self._poll_later(actor)
             return []
@@ -387,16 +381,12 @@ class Pool:
         return events
 
     def _is_certain(self, actor: _Actor) -> bool:
-        """Return True once the cause cannot become clearer.
-
-        The worker has named it itself, or it ran on our own node, or Ray has had the time to report a dead node.
-        """
+        """Return True once the cause is clear: it ran on our own node, or Ray has had the time to report a dead one."""
         assert actor.info is not None
         assert actor.dying_since is not None
         is_here = actor.info.node_id == ray.get_runtime_context().get_node_id()
-        if actor.has_spoken or (is_here and not actor.is_out_of_reach):
-            return True
-        return self.clock() - actor.dying_since >= VERDICT_S
+        is_known = is_here and not actor.is_out_of_reach
+        return is_known or self.clock() - actor.dying_since >= VERDICT_S
 
     def kill(self, worker: str) -> None:
         """End a worker and forget its calls."""
