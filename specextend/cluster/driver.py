@@ -180,7 +180,7 @@ class Driver:
 
     def _check_silence(self) -> None:
         if self._guard.is_stalled(self.clock()):
-            leased = [lease.key for lease in self.scheduler.leased()]
+            leased = [held.lease.key for held in self.scheduler.held.values()]
             waiting = self.scheduler.first_waiting(MOST_NAMES)
             num_waiting = self.scheduler.num_waiting
             raise self._guard.error(self.roster.num_ready, leased, waiting, num_waiting, self.source.place)
@@ -190,7 +190,7 @@ class Driver:
         for lease in self.scheduler.overdue(now):
             seconds = self.scheduler.seconds_for(lease)
             message = f"not done {seconds:.0f} s after the start of its prefill"
-            worker, doc_id = self.scheduler.holder(lease.lease_id), self.source.doc_id(lease.key)
+            worker, doc_id = self.scheduler.held[lease.lease_id].worker, self.source.doc_id(lease.key)
             facts = lease_facts(worker, lease) | {"document": doc_id}
             self.display.note(f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts)
             self._give_up(self.scheduler.expire(lease.lease_id, message), worker)
@@ -224,8 +224,8 @@ class Driver:
             case Polled(worker, report):
                 self.scheduler.report(worker, report.num_steps, report.outputs, now)
                 self._guard.stepped(worker, report.num_steps, now)
-                leases = {name: self.scheduler.lease(name) for name in report.outputs}
-                outputs = {lease.key: report.outputs[name] for name, lease in leases.items() if lease is not None}
+                held = self.scheduler.held
+                outputs = {held[name].lease.key: num for name, num in report.outputs.items() if name in held}
                 self.metrics.running(worker, self.ledger.running(worker, outputs))
                 self.committer.audited(report.audits)
                 if report.is_ending and not report.num_audits_open:
@@ -260,7 +260,7 @@ class Driver:
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
         """Take an outcome in. It counts only while its lease is in force."""
-        if self.scheduler.lease(lease.lease_id) is None:
+        if lease.lease_id not in self.scheduler.held:
             self.scheduler.closed(worker)
             return
         if isinstance(outcome, Failed) and outcome.stage == "read" and outcome.retryable:
@@ -299,7 +299,7 @@ class Driver:
 
     def _lost(self, worker: str, lease: Lease, reason: str) -> None:
         """Note that a call ended without outcome. Unless it was cancelled, its document waits again."""
-        if self.scheduler.lease(lease.lease_id) is None:
+        if lease.lease_id not in self.scheduler.held:
             self.scheduler.closed(worker)
         else:
             self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker)

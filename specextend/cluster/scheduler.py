@@ -73,7 +73,8 @@ class Scheduler:
             self._put_back(document)
         self._has_charged = False
         self._workers: dict[str, Holder] = {}
-        self._held: dict[str, HeldLease] = {}
+        self.held: dict[str, HeldLease] = {}
+        """The leases in force."""
         self._num_granted, self._num_joined = itertools.count(1), itertools.count(1)
         self._deaths: Counter[Place] = Counter()
         """Deaths in a row that no document explains, without a document done between."""
@@ -106,18 +107,6 @@ class Scheduler:
         useful = min(self.num_open, self.num_waiting + sum(not worker.is_empty for worker in workers))
         struck = {place for _, key in self._alone for place in self._documents[key].struck}
         return useful + sum(self._deaths[worker.place] > 0 or worker.place in struck for worker in workers)
-
-    def lease(self, lease_id: str) -> Lease | None:
-        """Return a lease that is in force; None for any other."""
-        return self._held[lease_id].lease if lease_id in self._held else None
-
-    def leased(self) -> list[Lease]:
-        """List the leases in force."""
-        return [held.lease for held in self._held.values()]
-
-    def holder(self, lease_id: str) -> str:
-        """Return the worker that holds a lease in force."""
-        return self._held[lease_id].worker
 
     def first_waiting(self, limit: int) -> list[DocumentKey]:
         """List open documents that no worker holds, up to a number, those that run alone first."""
@@ -243,7 +232,7 @@ class Scheduler:
         lease = Lease(lease_id, key, document.num_tokens, document.attempts + 1, document.runs_alone)
         if state.is_empty:
             state.moved_at = now
-        self._held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, worker)
+        self.held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, worker)
         return lease
 
     # Documents end
@@ -253,7 +242,7 @@ class Scheduler:
 
         is_done: it has a summary, so the place of its worker is a good one.
         """
-        if lease_id not in self._held:
+        if lease_id not in self.held:
             return False
         held = self._release(lease_id)
         if is_done:
@@ -267,7 +256,7 @@ class Scheduler:
 
     def overdue(self, now: float) -> list[Lease]:
         """List the leases past their document's deadline."""
-        started = ((held.lease, held.started_at) for held in self._held.values() if held.started_at is not None)
+        started = ((held.lease, held.started_at) for held in self.held.values() if held.started_at is not None)
         return [lease for lease, since in started if now - since > self.seconds_for(lease)]
 
     def expire(self, lease_id: str, message: str) -> list[GivenUp]:
@@ -306,7 +295,7 @@ class Scheduler:
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
         """Take a lease back whose call was lost through no fault of the document, as if its node had died."""
-        return self._count_loss(self._release(lease_id).document, message) if lease_id in self._held else []
+        return self._count_loss(self._release(lease_id).document, message) if lease_id in self.held else []
 
     def closed(self, worker: str) -> None:
         """Note that the call of a lease taken back has returned."""
@@ -336,15 +325,11 @@ class Scheduler:
 
     def spare(self, now: float) -> list[str]:
         """List the workers to be let go: empty draining ones, and idle ones of which more are left than are of use."""
-        empty = {name: worker for name, worker in self._workers.items() if worker.is_empty}
+        empty = [name for name, worker in self._workers.items() if worker.is_empty and not worker.is_gone]
         self._idle_since = {name: self._idle_since.get(name, now) for name in empty}
-        draining = [name for name, worker in empty.items() if worker.is_draining]
-        idle = [
-            name
-            for name, worker in empty.items()
-            if now - self._idle_since[name] >= IDLE_S
-            and not (worker.is_gone or worker.is_draining or worker.place in self._left_out)
-        ]
+        draining = [name for name in empty if self._workers[name].is_draining]
+        kept = {name for name in empty if self._workers[name].place in self._left_out}.union(draining)
+        idle = [name for name in empty if now - self._idle_since[name] >= IDLE_S and name not in kept]
         surplus = len(self._workers) - len(draining) - self.num_wanted
         return draining + idle[: max(0, surplus)]
 
@@ -404,7 +389,7 @@ class Scheduler:
 
     def _release(self, lease_id: str) -> HeldLease:
         """End a lease in force and return it."""
-        held = self._held.pop(lease_id)
+        held = self.held.pop(lease_id)
         worker = self._workers[held.worker]
         del worker.leases[lease_id]
         worker.is_alone = worker.is_alone and bool(worker.leases)
@@ -412,7 +397,7 @@ class Scheduler:
 
     def _call_back(self, lease_id: str) -> HeldLease:
         """End a lease whose call has not returned; the worker counts it until `closed`."""
-        self._workers[self._held[lease_id].worker].num_closing += 1
+        self._workers[self.held[lease_id].worker].num_closing += 1
         return self._release(lease_id)
 
     def _drop(self, worker: str) -> Holder:
@@ -420,7 +405,7 @@ class Scheduler:
         self._backlog.leave(worker)
         state = self._workers.pop(worker)
         for lease_id in state.leases:
-            del self._held[lease_id]
+            del self.held[lease_id]
         return state
 
     def _put_back(self, document: OpenDocument) -> None:

@@ -147,10 +147,10 @@ def test_few_workers_are_kept_for_documents_that_run_alone():
         plan.join(f"w{number}", at(f"w{number}"), 0)
     for number in range(3):
         plan.assign(number)
-        plan.report(f"w{number}", 1, [lease.lease_id for lease in plan.leased()], number)
+        plan.report(f"w{number}", 1, list(plan.held), number)
         plan.leave(f"w{number}", "WorkerDied", "gone")
-    for lease in plan.leased():
-        plan.finish(lease.lease_id)
+    for lease_id in list(plan.held):
+        plan.finish(lease_id)
     grants = plan.assign(9)
     assert sum(lease.is_alone for _, lease in grants) == max(1, 5 // ALONE_SHARE)
     assert len(grants) == 1 + 4 * 2
