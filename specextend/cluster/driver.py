@@ -152,7 +152,7 @@ class Driver:
         now = self.clock()
         snapshot = self.ledger.snapshot(now, self.roster.num_ready)
         self.display.show(snapshot, now)
-        self.metrics.show(snapshot, now)
+        self.metrics.show(snapshot)
 
     def _finish_audit(self) -> None:
         """Let the workers audit what they still hold, after the last document. One that hangs is not waited for."""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
 from specextend.core import first_line
@@ -106,22 +106,14 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, RunError | InterruptedRunError) else EXIT_FAILED
 
 
-@contextmanager
-def writing(output: Location) -> Iterator[None]:
-    """Open a block that writes to an output folder. Raises OutputError if the file system refuses."""
-    with _refused(output, "cannot be written to"):
-        yield
-
-
-@contextmanager
-def reading(output: Location) -> Iterator[None]:
+def reading(output: Location) -> AbstractContextManager[None]:
     """Open a block that reads what a run has written. Raises OutputError if the file system refuses."""
-    with _refused(output, "cannot be read"):
-        yield
+    return writing(output, "cannot be read")
 
 
 @contextmanager
-def _refused(output: Location, what: str) -> Iterator[None]:
+def writing(output: Location, what: str = "cannot be written to") -> Iterator[None]:
+    """Open a block that writes to an output folder. Raises OutputError if the file system refuses."""
     try:
         yield
     except OSError as error:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from specextend.cluster.display import Pace
 from specextend.cluster.messages import Done
 from specextend.cluster.progress import Snapshot
 from specextend.stats import PHASES
 
-EVERY_S = 1.0
-"""Seconds between two values of a gauge."""
 COUNTERS = {
     "documents": ("Documents that ended, by outcome: done or failed.", ("outcome",)),
     "errors": ("Documents that became error rows, by class.", ("error_class",)),
@@ -74,7 +71,6 @@ class Metrics:
         }
         for metric in (*self._counters.values(), *self._gauges.values(), *self._histograms.values()):
             metric.set_default_tags({"run_id": run_id})
-        self._pace = Pace(EVERY_S)
 
     def running(self, worker: str, num_new_tokens: int) -> None:
         """Record output tokens of documents that a worker decodes."""
@@ -104,10 +100,8 @@ class Metrics:
         """Record a worker that was lost. cause: `died`, `node` or `stalled`."""
         self._count("worker_deaths", 1, cause=cause)
 
-    def show(self, snapshot: Snapshot, now: float) -> None:
-        """Set the gauges, if enough time has passed since the last time."""
-        if not self._pace.is_due(now):
-            return
+    def show(self, snapshot: Snapshot) -> None:
+        """Set the gauges."""
         self._gauges["rows_left"].set(snapshot.num_rows - snapshot.num_done - snapshot.num_errors)
         self._gauges["documents_running"].set(snapshot.num_running)
         self._gauges["workers"].set(snapshot.num_workers)

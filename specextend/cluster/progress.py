@@ -252,7 +252,7 @@ class StallGuard:
 
         place: describes where a document is without reading it, because its store may be what does not answer.
         """
-        workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}" if num_workers else "no worker is"
+        workers = counted(num_workers, "worker") if num_workers else "no worker is"
         parts = [f"no token for {self._limit_s:.0f} s: {workers} ready"]
         for begin, keys, num in (("at work on", leased, len(leased)), ("waiting:", waiting, num_waiting)):
             more = f" and {num - MOST_NAMES} more" if num > MOST_NAMES else ""
