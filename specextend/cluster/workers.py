@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
@@ -74,12 +74,12 @@ class Roster:
     """Up to `size` workers: each that dies is replaced, after a growing pause if the new one cannot be built. Pure."""
 
     def __init__(self, size: int) -> None:
-        self._vacant = list(range(size))
-        """Seats without a worker, in order. A worker that dies leaves its seat to its successor."""
         self._not_before = [0.0] * size
+        """When a worker may be started on each seat."""
         self._num_failures = [0] * size
         """Workers in a row that could not be built, by seat."""
         self._seats: dict[str, int] = {}
+        """Of each worker. One that dies leaves its seat to its successor."""
         self._asked: dict[str, float] = {}
         """The workers that are not ready yet, and when each was asked for."""
         self._ready: dict[str, None] = {}
@@ -97,13 +97,13 @@ class Roster:
 
     def due(self, now: float, num_wanted: int) -> list[str]:
         """Name the new workers to start now, so that there are no more in all than are wanted."""
-        room = max(0, num_wanted - len(self._seats))
+        room, taken = max(0, num_wanted - len(self._seats)), set(self._seats.values())
+        vacant = (seat for seat, begin in enumerate(self._not_before) if begin <= now and seat not in taken)
         names: list[str] = []
-        for seat in [seat for seat in self._vacant if self._not_before[seat] <= now][:room]:
+        for seat in islice(vacant, room):
             self._num_started += 1
             names.append(name := f"worker-{self._num_started}")
             self._seats[name], self._asked[name] = seat, now
-            self._vacant.remove(seat)
         return names
 
     def not_needed(self, num_wanted: int) -> list[str]:
@@ -129,16 +129,12 @@ class Roster:
         """Keep a worker that takes no documents, because its successor would run at the same place."""
         self._ready.pop(worker, None)
 
-    def let_go(self, worker: str) -> None:
-        """Note that a worker was ended because it is of no use any more."""
-        self._empty(worker)
-
     def failed(self, worker: str, reason: str, now: float) -> float:
         """Note that a worker could not be built. Returns the seconds until the next try.
 
         Raises WorkersFailError after too many failures.
         """
-        seat = self._empty(worker)
+        seat = self.let_go(worker)
         self._num_failures[seat] += 1
         num_failures = self._num_failures[seat]
         if num_failures >= MAX_FAILED_STARTS and not self.num_ready:
@@ -153,7 +149,7 @@ class Roster:
         is_explained: others have died over its documents. Such documents run at the end, when nothing else gets done
         in between, so such deaths count only if no document was ever done.
         """
-        self._empty(worker)
+        self.let_go(worker)
         if is_explained and self._is_of_use:
             return
         self._num_fruitless += 1
@@ -166,13 +162,11 @@ class Roster:
         self._is_of_use = True
         self._num_fruitless = 0
 
-    def _empty(self, worker: str) -> int:
-        """Leave a worker's seat to its successor, and return its number."""
-        seat = self._seats.pop(worker)
+    def let_go(self, worker: str) -> int:
+        """Note that a worker was ended, for whatever reason, and return the number of its seat, from 0."""
         self._asked.pop(worker, None)
         self._ready.pop(worker, None)
-        bisect.insort(self._vacant, seat)
-        return seat
+        return self._seats.pop(worker)
 
 
 @dataclass(frozen=True, slots=True)
