@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from specextend.cluster.messages import Done, Lease
 from specextend.cluster.progress import Snapshot, describe_duration
-from specextend.core import DocumentKey, counted, printable
+from specextend.core import counted, printable
 from specextend.terminal import raw_stream, wrap_streams
 
 LINE_EVERY_S = 30.0
@@ -188,14 +188,9 @@ def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Displ
     return JsonDisplay(write) if log == "json" else LineDisplay(write)
 
 
-def place_facts(key: DocumentKey) -> dict[str, Fact]:
-    """Return the facts about a document for a log that machines read."""
-    return {"file": key.file, "row": key.row}
-
-
 def lease_facts(worker: str, lease: Lease) -> dict[str, Fact]:
     """Return the facts about a lease for a log that machines read."""
-    return place_facts(lease.key) | {"worker": worker, "attempt": lease.attempt}
+    return lease.key._asdict() | {"worker": worker, "attempt": lease.attempt}
 
 
 def result_facts(done: Done) -> dict[str, Fact]:

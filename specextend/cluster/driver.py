@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specextend.cluster.display import Display, Fact, Pace, lease_facts, place_facts, result_facts
+from specextend.cluster.display import Display, Fact, Pace, lease_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
 from specextend.cluster.messages import (
     Begun,
@@ -341,7 +341,7 @@ class Driver:
             attempts=attempts,
         )
         self.committer.add(row)
-        facts = place_facts(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
+        facts = key._asdict() | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
         message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
         self.display.note(message, "document_failed", **facts, error_class=failed.error_class)
         self._errors.failed(doc_id, failed)

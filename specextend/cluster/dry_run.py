@@ -68,7 +68,7 @@ def dry_run(
         "error_rows_left_out": num_final,
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
-        "audit": _audit(prepared, plan),
+        "audit": _checks(prepared, plan),
         "length_policy": config.prompt.length_policy,
         "prompt_tokens": plan.num_prompt_tokens(),
         "output_tokens_at_most": int(plan.estimates.max_new_tokens.sum(dtype=np.int64)),
@@ -105,7 +105,7 @@ def parse_time(text: str, now: datetime) -> datetime:
 
 def describe_dry_run(plan: dict[str, Any]) -> str:
     """Describe the plan for people."""
-    audit = [(each["check"], _say_rows(each["rows"]), each["outcome"]) for each in plan["audit"]]
+    checks = [(each["check"], _say_rows(each["rows"]), each["outcome"]) for each in plan["audit"]]
     lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
     rejected = sum(plan["rows_rejected"].values())
     prompt_tokens = counted(plan["prompt_tokens"], "prompt token")
@@ -114,7 +114,7 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
         *(line for note in plan["selection"]["notes"] for line in _wrap(note)),
         f"{plan['rows_to_do']:,} of {counted(plan['rows'], 'row')} to do, {rejected:,} of them rejected",
         *([say_left_out(plan["error_rows_left_out"])] if plan["error_rows_left_out"] else []),
-        *_table(("input", "rows", "they are"), audit),
+        *_table(("input", "rows", "they are"), checks),
         f"about {prompt_tokens}, {output_tokens} at most",
         *_table(("prompt tokens", "rows"), lengths),
         *_describe_memory(plan),
@@ -181,7 +181,7 @@ def _by(outlook: Outlook, by: datetime) -> dict[str, Any]:
     }
 
 
-def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
+def _checks(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the `outcome` for such rows."""
     policy, counts = prepared.config.prompt.length_policy, plan.rejected
     is_read = prepared.source.options.num_tokens_column is None
