@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
@@ -136,13 +135,12 @@ class Interrupt:
         self.last: Callable[[], None] = lambda: None
         """The last call before the process is ended by force; it runs on another thread and must be quick."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
-        self._deadline = time.monotonic() + deadline_s if deadline_s else None
         self._reason: str | None = None
         self._told = threading.Event()
         self._over = threading.Event()
         self._wakeup: int | None = None
         """The pipe into which the system writes the number of each signal at once, whatever the main thread does."""
-        threading.Thread(target=self._watch, name="grace", daemon=True).start()
+        threading.Thread(target=self._watch, args=(deadline_s or None,), name="grace", daemon=True).start()
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT. Call it again after ray.init(), which installs handlers of its own."""
@@ -156,8 +154,6 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise InterruptedRunError once the run was told to stop."""
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self.tell("job.deadline_s has passed")
         if self._reason is not None:
             raise InterruptedRunError(self._reason)
 
@@ -184,9 +180,8 @@ class Interrupt:
             for number in set(_SIGNALS).intersection(numbers):
                 self._handle(number, None)
 
-    def _watch(self) -> None:
-        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        if not self._told.wait(left_s):
+    def _watch(self, deadline_s: float | None) -> None:
+        if not self._told.wait(deadline_s):
             self.tell("job.deadline_s has passed")
         if not self._over.wait(self._grace_s):
             end_process(EXIT_INTERRUPTED, self.last)
