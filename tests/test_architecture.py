@@ -26,7 +26,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a name imports only from lines above its own, and from itself.
 LAYERS = (
-    {"stats", "versions"},
+    {"stats"},
     {"core"},
     {"model_files"},
     {"attention", "terminal"},

@@ -42,17 +42,6 @@ def test_questions_about_one_document_go_to_the_engine_one_after_another():
     assert taken == ["a3", "a1", "a2", "longest", "b1", "b2"]
 
 
-def test_a_lease_taken_back_before_it_began_never_begins():
-    """Only one that has left the inbox must be cancelled in the engine."""
-    inbox = Inbox()
-    inbox.put(request("a", 1))
-    inbox.put(request("b", 2))
-    assert inbox.remove("a")
-    assert not inbox.remove("a")
-    assert inbox.take(block=False).request_id == "b"
-    assert inbox.take(block=False) is None
-
-
 def test_a_document_keeps_its_seed_wherever_and_whenever_it_runs():
     """Pinned: another value would make a resumed sampled run differ from an undisturbed one."""
     assert document_seed(0, "d1") == document_seed(0, "d1")
