@@ -25,9 +25,7 @@ from specextend.config import RunConfig
 from specextend.data.source import open_source
 from specextend.terminal import complain
 from specextend.training.distil import distil
-from specextend.training.fit import FitOptions
-from specextend.training.recording import SampleOptions, SummaryOptions
-from specextend.training.task import LanguageModelOptions, TrainedKind, TrainOptions
+from specextend.training.task import TrainedKind, TrainOptions
 
 INTERRUPTED = 75
 
@@ -57,15 +55,17 @@ def main(argv: Sequence[str]) -> int:
 def _options(given: argparse.Namespace) -> TrainOptions:
     return TrainOptions(
         kind=given.kind,
-        start_from=given.start_from,
         num_samples=given.samples,
         vocabulary=given.vocabulary,
         copy_heads=given.copy_heads,
-        text_passes=given.text_passes,
-        sample=SampleOptions(min_tokens=given.min_tokens, max_tokens=given.max_tokens, seed=given.seed),
-        summary=SummaryOptions(max_new_tokens=given.summary_tokens),
-        fit=FitOptions(passes=given.passes, learning_rate=given.learning_rate, seed=given.seed),
-        language_model=LanguageModelOptions(hidden_size=given.hidden_size, num_layers=given.layers),
+        min_tokens=given.min_tokens,
+        max_tokens=given.max_tokens,
+        summary_tokens=given.summary_tokens,
+        hidden_size=given.hidden_size,
+        num_layers=given.layers,
+        passes=given.passes,
+        learning_rate=given.learning_rate,
+        seed=given.seed,
     )
 
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    train, sample, model = TrainOptions(), SampleOptions(), LanguageModelOptions()
+    train = TrainOptions()
     parser.add_argument("--config", default="configs/smollm2.yaml", help="configuration with the target and the prompt")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="override a value of the configuration"
@@ -88,25 +88,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text-column", default="text", help="column that holds the text")
     parser.add_argument("--output", required=True, type=Path, help="folder to write the draft to")
     parser.add_argument("--kind", choices=get_args(TrainedKind), default=train.kind, help="kind of draft")
-    parser.add_argument("--start-from", metavar="FOLDER", help="eagle: continue from the head in this folder")
     parser.add_argument("--samples", type=int, default=train.num_samples, help="number of prompts to record")
     parser.add_argument(
-        "--min-tokens", type=int, default=sample.min_tokens, help="tokens of the shortest piece of a document"
+        "--min-tokens", type=int, default=train.min_tokens, help="tokens of the shortest piece of a document"
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=sample.max_tokens, help="tokens of the longest piece of a document"
+        "--max-tokens", type=int, default=train.max_tokens, help="tokens of the longest piece of a document"
     )
-    parser.add_argument(
-        "--summary-tokens", type=int, default=train.summary.max_new_tokens, help="most tokens of a summary"
-    )
+    parser.add_argument("--summary-tokens", type=int, default=train.summary_tokens, help="most tokens of a summary")
     parser.add_argument(
         "--vocabulary", type=int, default=train.vocabulary, help="number of tokens that the draft can propose"
     )
     parser.add_argument("--copy-heads", type=int, default=train.copy_heads, help="eagle: number of KV heads that copy")
-    parser.add_argument("--text-passes", type=int, default=train.text_passes, help="model: passes over the text alone")
-    parser.add_argument("--hidden-size", type=int, default=model.hidden_size, help="model: hidden size")
-    parser.add_argument("--layers", type=int, default=model.num_layers, help="model: number of layers")
-    parser.add_argument("--passes", type=int, default=train.fit.passes, help="passes over the recordings")
-    parser.add_argument("--learning-rate", type=float, default=train.fit.learning_rate, help="peak learning rate")
+    parser.add_argument("--hidden-size", type=int, default=train.hidden_size, help="model: hidden size")
+    parser.add_argument("--layers", type=int, default=train.num_layers, help="model: number of layers")
+    parser.add_argument("--passes", type=int, default=train.passes, help="passes over the recordings")
+    parser.add_argument("--learning-rate", type=float, default=train.learning_rate, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0, help="seed of samples and training")
     return parser
