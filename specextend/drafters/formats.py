@@ -26,12 +26,10 @@ from specextend.model_files import (
     INDEX,
     VOCABULARY,
     TensorInfo,
-    convert_pickles,
-    indexed_names,
-    pickled_files,
     read_json,
     read_safetensors_header,
     read_token_ids,
+    weight_files,
 )
 
 WEIGHTS_FILE = "model.safetensors"
@@ -231,22 +229,14 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
     return token_ids
 
 
-def weight_files(folder: Path) -> list[Path]:
+def head_files(folder: Path) -> list[Path]:
     """List a head's safetensors files: one, or those that its index names. Raises ValueError if one is missing."""
-    if names := indexed_names(folder):
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-        if (folder / WEIGHTS_FILE) in files:
-            files = [folder / WEIGHTS_FILE]
-    if not files and (pickled := pickled_files(folder)):
-        why = convert_pickles(pickled, folder / WEIGHTS_FILE)
-        raise ValueError(f"EAGLE draft {folder} has only a pickle ({pickled[0].name}), {why}")
-    if len(files) > 1 and not names:
-        raise ValueError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
-    if missing := [file for file in files or [folder / WEIGHTS_FILE] if not file.is_file()]:
-        raise ValueError(f"EAGLE draft {folder} has no {missing[0].name}")
-    return files
+    files = weight_files(folder, f"EAGLE draft {folder}")
+    if len(files) == 1 or (folder / INDEX).is_file():
+        return files
+    if folder / WEIGHTS_FILE in files:
+        return [folder / WEIGHTS_FILE]
+    raise ValueError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
 
 
 def _read_own(folder: Path, raw: dict[str, Any]) -> HeadShape:
@@ -286,7 +276,7 @@ def _read_published(folder: Path, raw: dict[str, Any]) -> HeadShape:
 def _find_tensors(folder: Path, prefixes: dict[str, str]) -> Found:
     """Read the headers of a head's files. Raises ValueError if a tensor is there twice, or a file not whole."""
     found: Found = {}
-    for file in weight_files(folder):
+    for file in head_files(folder):
         for name, info in read_safetensors_header(file).items():
             if name.endswith(_LEFT_OVER):
                 continue

@@ -99,12 +99,6 @@ def test_weights_that_are_not_whole_are_refused(write_model, change):
     assert "model.safetensors is not a whole safetensors file" in refusal(folder, check_model)
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "a/b/c"])
-def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name):
-    """A typing error in a path must not become a request for a repository of that name."""
-    assert "does not exist" in refusal(name)
-
-
 def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, edit_json):
     """A run must resume after its models moved, and must not resume with others."""
     first, moved = write_model("first"), write_model("moved")
