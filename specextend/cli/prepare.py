@@ -29,12 +29,21 @@ from specextend.terminal import complain
 
 _ONE_KIND = {"text": ("*.txt",), "pdf": ("*.[pP][dD][fF]",), "jsonl": ("*.jsonl",)}
 """Commands that read the files of a folder as one kind, with the names that they look for."""
+_MOVED = {
+    "govreport": "hf ccdv/govreport-summarization --text-field report",
+    "booksum": "hf kmfoda/booksum --text-field chapter",
+    "pg19": "hf emozilla/pg19 --id-field url",
+}
+"""What takes the place of commands that are gone."""
 _MOST_NAMED = 5
 _PROGRESS_S = 10
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 0; 3 if some documents could not be read; 2 if the arguments are wrong."""
+    if argv and argv[0] in _MOVED:
+        complain(ValueError(f"prepare {argv[0]} is gone; use: prepare {_MOVED[argv[0]]} --split test --output FOLDER"))
+        return 2
     options = _parser().parse_args(argv)
     try:
         return int(options.run(options))
@@ -79,11 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--text-field", default="text", help="field of a row that holds the text (text)")
         command.add_argument("--id-field", help="field of a row that holds the id; default: <file>:<line>")
         command.add_argument("--skip-unreadable", action="store_true", help="exit 0 although some cannot be read")
+        command.add_argument("--limit", type=_positive, help="most files, or rows of the Hub, of this call")
     openai = commands.add_parser("openai", help="requests in the input format of OpenAI's Batch API")
     openai.add_argument("input", type=Path)
     openai.set_defaults(run=_requests)
-    for command in (hub, openai):
-        command.add_argument("--limit", type=_positive, help="rows at most")
+    openai.add_argument("--limit", type=_positive, help="rows at most")
     again = commands.add_parser("repartition", help="Parquet files with large row groups, written in smaller ones")
     again.add_argument("input", help="what input.path takes: a file, a folder or a glob, local or a URI")
     again.set_defaults(run=_repartition)

@@ -1,4 +1,4 @@
-"""The audit of the input before a model is loaded: files, columns and ids; and how large row groups become smaller ones."""
+"""The audit of the input before a model is loaded, and the rewriting of files whose row groups are too large."""
 
 from __future__ import annotations
 

@@ -52,6 +52,8 @@ class Prepared:
     """In the data set."""
     num_read: int
     num_unchanged: int
+    num_waiting: int
+    """Files that are left to the next call."""
     failures: list[Failure]
     """In order of the files; those that are only said are the last."""
 
@@ -63,8 +65,9 @@ class Prepared:
     def summary(self, output: str) -> str:
         """Say in one line what there is now."""
         said = [f"{counted(self.num_documents, 'document')} in {output}"]
-        if self.num_unchanged:
-            said.append(f"{counted(self.num_read, 'file')} read, {self.num_unchanged:,} unchanged")
+        if self.num_unchanged or self.num_waiting:
+            waiting = f", {self.num_waiting:,} left to the next call" if self.num_waiting else ""
+            said.append(f"{counted(self.num_read, 'file')} read, {self.num_unchanged:,} unchanged{waiting}")
         if self.failures:
             counts = Counter(failure.reason for failure in self.failures).most_common()
             said.append(", ".join(f"{reason}: {count:,}" for reason, count in counts) + f" (see {output}/{ERRORS})")
@@ -83,20 +86,24 @@ def prepare_documents(
     known = known_files(folder)
     files, failures = find_files(sources, options, folder)
     listed = {file.path for file in files}
-    failed = {failure.path for failure in _read_errors(folder)}
-    todo = [file for file in files if file.path in failed or known.get(file.path) != (file.size, file.modified)]
+    earlier = [failure for failure in _read_errors(folder) if failure.path in listed and failure.reason != LEFT_OUT]
+    failed = {failure.path for failure in earlier}
+    new = [file for file in files if file.path in failed or known.get(file.path) != (file.size, file.modified)]
+    todo = new[: options.limit]
+    paths = {file.path for file in todo}
+    failures += [failure for failure in earlier if failure.path not in paths]
     check_packages({file.kind for file in todo})
     gone = known.keys() - listed
     message = (
         f"is not found this time; its documents {'are removed' if options.remove_gone else 'stay (--remove-gone)'}"
     )
     failures += [Failure(path, None, GONE, message) for path in gone]
-    stale = known.keys() & {file.path for file in todo} | (gone if options.remove_gone else set())
+    stale = known.keys() & paths | (gone if options.remove_gone else set())
     if stale:
         settle(folder, stale)
     with closing(read_files(todo, folder, options)) as readings:
         num_documents = _add(folder, readings, failures, lambda done: on_progress(done, len(todo)))
-    return Prepared(num_documents, len(todo), len(files) - len(todo), failures)
+    return Prepared(num_documents, len(todo), len(files) - len(new), len(new) - len(todo), failures)
 
 
 def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, options: DocumentOptions) -> Prepared:
@@ -108,7 +115,7 @@ def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, optio
     except UnreadableError as error:
         raise InputError(f"{name} {error.message}") from error
     settle(folder, {name})
-    return Prepared(_add(folder, [reading], failures, lambda done: None), 1, 0, failures)
+    return Prepared(_add(folder, [reading], failures, lambda done: None), 1, 0, 0, failures)
 
 
 def _open(output: str) -> Location:

@@ -78,6 +78,8 @@ class DocumentOptions:
     """Seconds that a file may take, and one more for each MiB of it."""
     memory_gib: float = 4.0
     """Memory that a process which reads files may take."""
+    limit: int | None = None
+    """Most files that one call reads."""
     remove_gone: bool = False
     """Remove the documents of files that are not there any more."""
 

@@ -163,6 +163,8 @@ def test_another_call_reads_what_is_new_or_changed_or_has_failed(
         (folder / f"{name}.txt").write_text(name)
     (folder / "e.txt").write_bytes(b"\xe9")
     (folder / "many.jsonl").write_text('{"text": "1"}\n{"text": "2"}\n')
+    first = prepare(limit=4)
+    assert (first.num_read, first.num_waiting) == (4, 2)
     prepare()
     (folder / "a.txt").write_text("changed")
     (folder / "b.txt").unlink()
@@ -318,6 +320,7 @@ def test_an_object_store_is_read_and_written(monkeypatch: pytest.MonkeyPatch, pr
         (["documents", "texts", "--output", "texts/a.txt"], "texts/a.txt is a file; name a folder"),
         (["documents", "texts", "--output", "texts"], "holds a.txt, which is no part of a data set"),
         (["hf", "texts/none"], "texts/none"),
+        (["govreport"], "use: prepare hf ccdv/govreport-summarization --text-field report"),
     ],
 )
 def test_a_wrong_argument_is_one_line(
