@@ -63,7 +63,7 @@ OWNERS = {
     "mammoth": ("specextend/data/formats.py",),
     "selectolax": ("specextend/data/formats.py",),
     "xllamacpp": ("benchmarks/llama_server.py",),
-    "matplotlib": ("benchmarks/tables.py", "specextend/report/plots.py"),
+    "matplotlib": ("benchmarks/tables.py",),
     "pandas": ("benchmarks/tables.py",),
     "jinja2": ("specextend/report/page.py",),
     "pydantic": ("specextend/config.py", "specextend/drafters/", "benchmarks/benchmark.py"),
