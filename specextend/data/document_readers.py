@@ -25,8 +25,8 @@ from specextend.data.storage import Location
 
 PENDING = "_pending-"
 """Begins the name of a part that is whole, but whose failures are not written yet."""
-_AHEAD = 256
-"""Files that are read at most, by each process, before the first of them is done."""
+_AHEAD = 64
+"""Most files, for each process, that are read or wait in memory before the first of them is done."""
 _HOPELESS = 1000
 """Bad rows at the beginning of a file after which it is given up."""
 
