@@ -26,7 +26,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a name imports only from lines above its own, and from itself.
 LAYERS = (
-    {"stats", "versions"},
+    {"stats"},
     {"core"},
     {"model_files"},
     {"attention", "terminal"},
@@ -46,7 +46,6 @@ OWNERS = {
     "pyarrow": ("specextend/data/", "specextend/report/", "benchmarks/documents.py", "scripts/"),
     "transformers": (
         "specextend/models.py",
-        "specextend/attention/hf.py",
         "benchmarks/peers.py",
         "benchmarks/gpu_pairs.py",
         "specextend/training/",
