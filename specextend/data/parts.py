@@ -26,10 +26,7 @@ _WHOLE_BYTES = 1 << 20
 """A part up to this size is read in one request, also if few of its columns are wanted."""
 KEY_COLUMNS = ("file", "row", "error_class")
 """The columns that name the row of a result, and whether it is done: then the last is null."""
-ORIGIN_SCHEMA = pa.schema([("origin", pa.dictionary(pa.int32(), pa.string())), ("origin_row", pa.int32())])
-"""Columns that are read of every part and stored in none: its name, and a row's place in it."""
-ORIGIN = tuple(ORIGIN_SCHEMA.names)
-_FIELDS = {field.name: field for field in (*PART_SCHEMA, *ORIGIN_SCHEMA)}
+_NAME_OF = b"specextend.part"
 
 
 class DamagedPartError(ValueError):
@@ -99,7 +96,7 @@ def recorded_fingerprint(output: Location) -> str:
 def read_part(
     output: Location, name: str, columns: Sequence[str], fingerprint: str = "", num_bytes: int = 0
 ) -> pa.Table:
-    """Read columns of one part with the types of PART_SCHEMA and ORIGIN_SCHEMA.
+    """Read columns of one part with the types of PART_SCHEMA; `part_of` returns its name.
 
     num_bytes: size of the part; a large one is read by columns. Raises DamagedPartError if it cannot be read: none of
     our writers leaves such a part. Raises StrangePartError if it names another run than `fingerprint`.
@@ -110,8 +107,8 @@ def read_part(
             contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file
             with pq.ParquetFile(contents, pre_buffer=True) as parquet:
                 found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
-                stored = parquet.read([column for column in columns if column not in ORIGIN])
-                table = _typed(name, stored, columns)
+                wanted = pa.schema([PART_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
+                table = parquet.read(list(columns)).select(wanted.names).cast(wanted)
     except (*DAMAGED, KeyError) as error:
         if not is_damaged(location, error):
             raise
@@ -124,17 +121,10 @@ def read_part(
     return table
 
 
-def _typed(name: str, table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Cast columns to their types, and add those of ORIGIN. Raises KeyError for a missing one, or ArrowException."""
-    num_rows = len(table)
-    first = pa.array(np.zeros(num_rows, np.int32))
-    made = {
-        "origin": pa.chunked_array([pa.DictionaryArray.from_arrays(first, pa.array([name]))]),
-        "origin_row": pa.chunked_array([pa.array(np.arange(num_rows, dtype=np.int32))]),
-    }
-    fields = [_FIELDS[column] for column in columns]
-    arrays = [made[field.name] if field.name in made else table[field.name].cast(field.type) for field in fields]
-    return pa.table(arrays, schema=pa.schema(fields))
+def part_of(table: pa.Table) -> str:
+    """Return the name of the part that a table of `read_part` or `read_results` was read from."""
+    name: bytes = table.schema.metadata[_NAME_OF]
+    return name.decode()
 
 
 def run_id_of(name: str) -> str:
@@ -155,8 +145,9 @@ MOST_BYTES = 64 << 20
 """Bytes of parts, as they are stored, that are read ahead; in memory they take a few times as much."""
 _MOST_ROWS = 1 << 32
 """No input file has so many rows."""
-_ERROR_COLUMNS = {*KEY_COLUMNS, *ORIGIN, *ERROR_SCHEMA.names}
-_OPEN, _FAILED, _DONE = 0, 1, 2
+_ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names}
+OPEN, FAILED, DONE = 0, 1, 2
+"""States of an input row: without a result, or with one that counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,17 +205,19 @@ def pending(
                 yield key
 
 
-def read_results(output: Location, columns: Sequence[str], fingerprint: str = "") -> Iterator[pa.Table]:
+def read_results(
+    output: Location, columns: Sequence[str], fingerprint: str = "", settled: Settled | None = None
+) -> Iterator[pa.Table]:
     """Yield the results that count as tables of `columns`, in which the KEY_COLUMNS must be; each part is read once.
 
-    Done beats error, later beats earlier, and each input row has one result. A table holds rows done, or error rows:
-    first come those done, the latest commits first, then the error rows in the order of their commits. Memory: the
-    parts read ahead (MOST_BYTES), the error rows' own columns, and a byte for each input row. fingerprint: as for
-    `read_parts`. Raises DamagedPartError and StrangePartError.
+    Done beats error, later beats earlier, and each input row has one result. A table is of one part, and holds rows
+    done or error rows: first come those done, the latest commits first, then the error rows in the order of their
+    commits. Memory: the parts read ahead (MOST_BYTES), the error rows' own columns, and a byte for each input row.
+    fingerprint: as for `read_parts`. settled: filled in. Raises DamagedPartError and StrangePartError.
     """
     sizes = part_sizes(output)
     fingerprint = fingerprint or recorded_fingerprint(output)
-    settled, failed = _Settled(), list[tuple[str, pa.Table]]()
+    settled, failed = settled or Settled(), list[tuple[str, pa.Table]]()
     names = list(reversed(sizes))
 
     def read(name: str) -> pa.Table:
@@ -235,9 +228,9 @@ def read_results(output: Location, columns: Sequence[str], fingerprint: str = ""
         path = parts_folder(output).child(name).path
         places = settled.places(table, path)
         is_done = table["error_class"].is_null().to_numpy()
-        if len(done := settled.settle(places, is_done, _DONE)):
+        if len(done := settled.settle(places, is_done, DONE)):
             yield table.take(pa.array(done))
-        if len(errors := settled.settle(places, ~is_done, _FAILED)):
+        if len(errors := settled.settle(places, ~is_done, FAILED)):
             own = table.select([column for column in columns if column in _ERROR_COLUMNS])
             failed.append((path, own.take(pa.array(errors))))
     while failed:
@@ -255,7 +248,7 @@ def _with_nulls(table: pa.Table, columns: Sequence[str], schema: pa.Schema) -> p
     return pa.table(arrays, schema=schema)
 
 
-class _Settled:
+class Settled:
     """Remembers for each input row whether a result that counts was seen: one that is done, or only a failed one."""
 
     def __init__(self) -> None:
@@ -285,9 +278,21 @@ class _Settled:
         self._states[places[chosen]] = state
         return chosen
 
+    def states(self, file: int, num_rows: int) -> NDArray[np.uint8]:
+        """Return the states of the first rows of an input file [num_rows]."""
+        states = np.zeros(num_rows, np.uint8)
+        if file < len(self._room):
+            known = self._states[self._begins[file] :][: min(num_rows, self._room[file])]
+            states[: len(known)] = known
+        return states
+
+    def count(self) -> tuple[int, int]:
+        """Count the rows done and the error rows."""
+        return int((self._states == DONE).sum()), int((self._states == FAILED).sum())
+
     def is_failed(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which rows have failed and were not done, before or afterwards."""
-        return self._states[places] == _FAILED
+        return self._states[places] == FAILED
 
     def _make_room(self, files: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         """Make room for the highest row of each file, and for twice as many where there was too little."""

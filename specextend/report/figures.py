@@ -74,7 +74,7 @@ class RunFigures:
         self._errors: dict[tuple[str, str, bool], dict[str, Any]] = {}
 
     def add(self, results: pa.Table) -> None:
-        """Add results as `read_results` yields them, with all columns and ORIGIN."""
+        """Add results as `read_results` yields them, with all columns."""
         self.take(*told_apart(results, DONE_COLUMNS, ERROR_COLUMNS))
 
     def take(self, is_done: bool, rows: pa.Table) -> None:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from specextend.core import one_line
 from specextend.data.fingerprint import num_input_rows, read_manifest
 from specextend.data.parquet import DAMAGED, is_damaged
-from specextend.data.parts import KEY_COLUMNS, ORIGIN, list_parts, read_results, run_id_of
+from specextend.data.parts import KEY_COLUMNS, list_parts, part_of, read_results, run_id_of
 from specextend.data.run_folder import errors_folder, summaries_folder
 from specextend.data.schema import PART_SCHEMA
 from specextend.data.storage import Location, atomic_output, list_files
@@ -42,7 +42,7 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
     folder has neither.
     """
     if list_parts(output):
-        for table in read_results(output, [*dict.fromkeys([*KEY_COLUMNS, *ORIGIN, *done, *errors])]):
+        for table in read_results(output, [*dict.fromkeys([*KEY_COLUMNS, *done, *errors])]):
             yield told_apart(table, done, errors)
         return
     folders = (True, summaries_folder(output), done), (False, errors_folder(output), errors)
@@ -59,12 +59,9 @@ def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) ->
     RUN_ID is added.
     """
     is_done = results["error_class"].null_count > 0
-    run_ids = [
-        pa.array(map(run_id_of, chunk.dictionary.to_pylist()), pa.string()).take(chunk.indices)
-        for chunk in results["origin"].chunks
-    ]
     selected = results.select(list(done if is_done else errors))
-    return is_done, selected.append_column(RUN_ID, pa.chunked_array(run_ids, pa.string()))
+    run_ids = pa.repeat(pa.scalar(run_id_of(part_of(results)), pa.string()), len(results))
+    return is_done, selected.append_column(RUN_ID, run_ids)
 
 
 def _files(folder: Location) -> list[Location]:

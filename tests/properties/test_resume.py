@@ -91,10 +91,6 @@ def killed(*arguments: Any) -> None:
     raise Killed
 
 
-WINDOW_ROWS = 4
-"""So few that files and windows overlap in every way."""
-
-
 @settings(max_examples=20)
 @given(st.data(), st.lists(st.booleans(), max_size=4))
 def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.DataObject, starts: list[bool]) -> None:
@@ -107,9 +103,7 @@ def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.Data
         history.start(retry_errors=False, to_its_end=True)
         num_done = sum(map(bool, history.expected.values()))
         rows = len(history.keys)
-        assert finalize(history.source, history.output, window_rows=WINDOW_ROWS) == Counts(
-            rows, num_done, rows - num_done
-        )
+        assert finalize(history.source, history.output) == Counts(rows, num_done, rows - num_done)
         history.check()
 
     in_a_folder(check)
@@ -133,10 +127,10 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data: st.D
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "replace", replace)
             try:
-                finalize(history.source, history.output, window_rows=WINDOW_ROWS)
+                finalize(history.source, history.output)
             except Killed:
                 assert not (history.folder / "_SUCCESS").exists()
-        finalize(history.source, history.output, window_rows=WINDOW_ROWS)
+        finalize(history.source, history.output)
         history.check()
         assert not list(history.folder.rglob(".*")), "no litter of the killed one is left"
 

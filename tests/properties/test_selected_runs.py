@@ -77,9 +77,11 @@ def test_a_run_about_some_rows_plans_resumes_and_ends_with_those_alone(
             for key in data.draw(st.permutations(list(left)))[:most]:
                 writer.commit([failed(key) if key.row % 4 == 3 else done(key)])
         num_errors = sum(row % 4 == 3 for _, row in chosen)
-        sizes = {"window_rows": data.draw(st.integers(1, 5)), "buffer_bytes": data.draw(st.sampled_from([1, 1 << 20]))}
+        buffer_bytes = data.draw(st.sampled_from([1, 1 << 20]))
         assert not is_finalized(source, output)
-        assert finalize(source, output, **sizes) == Counts(len(keys), len(keys) - num_errors, num_errors)
+        assert finalize(source, output, buffer_bytes=buffer_bytes) == Counts(
+            len(keys), len(keys) - num_errors, num_errors
+        )
         assert is_finalized(source, output)
         found = pq.read_table(folder / "out" / "summaries", partitioning=None, columns=["file", "n"]).to_pylist()
         assert [(row["file"], row["n"]) for row in found] == [(f, n) for f, n in chosen if n % 4 != 3]
