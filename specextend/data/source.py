@@ -41,7 +41,6 @@ from specextend.data.parquet import (
     is_text,
     open_parquet,
     plain_text,
-    read_group,
     rows_where,
     stream,
 )
@@ -208,10 +207,9 @@ class Source:
         """
         file, num_rows = self.files[number], 0
         try:
-            location = self.location(number)
-            with open_parquet(location, self._compact(columns)) as parquet:
+            with open_parquet(self.location(number), self._compact(columns)) as parquet:
                 stored = [name for name in columns if name in parquet.schema_arrow.names or name not in self.partitions]
-                for batch in stream(parquet, stored, plain=lambda: open_parquet(location)):
+                for batch in stream(parquet, stored):
                     num_rows += len(batch)
                     yield self._with_partitions(batch, number, columns)
             if num_rows != file.num_rows:
@@ -307,7 +305,7 @@ class Source:
         try:
             location, texts = self.location(number), self._compact(self.options.document_columns)
             parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(location, texts))
-            table = read_group(parquet, group, columns, plain=lambda: open_parquet(location))
+            table = parquet.read_row_group(group, columns=columns, use_threads=False)
             if len(table) != num_rows:
                 held = counted(len(table), "row")
                 raise pa.ArrowInvalid(f"row group {group} holds {held}, the footer says {num_rows:,}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -17,7 +17,6 @@ import pytest
 
 from specextend.core import Document, DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions, content_sha256
-from specextend.data.parquet import stream
 from specextend.data.source import Source, open_source
 
 Write = Callable[..., Path]
@@ -146,30 +145,6 @@ def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
     monkeypatch.setattr("specextend.data.audit.MAX_GROUP_BYTES", 20 << 20)
     with pytest.raises(InputError, match=r"a.parquet has a row group that takes 0\.0 GiB to read; .*repartition INPUT"):
         open_source(options)
-
-
-@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
-def test_what_a_row_group_takes_is_what_reading_it_takes(tmp_path: Path, encoding: str) -> None:
-    """A repeated text is held once where it is in a dictionary, and as often as it is there where it is a prefix."""
-    options = {"column_encoding": {"text": encoding}} if encoding == "DELTA_BYTE_ARRAY" else {}
-    table = pa.table({"text": ["a text " * 500] * 60})
-    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=not options, **options)
-    source = open_source(InputOptions(path=str(tmp_path / "a.parquet")))
-    assert (source.files[0].largest_group_bytes > 60 * 3500) is bool(options)
-
-
-def test_a_column_that_turns_out_not_to_be_a_dictionary_is_read_from_there_on(tmp_path: Path) -> None:
-    """Some writers begin with one encoding and go on with another."""
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": [f"text {row}" for row in range(1000)]}), path)
-
-    class TurnsOut(pq.ParquetFile):
-        def iter_batches(self, *arguments: Any, **options: Any) -> Iterator[pa.RecordBatch]:
-            yield next(super().iter_batches(*arguments, **options))
-            raise OSError("Not yet implemented: DecodeArrow")
-
-    tables = stream(TurnsOut(path), ["text"], plain=lambda: pq.ParquetFile(path))
-    assert [text for table in tables for text in table["text"].to_pylist()] == [f"text {row}" for row in range(1000)]
 
 
 def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
