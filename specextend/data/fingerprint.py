@@ -10,7 +10,7 @@ from typing import Any
 from specextend.core import counted, printable
 from specextend.data.run_folder import Start, manifest_file
 from specextend.data.source import Source
-from specextend.data.storage import Location, create_bytes, read_bytes
+from specextend.data.storage import Location, exists, read_bytes, write_bytes
 
 VERSION = 1
 
@@ -108,8 +108,9 @@ ABOUT_INPUT = ("input file ", "selected rows: ")
 def write_manifest(output: Location, manifest: Mapping[str, Any]) -> None:
     """Write the manifest. Raises FileExistsError if there is one."""
     location = manifest_file(output)
-    if not create_bytes(location, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()):
+    if exists(location):
         raise FileExistsError(location.path)
+    write_bytes(location, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
 
 
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

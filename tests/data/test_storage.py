@@ -16,7 +16,6 @@ from pyarrow import fs
 from specextend.data.storage import (
     Location,
     atomic_output,
-    create_bytes,
     delete,
     exists,
     list_files,
@@ -37,21 +36,16 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     return Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "folder")
 
 
-def test_what_was_written_is_read_back_and_replaced_whole_unless_it_was_created(folder: Location) -> None:
-    """The manifest is created: a second writer must notice the first."""
+def test_what_was_written_is_read_back_and_replaced_whole(folder: Location) -> None:
     location = folder.child("a", "b.json")
     assert read_bytes(location) is None
     write_bytes(location, b"first, and longer")
     write_bytes(location, b"second")
     assert read_bytes(location) == b"second"
-    assert not create_bytes(location, b"theirs")
-    assert read_bytes(location) == b"second"
     assert list_files(folder.child("a")) == ["b.json"]
     delete(location)
     delete(location)
     assert not exists(location)
-    assert create_bytes(location, b"mine")
-    assert read_bytes(location) == b"mine"
 
 
 def test_a_failure_while_writing_leaves_what_was_there(folder: Location) -> None:
@@ -136,7 +130,6 @@ def write_through(location: Location) -> None:
 
 CHANGES: dict[str, Callable[[Location], object]] = {
     "write_bytes": lambda location: write_bytes(location, b"new"),
-    "create_bytes": lambda location: create_bytes(location.parent.child("another"), b"new"),
     "atomic_output": write_through,
     "delete": delete,
 }
