@@ -35,7 +35,6 @@ from specextend.cluster.plan import make_plan
 from specextend.core import Completion, DocumentKey
 from specextend.data.audit import audit
 from specextend.data.finalize import finalize
-from specextend.data.in_order import NUM_THREADS
 from specextend.data.inputs import InputOptions
 from specextend.data.listing import Listing
 from specextend.data.parts import PartWriter, pending, read_parts
@@ -44,7 +43,7 @@ from specextend.data.quality import Quality
 from specextend.data.schema import result_row
 from specextend.data.selection import select_rows
 from specextend.data.source import Source
-from specextend.data.storage import Location, resolve
+from specextend.data.storage import NUM_THREADS, Location, resolve
 from specextend.models import load_tokenizer
 from specextend.report import RunFigures, write_report
 from specextend.stats import DecodingStats

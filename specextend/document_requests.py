@@ -13,7 +13,7 @@ from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, SamplingParams, first_line
-from specextend.data.chunks import ChunkPrompts, Part, TextSpan
+from specextend.data.chunks import ChunkPrompts
 from specextend.data.inputs import DocumentError, Row
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 from specextend.decoding.device import is_out_of_memory
@@ -33,15 +33,6 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSummary:
-    """The summary of a part of a document."""
-
-    span: TextSpan
-    text: str
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """The summary of a document, with the counts of all that was decoded for it."""
 
@@ -52,24 +43,17 @@ class Summary:
     """Says how much of the document was read: all of it, in parts."""
     last: Completion
     """With the counts of that request alone."""
-    chunks: tuple[ChunkSummary, ...] = ()
-    """Of a document that was read in parts, in order."""
+    chunk_rows: list[dict[str, Any]] | None = None
+    """The parts as values of the column `chunk_summaries`; None for a document that fits into one prompt."""
     num_requests: int = 1
     """Parts and merges."""
-
-    @property
-    def chunk_rows(self) -> list[dict[str, Any]] | None:
-        """Return the parts as values of the column `chunk_summaries`; None for a document that fits into one prompt."""
-        return [
-            {**chunk.span._asdict(), "text": chunk.text, "finish_reason": chunk.finish_reason} for chunk in self.chunks
-        ] or None
 
     def timed(self, total_s: float) -> Summary:
         """Return the summary of a document that took `total_s` seconds: in parts, several at a time.
 
         Those are divided as the engine's time for it was: into `ttft_s` for reading and `decode_s` for writing.
         """
-        if not self.chunks:
+        if self.chunk_rows is None:
             return self
         stats = self.completion.stats
         reading = stats.prefill_s + stats.draft_prefill_s
@@ -97,8 +81,9 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
         return (yield from _Chunked(config, prompts, row, name).rounds())
     request = document_request(config, row, prompt, name)
     [outcome] = yield Round((request,), is_last=True)
-    completion = _checked(outcome)
-    return Summary(request, completion, prompt, completion)
+    if isinstance(outcome, DocumentError):
+        raise outcome
+    return Summary(request, outcome, prompt, outcome)
 
 
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
@@ -137,17 +122,20 @@ class _Chunked:
         row = self._row
         parts = self._chunks.parts(row.document.text, self._limit, row.instruction)
         outcomes = yield self._round([part.prompt for part in parts], is_last=False)
-        summaries = [
-            self._counted(outcome, f"part {number} of {len(parts)} (characters {part.span.begin} to {part.span.end})")
-            for number, (part, outcome) in enumerate(zip(parts, outcomes, strict=True), 1)
-        ]
-        texts = [completion.text for completion in summaries]
+        chunk_rows: list[dict[str, Any]] = []
+        for part, outcome in zip(parts, outcomes, strict=True):
+            which = f"part {len(chunk_rows) + 1} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
+            summary = self._counted(outcome, which)
+            chunk_rows.append({**part.span._asdict(), "text": summary.text, "finish_reason": summary.finish_reason})
+        texts = [chunk["text"] for chunk in chunk_rows]
         while True:
             prompts = self._chunks.merges(texts, self._limit, row.instruction)
             step = self._round(prompts, is_last=len(prompts) == 1)
             merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
             if step.is_last:
-                return self._summary(step.requests[0], merged[0], parts, summaries)
+                [request], [last] = step.requests, merged
+                prompt, whole = Prompt(request.prompt_token_ids, 0, "chunk"), replace(last, stats=self._stats)
+                return Summary(request, whole, prompt, last, chunk_rows, self._num_requests)
             texts = [completion.text for completion in merged]
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
@@ -164,22 +152,6 @@ class _Chunked:
             raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
         self._stats.add(outcome.stats)
         return outcome
-
-    def _summary(
-        self, request: Request, last: Completion, parts: Sequence[Part], summaries: Sequence[Completion]
-    ) -> Summary:
-        chunks = tuple(
-            ChunkSummary(part.span, completion.text, completion.finish_reason)
-            for part, completion in zip(parts, summaries, strict=True)
-        )
-        prompt = Prompt(request.prompt_token_ids, 0, "chunk")
-        return Summary(request, replace(last, stats=self._stats), prompt, last, chunks, self._num_requests)
-
-
-def _checked(outcome: Completion | DocumentError) -> Completion:
-    if isinstance(outcome, DocumentError):
-        raise outcome
-    return outcome
 
 
 def document_seed(run_seed: int, doc_id: str) -> int:

@@ -65,7 +65,7 @@ def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_o
     batch = pa.table({"name": ["book", "page"], "text": [TEXT, TEXT[:300]]})
     long, short = Summarizer(config, lambda _: engine)(batch).to_pylist()
     assert long["summary"] == summary.completion.text
-    assert [chunk["text"] for chunk in long["chunk_summaries"]] == [chunk.text for chunk in summary.chunks]
+    assert [chunk["text"] for chunk in long["chunk_summaries"]] == [chunk["text"] for chunk in summary.chunk_rows]
     assert "".join(TEXT[chunk["begin"] : chunk["end"]] for chunk in long["chunk_summaries"]) == TEXT
     requests = [request for each in rounds for request in each.requests]
     assert long["num_prompt_tokens"] == sum(len(request.prompt_token_ids) for request in requests)
@@ -87,4 +87,4 @@ def test_summaries_that_do_not_fit_into_one_merge_are_merged_level_by_level(conf
     assert [each.is_last for each in rounds] == [False] * (len(sizes) - 1) + [True]
     names = [request.request_id for each in rounds for request in each.requests]
     assert names == [f"book:{number}" for number in range(sum(sizes))]
-    assert len(summary.chunks) == sizes[0]
+    assert len(summary.chunk_rows) == sizes[0]

@@ -14,12 +14,11 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from specextend.core import counted, one_line
-from specextend.data.in_order import in_order
 from specextend.data.inputs import InputError, InputFile, InputOptions, InputUnreachableError, unreadable
 from specextend.data.listing import Listing
 from specextend.data.parquet import DAMAGED, is_text, largest_group_bytes, open_parquet, plain_text
 from specextend.data.schema import SUMMARY_SCHEMA
-from specextend.data.storage import Location
+from specextend.data.storage import Location, in_order
 
 MAX_GROUP_BYTES = 1 << 30
 """Most bytes that the columns of a document may take when they are read from a row group: a worker holds it."""

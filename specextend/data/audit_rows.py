@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.core import Completion, DocumentKey, one_line
-from specextend.data.in_order import in_order
 from specextend.data.parquet import DAMAGED, is_damaged
 from specextend.data.parts import DamagedPartError
 from specextend.data.run_folder import audits_folder
-from specextend.data.storage import Location, list_files, write_bytes
+from specextend.data.storage import Location, in_order, list_files, write_bytes
 
 AUDIT_SCHEMA = pa.schema(
     [

@@ -48,43 +48,29 @@ def split(text: str, starts: Sequence[int] | NDArray[np.int64], most: int) -> li
     Only a part of one character may have more of them. starts: the character at which each of its tokens starts,
     rising.
     """
-    whole = _Cuts(text, np.asarray(starts, np.int64))
+    starts = np.asarray(starts, np.int64)
+    places = np.append(starts, len(text))
     spans: list[TextSpan] = []
     begin = first = 0
-    while (left := len(whole.starts) - first) > most:
+    while (left := len(starts) - first) > most:
         share = math.ceil(left / math.ceil(left / most))
-        end = whole.cut(first + max(1, int(_LEAST_SHARE * share)), first + share, first + most)
-        end = max(end, begin + 1)  # a character may have more tokens than a part
+        least, wanted, last = (
+            places[min(first + count, len(starts))] for count in (max(1, int(_LEAST_SHARE * share)), share, most)
+        )
+        end = max(_best_cut(text, int(least), int(wanted), int(last)), begin + 1)  # a character may have many tokens
         spans.append(TextSpan(begin, end))
-        begin, first = end, whole.token(end)
+        begin, first = end, int(starts.searchsorted(end))
     is_over = bool(spans) and begin == len(text)
     return spans if is_over else [*spans, TextSpan(begin, len(text))]
 
 
-@dataclass(slots=True)
-class _Cuts:
-    """A text with the places where it may be cut."""
-
-    text: str
-    starts: NDArray[np.int64]
-    """The character at which each token starts. [N]."""
-
-    def place(self, token: int) -> int:
-        """Return the character at which a token starts; the end of the text behind the last one."""
-        return int(self.starts[token]) if token < len(self.starts) else len(self.text)
-
-    def token(self, place: int) -> int:
-        """Return the number of the first token that starts at a character or behind it."""
-        return int(self.starts.searchsorted(place))
-
-    def cut(self, first: int, wanted: int, last: int) -> int:
-        """Find the best place to cut behind token `first`, up to token `last`, and as near to `wanted` as it may be."""
-        low, aim, high = (self.place(token) for token in (first, wanted, last))
-        for pattern in _BREAKS:
-            places = [found.end() for found in pattern.finditer(self.text, low, high) if low < found.end() <= high]
-            if places:
-                return min(places, key=lambda place: abs(place - aim))
-        return aim
+def _best_cut(text: str, least: int, wanted: int, last: int) -> int:
+    """Find the best place to cut behind character `least`, up to `last`, and as near to `wanted` as it may be."""
+    for pattern in _BREAKS:
+        places = [found.end() for found in pattern.finditer(text, least, last) if least < found.end() <= last]
+        if places:
+            return min(places, key=lambda place: abs(place - wanted))
+    return wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,13 @@ import pyarrow.parquet as pq
 
 from specextend.core import counted
 from specextend.data.fingerprint import PROVENANCE, provenance, read_manifest
-from specextend.data.in_order import in_order
 from specextend.data.parquet import DAMAGED, gathered, is_damaged, rows_where
 from specextend.data.parts import KEY_COLUMNS, OPEN, Settled, commit_order, part_of, read_results, run_id_of
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
 from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA, SUMMARY_SCHEMA, summary_schema
 from specextend.data.sorted_rows import BUFFER_BYTES, SortedRows, Tables
 from specextend.data.source import Source
-from specextend.data.storage import Location, atomic_output, delete, file_sizes, remove_temporary_files
+from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order, remove_temporary_files
 
 MOST_BYTES = 256 << 20
 """Memory of the results that are being written, by several threads, or wait to be."""

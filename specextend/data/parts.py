@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, one_line
 from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.in_order import in_order
 from specextend.data.parquet import DAMAGED, is_damaged
 from specextend.data.run_folder import parts_folder
 from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA
-from specextend.data.storage import Location, file_sizes, remove_temporary_files, write_bytes
+from specextend.data.storage import Location, file_sizes, in_order, remove_temporary_files, write_bytes
 
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
 _RUN_ID, _FINGERPRINT = b"specextend.run_id", b"specextend.fingerprint"

@@ -214,13 +214,10 @@ class Prompts:
     def token_starts(self, text: str) -> NDArray[np.int64]:
         """Return the character at which each token of a document starts [N]; forged control tokens count as one."""
         starts: list[int] = []
-        begin = 0
-        while begin < len(text):
-            is_last = len(text) - begin <= self._piece_characters
-            end = len(text) if is_last else self._cut(text, begin + self._piece_characters)
-            offsets = self._documents.encode(text[begin:end], add_special_tokens=False).offsets
-            starts += [begin + first for first, _ in offsets]
-            begin = end
+        for begin, end in self._pieces(text):
+            starts += [
+                begin + first for first, _ in self._documents.encode(text[begin:end], add_special_tokens=False).offsets
+            ]
         return np.array(starts, np.int64)
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
@@ -229,13 +226,18 @@ class Prompts:
         Together they are the tokens of the whole text if no token depends on text more than 2,048 characters away. In a
         text without any such place to cut (one endless word), tokens beside a cut may differ.
         """
+        for begin, end in self._pieces(text):
+            yield self._encode_piece(text[begin:end], is_first=begin == 0)
+
+    def _pieces(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield the first character and the one behind the last of each piece of a document."""
         size = self._piece_characters if len(text) > _LEAST_PIECES * self._piece_characters else len(text)
         begin = 0
         while len(text) - begin > size:
             end = self._cut(text, begin + size)
-            yield self._encode_piece(text[begin:end], is_first=begin == 0)
+            yield begin, end
             begin = end
-        yield self._encode_piece(text[begin:], is_first=begin == 0)
+        yield begin, len(text)
 
     def _cut(self, text: str, end: int) -> int:
         """Find the last place up to `end` where a cut changes no token around it; `end` if there is none."""

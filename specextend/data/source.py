@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from specextend.core import Document, DocumentKey, counted
 from specextend.data.audit import ask, audit, partition_column, partition_types
-from specextend.data.in_order import in_order
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
     DocumentError,
@@ -45,7 +44,7 @@ from specextend.data.parquet import (
     stream,
 )
 from specextend.data.scanning import ScannedRow, count_columns, lacks_counts, scanned_rows, text_columns
-from specextend.data.storage import Location, check_writable, resolve
+from specextend.data.storage import Location, check_writable, in_order, resolve
 
 _OPEN_FILES = 8
 _CACHED_GROUPS = 2

@@ -1,4 +1,4 @@
-"""Files on local paths and on any `pyarrow.fs` URI, written whole or not at all."""
+"""Files on local paths and on any `pyarrow.fs` URI: read many at once, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
 import pyarrow as pa
@@ -17,6 +19,8 @@ from pyarrow import fs
 
 from specextend.core import first_line
 
+NUM_THREADS = 32
+"""Requests to a store that are under way at once: each waits for milliseconds and needs no processor meanwhile."""
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _PARAMETERS = {
     *("scheme", "endpoint_override", "region", "tls_ca_file_path", "allow_bucket_creation", "allow_bucket_deletion"),
@@ -34,6 +38,10 @@ _GCS_RETRY_S = 60
 _BLOCK_BYTES = 16 << 20
 _S3_COPY_BYTES = 5 << 30
 """Most bytes that S3 copies in one request."""
+
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
 
 
 class Gate(Protocol):
@@ -331,3 +339,35 @@ def _send(location: Location, data: pa.Buffer) -> None:
     with location.filesystem.open_output_stream(location.path, compression=None) as stream:
         for begin in range(0, len(data), _BLOCK_BYTES):
             stream.write(data.slice(begin, min(_BLOCK_BYTES, len(data) - begin)))
+
+
+def in_order(
+    function: Callable[[Item], Value],
+    items: Iterable[Item],
+    *,
+    cost: Callable[[Item], int] = lambda item: 0,
+    most: int = 0,
+    num_threads: int = NUM_THREADS,
+) -> Iterator[Value]:
+    """Yield what `function` returns for each item, in their order; it is called in a bounded pool of threads.
+
+    cost: of an item; those that are under way, or whose results were not taken yet, cost at most `most` together, or
+    are a single one. An exception is raised where the result would be; what has not begun by then never does.
+    """
+    started: deque[tuple[Future[Value], int]] = deque()
+    total = 0
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for item in items:
+                price = cost(item)
+                while started and (len(started) >= num_threads or total + price > most > 0):
+                    yield started[0][0].result()
+                    total -= started.popleft()[1]
+                started.append((pool.submit(function, item), price))
+                total += price
+            while started:
+                yield started[0][0].result()
+                started.popleft()
+        finally:
+            for future, _ in started:
+                future.cancel()
