@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +12,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.data.storage import Location
+from specextend.core import one_line
+from specextend.data.storage import Location, write_bytes
 
 BATCH_BYTES = 16 << 20
 """Bytes of text that are read at a time."""
@@ -39,6 +42,24 @@ def is_damaged(location: Location, error: Exception) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def damaged_as(kind: type[Exception], location: Location, way_out: str) -> Iterator[None]:
+    """Raise `kind`, in one line, where a file cannot be read because of what it holds. way_out: what to do then."""
+    try:
+        yield
+    except (*DAMAGED, KeyError) as error:
+        if not is_damaged(location, error):
+            raise
+        raise kind(f"{location.path} is damaged ({one_line(error)}); {way_out}") from error
+
+
+def write_table(location: Location, table: pa.Table) -> None:
+    """Write a small table as a Parquet file, whole or not at all."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_bytes(location, sink.getvalue())
 
 
 def open_parquet(location: Location, compact: Sequence[str] = ()) -> pq.ParquetFile:
@@ -158,6 +179,11 @@ def as_bytes(values: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     return values.cast(pa.large_binary())
+
+
+def plain_values(table: pa.Table, columns: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the values of columns; those of text as bytes."""
+    return {name: (as_bytes(table[name]) if is_text(table[name].type) else table[name]).to_pylist() for name in columns}
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import DocumentKey, one_line
+from specextend.core import DocumentKey
 from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.parquet import DAMAGED, is_damaged
+from specextend.data.parquet import damaged_as, write_table
 from specextend.data.run_folder import parts_folder
 from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA
-from specextend.data.storage import Location, file_sizes, in_order, remove_temporary_files, write_bytes
+from specextend.data.storage import Location, file_sizes, in_order, remove_temporary_files
 
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
 _RUN_ID, _FINGERPRINT = b"specextend.run_id", b"specextend.fingerprint"
@@ -48,7 +48,8 @@ class PartWriter:
         if not re.fullmatch(r"[0-9a-f]{8}", run_id):
             raise ValueError(f"a run id is 8 hexadecimal digits, got {run_id!r}")
         self.run_id = run_id
-        self._schema = PART_SCHEMA.with_metadata(part_metadata(run_id, fingerprint, origin))
+        metadata = {_RUN_ID: run_id, _FINGERPRINT: fingerprint, PROVENANCE: origin}
+        self._schema = PART_SCHEMA.with_metadata({name: value for name, value in metadata.items() if value})
         self._folder = parts_folder(output)
         remove_temporary_files(self._folder)
         names = list_parts(output)
@@ -62,17 +63,9 @@ class PartWriter:
         if not rows:
             return None
         name = f"part-{self.run_id}-{self._next_seq:06d}.parquet"
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=self._schema), sink, compression="zstd")
-        write_bytes(self._folder.child(name), sink.getvalue())
+        write_table(self._folder.child(name), pa.Table.from_pylist(list(rows), schema=self._schema))
         self._next_seq += 1
         return name
-
-
-def part_metadata(run_id: str, fingerprint: str, origin: bytes) -> dict[bytes, bytes | str]:
-    """Return what a part says about itself. origin: its `provenance`; what is empty is left out."""
-    metadata: dict[bytes, bytes | str] = {_RUN_ID: run_id, _FINGERPRINT: fingerprint} if fingerprint else {}
-    return metadata | ({PROVENANCE: origin} if origin else {})
 
 
 def part_sizes(output: Location) -> dict[str, int]:
@@ -101,19 +94,15 @@ def read_part(
     our writers leaves such a part. Raises StrangePartError if it names another run than `fingerprint`.
     """
     location = parts_folder(output).child(name)
-    try:
-        with location.filesystem.open_input_file(location.path) as file:
-            contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file
-            with pq.ParquetFile(contents, pre_buffer=True) as parquet:
-                found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
-                wanted = pa.schema([PART_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
-                table = parquet.read(list(columns)).select(wanted.names).cast(wanted)
-    except (*DAMAGED, KeyError) as error:
-        if not is_damaged(location, error):
-            raise
-        raise DamagedPartError(
-            f"{location.path} is damaged ({one_line(error)}); delete it to do its documents again"
-        ) from error
+    with (
+        damaged_as(DamagedPartError, location, "delete it to do its documents again"),
+        location.filesystem.open_input_file(location.path) as file,
+    ):
+        contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file
+        with pq.ParquetFile(contents, pre_buffer=True) as parquet:
+            found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
+            wanted = pa.schema([PART_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
+            table = parquet.read(list(columns)).select(wanted.names).cast(wanted)
     if found and fingerprint and found != fingerprint:
         which = f"fingerprint {found[:12]}, here {fingerprint[:12]}"
         raise StrangePartError(f"{location.path} is a part of another run ({which}); move it away")

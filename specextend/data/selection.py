@@ -20,11 +20,11 @@ from pyarrow import fs
 from specextend.core import counted, one_line
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile, content_sha256
-from specextend.data.parquet import DAMAGED, as_bytes, is_damaged
+from specextend.data.parquet import DAMAGED, as_bytes, damaged_as, write_table
 from specextend.data.row_filter import RowFilter
 from specextend.data.run_folder import list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
-from specextend.data.storage import Location, in_order, read_bytes, resolve, write_bytes
+from specextend.data.storage import Location, in_order, read_bytes, resolve
 
 Value = TypeVar("Value")
 Rows = list[NDArray[np.int64]]
@@ -215,9 +215,7 @@ def write_selection(source: Source, output: Location) -> None:
     numbers = [np.full(len(rows), number, np.int32) for number, rows in chosen.items()]
     columns = {"file": np.concatenate([nothing.astype(np.int32), *numbers])}
     columns["row"] = np.concatenate([nothing, *chosen.values()])
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink, compression="zstd")
-    write_bytes(selection_file(output), sink.getvalue())
+    write_table(selection_file(output), pa.table(columns))
 
 
 def recall_selection(source: Source, output: Location, recorded: Mapping[str, int], sha256: str) -> Source:
@@ -263,14 +261,12 @@ class EarlierOutput:
 
     def _read(self, name: str) -> pa.Table:
         location = summaries_folder(self.location).child(name)
-        try:
-            with location.filesystem.open_input_file(location.path) as file, pq.ParquetFile(file) as parquet:
-                return parquet.read(columns=_DONE_SCHEMA.names).select(_DONE_SCHEMA.names).cast(_DONE_SCHEMA)
-        except (*DAMAGED, KeyError) as error:
-            if not is_damaged(location, error):
-                raise
-            why = f"{location.path} is damaged ({one_line(error)})"
-            raise InputError(f"{why}; repair it, or leave it out of input.except_done_in") from error
+        with (
+            damaged_as(InputError, location, "repair it, or leave it out of input.except_done_in"),
+            location.filesystem.open_input_file(location.path) as file,
+            pq.ParquetFile(file) as parquet,
+        ):
+            return parquet.read(columns=_DONE_SCHEMA.names).select(_DONE_SCHEMA.names).cast(_DONE_SCHEMA)
 
 
 def find_earlier(

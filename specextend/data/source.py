@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import Document, DocumentKey, counted
+from specextend.core import DocumentKey, counted
 from specextend.data.audit import ask, audit, partition_column, partition_types
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
-    DocumentError,
     InputChangedError,
     InputError,
     InputFile,
@@ -27,29 +24,23 @@ from specextend.data.inputs import (
     InputUnreachableError,
     OutputOptions,
     Row,
-    check_max_new_tokens,
-    content_sha256,
-    decode_instruction,
-    decode_text,
+    read_row,
     unreadable,
 )
 from specextend.data.listing import check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     DAMAGED,
-    as_bytes,
     is_text,
     open_parquet,
     plain_text,
+    plain_values,
     rows_where,
     stream,
 )
 from specextend.data.scanning import ScannedRow, count_columns, lacks_counts, scanned_rows, text_columns
 from specextend.data.storage import Location, check_writable, in_order, resolve
 
-_OPEN_FILES = 8
 _CACHED_GROUPS = 2
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +79,7 @@ class Source:
         self.partitions = dict(partitions or {})  # type of each column in the files' paths
         self.selection = selection  # the driver's: workers get the keys of single rows
         self._lock = threading.Lock()
-        self._open: OrderedDict[Hashable, pq.ParquetFile] = OrderedDict()
-        self._groups: OrderedDict[Hashable, pa.Table] = OrderedDict()
+        self._groups: dict[Hashable, pa.Table] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Source, (self.options, self.root, self.files, self.passthrough_fields)
@@ -118,26 +108,9 @@ class Source:
         Raises DocumentError for null, empty or undecodable text or a bad `max_new_tokens`, OSError if the file cannot
         be read at that place, and InputChangedError if it has been written to.
         """
-        values = self._row(key, self.options.document_columns)
-        doc_id = self._id(key, values)
-        try:
-            text = decode_text(as_bytes(values[self.options.text_column]).to_pylist()[0])
-            column = self.options.max_new_tokens_column
-            max_new_tokens = None if column is None else check_max_new_tokens(values[column].to_pylist()[0])
-            instruction = decode_instruction(self._bytes(values, self.options.instruction_column))
-        except DocumentError as error:
-            raise DocumentError(error.error_class, error.message, error.stage, error.retryable, doc_id) from error
-        content = content_sha256(text.encode(), max_new_tokens, (instruction or "").encode())
-        return Row(Document(key, doc_id, text), max_new_tokens, self._reference(values), content, instruction)
-
-    def _reference(self, values: pa.Table) -> str | None:
-        """Return a row's reference summary. What is not UTF-8 in it is replaced: no document is lost by it."""
-        data = self._bytes(values, self.options.reference_column)
-        return None if data is None else data.decode("utf-8", errors="replace")
-
-    def _bytes(self, values: pa.Table, column: str | None) -> bytes | None:
-        """Return a row's text in a column; None if it is null, or without such a column."""
-        return None if column is None else as_bytes(values[column]).to_pylist()[0]
+        row = self._row(key, self.options.document_columns)
+        values = {name: value for name, [value] in plain_values(row, row.column_names).items()}
+        return read_row(key, self._id(key, row), values, self.options)
 
     @property
     def warning(self) -> str:
@@ -294,22 +267,24 @@ class Source:
         group_rows = self.files[key.file].group_rows
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)
+        name = (key.file, group, *columns)
         with self._lock:
-            name = (key.file, group, *columns)
-            table = _cached(self._groups, name, _CACHED_GROUPS, lambda: self._read_group(key.file, group, columns))
+            table = self._groups.get(name)
+            if table is None:
+                while len(self._groups) >= _CACHED_GROUPS:
+                    self._groups.pop(next(iter(self._groups)))
+                table = self._groups[name] = self._read_group(key.file, group, columns)
         return table.slice(key.row - (ends[group] - group_rows[group]), 1)
 
     def _read_group(self, number: int, group: int, columns: list[str]) -> pa.Table:
         num_rows = self.files[number].group_rows[group]
         try:
-            location, texts = self.location(number), self._compact(self.options.document_columns)
-            parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(location, texts))
-            table = parquet.read_row_group(group, columns=columns, use_threads=False)
+            with open_parquet(self.location(number), self._compact(columns)) as parquet:
+                table = parquet.read_row_group(group, columns=columns, use_threads=False)
             if len(table) != num_rows:
                 held = counted(len(table), "row")
                 raise pa.ArrowInvalid(f"row group {group} holds {held}, the footer says {num_rows:,}")
         except (pa.ArrowException, OSError) as error:
-            self._open.pop(number, None)  # its handle may belong to a mount that is gone
             self.check_unchanged(number)
             raise OSError(str(unreadable(self.files[number].relative_path, error))) from error
         self.check_unchanged(number)
@@ -354,13 +329,3 @@ def _check_writable(output: str) -> None:
         check_writable(resolve(output))
     except ValueError as error:
         raise InputError(f"output.path {output}: {error}; give another folder") from None
-
-
-def _cached(cache: OrderedDict[Hashable, Value], key: Hashable, size: int, make: Callable[[], Value]) -> Value:
-    """Return the cached value, or make one in place of the least recently used."""
-    if key not in cache:
-        while len(cache) >= size:
-            cache.popitem(last=False)
-        cache[key] = make()
-    cache.move_to_end(key)
-    return cache[key]

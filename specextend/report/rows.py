@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.core import one_line
 from specextend.data.fingerprint import num_input_rows, read_manifest
-from specextend.data.parquet import DAMAGED, is_damaged
+from specextend.data.parquet import damaged_as
 from specextend.data.parts import KEY_COLUMNS, list_parts, part_of, read_results, run_id_of
 from specextend.data.run_folder import errors_folder, summaries_folder
 from specextend.data.schema import PART_SCHEMA
@@ -71,15 +70,13 @@ def _files(folder: Location) -> list[Location]:
 def _read_file(file: Location, columns: Sequence[str]) -> Iterator[pa.Table]:
     """Read columns of a result file with the types of PART_SCHEMA. Raises ValueError if it is damaged."""
     schema = pa.schema([PART_SCHEMA.field(name) for name in columns])
-    try:
-        with pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet:
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns)):
-                table = pa.Table.from_batches([batch]).select(schema.names).cast(schema)
-                yield table.append_column(RUN_ID, pa.nulls(len(batch), pa.string()))
-    except (*DAMAGED, KeyError) as error:
-        if not is_damaged(file, error):
-            raise
-        raise ValueError(f"{file.path} is damaged ({one_line(error)}); run the job again to write it anew") from error
+    with (
+        damaged_as(ValueError, file, "run the job again to write it anew"),
+        pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet,
+    ):
+        for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns)):
+            table = pa.Table.from_batches([batch]).select(schema.names).cast(schema)
+            yield table.append_column(RUN_ID, pa.nulls(len(batch), pa.string()))
 
 
 def _had_nothing_to_do(output: Location) -> bool:
