@@ -14,8 +14,9 @@ from typing import Any
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, SamplingParams, first_line
 from specextend.data.chunks import ChunkPrompts
-from specextend.data.inputs import DocumentError, Row
+from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
+from specextend.data.rows import Row
 from specextend.decoding.device import is_out_of_memory
 from specextend.stats import DecodingStats, ratio
 
@@ -47,6 +48,8 @@ class Summary:
     """The parts as values of the column `chunk_summaries`; None for a document that fits into one prompt."""
     num_requests: int = 1
     """Parts and merges."""
+    reasoning: str | None = None
+    """What the model wrote while it thought, if it is of a kind that does; it is no part of the text."""
 
     def timed(self, total_s: float) -> Summary:
         """Return the summary of a document that took `total_s` seconds: in parts, several at a time.
@@ -83,7 +86,8 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     [outcome] = yield Round((request,), is_last=True)
     if isinstance(outcome, DocumentError):
         raise outcome
-    return Summary(request, outcome, prompt, outcome)
+    answer, reasoning = prompts.told_apart(outcome.text)
+    return Summary(request, replace(outcome, text=answer), prompt, outcome, reasoning=reasoning)
 
 
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
@@ -97,13 +101,14 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
 
 def check_chunks(config: RunConfig, prompts: Prompts) -> None:
     """Raise ValueError if no document could be summarised in parts. Rows with limits of their own are not judged."""
-    if config.prompt.length_policy == "chunk" and config.input.max_new_tokens_column is None:
+    if config.prompt.length_policy == "chunk" and not config.input.has_limits:
         ChunkPrompts(prompts).check(config.decoding.max_new_tokens)
 
 
 def shared_start(config: RunConfig, prompts: Prompts) -> list[int]:
     """Return the tokens that all prompts of a run begin with: rows and parts may have instructions of their own."""
-    has_others = config.input.instruction_column is not None or config.prompt.length_policy == "chunk"
+    has_own = config.input.instruction_column is not None or bool(config.prompt.template.columns)
+    has_others = has_own or config.prompt.length_policy == "chunk"
     return prompts.frame_token_ids if has_others else prompts.start_token_ids
 
 
@@ -116,6 +121,7 @@ class _Chunked:
         self._limit = max_new_tokens_of(config, row)
         self._stats = DecodingStats()
         self._num_requests = 0
+        self._reasoning: str | None = None
 
     def rounds(self) -> Rounds:
         """Yield the parts, then merges until one is left."""
@@ -135,7 +141,7 @@ class _Chunked:
             if step.is_last:
                 [request], [last] = step.requests, merged
                 prompt, whole = Prompt(request.prompt_token_ids, 0, "chunk"), replace(last, stats=self._stats)
-                return Summary(request, whole, prompt, last, chunk_rows, self._num_requests)
+                return Summary(request, whole, prompt, last, chunk_rows, self._num_requests, self._reasoning)
             texts = [completion.text for completion in merged]
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
@@ -147,11 +153,15 @@ class _Chunked:
         return Round(tuple(requests), is_last)
 
     def _counted(self, outcome: Completion | DocumentError, step: str) -> Completion:
-        """Add the counts of a request to the document's. Raises DocumentError that names the step if it failed."""
+        """Add the counts of a request to the document's; leave what the model thought out of its text.
+
+        Raises DocumentError that names the step if it failed.
+        """
         if isinstance(outcome, DocumentError):
             raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
         self._stats.add(outcome.stats)
-        return outcome
+        answer, self._reasoning = self._prompts.told_apart(outcome.text)
+        return replace(outcome, text=answer)
 
 
 def document_seed(run_seed: int, doc_id: str) -> int:
@@ -181,7 +191,7 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
         max_new_tokens=max_new_tokens_of(config, row),
-        sampling=sampling,
+        sampling=replace(sampling, **row.sampling),
     )
 
 

@@ -63,7 +63,7 @@ OWNERS = {
     "xllamacpp": ("benchmarks/llama_server.py",),
     "matplotlib": ("benchmarks/tables.py", "specextend/report/plots.py"),
     "pandas": ("benchmarks/tables.py",),
-    "jinja2": ("specextend/report/page.py",),
+    "jinja2": ("specextend/report/page.py", "specextend/data/instructions.py"),
     "pydantic": ("specextend/config.py", "specextend/drafters/", "benchmarks/benchmark.py"),
     "yaml": ("specextend/config.py", "benchmarks/benchmark.py"),
     "regex": ("specextend/data/quality.py",),

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from specextend.core import DocumentKey
-from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions, check_max_new_tokens, decode_text
+from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions
 from specextend.data.parquet import as_bytes
+from specextend.data.rows import check_max_new_tokens, decode_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class ScannedRow:
 
 def count_columns(options: InputOptions) -> list[str]:
     """Choose the columns to scan in a file where every document has a token count."""
-    columns = (options.num_tokens_column, options.max_new_tokens_column)
+    columns = (options.num_tokens_column, options.max_new_tokens_column, options.options_column)
     return list(dict.fromkeys(name for name in columns if name is not None))
 
 
@@ -48,11 +49,18 @@ def lacks_counts(counts: pa.ChunkedArray) -> bool:
 
 def scanned_rows(batch: pa.Table, keys: Iterator[DocumentKey], options: InputOptions) -> Iterator[ScannedRow]:
     """Yield the facts about a table's rows, whose keys are the next ones of `keys`. A bad row raises nothing."""
-    limits = _column_or_none(batch, options.max_new_tokens_column)
+    limits = _limits(batch, options)
     counts = [_usable(count) for count in _column_or_none(batch, options.num_tokens_column)]
     texts = _texts_without(counts, batch, options.text_column)
     for count, text, limit in zip(counts, texts, limits, strict=True):
         yield _scanned(next(keys), count, text, limit)
+
+
+def _limits(batch: pa.Table, options: InputOptions) -> list[int | None]:
+    """Return the rows' own limits of their outputs, from the column that holds them."""
+    if options.options_column is None:
+        return _column_or_none(batch, options.max_new_tokens_column)
+    return [(own or {}).get("max_new_tokens") for own in batch[options.options_column].to_pylist()]
 
 
 def _column_or_none(batch: pa.Table, column: str | None) -> list[int | None]:

@@ -23,10 +23,9 @@ from specextend.data.inputs import (
     InputOptions,
     InputUnreachableError,
     OutputOptions,
-    Row,
-    read_row,
     unreadable,
 )
+from specextend.data.instructions import Instruction
 from specextend.data.listing import check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     DAMAGED,
@@ -37,6 +36,7 @@ from specextend.data.parquet import (
     rows_where,
     stream,
 )
+from specextend.data.rows import Row, RowReader
 from specextend.data.scanning import ScannedRow, count_columns, lacks_counts, scanned_rows, text_columns
 from specextend.data.storage import Location, check_writable, in_order, resolve
 
@@ -61,7 +61,7 @@ class Source:
 
     def __init__(
         self,
-        options: InputOptions,
+        reader: RowReader,
         root: Location,
         files: tuple[InputFile, ...],
         passthrough_fields: tuple[pa.Field, ...],
@@ -70,7 +70,8 @@ class Source:
         selection: ChosenRows | None = None,
         num_repeated: int = 0,
     ) -> None:
-        self.options = options
+        self.reader = reader
+        self.options = reader.options
         self.root = root
         self.files = files
         self.passthrough_fields = passthrough_fields
@@ -82,7 +83,7 @@ class Source:
         self._groups: dict[Hashable, pa.Table] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self.options, self.root, self.files, self.passthrough_fields)
+        return Source, (self.reader, self.root, self.files, self.passthrough_fields)
 
     @property
     def num_rows(self) -> int:
@@ -108,9 +109,9 @@ class Source:
         Raises DocumentError for null, empty or undecodable text or a bad `max_new_tokens`, OSError if the file cannot
         be read at that place, and InputChangedError if it has been written to.
         """
-        row = self._row(key, self.options.document_columns)
+        row = self._row(key, self.reader.document_columns)
         values = {name: value for name, [value] in plain_values(row, row.column_names).items()}
-        return read_row(key, self._id(key, row), values, self.options)
+        return self.reader.read(key, self._id(key, row), values)
 
     @property
     def warning(self) -> str:
@@ -221,7 +222,7 @@ class Source:
         """
         files = tuple(replace(self.files[number], number=i) for i, number in enumerate(numbers))
         facts = (self.skipped, self.partitions, selection, self.num_repeated)
-        return Source(self.options, self.root, files, self.passthrough_fields, *facts)
+        return Source(self.reader, self.root, files, self.passthrough_fields, *facts)
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
         """Add the columns that the file's path holds, and put all into the order of `columns`."""
@@ -238,7 +239,7 @@ class Source:
         Before them, the columns that nobody reads before the end are read and dropped, so that nothing is decoded if
         they are damaged.
         """
-        beside = (self.options.instruction_column, self.options.reference_column)
+        beside = (self.options.instruction_column, self.options.reference_column, *self.reader.template_columns)
         unread = dict.fromkeys([*(field.name for field in self.passthrough_fields), *filter(None, beside)])
         if unread:
             for _ in self.batches(file.number, list(unread)):
@@ -256,7 +257,7 @@ class Source:
     def _compact(self, columns: list[str]) -> list[str]:
         """Choose the columns that hold text: a file of a kilobyte may repeat a text a million times."""
         fields = [field for field in self.passthrough_fields if not pa.types.is_dictionary(field.type)]
-        own = {self.options.text_column, self.options.reference_column, self.options.instruction_column}
+        own = {*self.reader.document_columns} - {self.options.id_column}
         texts = {*own, *(field.name for field in fields if is_text(field.type))}
         return [column for column in columns if column in texts]
 
@@ -297,24 +298,28 @@ class Source:
 
 
 def open_source(
-    options: InputOptions, output: OutputOptions | None = None, only: Collection[str] | None = None
+    options: InputOptions,
+    output: OutputOptions | None = None,
+    only: Collection[str] | None = None,
+    template: Instruction | None = None,
 ) -> Source:
     """List and audit the input; reads footers and the id column only. Selects no rows: `select_rows` does.
 
     output: checked too, if given: it must be writable and apart from the input. only: relative paths of the files that
-    are wanted; others are left out.
+    are wanted; others are left out. template: the run's instruction.
 
     Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
+    reader = RowReader(options, template)
     listing = list_input(options.path)
     if output is not None:
         check_apart(listing, output.path)
         _check_writable(output.path)
     if only is not None:
         listing = listing.only(only)
-    files, passthrough_fields = audit(listing, options)
+    files, passthrough_fields = audit(listing, reader, "summary" if output is None else output.column)
     return Source(
-        options,
+        reader,
         listing.root,
         files,
         passthrough_fields,

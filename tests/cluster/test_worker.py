@@ -99,7 +99,7 @@ def test_the_prompt_of_a_cancelled_lease_is_forgotten(tmp_path: Path):
 def test_the_engine_is_told_how_every_prompt_begins(tmp_path: Path):
     """The template and an instruction in front of the document are the same for a whole night."""
     config = Job(tmp_path, ["one"], {}).config()
-    config = config.model_copy(update={"prompt": PromptOptions(instruction="Shorten what follows.\n\n{document}")})
+    config = config.model_copy(update={"prompt": PromptOptions(instruction="Shorten what follows.\n\n{{ document }}")})
     engine = FakeEngine(config)
     Worker(config, open_source(config.input), lambda _: engine).load()
     prompts = Prompts(engine.tokenizer, config.prompt, engine.max_tokens)
