@@ -50,12 +50,6 @@ def test_a_part_ends_where_the_text_does_best(separator: str, begins: str):
     assert text[first.begin : first.end].rstrip().endswith(".")
 
 
-def test_a_character_of_more_tokens_than_a_part_is_a_part():
-    """Such characters exist in byte-level vocabularies; the text must come to an end."""
-    spans = split("x" * 5, [place for place in range(5) for _ in range(33)], 16)
-    assert [(span.begin, span.end) for span in spans] == [(place, place + 1) for place in range(5)]
-
-
 TEXT = "A sentence of some words. " * 60
 
 

@@ -48,13 +48,6 @@ def test_done_beats_error_and_later_beats_earlier(output: Location, done: MakeRo
     assert progress.errors == {DocumentKey(0, 1): "Late", DocumentKey(1, 0): "Early"}
 
 
-def test_what_is_pending_is_neither_done_nor_given_up(output: Location, done: MakeRow, failed: MakeRow) -> None:
-    PartWriter(output, "0000000a").commit([done(0, 1), failed(1, 0)])
-    progress = read_parts(output)
-    assert list(pending([2, 0, 1], progress)) == [DocumentKey(0, 0), DocumentKey(2, 0)]
-    assert list(pending([2, 1], progress, retry_errors="all")) == [DocumentKey(0, 0), DocumentKey(1, 0)]
-
-
 def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_asked_for(
     output: Location, done: MakeRow, failed: MakeRow
 ) -> None:
@@ -88,15 +81,6 @@ def test_a_driver_killed_before_the_rename_leaves_no_part(output: Location, done
     PartWriter(output, "0000000c").commit([done(0, 1)])
     assert len(os.listdir(folder)) == 2
     assert read_parts(output).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
-
-
-def test_a_part_without_keys_is_damaged(output: Location, done: MakeRow) -> None:
-    """Nobody could say whose results those are."""
-    name = PartWriter(output, "0000000a").commit([done(0, 0)])
-    path = f"{output.path}/_run/parts/{name}"
-    pq.write_table(pq.read_table(path).drop_columns(["row"]), path)
-    with pytest.raises(DamagedPartError, match=f"{name} is damaged .*row"):
-        read_parts(output)
 
 
 def test_a_part_says_which_run_it_is_of(output: Location, done: MakeRow) -> None:

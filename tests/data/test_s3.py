@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cluster.driver import is_damaged_row
-from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code
-from specextend.cluster.lock import FolderLock, OutputLock, read_lock
+from specextend.cluster.exits import EXIT_FAILED, StoreError, exit_code
 from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
@@ -123,20 +120,6 @@ def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, d
     assert [path for method, path in s3.changes() if method == "PUT"] == [], "what has not changed is not rewritten"
 
 
-def test_an_output_that_fails_halfway_leaves_nothing(s3: Endpoint, output: Location) -> None:
-    """Also no upload that is open for ever."""
-
-    def write_half() -> None:
-        with atomic_output(output.child("summaries", "part-00000.parquet")) as path:
-            Path(path).write_bytes(b"half" * 5_000_000)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        write_half()
-    assert s3.files() == {}
-    assert s3.open_uploads() == []
-
-
 REFUSALS: dict[str, Callable[[str, str], bool]] = {
     "a small file": lambda method, path: method == "PUT",
     "a piece": lambda method, path: "partNumber=2" in path,
@@ -162,21 +145,6 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3: Endpoint, outpu
     finally:
         s3.refuses = lambda method, path: False
     assert list(written(s3).values()) == [b"yesterday's"], "and nothing else that somebody would take for data"
-
-
-def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> None:
-    with OutputLock(output, "0000000a"):
-        held = read_lock(output)
-    assert held.run_id == "0000000a"
-    assert read_lock(output) is None, "it goes with its driver"
-    second = FolderLock(output, "0000000b")
-    for heartbeat in (1.0, 2.0):
-        elsewhere = json.dumps(asdict(held) | {"host": "another-host", "heartbeat": heartbeat})
-        write_bytes(output.child("_run", "lock"), elsewhere.encode())
-        if heartbeat == 1.0:
-            assert not second.try_take()
-    with pytest.raises(LockHeldError, match=r"is held by run 0000000a .* on another-host"):
-        second.try_take()
 
 
 @pytest.mark.slow
