@@ -11,7 +11,7 @@ from specextend.cluster.lock import OutputLock
 from specextend.cluster.records import Attempt
 from specextend.core import DocumentKey
 from specextend.data.audit_rows import AuditWriter
-from specextend.data.parts import PartWriter
+from specextend.data.commits import CommitWriter
 from specextend.data.storage import Location
 
 RECORD_EVERY_S = 10.0
@@ -27,12 +27,12 @@ def rows_per_commit(workers: int) -> int:
 
 
 class Committer:
-    """Finished rows, which it writes as a part once there are enough of them or the oldest has waited long enough."""
+    """Finished rows, which it writes as a commit once there are enough of them or the oldest has waited long enough."""
 
     def __init__(
         self,
         output: Location,
-        writer: PartWriter,
+        writer: CommitWriter,
         audit_writer: AuditWriter,
         lock: OutputLock,
         every_rows: int,
@@ -65,7 +65,7 @@ class Committer:
             self._oldest = now
 
     def commit_if_due(self, now: float) -> None:
-        """Write a part if one is due. Raises LockLostError and LockGoneError even if there is nothing to write."""
+        """Write a commit if one is due. Raises LockLostError and LockGoneError even if there is nothing to write."""
         self._lock.check_heard()
         if len(self._rows) >= self._every_rows or (self._has_rows and now - self._oldest >= self._every_s):
             self.commit()

@@ -39,7 +39,7 @@ class RowSet(Collection[DocumentKey]):
         return self._size
 
     def __contains__(self, key: object) -> bool:
-        """Return True for a key of the set; a part of another input may have keys of rows that no file has."""
+        """Return True for a key of the set; a commit of another input may have keys of rows that no file has."""
         assert isinstance(key, DocumentKey)
         is_row = 0 <= key.file < len(self._masks) and 0 <= key.row < len(self._masks[key.file])
         return is_row and bool(self._masks[key.file][key.row])

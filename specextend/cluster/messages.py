@@ -11,7 +11,7 @@ from specextend.stats import DecodingStats
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of a document: a row of a part, and its counts."""
+    """The result of a document: a row of a commit, and its counts."""
 
     row: dict[str, Any]
     stats: DecodingStats

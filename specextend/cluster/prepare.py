@@ -12,9 +12,9 @@ from specextend.cluster.environment import check_device, check_resources, is_loc
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
+from specextend.data.commits import Progress, StrangeCommitError, read_commits
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputUnreachableError
-from specextend.data.parts import Progress, StrangePartError, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
 from specextend.data.run_folder import check_kinds
@@ -22,7 +22,7 @@ from specextend.data.selection import find_earlier, recall_selection, select_row
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
-from specextend.document_requests import check_chunks
+from specextend.document_requests import check_parts
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.model_files import HubUnreachableError, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
@@ -70,7 +70,7 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         facts = check_pair(config.target, draft)
         scored_layers(config.cache, facts.num_layers)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
-        prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length), config.chunks)
+        prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length), config.parts)
         _check_run(config, prompts)
         _check_cache(config, facts)
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
@@ -158,7 +158,7 @@ def _check_run(config: RunConfig, prompts: Prompts) -> None:
             prompts.room(config.decoding.max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"decoding.max_new_tokens or prompt.max_prompt_tokens: {error.message}") from error
-        check_chunks(config, prompts)
+        check_parts(config, prompts)
 
 
 def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
@@ -195,10 +195,10 @@ def _say_other_input(prepared: Prepared) -> str:
 
 
 def read_progress(prepared: Prepared) -> Progress:
-    """Read what the parts hold. Raises RefusedError for a damaged part, OtherRunError for one of another run."""
+    """Read what the commits hold. Raises RefusedError for a damaged commit, OtherRunError for one of another run."""
     try:
-        return read_parts(prepared.output, prepared.manifest["fingerprint"])
-    except StrangePartError as error:
+        return read_commits(prepared.output, prepared.manifest["fingerprint"])
+    except StrangeCommitError as error:
         raise OtherRunError(str(error)) from error
     except ValueError as error:
         raise RefusedError(str(error)) from error

@@ -54,10 +54,10 @@ from specextend.cluster.workers import Pool, Roster
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, counted, first_line
 from specextend.data.audit_rows import AuditWriter
+from specextend.data.commits import CommitWriter, DamagedCommitError, Progress, Retry, StrangeCommitError, pending
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import provenance, write_manifest
 from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.parts import DamagedPartError, PartWriter, Progress, Retry, StrangePartError, pending
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
@@ -177,16 +177,16 @@ class _LockedRun:
     def run(self, retry_errors: Retry) -> int:
         """Decode what is left to do, then finalize.
 
-        Raises RefusedError for an input that breaks off or changes and for damaged parts, OtherRunError for parts of
+        Raises RefusedError for an input that breaks off or changes and for damaged commits, OtherRunError for those of
         another run, StoreError for an input that is out of reach.
         """
         try:
             return self._run(retry_errors)
         except InputUnreachableError as error:
             raise StoreError(f"{error}; what is done is kept") from error
-        except StrangePartError as error:
+        except StrangeCommitError as error:
             raise OtherRunError(str(error)) from error
-        except (InputError, DamagedPartError) as error:
+        except (InputError, DamagedCommitError) as error:
             raise RefusedError(str(error)) from error
 
     def _run(self, retry_errors: Retry) -> int:
@@ -328,7 +328,7 @@ class RowDecoding:
         output, manifest = self.prepared.output, self.prepared.manifest
         with writing(output):
             origin = provenance(manifest, [self.attempt.start], [self.run_id])
-            writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
+            writer = CommitWriter(output, self.run_id, manifest["fingerprint"], origin)
             audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(plan.estimates, limits, num_leases, f"{self.run_id}-", tried, group_rows),

@@ -1,4 +1,4 @@
-"""The input of a run: opened and audited once, then streamed column by column, or read row by row."""
+"""The input of a run: opened and checked once, then streamed column by column, or read row by row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, counted
-from specextend.data.audit import ask, audit, partition_column, partition_types
+from specextend.data.check import ask, check_input, partition_column, partition_types
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
     InputChangedError,
@@ -136,7 +136,7 @@ class Source:
             return self.place(key)
 
     def check_unchanged(self, number: int) -> None:
-        """Raise InputChangedError if a file is gone, or has another size or time than when it was audited.
+        """Raise InputChangedError if a file is gone, or has another size or time than when it was checked.
 
         Raises InputUnreachableError if its store does not answer.
         """
@@ -299,7 +299,7 @@ class Source:
 def open_source(
     options: InputOptions, output: OutputOptions | None = None, only: Collection[str] | None = None
 ) -> Source:
-    """List and audit the input; reads footers and the id column only. Selects no rows: `select_rows` does.
+    """List and check the input; reads footers and the id column only. Selects no rows: `select_rows` does.
 
     output: checked too, if given: it must be writable and apart from the input. only: relative paths of the files that
     are wanted; others are left out.
@@ -312,7 +312,7 @@ def open_source(
         _check_writable(output.path)
     if only is not None:
         listing = listing.only(only)
-    files, passthrough_fields = audit(listing, options)
+    files, passthrough_fields = check_input(listing, options)
     return Source(
         options,
         listing.root,

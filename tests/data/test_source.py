@@ -118,9 +118,9 @@ def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
     """A worker reads all of it for one document. Only columns of documents count; a name with dots is one of them."""
     path = write("a.parquet", {"a.text": [f"{i}" * 300_000 for i in range(60)], "a": [b"y" * 999_999] * 60}, 60)
     options = InputOptions(path=str(path), text_column="a.text")
-    monkeypatch.setattr("specextend.data.audit.MAX_GROUP_BYTES", 100 << 20)
+    monkeypatch.setattr("specextend.data.check.MAX_GROUP_BYTES", 100 << 20)
     assert open_source(options).num_rows == 60
-    monkeypatch.setattr("specextend.data.audit.MAX_GROUP_BYTES", 20 << 20)
+    monkeypatch.setattr("specextend.data.check.MAX_GROUP_BYTES", 20 << 20)
     with pytest.raises(InputError, match=r"a.parquet has a row group that takes 0\.0 GiB to read; .*repartition INPUT"):
         open_source(options)
 

@@ -20,8 +20,8 @@ from specextend.cluster.progress import MIN_ENDED
 from specextend.cluster.records import tried_before
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
+from specextend.data.commits import pending, read_commits
 from specextend.data.finalize import finalize
-from specextend.data.parts import pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import resolve
@@ -78,7 +78,7 @@ class Night:
         return f"summary of {name_of(key)}"
 
     def driver(self, pool: SimulatedPool) -> Driver:
-        progress = read_parts(self.output)
+        progress = read_commits(self.output)
         job = JobOptions(
             workers=self.workers,
             document_deadline_s=300.0 if self.trouble else 1e5,
@@ -136,7 +136,7 @@ def run_of_failures(folder: Path, num_documents: int, interrupt: Interrupt, **jo
     try:
         driver_of(source, output, JobOptions(**job), pool, estimates, interrupt).run()
     finally:
-        num_errors = len(read_parts(output).errors)
+        num_errors = len(read_commits(output).errors)
     return num_errors
 
 
@@ -146,4 +146,4 @@ def test_only_a_run_with_something_left_to_do_is_stopped_for_its_failures(tmp_pa
     assert run_of_failures(tmp_path / "allowed", 2 * MIN_ENDED, interrupt, max_error_fraction=1.0) == 2 * MIN_ENDED
     with pytest.raises(TooManyErrorsError):
         run_of_failures(tmp_path / "stopped", MIN_ENDED + 1, interrupt)
-    assert len(read_parts(resolve(str(tmp_path / "stopped" / "output"))).errors) == MIN_ENDED, "they are committed"
+    assert len(read_commits(resolve(str(tmp_path / "stopped" / "output"))).errors) == MIN_ENDED, "they are committed"

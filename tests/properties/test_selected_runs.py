@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from specextend.cluster.backlog import Backlog
 from specextend.cluster.estimates import Estimates, RowSet, TokenEstimate
 from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import build_manifest, write_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
@@ -66,14 +66,14 @@ def test_a_run_about_some_rows_plans_resumes_and_ends_with_those_alone(
         for run_id, most in (("00000000", data.draw(st.integers(0, len(keys)))), ("00000001", len(keys))):
             source = opened(folder, limit)
             rows_of_files = [file.num_rows for file in source.files]
-            left = RowSet(rows_of_files, pending(rows_of_files, read_parts(output), chosen=source.rows))
+            left = RowSet(rows_of_files, pending(rows_of_files, read_commits(output), chosen=source.rows))
             estimates = Estimates.of({key: TokenEstimate(data.draw(st.integers(1, 9)), 1) for key in left})
             backlog = Backlog(estimates, [file.group_rows for file in source.files])
             leased = [backlog.take("a worker") for _ in left]
             assert sorted(filter(None, leased)) == list(left)
             groups = [(key.file, key.row // 3) for key in filter(None, leased)]
             assert len(list(groupby(groups))) == len(set(groups)), "a row group is read once"
-            writer = PartWriter(output, run_id, fingerprint_of(source))
+            writer = CommitWriter(output, run_id, fingerprint_of(source))
             for key in data.draw(st.permutations(list(left)))[:most]:
                 writer.commit([failed(key) if key.row % 4 == 3 else done(key)])
         num_errors = sum(row % 4 == 3 for _, row in chosen)

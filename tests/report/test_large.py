@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specextend.data.parts import PartWriter
+from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
 from tests.report.made_up import FIRST, NIGHT_S, config_of, rows_of_worker, write_manifest_file
 
@@ -32,7 +32,7 @@ def write_large_run(folder: Path) -> str:
     """Write commits of 64 rows with summaries of a thousand characters, as a run of 100,000 documents leaves them."""
     output, draw = resolve(str(folder)), random.Random(3)
     write_manifest_file(output, config_of(str(folder)), NUM_ROWS)
-    writer = PartWriter(output, FIRST)
+    writer = CommitWriter(output, FIRST)
     each = NUM_ROWS // NUM_WORKERS
     rows = [
         row | {"summary": draw.randbytes(500).hex()}

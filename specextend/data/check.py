@@ -1,4 +1,4 @@
-"""The audit of the input before a model is loaded: its files, and whether their columns and ids are usable."""
+"""The check of the input before a model is loaded: its files, and whether their columns and ids are usable."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def ask(location: Location, name: str) -> fs.FileInfo:
         raise InputUnreachableError(f"{name} cannot be reached ({one_line(error)}); run again") from error
 
 
-def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
-    """Audit the files; return them with their row counts, and the fields of the passthrough columns.
+def check_input(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
+    """Check the files; return them with their row counts, and the fields of the passthrough columns.
 
     Several files are read at once, of which each takes the memory of a row and of its ids. The first file whose store
-    does not answer ends the audit: it will not answer for the next one either.
+    does not answer ends the check: it will not answer for the next one either.
 
     Raises InputError in one line, which tells of all unusable files, or else of repeated ids.
     """
     _check_passthrough_names(options)
     files, fields, ids, problems = [], [], [], []
-    look = partial(_audit_or_problem, listing, options)
+    look = partial(_check_or_problem, listing, options)
     for found in in_order(look, range(len(listing.relative_paths))):
         if isinstance(found, str):
             problems.append(found)
@@ -62,22 +62,22 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
     return tuple(files), _unify(fields, options, listing)
 
 
-def _audit_or_problem(
+def _check_or_problem(
     listing: Listing, options: InputOptions, number: int
 ) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray] | str:
-    """Return what `_audit_file` does, or what is wrong with the file. Raises InputUnreachableError."""
+    """Return what `_check_file` does, or what is wrong with the file. Raises InputUnreachableError."""
     try:
-        return _audit_file(listing, number, options)
+        return _check_file(listing, number, options)
     except InputUnreachableError:
         raise
     except InputError as error:
         return str(error)
 
 
-def _audit_file(
+def _check_file(
     listing: Listing, number: int, options: InputOptions
 ) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray]:
-    """Audit one file; return it, its passthrough fields, and its ids if it has a column of them. Raises InputError."""
+    """Check one file; return it, its passthrough fields, and its ids if it has a column of them. Raises InputError."""
     name, size = listing.relative_paths[number], listing.sizes[number]
     location = listing.root.child(name)
     try:
