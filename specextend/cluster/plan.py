@@ -21,8 +21,7 @@ from specextend.core import DocumentKey
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompts
-from specextend.data.scanning import ScannedRow
-from specextend.data.source import Source
+from specextend.data.source import ScannedRow, Source
 from specextend.loading import (
     GIB,
     longest_request,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
@@ -193,24 +194,15 @@ def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:
         return
     counts = every.value_counts()
     repeated = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy() > 1))].as_py()
-    places = [
-        f"{listing.relative_paths[number]} row {row}"
-        for number, column in enumerate(ids)
-        for row in _rows_with(column, repeated)
-    ]
+    ends = np.cumsum([len(column) for column in ids])
+    places = []
+    for place in pc.indices_nonzero(pc.equal(every, repeated)).to_pylist()[:2]:
+        number = int(np.searchsorted(ends, place, side="right"))
+        places.append(f"{listing.relative_paths[number]} row {place - (ends[number] - len(ids[number]))}")
     raise InputError(
         f"ids must be unique over all files: {num_repeated:,} repeated, the first is {repeated!r} in "
-        f"{' and '.join(places[:2])}; make them different, or leave out input.id_column"
+        f"{' and '.join(places)}; make them different, or leave out input.id_column"
     )
-
-
-def _rows_with(column: pa.ChunkedArray, value: str) -> Iterator[int]:
-    row = 0
-    for chunk in column.chunks:
-        for item in chunk:
-            if item.as_py() == value:
-                yield row
-            row += 1
 
 
 def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:
