@@ -225,7 +225,7 @@ def read_results(
         path, own = failed.pop()
         own = own.filter(pa.array(settled.is_failed(settled.places(own, path))))
         if len(own):
-            yield _with_nulls(own, columns, table.schema)
+            yield _with_nulls(own, columns, table.schema.with_metadata(own.schema.metadata))
 
 
 def _with_nulls(table: pa.Table, columns: Sequence[str], schema: pa.Schema) -> pa.Table:

@@ -14,13 +14,16 @@ import pytest
 
 from specextend.core import DocumentKey
 from specextend.data.commits import (
+    KEY_COLUMNS,
     CommitWriter,
     DamagedCommitError,
     StrangeCommitError,
+    commit_of,
     list_commits,
     pending,
     read_commit,
     read_commits,
+    read_results,
 )
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.data.storage import Location
@@ -46,6 +49,13 @@ def test_done_beats_error_and_later_beats_earlier(output: Location, done: MakeRo
     progress = read_commits(output)
     assert progress.done == {DocumentKey(0, 0), DocumentKey(0, 2)}
     assert progress.errors == {DocumentKey(0, 1): "Late", DocumentKey(1, 0): "Early"}
+    origins = {
+        key: commit_of(table)[5:13]
+        for table in read_results(output, KEY_COLUMNS)
+        for key in zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True)
+    }
+    late, early = "0" * 8, "f" * 8
+    assert origins == {(0, 0): early, (0, 2): late, (0, 1): late, (1, 0): early}
 
 
 def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_asked_for(
