@@ -77,7 +77,7 @@ class Transformers:
     def load(cls, config: RunConfig, options: Mapping[str, int] | None = None) -> Transformers:
         """Load the configuration's target."""
         target = config.target
-        model = load_causal_lm(target.model, target.revision, target.dtype, target.device, "sdpa")
+        model = load_causal_lm(target.model, target.revision, target.dtype, target.device)
         return cls(model, read_facts(target.model, target.revision).eos_token_ids, options)
 
     def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
@@ -176,7 +176,7 @@ class LlamaCpp:
             )
         with TemporaryDirectory(prefix="specextend-gguf-") as folder:
             path = Path(folder, "target.gguf")
-            model = load_causal_lm(target.model, target.revision, target.dtype, target.device, "sdpa")
+            model = load_causal_lm(target.model, target.revision, target.dtype, target.device)
             write_gguf(model, facts.eos_token_ids, path)
             del model  # before llama.cpp allocates its own
             # llama.cpp's default is a cache of two bytes a number; a float32 target gets four

@@ -36,28 +36,27 @@ from specextend.cluster.environment import prepare_environment
 prepare_environment(os.environ)  # before anything imports ray
 
 from scripts.simulated_cluster import BATCH, Notice, SimulatedClock, SimulatedCluster, SimulatedNode  # noqa: E402
-from specextend.cluster.committing import Committer, rows_per_commit  # noqa: E402
+from specextend.cluster.backlog import Estimates, RowSet  # noqa: E402
 from specextend.cluster.display import Display  # noqa: E402
 from specextend.cluster.driver import Driver  # noqa: E402
-from specextend.cluster.estimates import Estimates, RowSet  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
-from specextend.cluster.leases import Lease, Limits  # noqa: E402
-from specextend.cluster.lock import OutputLock  # noqa: E402
+from specextend.cluster.lock import OutputLock, held  # noqa: E402
+from specextend.cluster.messages import Lease  # noqa: E402
 from specextend.cluster.metrics import Metrics  # noqa: E402
 from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
-from specextend.cluster.records import Attempt  # noqa: E402
+from specextend.cluster.records import Committer, StartRecord, rows_per_commit  # noqa: E402
 from specextend.cluster.run import EXTRA_LEASES  # noqa: E402
 from specextend.cluster.scheduler import Scheduler  # noqa: E402
 from specextend.cluster.workers import Roster  # noqa: E402
 from specextend.config import JobOptions, RunConfig  # noqa: E402
 from specextend.core import Completion, DocumentKey  # noqa: E402
 from specextend.data.audit_rows import AuditWriter  # noqa: E402
+from specextend.data.commits import CommitWriter, read_commits  # noqa: E402
 from specextend.data.inputs import InputFile, InputOptions  # noqa: E402
-from specextend.data.parts import PartWriter, read_parts  # noqa: E402
 from specextend.data.prompts import Prompt  # noqa: E402
 from specextend.data.quality import Quality  # noqa: E402
 from specextend.data.rows import RowReader  # noqa: E402
-from specextend.data.run_folder import parts_folder  # noqa: E402
+from specextend.data.run_folder import commits_folder  # noqa: E402
 from specextend.data.schema import result_row  # noqa: E402
 from specextend.data.source import Source  # noqa: E402
 from specextend.data.storage import Location, resolve  # noqa: E402
@@ -141,7 +140,7 @@ def measure_memory(options: DriverScale) -> dict[str, Any]:
     every = (DocumentKey(file, row) for file, rows in enumerate(corpus.file_rows) for row in range(rows))
     keys = RowSet(corpus.file_rows, every)
     ledger = Ledger(corpus.estimates, 0, 0)
-    plan = Scheduler(corpus.estimates, Limits(), BATCH + EXTRA_LEASES, group_rows=corpus.groups)
+    plan = Scheduler(corpus.estimates, JobOptions(), BATCH + EXTRA_LEASES, group_rows=corpus.groups)
     gc.collect()
     held = process.memory_info().rss - before
     assert len(keys) == plan.num_open == len(corpus.estimates)
@@ -185,7 +184,7 @@ def run_night(options: DriverScale) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, _night(options, Path(folder)) as (driver, cluster, corpus):
         took = _until_done(driver, cluster)
         output = resolve(str(Path(folder, "output")))
-        progress, attempts = read_parts(output), _attempts(output)
+        progress, attempts = read_commits(output), _attempts(output)
         work_s = int(corpus.estimates.totals.sum()) / BATCH
         speeds = [node.tokens_per_s for node in _nodes(options, corpus) for _ in range(node.workers)]
         return {
@@ -214,7 +213,7 @@ def _until_done(driver: Driver, cluster: SimulatedCluster) -> float:
 
 
 def _attempts(output: Location) -> Counter[int]:
-    files = sorted(Path(parts_folder(output).path).glob("*.parquet"))
+    files = sorted(Path(commits_folder(output).path).glob("*.parquet"))
     return Counter(value for path in files for value in pq.read_table(path, columns=["attempts"])[0].to_pylist())
 
 
@@ -251,7 +250,8 @@ def _night(options: DriverScale, folder: Path) -> Iterator[tuple[Driver, Simulat
 
     cluster = SimulatedCluster(nodes, clock, row, group, notices=notices, polls=not options.no_polls)
     output = resolve(str(folder / "output"))
-    with OutputLock(output, RUN_ID) as lock:
+    lock = OutputLock(output, RUN_ID)
+    with held(lock):
         yield _driver(options, corpus, cluster, output, lock), cluster, corpus
 
 
@@ -260,18 +260,18 @@ def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location
     config = RunConfig.from_values(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
-    writers = PartWriter(output, RUN_ID), AuditWriter(output, RUN_ID)
-    limits = Limits(deadline_s=job.document_deadline_s, stall_s=job.stall_s)
+    writers = CommitWriter(output, RUN_ID), AuditWriter(output, RUN_ID)
+    record, num_leases = StartRecord(output, RUN_ID, config), BATCH + EXTRA_LEASES
     return Driver(
-        scheduler=Scheduler(corpus.estimates, limits, BATCH + EXTRA_LEASES, group_rows=corpus.groups),
+        scheduler=Scheduler(corpus.estimates, job, num_leases, group_rows=corpus.groups, num_extra=EXTRA_LEASES),
         pool=cluster,
         roster=Roster(options.workers),
-        committer=Committer(output, *writers, lock, rows_per_commit(job.workers), job.commit_every_s),
+        committer=Committer(output, *writers, record, lock, rows_per_commit(job.workers), job.commit_every_s),
         ledger=Ledger(corpus.estimates, 0, 0),
         display=Display(),
         metrics=Metrics(RUN_ID),
         interrupt=Interrupt(60.0),
-        attempt=Attempt(output, RUN_ID, config),
+        record=record,
         source=corpus.source(output),
         job=job,
         clock=AwakeClock(cluster.clock),

@@ -67,7 +67,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if any(not stop for stop in self.stop):
-            raise ValueError("a stop string must not be empty")
+            raise ValueError("stop must not hold an empty string")
         if self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if self.no_repeat_ngram_size < 0:

@@ -12,9 +12,9 @@ from hashlib import blake2b
 from typing import Any
 
 from specextend.config import RunConfig
-from specextend.core import Completion, Request, SamplingParams, first_line
-from specextend.data.chunks import ChunkPrompts
+from specextend.core import Completion, Request, first_line
 from specextend.data.inputs import DocumentError
+from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 from specextend.data.rows import Row
 from specextend.decoding.device import is_out_of_memory
@@ -44,8 +44,8 @@ class Summary:
     """Says how much of the document was read: all of it, in parts."""
     last: Completion
     """With the counts of that request alone."""
-    chunk_rows: list[dict[str, Any]] | None = None
-    """The parts as values of the column `chunk_summaries`; None for a document that fits into one prompt."""
+    part_rows: list[dict[str, Any]] | None = None
+    """The parts as values of the column `part_summaries`; None for a document that fits into one prompt."""
     num_requests: int = 1
     """Parts and merges."""
     reasoning: str | None = None
@@ -56,7 +56,7 @@ class Summary:
 
         Those are divided as the engine's time for it was: into `ttft_s` for reading and `decode_s` for writing.
         """
-        if self.chunk_rows is None:
+        if self.part_rows is None:
             return self
         stats = self.completion.stats
         reading = stats.prefill_s + stats.draft_prefill_s
@@ -79,9 +79,9 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     try:
         prompt = prompts.render(row.document.text, limit, row.instruction)
     except PromptTooLongError:
-        if prompts.options.length_policy != "chunk":
+        if prompts.options.length_policy != "parts":
             raise
-        return (yield from _Chunked(config, prompts, row, name).rounds())
+        return (yield from _InParts(config, prompts, row, name).rounds())
     request = document_request(config, row, prompt, name)
     [outcome] = yield Round((request,), is_last=True)
     if isinstance(outcome, DocumentError):
@@ -99,25 +99,18 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
         return summary
 
 
-def check_chunks(config: RunConfig, prompts: Prompts) -> None:
+def check_parts(config: RunConfig, prompts: Prompts) -> None:
     """Raise ValueError if no document could be summarised in parts. Rows with limits of their own are not judged."""
-    if config.prompt.length_policy == "chunk" and not config.input.has_limits:
-        ChunkPrompts(prompts).check(config.decoding.max_new_tokens)
+    if config.prompt.length_policy == "parts" and not config.input.has_limits:
+        PartPrompts(prompts).check(config.decoding.max_new_tokens)
 
 
-def shared_start(config: RunConfig, prompts: Prompts) -> list[int]:
-    """Return the tokens that all prompts of a run begin with: rows and parts may have instructions of their own."""
-    has_own = config.input.instruction_column is not None or bool(config.prompt.template.columns)
-    has_others = has_own or config.prompt.length_policy == "chunk"
-    return prompts.frame_token_ids if has_others else prompts.start_token_ids
-
-
-class _Chunked:
+class _InParts:
     """A document that is summarised in parts."""
 
     def __init__(self, config: RunConfig, prompts: Prompts, row: Row, name: str) -> None:
         self._config, self._prompts, self._row, self._name = config, prompts, row, name
-        self._chunks = ChunkPrompts(prompts)
+        self._parts = PartPrompts(prompts)
         self._limit = max_new_tokens_of(config, row)
         self._stats = DecodingStats()
         self._num_requests = 0
@@ -126,22 +119,22 @@ class _Chunked:
     def rounds(self) -> Rounds:
         """Yield the parts, then merges until one is left."""
         row = self._row
-        parts = self._chunks.parts(row.document.text, self._limit, row.instruction)
+        parts = self._parts.parts(row.document.text, self._limit, row.instruction)
         outcomes = yield self._round([part.prompt for part in parts], is_last=False)
-        chunk_rows: list[dict[str, Any]] = []
+        part_rows: list[dict[str, Any]] = []
         for part, outcome in zip(parts, outcomes, strict=True):
-            which = f"part {len(chunk_rows) + 1} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
+            which = f"part {len(part_rows) + 1} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
             summary = self._counted(outcome, which)
-            chunk_rows.append({**part.span._asdict(), "text": summary.text, "finish_reason": summary.finish_reason})
-        texts = [chunk["text"] for chunk in chunk_rows]
+            part_rows.append({**part.span._asdict(), "text": summary.text, "finish_reason": summary.finish_reason})
+        texts = [part["text"] for part in part_rows]
         while True:
-            prompts = self._chunks.merges(texts, self._limit, row.instruction)
+            prompts = self._parts.merges(texts, self._limit, row.instruction)
             step = self._round(prompts, is_last=len(prompts) == 1)
             merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
             if step.is_last:
                 [request], [last] = step.requests, merged
-                prompt, whole = Prompt(request.prompt_token_ids, 0, "chunk"), replace(last, stats=self._stats)
-                return Summary(request, whole, prompt, last, chunk_rows, self._num_requests, self._reasoning)
+                prompt, whole = Prompt(request.prompt_token_ids, 0, "parts"), replace(last, stats=self._stats)
+                return Summary(request, whole, prompt, last, part_rows, self._num_requests, self._reasoning)
             texts = [completion.text for completion in merged]
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
@@ -176,22 +169,13 @@ def max_new_tokens_of(config: RunConfig, row: Row) -> int:
 
 def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: str) -> Request:
     """Make a request of a document, with the options of the run and the document's seed."""
-    decoding = config.decoding
-    sampling = SamplingParams(
-        temperature=decoding.temperature,
-        top_k=decoding.top_k,
-        top_p=decoding.top_p,
-        seed=document_seed(decoding.seed, row.document.doc_id),
-        stop=decoding.stop,
-        stop_repetition=decoding.stop_repetition,
-        repetition_penalty=decoding.repetition_penalty,
-        no_repeat_ngram_size=decoding.no_repeat_ngram_size,
-    )
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
         max_new_tokens=max_new_tokens_of(config, row),
-        sampling=replace(sampling, **row.sampling),
+        sampling=replace(
+            config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)), **row.sampling
+        ),
     )
 
 

@@ -37,15 +37,6 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -150,14 +141,12 @@ def skeleton(target: TargetOptions) -> PreTrainedModel:
     return _without_weights(_read_config(folder, target.model))
 
 
-def load_target(options: TargetOptions, attn_implementation: str) -> PreTrainedModel:
-    """Load the target for inference. attn_implementation: a name that transformers knows."""
-    return load_causal_lm(options.model, options.revision, options.dtype, options.device, attn_implementation)
+def load_target(options: TargetOptions) -> PreTrainedModel:
+    """Load the target for inference."""
+    return load_causal_lm(options.model, options.revision, options.dtype, options.device)
 
 
-def load_causal_lm(
-    model: str, revision: str | None, dtype: Dtype, device: str, attn_implementation: str
-) -> PreTrainedModel:
+def load_causal_lm(model: str, revision: str | None, dtype: Dtype, device: str) -> PreTrainedModel:
     """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read."""
     folder = find_folder(model, revision, weights=True)
     config = _read_config(folder, model)
@@ -167,7 +156,7 @@ def load_causal_lm(
             folder,
             config=config,
             dtype=DTYPES[dtype],
-            attn_implementation=attn_implementation,
+            attn_implementation="sdpa",  # not a name that config.json gives
             trust_remote_code=False,
             use_safetensors=True,
         )
@@ -240,7 +229,6 @@ def _read_config(folder: Path, model: str) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=False, attn_implementation="eager"
         )
-        _check_sizes(config, model)
         check_supported(config, model)
     return config
 
@@ -272,20 +260,12 @@ def _check_raw_config(raw: dict[str, Any], model: str) -> None:
         raise ModelError(f"{model} has quantized weights ({method}); served are bfloat16, float16 and float32")
 
 
-def _check_sizes(config: PreTrainedConfig, model: str) -> None:
-    """Raise ModelError for a size that no model has."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    for name in _SIZES:
-        if getattr(config, name) < 1:
-            raise ModelError(f"{model} has {name} {getattr(config, name)}, which must be at least 1")
-    if heads % kv_heads:
-        raise ModelError(f"{model} has num_attention_heads {heads}, which num_key_value_heads {kv_heads} must divide")
-
-
 def check_supported(config: PreTrainedConfig, model: str) -> None:
-    """Raise ModelError for an architecture, RoPE type or attention window that has not been proven lossless."""
+    """Raise ModelError for an architecture, activation, RoPE type or attention window not proven lossless."""
     if config.model_type not in ARCHITECTURES:
         raise ModelError(f"{model} is of type {config.model_type!r}; served are {', '.join(ARCHITECTURES)}")
+    if config.hidden_act != "silu":
+        raise ModelError(f"{model} has the activation {config.hidden_act!r}; served is silu")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ROPE_TYPES:
         raise ModelError(f"{model} has RoPE type {rope.get('rope_type')!r}; served are {', '.join(ROPE_TYPES)}")

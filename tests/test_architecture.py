@@ -26,7 +26,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a name imports only from lines above its own, and from itself.
 LAYERS = (
-    {"stats", "versions"},
+    {"stats"},
     {"core"},
     {"model_files"},
     {"attention", "terminal"},
@@ -46,7 +46,6 @@ OWNERS = {
     "pyarrow": ("specextend/data/", "specextend/report/", "benchmarks/documents.py", "scripts/"),
     "transformers": (
         "specextend/models.py",
-        "specextend/attention/hf.py",
         "benchmarks/peers.py",
         "benchmarks/gpu_pairs.py",
         "specextend/training/",
@@ -61,7 +60,7 @@ OWNERS = {
     "datasets": ("specextend/data/importers.py",),
     "pypdf": ("specextend/data/importers.py",),
     "xllamacpp": ("benchmarks/llama_server.py",),
-    "matplotlib": ("benchmarks/tables.py", "specextend/report/plots.py"),
+    "matplotlib": ("benchmarks/tables.py",),
     "pandas": ("benchmarks/tables.py",),
     "jinja2": ("specextend/report/page.py", "specextend/data/instructions.py"),
     "pydantic": ("specextend/config.py", "specextend/drafters/", "benchmarks/benchmark.py"),
@@ -103,7 +102,7 @@ def layer_of(part: str) -> int:
 
 
 def part_of(module: str) -> str | None:
-    """`data` of `specextend.data.parts`; None for the package's public names and for third parties."""
+    """`data` of `specextend.data.commits`; None for the package's public names and for third parties."""
     first, _, rest = module.partition(".")
     if first in ("benchmarks", "jobs"):
         return first

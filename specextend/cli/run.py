@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         return _job(arguments) if arguments.status is None else _status(arguments)
-    except exits.SAID_IN_ONE_LINE as error:
+    except exits.RunError as error:
         is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
         _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
         return exits.exit_code(error)

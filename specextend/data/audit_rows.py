@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.core import Completion, DocumentKey
+from specextend.data.commits import DamagedCommitError
 from specextend.data.parquet import damaged_as, write_table
-from specextend.data.parts import DamagedPartError
 from specextend.data.run_folder import audits_folder
 from specextend.data.storage import Location, in_order, list_files
 
@@ -93,12 +93,12 @@ class AuditWriter:
 
 
 def read_audits(output: Location) -> pa.Table:
-    """Read the rows of all starts; none if nothing was audited. Raises DamagedPartError."""
+    """Read the rows of all starts; none if nothing was audited. Raises DamagedCommitError."""
     folder = audits_folder(output)
     files = [folder.child(name) for name in list_files(folder) if name.endswith(".parquet")]
     return pa.concat_tables([AUDIT_SCHEMA.empty_table(), *in_order(_read, files)])
 
 
 def _read(file: Location) -> pa.Table:
-    with damaged_as(DamagedPartError, file, "delete it to do without its rows"):
+    with damaged_as(DamagedCommitError, file, "delete it to do without its rows"):
         return pq.read_table(file.path, filesystem=file.filesystem).select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from specextend.core import DocumentKey
-from specextend.data.audit import check_columns
+from specextend.data.check import check_columns
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.parquet import plain_values
 from specextend.data.rows import Row, RowReader

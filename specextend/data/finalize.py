@@ -1,4 +1,4 @@
-"""The end of a run: parts become summaries and errors in input order, and every row is accounted for."""
+"""The end of a run: commits become summaries and errors in input order, and every row is accounted for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.core import counted
+from specextend.data.commits import KEY_COLUMNS, OPEN, Settled, commit_of, commit_order, read_results, run_id_of
 from specextend.data.fingerprint import PROVENANCE, provenance, read_manifest, text_column
 from specextend.data.parquet import DAMAGED, gathered, is_damaged, rows_where
-from specextend.data.parts import KEY_COLUMNS, OPEN, Settled, commit_order, part_of, read_results, run_id_of
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
-from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA, SUMMARY_SCHEMA, summary_schema
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
 from specextend.data.sorted_rows import BUFFER_BYTES, SortedRows, Tables
 from specextend.data.source import Source
 from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order, remove_temporary_files
@@ -44,20 +44,20 @@ def finalize(
     *,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> Counts:
-    """Write `summaries/` and `errors/` from the parts, one row per document in input order.
+    """Write `summaries/` and `errors/` from the commits, one row per document in input order.
 
-    Each part is read once. Memory is bounded: `buffer_bytes` of rows are sorted at a time; the rest goes to temporary
+    Each commit is read once. Memory is bounded: `buffer_bytes` of rows are sorted at a time; the rest goes to temporary
     files. Each file is there whole or not at all; one that would not change is not rewritten; an errors file whose rows
     are done by now is deleted. Passthrough columns are read from the input itself. checkpoint: called between tables,
     by several threads; may raise. observe: called with the results that count, as `read_results` yields them with the
-    columns of PART_SCHEMA. Raises ReconciliationError, DamagedPartError, StrangePartError, and InputError for an input
-    that changed or cannot be read.
+    columns of COMMIT_SCHEMA. Raises ReconciliationError, DamagedCommitError, StrangeCommitError, and InputError for an
+    input that changed or cannot be read.
     """
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
     settled, commits = Settled(), _Commits()
-    with SortedRows(PART_SCHEMA, buffer_bytes) as rows:
-        for table in read_results(output, PART_SCHEMA.names, settled=settled):
+    with SortedRows(COMMIT_SCHEMA, buffer_bytes) as rows:
+        for table in read_results(output, COMMIT_SCHEMA.names, settled=settled):
             checkpoint()
             commits.add(table)
             rows.add(table)
@@ -82,9 +82,9 @@ def is_finalized(source: Source, output: Location) -> bool:
 
 
 class _Commits:
-    """The parts that hold the results of each input file which count.
+    """The commits that hold the results of each input file which count.
 
-    A commit never changes, so equal parts mean equal results.
+    A commit never changes, so equal commits mean equal results.
     """
 
     def __init__(self) -> None:
@@ -95,14 +95,14 @@ class _Commits:
         """Add a table of `read_results`."""
         files = self._done if table["error_class"].null_count else self._failed
         for number in np.unique(table["file"].to_numpy()).tolist():
-            files[number].add(part_of(table))
+            files[number].add(commit_of(table))
 
     def done(self, number: int) -> list[str]:
-        """Return the parts with rows done of an input file, in the order of their commits."""
+        """Return the commits with rows done of an input file, the earliest first."""
         return sorted(self._done[number], key=commit_order)
 
     def failed(self, number: int) -> list[str]:
-        """Return the parts on which its error rows depend, rows done included; none if it has no error rows."""
+        """Return the commits on which its error rows depend, rows done included; none if it has no error rows."""
         names = self._failed[number]
         return sorted(names | self._done[number], key=commit_order) if names else []
 
@@ -120,8 +120,8 @@ def _reconcile(source: Source, settled: Settled) -> Counts:
     done, failed = settled.count()
     if done + failed != source.num_rows:
         raise ReconciliationError(
-            f"the parts hold {counted(done + failed, 'row')}, the input has {source.num_rows:,}; "
-            "move foreign parts away"
+            f"the commits hold {counted(done + failed, 'row')}, the input has {source.num_rows:,}; "
+            "move foreign commits away"
         )
     return Counts(source.num_rows, done, failed)
 
@@ -216,7 +216,7 @@ class _Ending:
         results = Tables(tables)
         for columns, num_rows in _passthrough(self._source, number):
             self._checkpoint()
-            rows = pa.concat_tables([PART_SCHEMA.empty_table(), *results.take(num_rows)])
+            rows = pa.concat_tables([COMMIT_SCHEMA.empty_table(), *results.take(num_rows)])
             table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
             yield rows_where(table, rows["error_class"].is_null().to_numpy()), table.nbytes
 
@@ -271,6 +271,6 @@ def _typed(values: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def _with_digest(schema: pa.Schema, names: list[str]) -> pa.Schema:
-    """Add what tells whether a file must be written again: its columns, and the parts that its rows come from."""
+    """Add what tells whether a file must be written again: its columns, and the commits that its rows come from."""
     digest = hashlib.sha256("\n".join([schema.to_string(), *names]).encode()).hexdigest()
     return schema.with_metadata({_DIGEST: digest})

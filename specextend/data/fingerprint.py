@@ -77,7 +77,7 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 def text_column(output: Location) -> str:
     """Return the name of the column with a run's texts. Raises ValueError if its manifest cannot be read."""
     manifest = read_manifest(output)
-    return "summary" if manifest is None else str(manifest["config"]["output"].get("column", "summary"))
+    return "summary" if manifest is None else str(manifest["config"].get("output", {}).get("column", "summary"))
 
 
 def read_manifest(output: Location) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from specextend.data.inputs import DocumentError
 from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
-LengthPolicy = Literal["error", "head", "tail", "middle", "chunk"]
+LengthPolicy = Literal["error", "head", "tail", "middle", "parts"]
 PIECE_CHARACTERS = 1 << 18
 """Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes per character."""
 _LEAST_PIECES = 4
@@ -62,7 +62,7 @@ class PromptOptions:
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
     """What to do with a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
-    both ends and drops the middle, `chunk` summarises it in parts and merges their summaries (`chunks.*`), `error`
+    both ends and drops the middle, `parts` summarises it in parts and merges their summaries (`parts.*`), `error`
     makes it an error row."""
     max_prompt_tokens: int | None = None
     """Maximum number of tokens in the rendered prompt; if unset, what the model's context leaves room for."""
@@ -82,8 +82,8 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkOptions:
-    """`chunks.*`: Documents under `prompt.length_policy: chunk` that do not fit into one prompt.
+class PartOptions:
+    """`parts.*`: Documents under `prompt.length_policy: parts` that do not fit into one prompt.
 
     Such a document is split into parts where sections, paragraphs or sentences end, each part is summarised, and the
     summaries are merged: all at once or, if they do not fit into one prompt, group by group until one is left.
@@ -102,10 +102,10 @@ class ChunkOptions:
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 64:
-            raise ValueError(f"chunks.tokens must be at least 64, got {self.tokens}")
+            raise ValueError(f"parts.tokens must be at least 64, got {self.tokens}")
         for name in ("instruction", "merge_instruction"):
-            if columns := Instruction(f"chunks.{name}", getattr(self, name)).columns:
-                raise ValueError(f"chunks.{name} names {columns[0]}; it takes {PLACE} alone, and no columns")
+            if columns := Instruction(f"parts.{name}", getattr(self, name)).columns:
+                raise ValueError(f"parts.{name} names {columns[0]}; it takes {PLACE} alone, and no columns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Prompts:
     """Renders documents for one tokenizer.
 
     tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take together
-    (`Engine.max_tokens`). chunks: for the length policy `chunk`. piece_characters: length of the pieces of a long
+    (`Engine.max_tokens`). parts: for the length policy `parts`. piece_characters: length of the pieces of a long
     document, above 2,048. Raises ValueError for a template that cannot take the options.
     """
 
@@ -137,14 +137,14 @@ class Prompts:
         tokenizer: Any,
         options: PromptOptions,
         limit: int,
-        chunks: ChunkOptions | None = None,
+        parts: PartOptions | None = None,
         *,
         piece_characters: int = PIECE_CHARACTERS,
     ) -> None:
         assert piece_characters > _WINDOW, "a cut is looked for in the last window of a piece"
         self.options = options
         self.limit = limit
-        self.chunks = chunks or ChunkOptions()
+        self.parts = parts or PartOptions()
         self._piece_characters = piece_characters
         self._tokenizer = tokenizer
         self._documents = _document_tokenizer(tokenizer)
@@ -153,16 +153,6 @@ class Prompts:
         self._thinks = THINKING_ENDS in (tokenizer.chat_template or "")
         self._begins_thinking = _template(tokenizer, options)[1].rstrip().endswith(THINKING_BEGINS)
         self._frame = self._encode_template(replace(options, instruction=PLACE))
-
-    @property
-    def start_token_ids(self) -> list[int]:
-        """Return the tokens that every prompt with the run's instruction begins with."""
-        return [*self._around[0]]
-
-    @property
-    def frame_token_ids(self) -> list[int]:
-        """Return the tokens that every prompt begins with, whatever its instruction."""
-        return [*self._frame[0]]
 
     @property
     def num_template_tokens(self) -> int:
@@ -174,14 +164,14 @@ class Prompts:
 
         instruction: of the document, in the place of the run's. Raises DocumentError
         (`PromptTooLong`, stage `prompt`) if the template alone does not fit, and PromptTooLongError, which is one,
-        under the policies `error` and `chunk`. Control tokens written in the document or in its own instruction remain
+        under the policies `error` and `parts`. Control tokens written in the document or in its own instruction remain
         text.
         """
         before, after = self._around if instruction is None else self._encode_instruction(instruction)
         num_template = len(before) + len(after)
         policy, room = self.options.length_policy, self._room(max_new_tokens, num_template)
         kept, num_tokens = keep(self.encode_pieces(text), room, policy)
-        if policy in ("error", "chunk") and len(kept) < num_tokens:
+        if policy in ("error", "parts") and len(kept) < num_tokens:
             size, limit = num_template + num_tokens, self._limit(max_new_tokens)
             message = f"the prompt has {size} tokens, the limit is {limit}"
             raise PromptTooLongError("PromptTooLong", message, stage="prompt")

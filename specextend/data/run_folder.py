@@ -34,7 +34,7 @@ def lock_file(output: Location) -> Location:
     return Location(output.filesystem, output.child("_run", "lock").path)
 
 
-def parts_folder(output: Location) -> Location:
+def commits_folder(output: Location) -> Location:
     """Return the folder of the commits."""
     return output.child("_run", "parts")
 
@@ -79,7 +79,7 @@ def check_kinds(output: Location) -> None:
     if not output.is_local:
         return
     folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
-    folders += [each(output) for each in (parts_folder, audits_folder, starts_folder)]
+    folders += [each(output) for each in (commits_folder, audits_folder, starts_folder)]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
     files += [report_file(output, ending) for ending in ("json", "md", "html")]
     for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):

@@ -1,4 +1,4 @@
-"""The input of a run: opened and audited once, then streamed column by column, or read row by row."""
+"""The input of a run: opened and checked once, then streamed column by column, or read row by row."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, counted
-from specextend.data.audit import ask, audit, partition_column, partition_types
+from specextend.data.check import ask, check_input, partition_column, partition_types
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
+    MOST_TOKENS,
+    DocumentError,
     InputChangedError,
     InputError,
     InputFile,
@@ -29,6 +31,7 @@ from specextend.data.instructions import Instruction
 from specextend.data.listing import check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     DAMAGED,
+    as_bytes,
     is_text,
     open_parquet,
     plain_text,
@@ -36,8 +39,7 @@ from specextend.data.parquet import (
     rows_where,
     stream,
 )
-from specextend.data.rows import Row, RowReader
-from specextend.data.scanning import ScannedRow, count_columns, lacks_counts, scanned_rows, text_columns
+from specextend.data.rows import Row, RowReader, check_max_new_tokens, decode_text
 from specextend.data.storage import Location, check_writable, in_order, resolve
 
 _CACHED_GROUPS = 2
@@ -54,6 +56,23 @@ class ChosenRows:
     """What became of the rows of the whole input, by outcome."""
     notes: tuple[str, ...] = ()
     """Lines for the user about outputs of earlier runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedRow:
+    """The facts about a row that planning needs."""
+
+    key: DocumentKey
+    text: bytes | None
+    """None if it is null, or if `num_tokens_column` makes reading it unnecessary."""
+    num_bytes: int | None
+    """Bytes of the text, 0 if it is null; None if `num_tokens_column` makes reading it unnecessary."""
+    num_tokens: int | None
+    """Value of `num_tokens_column`; None without that column, and if it cannot be a document's length."""
+    max_new_tokens: int | None
+    """None, too, if it is not a limit."""
+    error_class: str | None
+    """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
 
 
 class Source:
@@ -137,7 +156,7 @@ class Source:
             return self.place(key)
 
     def check_unchanged(self, number: int) -> None:
-        """Raise InputChangedError if a file is gone, or has another size or time than when it was audited.
+        """Raise InputChangedError if a file is gone, or has another size or time than when it was checked.
 
         Raises InputUnreachableError if its store does not answer.
         """
@@ -170,7 +189,7 @@ class Source:
         for file, batches in zip(self.files, tables, strict=True):
             keys = (DocumentKey(file.number, row) for row in self.rows(file.number))
             for batch in batches:
-                yield from scanned_rows(batch, keys, self.options)
+                yield from _scanned_rows(batch, keys, self.options)
 
     def batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
         """Stream columns of a file as small tables, in row order.
@@ -249,10 +268,13 @@ class Source:
 
     def _scanned_columns(self, number: int) -> list[str]:
         """Choose the columns to scan: without the text in a file where every document has a token count."""
-        column = self.options.num_tokens_column
-        if column is None or any(lacks_counts(batch[column]) for batch in self.chosen_batches(number, [column])):
-            return text_columns(self.options)
-        return count_columns(self.options)
+        options, column = self.options, self.options.num_tokens_column
+        counts = [column, options.max_new_tokens_column, options.options_column]
+        reads_text = column is None or any(
+            _lacks_counts(batch[column]) for batch in self.chosen_batches(number, [column])
+        )
+        wanted = [*counts, options.text_column] if reads_text else counts
+        return list(dict.fromkeys(name for name in wanted if name is not None))
 
     def _compact(self, columns: list[str]) -> list[str]:
         """Choose the columns that hold text: a file of a kilobyte may repeat a text a million times."""
@@ -303,7 +325,7 @@ def open_source(
     only: Collection[str] | None = None,
     template: Instruction | None = None,
 ) -> Source:
-    """List and audit the input; reads footers and the id column only. Selects no rows: `select_rows` does.
+    """List and check the input; reads footers and the id column only. Selects no rows: `select_rows` does.
 
     output: checked too, if given: it must be writable and apart from the input. only: relative paths of the files that
     are wanted; others are left out. template: the run's instruction.
@@ -317,7 +339,7 @@ def open_source(
         _check_writable(output.path)
     if only is not None:
         listing = listing.only(only)
-    files, passthrough_fields = audit(listing, reader, "summary" if output is None else output.column)
+    files, passthrough_fields = check_input(listing, reader, "summary" if output is None else output.column)
     return Source(
         reader,
         listing.root,
@@ -334,3 +356,57 @@ def _check_writable(output: str) -> None:
         check_writable(resolve(output))
     except ValueError as error:
         raise InputError(f"output.path {output}: {error}; give another folder") from None
+
+
+def _lacks_counts(counts: pa.ChunkedArray) -> bool:
+    """Return True if a value of `num_tokens_column` cannot be a document's length."""
+    return any(_usable(count) is None for count in counts.to_pylist())
+
+
+def _scanned_rows(batch: pa.Table, keys: Iterator[DocumentKey], options: InputOptions) -> Iterator[ScannedRow]:
+    """Yield the facts about a table's rows, whose keys are the next ones of `keys`. A bad row raises nothing."""
+    limits = _limits(batch, options)
+    counts = [_usable(count) for count in _column_or_none(batch, options.num_tokens_column)]
+    texts = _texts_without(counts, batch, options.text_column)
+    for count, text, limit in zip(counts, texts, limits, strict=True):
+        yield _scanned(next(keys), count, text, limit)
+
+
+def _limits(batch: pa.Table, options: InputOptions) -> list[int | None]:
+    """Return the rows' own limits of their outputs, from the column that holds them."""
+    if options.options_column is None:
+        return _column_or_none(batch, options.max_new_tokens_column)
+    return [(own or {}).get("max_new_tokens") for own in batch[options.options_column].to_pylist()]
+
+
+def _column_or_none(batch: pa.Table, column: str | None) -> list[int | None]:
+    return [None] * len(batch) if column is None else batch[column].to_pylist()
+
+
+def _usable(num_tokens: int | None) -> int | None:
+    """Return a document's own token count; None if it has none or an impossible one."""
+    return None if num_tokens is None or not 1 <= num_tokens <= MOST_TOKENS else num_tokens
+
+
+def _texts_without(counts: list[int | None], batch: pa.Table, column: str) -> list[bytes | None]:
+    """Return the texts of documents without a token count, and None for the others."""
+    if all(count is not None for count in counts):
+        return [None] * len(counts)
+    texts = as_bytes(batch[column])
+    return [texts[i].as_py() if count is None else None for i, count in enumerate(counts)]
+
+
+def _scanned(key: DocumentKey, num_tokens: int | None, text: bytes | None, limit: int | None) -> ScannedRow:
+    """Collect what the plan needs of a row; `text` was not read if `num_tokens` is known."""
+    error_class = None
+    try:
+        check_max_new_tokens(limit)
+    except DocumentError as error:
+        error_class, limit = error.error_class, None
+    try:
+        if num_tokens is None:
+            decode_text(text)
+    except DocumentError as error:
+        error_class = error.error_class
+    num_bytes = len(text or b"") if num_tokens is None else None
+    return ScannedRow(key, text, num_bytes, num_tokens, limit, error_class)

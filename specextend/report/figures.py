@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from specextend.data.run_folder import Start
-from specextend.data.schema import PART_SCHEMA
-from specextend.decoding.limits import MachineLimits, ModelWork
+from specextend.data.schema import COMMIT_SCHEMA
+from specextend.decoding.measurements import MachineLimits, ModelWork
 from specextend.report.rows import BATCH_ROWS, RUN_ID, told_apart
 from specextend.stats import PHASES, ratio
 
@@ -62,7 +62,7 @@ DONE_COLUMNS = tuple(
 """Columns of a finished document that the report needs: no text, but a few hundred bytes."""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
-_DONE_SCHEMA = pa.schema([*(PART_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, pa.string())])
+_DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, pa.string())])
 
 
 class RunFigures:

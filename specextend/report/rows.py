@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specextend.data.commits import KEY_COLUMNS, commit_of, list_commits, read_results, run_id_of
 from specextend.data.fingerprint import num_input_rows, read_manifest, text_column
 from specextend.data.parquet import damaged_as
-from specextend.data.parts import KEY_COLUMNS, list_parts, part_of, read_results, run_id_of
 from specextend.data.run_folder import errors_folder, summaries_folder
-from specextend.data.schema import PART_SCHEMA
+from specextend.data.schema import COMMIT_SCHEMA
 from specextend.data.storage import Location, atomic_output, list_files
 
 RUN_ID = "run_id"
@@ -40,7 +40,7 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
     complete at any time; a copy of the folder without them from `summaries/` and `errors/`. Raises ValueError if the
     folder has neither.
     """
-    if list_parts(output):
+    if list_commits(output):
         for table in read_results(output, [*dict.fromkeys([*KEY_COLUMNS, *done, *errors])]):
             yield told_apart(table, done, errors)
         return
@@ -60,7 +60,7 @@ def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) ->
     """
     is_done = results["error_class"].null_count > 0
     selected = results.select(list(done if is_done else errors))
-    run_ids = pa.repeat(pa.scalar(run_id_of(part_of(results)), pa.string()), len(results))
+    run_ids = pa.repeat(pa.scalar(run_id_of(commit_of(results)), pa.string()), len(results))
     return is_done, selected.append_column(RUN_ID, run_ids)
 
 
@@ -69,11 +69,11 @@ def _files(folder: Location) -> list[Location]:
 
 
 def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:
-    """Read columns of a result file with the names and types of PART_SCHEMA. text: its name for `summary`.
+    """Read columns of a result file with the names and types of COMMIT_SCHEMA. text: its name for `summary`.
 
     Raises ValueError if it is damaged.
     """
-    schema = pa.schema([PART_SCHEMA.field(name) for name in columns])
+    schema = pa.schema([COMMIT_SCHEMA.field(name) for name in columns])
     with (
         damaged_as(ValueError, file, "run the job again to write it anew"),
         pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet,

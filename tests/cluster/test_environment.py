@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from specextend.cluster.environment import cores_per_worker, prepare_environment
+from specextend.cluster.environment import cores_per_worker, prepare_environment, say_room
 from specextend.config import JobOptions
 
 
@@ -48,6 +48,16 @@ def test_a_cluster_is_joined_as_it_is_and_what_the_user_has_set_stays():
 def test_a_worker_gets_as_many_cores_as_leave_room_for_all(job: dict, nodes: list, cores: int):
     """A number in a shipped configuration was too much for one machine and too little for another."""
     assert cores_per_worker(JobOptions(**job), nodes) == cores
+
+
+def test_a_cluster_without_a_node_for_a_worker_is_said(local_ray: None, monkeypatch: pytest.MonkeyPatch):
+    """Ray would wait for one in silence; only a cluster that grows may yet start it."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert say_room(JobOptions(cpus_per_worker=2)) is None
+    said = say_room(JobOptions(cpus_per_worker=4096, gpus_per_worker=1))
+    assert said is not None
+    assert "no node of the cluster has room for a worker of job.cpus_per_worker 4096 and job.gpus_per_worker 1;" in said
+    assert said.endswith("unless it grows, the run ends after 3600 s")
 
 
 @pytest.mark.parametrize("module", ["environment", "records", "scheduler"])

@@ -63,6 +63,7 @@ def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction: str
         "output": {"path": "out"},
         "target": {"model": "a"},
         "draft": {"kind": "ngram"},
+        "prompt": {"instruction": instruction},
     }
     with pytest.raises(ValueError, match=message):
         RunConfig.from_values(sections)

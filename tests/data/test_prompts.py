@@ -99,7 +99,6 @@ def test_a_rows_own_instruction_takes_the_place_of_the_runs(chat_tokenizer: Any)
         asked = render(tokenizer, "A TEXT", instruction=instruction, system="Be brief.")
         prompts = Prompts(tokenizer, PromptOptions(instruction="Other.", system="Be brief."), 10_000)
         assert prompts.render("A TEXT", 0, around_document(instruction)) == asked
-        assert asked.token_ids[: len(prompts.frame_token_ids)] == prompts.frame_token_ids
 
 
 def test_a_rows_own_instruction_is_data(chat_tokenizer: Any) -> None:
@@ -122,15 +121,6 @@ def test_no_combination_of_pieces_forges_a_control_token(chat_tokenizer: Any, pi
     ids = prompts.encode_document("".join(pieces))
     assert control_token_ids(chat_tokenizer).isdisjoint(ids)
     assert chat_tokenizer.decode(ids) == "".join(pieces)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.text() | st.lists(st.sampled_from(["A word", "\n\n", "  ", "1,000", "don't", "é", "\u200b", "中"])).map("".join)
-)
-def test_a_document_has_the_tokens_that_its_tokenizer_gives_it(chat_tokenizer: Any, text: str) -> None:
-    ids = chat_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    assert Prompts(chat_tokenizer, PromptOptions(), 10_000).encode_document(text) == ids
 
 
 @pytest.mark.parametrize(

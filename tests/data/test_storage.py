@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,24 +60,6 @@ def test_a_failure_while_writing_leaves_what_was_there(folder: Location) -> None
     assert list_files(folder) == ["summary"]
 
 
-def test_a_death_between_writing_and_renaming_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
-    """The crash is real: the writing process ends at the rename, without any clean-up."""
-    script = (
-        "import os, sys\n"
-        "from specextend.data.storage import resolve, write_bytes\n"
-        "os.replace = lambda source, target: os._exit(9)\n"
-        "write_bytes(resolve(sys.argv[1]).child('part.parquet'), b'whole')\n"
-    )
-    died = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env=os.environ | {"PYTHONPATH": ROOT}, check=False
-    )
-    assert died.returncode == 9
-    assert len(os.listdir(tmp_path)) == 1, "the temporary file is there"
-    assert list_files(resolve(str(tmp_path))) == []
-    remove_temporary_files(resolve(str(tmp_path)))
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path: Path) -> None:
     """A file URI comes from a program, a path from a person; neither has parameters or fragments."""
     name = "date=2026-01-01%2000%3A00#1?x=y"
@@ -96,16 +75,6 @@ def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path: Path) -> None
 def test_the_path_of_a_uri_is_taken_as_it_is_written(scheme: str, parameters: str, key: str) -> None:
     """`out#1` and `out#2` were one folder, and what Spark escapes could not be named."""
     assert resolve(f"{scheme}://bucket/{key}{parameters}").path == f"bucket/{key}"
-
-
-def test_parameters_of_a_uri_are_no_part_of_its_path() -> None:
-    location = resolve("s3://bucket/a#1?region=eu-west-1&endpoint_override=http%3A%2F%2Fhost%3A9000")
-    assert location.path == "bucket/a#1"
-    assert location.filesystem.region == "eu-west-1"
-    with pytest.raises(ValueError, match="an unknown parameter counts as one"):
-        resolve("s3://bucket/a?regoin=x")
-    with pytest.raises(ValueError, match=r"^cannot open nowhere://x: .*pyarrow.fs$"):
-        resolve("nowhere://x")
 
 
 @dataclass(eq=False)

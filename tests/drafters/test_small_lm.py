@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import attend_reference
-from specextend.attention.cpu import attend_by_head
-from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.reference import attend_reference
+from specextend.attention.torch_kernels import attend_by_head
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
@@ -29,7 +28,7 @@ def pair(request, pairs):
 
 
 def network_of(pair, window: int, max_chunk: int = 512, attend=attend_by_head) -> ModelNetwork:
-    model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
+    model = load_causal_lm(pair.target, None, "float32", "cpu")
     return ModelNetwork(CachedModel(model, attend, 2048), 2048, window, max_chunk)
 
 
@@ -58,9 +57,7 @@ def banded_run(pair, prompt: list[int], window: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "window_and_chunk", "attend"),
-    covering(
-        NAMES, [(16, 64), (16, 7), (1, 5), (64, 1), (30, 30), (31, 30), (500, 64)], [attend_reference, attend_by_head]
-    ),
+    covering(NAMES, [(16, 64), (16, 7), (1, 5), (31, 30), (500, 64)], [attend_reference, attend_by_head]),
 )
 @torch.inference_mode()
 def test_windowed_prefill_is_attention_in_a_band(family, window_and_chunk, attend, pairs):
@@ -84,27 +81,23 @@ def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Te
 @torch.inference_mode()
 def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_the_end_of_a_text(draft, num_rows, pair):
     """A token that only one side knows must neither crash nor be proposed: the target could not even embed it."""
-    model = CachedModel(
-        load_causal_lm(pair.drafts[draft], None, "float32", "cpu", IMPLEMENTATION), attend_by_head, 1024
-    )
+    model = CachedModel(load_causal_lm(pair.drafts[draft], None, "float32", "cpu"), attend_by_head, 1024)
     network = ModelNetwork(model, 1024, 512, 512, shared_vocabulary(num_rows, VOCABULARY, EOS_TOKEN_ID))
     drafter = CausalDrafter(network, TreeOptions(nodes=40, depth=3, threshold=0), "hybrid", None, num_slots=1)
     text = random_prompt(60)
     known = [token_id if token_id < num_rows else EOS_TOKEN_ID for token_id in text]
     assert (text != known) == (draft == "cut")
     found = drafted(drafter, text)
-    token_ids = found[41:82]
+    token_ids = found[41:]
     assert found == drafted(drafter, known)
     assert max(token_ids) < min(num_rows, VOCABULARY)
-    assert len(found) == 82 + min(num_rows, VOCABULARY)
 
 
 def drafted(drafter: CausalDrafter, prompt: list[int]) -> list[float]:
-    """Draft for one prompt, from admission to release; return its tree and the logits of the root's children."""
+    """Draft for one prompt, from admission to release; return its tree."""
     prefill(drafter, prompt, 64)
     drafter.select(0, torch.arange(len(prompt)))
     drafter.absorb([0], Decided.pad([[5]], [torch.zeros(1, 48)]))
     [tree] = drafter.propose([0])
-    _, logits = drafter.first_level(0)
     drafter.release(0)
-    return [*tree.log_probs.tolist(), *tree.token_ids.tolist(), *logits.tolist()]
+    return [*tree.log_probs.tolist(), *tree.token_ids.tolist()]

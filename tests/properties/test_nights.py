@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from specextend.cluster import lock
-from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, SAID_IN_ONE_LINE, exit_code, writing
-from specextend.cluster.lock import FolderLock, read_lock
+from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, RunError, exit_code, writing
+from specextend.cluster.lock import OutputLock, read_lock
 from specextend.core import DocumentKey
-from specextend.data import parts
+from specextend.data import parquet
+from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
-from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from tests.properties.rows import done, in_a_folder, rows_of, source_of
@@ -68,7 +68,7 @@ class Machine:
 class Gate:
     """The gate of a run without its watch."""
 
-    def __init__(self, lock: FolderLock) -> None:
+    def __init__(self, lock: OutputLock) -> None:
         self.check = lock.check
 
     def touch(self) -> None:
@@ -80,7 +80,7 @@ class Start:
 
     def __init__(self, night: Night, machine: Machine, run_id: str) -> None:
         self.night, self.machine, self.run_id = night, machine, run_id
-        self.lock = FolderLock(night.output, run_id, machine.wall, machine.steady, host=f"host-of-{run_id}")
+        self.lock = OutputLock(night.output, run_id, machine.wall, machine.steady, host=f"host-of-{run_id}")
         self.output = night.output.behind(Gate(self.lock))
         self.asleep_until, self.beat_at = 0.0, 0.0
         self.left: list[DocumentKey] | None = None
@@ -91,14 +91,14 @@ class Start:
         try:
             with writing(self.output):
                 self.wait() if self.left is None else self.work(self.left)
-        except SAID_IN_ONE_LINE as error:
+        except RunError as error:
             self.end(exit_code(error))
 
     def wait(self) -> None:
         if self.lock.try_take():
             self.beat_at = self.machine.steady()
-            self.left = list(pending(SIZES, read_parts(self.output)))
-            self.writer = PartWriter(self.output, self.run_id)
+            self.left = list(pending(SIZES, read_commits(self.output)))
+            self.writer = CommitWriter(self.output, self.run_id)
 
     def work(self, left: list[DocumentKey]) -> None:
         """What either thread does next: the one that beats, or the one that writes."""
@@ -109,7 +109,7 @@ class Start:
                 self.lock.beat()
             except OSError:
                 return
-        self.lock.check_heard()
+        self.lock.check()
         if self.night.world.draw.random() < 0.7:  # decoding
             return
         if left:
@@ -221,7 +221,7 @@ def play(seed: int, where: Callable[[Path], Location], num_schedulers: int) -> l
         with pytest.MonkeyPatch.context() as patch:
             for module, name, call in ((lock, "read_bytes", read_bytes), (lock, "write_bytes", write_bytes)):
                 patch.setattr(module, name, asking(night.world, call))
-            patch.setattr(parts, "write_bytes", asking(night.world, write_bytes))
+            patch.setattr(parquet, "write_bytes", asking(night.world, write_bytes))
             night.pass_by()
         total = sum(SIZES)
         assert read_success(night.output) == Counts(total, total, 0), "whoever should try again did, and it was enough"

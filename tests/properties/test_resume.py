@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
-from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import Location, resolve
@@ -46,8 +46,8 @@ class History:
     def start(self, *, retry_errors: bool, to_its_end: bool) -> None:
         """A start that does some of what is open, in any order, and commits in pieces of any size."""
         self.num_starts += 1
-        writer = PartWriter(self.output, self.data.draw(st.from_regex(r"\A[0-9a-f]{8}\Z")))
-        keys = list(pending(self.sizes, read_parts(self.output), retry_errors="all" if retry_errors else "none"))
+        writer = CommitWriter(self.output, self.data.draw(st.from_regex(r"\A[0-9a-f]{8}\Z")))
+        keys = list(pending(self.sizes, read_commits(self.output), retry_errors="all" if retry_errors else "none"))
         assert set(keys) == {key for key in self.keys if self.is_open(key, retry_errors)}
         order = self.data.draw(st.permutations(keys))
         while order:
@@ -67,7 +67,7 @@ class History:
         self.expected[key] = f"by start {self.num_starts}" if is_done else ""
         return done(key, self.expected[key]) if is_done else failed(key, f"in start {self.num_starts}")
 
-    def die_in_a_commit(self, writer: PartWriter, keys: list[DocumentKey]) -> None:
+    def die_in_a_commit(self, writer: CommitWriter, keys: list[DocumentKey]) -> None:
         """Killed before the part has its name: none of its rows counts."""
         rows = [done(key, "never seen") for key in keys]
         with pytest.MonkeyPatch.context() as patch:
