@@ -21,8 +21,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from specextend.core import counted, printable
-from specextend.data.audit import repartition
 from specextend.data.batch_requests import BatchRequests, write_requests
+from specextend.data.check import repartition
 from specextend.data.documents import ERRORS, Prepared, prepare_documents, prepare_rows
 from specextend.data.formats import DocumentOptions, hub_rows
 from specextend.terminal import complain
