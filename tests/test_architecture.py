@@ -57,12 +57,14 @@ OWNERS = {
     "triton": ("specextend/attention/tree_kernel.py", "specextend/attention/layer_kernels.py"),
     "numba": ("specextend/attention/",),
     "llvmlite": ("specextend/attention/",),
-    "datasets": ("specextend/data/importers.py",),
-    "pypdf": ("specextend/data/importers.py",),
+    "datasets": ("specextend/data/formats.py",),
+    "pypdfium2": ("specextend/data/formats.py",),
+    "mammoth": ("specextend/data/formats.py",),
+    "selectolax": ("specextend/data/formats.py",),
     "xllamacpp": ("benchmarks/llama_server.py",),
     "matplotlib": ("benchmarks/tables.py",),
     "pandas": ("benchmarks/tables.py",),
-    "jinja2": ("specextend/report/page.py",),
+    "jinja2": ("specextend/report/page.py", "specextend/data/instructions.py"),
     "pydantic": ("specextend/config.py", "specextend/drafters/", "benchmarks/benchmark.py"),
     "yaml": ("specextend/config.py", "benchmarks/benchmark.py"),
     "regex": ("specextend/data/quality.py",),
@@ -102,7 +104,7 @@ def layer_of(part: str) -> int:
 
 
 def part_of(module: str) -> str | None:
-    """`data` of `specextend.data.parts`; None for the package's public names and for third parties."""
+    """`data` of `specextend.data.commits`; None for the package's public names and for third parties."""
     first, _, rest = module.partition(".")
     if first in ("benchmarks", "jobs"):
         return first
