@@ -117,7 +117,7 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
         *_table(("input", "rows", "they are"), audit),
         f"about {prompt_tokens}, {output_tokens} at most",
         *_table(("prompt tokens", "rows"), lengths),
-        *_describe_memory(plan),
+        *describe_memory(plan),
         *(_wrap(plan["this_machine"]) if plan["this_machine"] else []),
         *_describe_time(plan),
     ]
@@ -206,7 +206,8 @@ def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
 
 
-def _describe_memory(plan: dict[str, Any]) -> list[str]:
+def describe_memory(plan: dict[str, Any]) -> list[str]:
+    """Describe `memory_gib` and `cache` of a plan in lines."""
     sizes = plan["memory_gib"]
     rows = [(title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items()]
     lines = _table(("memory of a worker", "GiB"), [*rows, ("together", f"{sum(sizes.values()):.3f}")])

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specextend.cli.run import overrides, parse
 from specextend.config import RunConfig
-from tests.job.conftest import ROOT
+from tests.job.conftest import ROOT, parse
 
 GUIDES = sorted(ROOT / "docs" / name for name in ("choosing-a-pair.md", "first-run.md", "tuning.md"))
 RECORDS = {"decisions.md", "log.md", "CHANGELOG.md"}  # what was true on its day
@@ -35,15 +34,15 @@ def test_the_job_takes_the_commands_of_a_guide(page: Path):
     lines = re.findall(r"jobs/summarize\.py (.*)$", page.read_text().replace("\\\n", ""), re.MULTILINE)
     assert lines
     for line in lines:
-        parsed = parse(shlex.split(line, comments=True))
-        assert parsed.status or RunConfig.load(ROOT / parsed.config, overrides(parsed))
+        status, parsed = parse(shlex.split(line, comments=True))
+        assert status or RunConfig.load(ROOT / parsed.config, parsed.overrides)
 
 
 def test_the_demo_names_its_own_columns():
     """The configuration that it uses is everybody's, and knows no column but `text`."""
     [line] = re.findall(r"jobs/summarize\.py (.*)$", (ROOT / "Makefile").read_text().replace("\\\n", ""), re.MULTILINE)
-    parsed = parse(shlex.split(line, comments=True))
-    config = RunConfig.load(ROOT / parsed.config, overrides(parsed))
+    _, parsed = parse(shlex.split(line, comments=True))
+    config = RunConfig.load(ROOT / parsed.config, parsed.overrides)
     assert (config.input.id_column, config.input.passthrough) == ("doc_id", ("reference_summary", "length_bucket"))
     plain = RunConfig.load(ROOT / parsed.config)
     assert (plain.input.id_column, plain.input.passthrough, plain.job.cpus_per_worker) == (None, (), "auto")
