@@ -19,6 +19,11 @@ def library_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **installed}
 
 
+def how_to_install(extra: str) -> str:
+    """Return the command that adds an extra of this package, which no package index has."""
+    return f"pip install '.[{extra}]' in the clone, or 'WHEEL[{extra}]' with the path of the wheel"
+
+
 def package_version(package: str) -> str | None:
     """Return the version of an installed package; None if there is none."""
     try:

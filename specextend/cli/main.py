@@ -9,6 +9,7 @@ import click
 
 from specextend.cli.check import check
 from specextend.cli.command import call, end
+from specextend.cli.demo import demo
 from specextend.cli.export import export
 from specextend.cli.report import compare, report
 from specextend.cli.run import plan, run, status
@@ -45,7 +46,7 @@ def specextend() -> None:
     """
 
 
-for command in (prepare, run, plan, status, report, compare, export, train, check, configs, config):
+for command in (demo, prepare, run, plan, status, report, compare, export, train, check, configs, config):
     specextend.add_command(command)
 
 

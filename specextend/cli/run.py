@@ -104,7 +104,7 @@ _PLAN = takes(
 @_WHERE
 def run(**given: Any) -> int:
     """Run or resume a job: Parquet in, Parquet out, on Ray."""
-    return _guarded(_job, Arguments(**given))
+    return start(Arguments(**given))
 
 
 @click.command()
@@ -143,6 +143,11 @@ def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
 def main(argv: Sequence[str]) -> int:
     """Run `jobs/summarize.py`. Returns the exit code."""
     return call(summarize, argv, "summarize.py")
+
+
+def start(arguments: Arguments) -> int:
+    """Run or resume a job, and say in one line how it ended if not well. Returns the exit code."""
+    return _guarded(_job, arguments)
 
 
 def _guarded(do: Callable[[Arguments], int], arguments: Arguments) -> int:

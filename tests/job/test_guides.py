@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from specextend.cli.demo import SETTINGS
 from specextend.config import RunConfig
 from tests.job.conftest import ROOT, parse
 
@@ -40,11 +41,9 @@ def test_the_job_takes_the_commands_of_a_guide(page: Path):
 
 def test_the_demo_names_its_own_columns():
     """The configuration that it uses is everybody's, and knows no column but `text`."""
-    [line] = re.findall(r"jobs/summarize\.py (.*)$", (ROOT / "Makefile").read_text().replace("\\\n", ""), re.MULTILINE)
-    _, parsed = parse(shlex.split(line, comments=True))
-    config = RunConfig.load(ROOT / parsed.config, parsed.overrides)
+    config = RunConfig.load("smollm2", SETTINGS)
     assert (config.input.id_column, config.input.passthrough) == ("doc_id", ("reference_summary", "length_bucket"))
-    plain = RunConfig.load(ROOT / parsed.config)
+    plain = RunConfig.load("smollm2")
     assert (plain.input.id_column, plain.input.passthrough, plain.job.cpus_per_worker) == (None, (), "auto")
 
 
