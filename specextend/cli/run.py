@@ -177,20 +177,12 @@ def _job(arguments: Arguments) -> int:
     """Run, and show what came of it. Returns the exit code."""
     from specextend.cluster.display import open_display
     from specextend.cluster.exits import Interrupt
-    from specextend.cluster.run import run
-    from specextend.report import RunFigures, write_report
+    from specextend.job import carry_out
 
     config = arguments.load()
     interrupt = Interrupt(deadline_s=config.job.deadline_s)
     interrupt.install()
-    display = open_display(log=arguments.log)
-    figures = RunFigures()
-    report = partial(write_report, figures=figures)
-    retry = arguments.retry_errors or "none"
-    try:
-        code = run(config, display, interrupt, retry_errors=retry, report=report, observe=figures.add)
-    finally:
-        display.close()
+    code = carry_out(config, open_display(log=arguments.log), interrupt, arguments.retry_errors or "none")
     _exit_when_told(code)  # the run is over: what is left is to show it
     try:
         conclude(config.output.path)
