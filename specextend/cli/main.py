@@ -11,6 +11,7 @@ from specextend.cli.check import check
 from specextend.cli.command import call, end
 from specextend.cli.demo import demo
 from specextend.cli.export import export
+from specextend.cli.init import init
 from specextend.cli.report import compare, report
 from specextend.cli.run import plan, run, status
 from specextend.cli.settings import config, configs
@@ -46,7 +47,7 @@ def specextend() -> None:
     """
 
 
-for command in (demo, prepare, run, plan, status, report, compare, export, train, check, configs, config):
+for command in (demo, prepare, init, run, plan, status, report, compare, export, train, check, configs, config):
     specextend.add_command(command)
 
 

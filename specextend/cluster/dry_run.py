@@ -20,6 +20,7 @@ from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_s
 from specextend.cluster.prepare import (
     Prepared,
     check_machine,
+    check_retry,
     check_same_run,
     describe_selection,
     read_progress,
@@ -128,7 +129,9 @@ def _plan(prepared: Prepared, retry_errors: Retry) -> tuple[Plan, int]:
     """Plan the open documents; return the plan, and the number of error rows that are final."""
     source, decoding = prepared.source, prepared.config.decoding
     with reading(prepared.output):
-        progress = read_progress(prepared) if check_same_run(prepared) else Progress(frozenset(), {})
+        is_begun = check_same_run(prepared)
+        check_retry(prepared, retry_errors, is_begun=is_begun)
+        progress = read_progress(prepared) if is_begun else Progress(frozenset(), {})
     rows = [file.num_rows for file in source.files]
     keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
     try:

@@ -14,7 +14,7 @@ from specextend.config import RunConfig
 from specextend.core import counted, first_line
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputUnreachableError
-from specextend.data.parts import Progress, StrangePartError, read_parts
+from specextend.data.parts import Progress, Retry, StrangePartError, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
 from specextend.data.run_folder import check_kinds
@@ -202,6 +202,14 @@ def read_progress(prepared: Prepared) -> Progress:
         raise OtherRunError(str(error)) from error
     except ValueError as error:
         raise RefusedError(str(error)) from error
+
+
+def check_retry(prepared: Prepared, retry_errors: Retry, *, is_begun: bool) -> None:
+    """Raise RefusedError for a retry where nothing has been tried: it would do every row."""
+    if retry_errors != "none" and not is_begun:
+        raise RefusedError(
+            f"--retry-errors: {prepared.output.path} holds no run with error rows; leave it out to begin one"
+        )
 
 
 def say_left_out(num_final: int) -> str:

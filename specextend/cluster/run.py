@@ -40,6 +40,7 @@ from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_s
 from specextend.cluster.prepare import (
     Prepared,
     check_machine,
+    check_retry,
     check_same_run,
     describe_selection,
     prepare,
@@ -100,7 +101,7 @@ def run(
     interrupt.check()
     run_id = secrets.token_hex(4)
     with reading(prepared.output):
-        check_same_run(prepared)
+        check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
     with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
         prepared = replace(prepared, output=prepared.output.behind(lock))
         attempt = Attempt(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
@@ -143,12 +144,17 @@ class _LockedRun:
     def run_recorded(self, retry_errors: Retry) -> int:
         """Do what `run` does, and record its beginning and its end."""
         output, display = self.prepared.output, self.display
+        display.begin(self.run_id)
+        display.event("run_started", host=socket.gethostname(), pid=os.getpid())
+        if (counts := self._complete(retry_errors)) is not None:
+            display.note(f"complete already, {_say(counts)}")
+            display.event("run_ended", exit_code=EXIT_DONE)
+            self.interrupt.disarm()
+            return EXIT_DONE
         with writing(output):
             changes = version_changes(output)
             _sweep(output)
             self.attempt.begin()
-        display.begin(self.run_id)
-        display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         for note in self.prepared.notes:
             display.note(note, "model_revision")
         for change in changes:
@@ -168,6 +174,20 @@ class _LockedRun:
         display.event("run_ended", exit_code=code)
         self.interrupt.disarm()
         return code
+
+    def _left(self, retry_errors: Retry) -> tuple[Progress, RowSet]:
+        """Return what earlier starts have done, and the rows to do."""
+        progress, rows = read_progress(self.prepared), [file.num_rows for file in self.prepared.source.files]
+        chosen = self.prepared.source.rows
+        return progress, RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=chosen))
+
+    def _complete(self, retry_errors: Retry) -> Counts | None:
+        """Return the counts of a run of which nothing is left to do; None for any other."""
+        with reading(self.prepared.output):
+            counts = read_success(self.prepared.output)
+            if counts is None or not self._accepts(counts) or self._left(retry_errors)[1]:
+                return None
+            return counts if is_finalized(self.prepared.source, self.prepared.output) else None
 
     def _record_failure(self, error: BaseException) -> None:
         """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
@@ -191,18 +211,12 @@ class _LockedRun:
 
     def _run(self, retry_errors: Retry) -> int:
         output = self.prepared.output
-        rows = [file.num_rows for file in self.prepared.source.files]
         with reading(output):
             is_begun = check_same_run(self.prepared)
         with reading(output):
-            progress = read_progress(self.prepared)
-            keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=self.prepared.source.rows))
+            progress, keys = self._left(retry_errors)
             if retry_errors == "retryable" and progress.final:
                 self.display.note(say_left_out(len(progress.final)))
-            counts = read_success(output)
-            if not keys and counts and self._accepts(counts) and is_finalized(self.prepared.source, output):
-                self.display.note(f"complete already, {_say(counts)}")
-                return EXIT_DONE
         decoding = RowDecoding(
             self.prepared,
             self.lock,
@@ -241,9 +255,14 @@ class _LockedRun:
         if code == EXIT_TOO_MANY_ERRORS:
             share = self.prepared.config.job.max_error_fraction
             allowed = counted(int(share * counts.rows), "failed row")
+            progress = read_progress(self.prepared)
+            num_retryable = len(progress.errors) - len(progress.final)
+            hint = "a retry would mend none of them"
+            if num_retryable:
+                hint = f"--retry-errors does {num_retryable:,} of them again"
             self.display.note(
                 f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows {allowed}; "
-                "see errors/, --retry-errors does the retryable ones again"
+                f"see errors/, {hint}"
             )
             return code
         self.lock.confirm()

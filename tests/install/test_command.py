@@ -32,7 +32,7 @@ def test_help_comes_at_once(arguments: list[str]):
 def test_every_command_has_its_help():
     """Those that a user meets first come first."""
     listed = [line.split()[0] for line in specextend("--help").stdout.partition("Commands:\n")[2].splitlines()]
-    assert listed[:5] == ["demo", "prepare", "run", "plan", "status"]
+    assert listed[:5] == ["demo", "prepare", "init", "run", "plan"]
     for name in listed:
         ended = specextend(name, "--help")
         assert (ended.code, ended.stdout.lower().startswith("usage: ")) == (0, True), name
@@ -160,3 +160,34 @@ def test_the_kind_of_the_draft_is_one_setting(kind: str):
     """The model of the file's draft had to be emptied by a second one, in quotes within quotes."""
     draft = RunConfig.load("smollm2", [f"draft.kind={kind}"]).draft
     assert (draft.kind, draft.model) == (kind, "")
+
+
+def test_a_configuration_is_begun_for_somebodys_columns(tmp_path: Path, monkeypatch):
+    """It asks nothing, says why, and the plan takes what it has written."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f"Report {number}. " + "The committee met. " * 9 for number in range(3)]
+    columns = {"no": ["a", "b", "c"], "Titel: #1": ["x"] * 3, "body": texts, "doc_id": [7, 8, 9], "n": [1, 2, 3]}
+    write_corpus(tmp_path / "my data" / "in.parquet", ["short"] * 3, **columns)
+    ended = specextend("init", "my data", "--config", "tiny-random", "--to", "configs/mine.yaml")
+    assert ended.code == 2, "the folder is not there"
+    ended = specextend("init", "my data", "--config", "tiny-random", "--to", "mine.yaml")
+    assert ended.code == 0, ended.stderr
+    assert "text body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)" in ended.stdout
+    written = (tmp_path / "mine.yaml").read_text()
+    assert 'id_column: "doc_id" # named as an id, unique and never null in the first 3 rows' in written
+    assert '# passthrough: ["text", "no", "Titel: #1", "n"]' in written
+    config = RunConfig.load("mine.yaml")
+    assert (config.input.text_column, config.input.id_column) == ("body", "doc_id")
+    assert config.output.path == str(tmp_path / "out" / "my data")
+    assert specextend("plan", "--config", "mine.yaml").stdout.startswith("3 of 3 rows to do")
+    again = specextend("init", "my data", "--to", "mine.yaml")
+    assert (again.code, again.stderr) == (2, "error: mine.yaml is there already; name another file with --to\n")
+
+
+def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path: Path, monkeypatch):
+    """The run refuses repeated ids, and numbers rows where there are none."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "a.parquet", ["one two three", "four"], id=["x", "x"], year=[1, 2])
+    assert specextend("init", "a.parquet", "--config", "tiny-random").code == 0
+    assert "  # id_column: NAME # no column is named as an id and unique" in (tmp_path / "a.yaml").read_text()
+    assert RunConfig.load("a.yaml").input.id_column is None
