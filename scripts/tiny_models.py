@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig
+from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 
 CONTEXT_LENGTH = 8192
 EMBEDDING_STD = 1.5
@@ -110,8 +110,8 @@ def write_eagle(folder: Path) -> None:
         dtype="float32",
     )
     weights = {
-        name: torch.ones(info.shape) if len(info.shape) == 1 else torch.randn(info.shape) * 0.05
-        for name, info in config.tensors().items()
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.05
+        for name, shape in config.shapes().items()
     }
     weights["fc.weight"][:, : config.hidden_size] += torch.eye(config.hidden_size)
     folder.mkdir()

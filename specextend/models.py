@@ -37,15 +37,6 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -240,7 +231,6 @@ def _read_config(folder: Path, model: str) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=False, attn_implementation="eager"
         )
-        _check_sizes(config, model)
         check_supported(config, model)
     return config
 
@@ -270,16 +260,6 @@ def _check_raw_config(raw: dict[str, Any], model: str) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(f"{model} has quantized weights ({method}); served are bfloat16, float16 and float32")
-
-
-def _check_sizes(config: PreTrainedConfig, model: str) -> None:
-    """Raise ModelError for a size that no model has."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    for name in _SIZES:
-        if getattr(config, name) < 1:
-            raise ModelError(f"{model} has {name} {getattr(config, name)}, which must be at least 1")
-    if heads % kv_heads:
-        raise ModelError(f"{model} has num_attention_heads {heads}, which num_key_value_heads {kv_heads} must divide")
 
 
 def check_supported(config: PreTrainedConfig, model: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -21,10 +21,9 @@ from specextend.decoding.drafter import Drafter
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
-from specextend.drafters.draft_options import DraftKind, DraftOptions
+from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import FLOATS, HeadShape, read_head, read_vocabulary, read_weights, weight_files
-from specextend.drafters.merged import MergedDrafter
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.self_draft import SelfDrafter
 from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
@@ -53,8 +52,10 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
     """
     facts = check_model(target.model, target.revision)
-    if draft is not None and draft.kind in KINDS:
-        KINDS[draft.kind].check(draft, facts, target)
+    if draft is not None and draft.kind == "eagle":
+        _check_eagle(draft, facts, target)
+    elif draft is not None and draft.kind == "model":
+        _check_model(draft, facts, target)
     return facts
 
 
@@ -62,8 +63,11 @@ def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, 
     """Identify `target`, `tokenizer` and `draft` by the SHA-256 of their files, or by the commit of a Hub id."""
     found = identify(target.model, target.revision)
     named = {"target": found["weights"], "tokenizer": found["tokenizer"]}
-    if draft is not None and draft.kind in KINDS:
-        named["draft"] = KINDS[draft.kind].sha256(draft)
+    if draft is not None and draft.kind == "eagle":
+        folder = Path(draft.model)
+        named["draft"] = hash_files([folder / "config.json", folder / INDEX, *weight_files(folder)])
+    elif draft is not None and draft.kind == "model":
+        named["draft"] = identify(draft.model, draft.revision)["weights"]
     return named
 
 
@@ -95,15 +99,20 @@ def load_drafter(
     if draft.kind == "ngram":
         return NgramDrafter(config.tree, target.device)
     drafter: Drafter
+    network: DraftNetwork
     rows = draft_rows(config, cache, num_rows, target.device)
     if draft.kind == "self":
         drafter = SelfDrafter(target, config.tree, rows, _most_visible(config, cache))
     else:
-        setting = DraftSetting(config.target, target, lm_head, rows, cache.draft_prefill_window)
-        drafter = _causal_drafter(config, cache, KINDS[draft.kind].load(draft, setting), graphs)
+        network = (
+            _load_eagle(draft, target, lm_head, rows)
+            if draft.kind == "eagle"
+            else _load_model(draft, config.target, target, rows, cache.draft_prefill_window)
+        )
+        drafter = _causal_drafter(config, cache, network, graphs)
     if not draft.ngram:
         return drafter
-    return MergedDrafter(drafter, config.tree, target.device, perf_counter if config.tree.nodes == "auto" else None)
+    return NgramDrafter(config.tree, target.device, drafter, perf_counter if config.tree.nodes == "auto" else None)
 
 
 def _causal_drafter(
@@ -142,7 +151,10 @@ def draft_size(draft: DraftOptions | None, facts: ModelFacts) -> DraftSize:
         return DraftSize(0, 0)
     if draft.kind == "self":
         return DraftSize(0, facts.kv_numbers_per_token)
-    return KINDS[draft.kind].size(draft)
+    if draft.kind == "eagle":
+        return _size_eagle(draft)
+    draft_facts = read_facts(draft.model, draft.revision)
+    return DraftSize(num_parameters(draft.model, draft.revision), _NUM_CACHES * draft_facts.kv_numbers_per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +166,6 @@ class DraftSize:
     """Keys and values of one token in all of its caches."""
     num_layers_read: int = 1
     """The target's layers whose outputs it is given for each token of a prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftSetting:
-    """The target, and the room, that a draft's network is loaded for."""
-
-    options: TargetOptions
-    target: CachedModel
-    lm_head: Tensor
-    """Weight [V, C] of the target's LM head."""
-    num_rows: int
-    """Rows of each cache of the draft."""
-    prefill_window: int
 
 
 def reduced_vocabulary(draft: DraftOptions) -> ReducedVocabulary | None:
@@ -231,15 +230,6 @@ def _check_equal(what: str, draft: str, theirs: object, target: str, ours: objec
         raise ModelError(f"draft {draft} does not fit target {target}: {what} is {theirs!r}, the target's is {ours!r}")
 
 
-def _hash_eagle(draft: DraftOptions) -> str:
-    folder = Path(draft.model)
-    return hash_files([folder / "config.json", folder / INDEX, *weight_files(folder)])
-
-
-def _hash_model(draft: DraftOptions) -> str:
-    return identify(draft.model, draft.revision)["weights"]
-
-
 def _size_eagle(draft: DraftOptions) -> DraftSize:
     head = _read_head(draft)
     headers = (read_safetensors_header(file) for file in weight_files(Path(draft.model)))
@@ -252,56 +242,28 @@ def _size_eagle(draft: DraftOptions) -> DraftSize:
     )
 
 
-def _size_model(draft: DraftOptions) -> DraftSize:
-    facts = read_facts(draft.model, draft.revision)
-    return DraftSize(num_parameters(draft.model, draft.revision), _NUM_CACHES * facts.kv_numbers_per_token)
-
-
-def _load_eagle(draft: DraftOptions, setting: DraftSetting) -> EagleNetwork:
-    head, target = read_head(draft.model), setting.target
+def _load_eagle(draft: DraftOptions, target: CachedModel, lm_head: Tensor, num_rows: int) -> EagleNetwork:
+    head = read_head(draft.model)
     return EagleNetwork(
         head,
         read_weights(head, str(target.device)),
         read_vocabulary(head),
         target,
-        setting.lm_head,
-        setting.num_rows,
+        lm_head,
+        num_rows,
         rope_frequencies(head.rope, head.head_dim, draft.model),
         head.hidden_layers(target.config.num_hidden_layers),
     )
 
 
-def _load_model(draft: DraftOptions, setting: DraftSetting) -> ModelNetwork:
-    device = str(setting.target.device)
-    model = load_causal_lm(draft.model, draft.revision, setting.options.dtype, device, IMPLEMENTATION)
-    cached = CachedModel(model, setting.target.attend, setting.num_rows, setting.target.kernels)
-    reduced = reduced_vocabulary(draft) or _shared_vocabulary(draft, setting)
-    chunk = traits_of(setting.target.device).prefill_chunk
-    return ModelNetwork(cached, setting.num_rows, setting.prefill_window, chunk, reduced)
-
-
-def _shared_vocabulary(draft: DraftOptions, setting: DraftSetting) -> ReducedVocabulary | None:
-    """Return what draft and target have in common; for tokens that the draft lacks it reads the end of a text."""
-    facts = read_facts(draft.model, draft.revision)
-    other_row = next((token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0)
-    return shared_vocabulary(facts.vocab_size, setting.target.config.vocab_size, other_row)
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The functions for one kind of draft."""
-
-    check: Callable[[DraftOptions, ModelFacts, TargetOptions], None]
-    """Raises ModelError, in one line, if the draft does not fit the target."""
-    sha256: Callable[[DraftOptions], str]
-    """Identifies what the draft's files hold."""
-    size: Callable[[DraftOptions], DraftSize]
-    """Reads what the draft takes in memory, without its weights."""
-    load: Callable[[DraftOptions, DraftSetting], DraftNetwork]
-
-
-KINDS: dict[DraftKind, Kind] = {
-    "eagle": Kind(_check_eagle, _hash_eagle, _size_eagle, _load_eagle),
-    "model": Kind(_check_model, _hash_model, _size_model, _load_model),
-}
-"""Every `draft.kind` that has a model; `self` and `ngram` have none."""
+def _load_model(
+    draft: DraftOptions, options: TargetOptions, target: CachedModel, num_rows: int, prefill_window: int
+) -> ModelNetwork:
+    model = load_causal_lm(draft.model, draft.revision, options.dtype, str(target.device), IMPLEMENTATION)
+    cached = CachedModel(model, target.attend, num_rows, target.kernels)
+    reduced = reduced_vocabulary(draft)
+    if reduced is None:  # for tokens that the draft lacks it reads the end of a text
+        facts = read_facts(draft.model, draft.revision)
+        other_row = next((token_id for token_id in facts.eos_token_ids if token_id < facts.vocab_size), 0)
+        reduced = shared_vocabulary(facts.vocab_size, target.config.vocab_size, other_row)
+    return ModelNetwork(cached, num_rows, prefill_window, traits_of(target.device).prefill_chunk, reduced)

@@ -62,7 +62,7 @@ OWNERS = {
     "datasets": ("specextend/data/importers.py",),
     "pypdf": ("specextend/data/importers.py",),
     "xllamacpp": ("benchmarks/llama_server.py",),
-    "matplotlib": ("benchmarks/tables.py", "specextend/report/plots.py"),
+    "matplotlib": ("benchmarks/tables.py",),
     "pandas": ("benchmarks/tables.py",),
     "jinja2": ("specextend/report/page.py",),
     "pydantic": ("specextend/config.py", "specextend/drafters/", "benchmarks/benchmark.py"),

@@ -31,7 +31,7 @@ from specextend.core import Request, SamplingParams
 from specextend.decoding.drafter import Drafter
 from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import Graphs
-from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig
+from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.drafters.small_lm import FILE as DRAFT_VOCABULARY_FILE
 from specextend.loading import load_cached_target, load_engine, target_rows
 from specextend.model_files import VOCABULARY as VOCABULARY_TENSOR
@@ -155,7 +155,7 @@ def write_eagle(folder: Path, model: Any, draft_vocab_size: int | None = None, c
         draft_vocab_size=draft_vocab_size,
         copy_heads=copy_heads,
     )
-    weights = {name: torch.randn(info.shape) * 0.2 for name, info in config.tensors().items()}
+    weights = {name: torch.randn(shape) * 0.2 for name, shape in config.shapes().items()}
     weights |= {name: torch.ones_like(weight) for name, weight in weights.items() if weight.dim() == 1}
     if draft_vocab_size is not None:
         weights[VOCABULARY_TENSOR] = torch.randperm(model.config.vocab_size)[:draft_vocab_size].sort().values

@@ -6,7 +6,6 @@ Shapes: `B` sequences, `F` frontier nodes, `M` expanded nodes, `C` hidden size, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -45,8 +44,6 @@ class DraftNetwork(Protocol):
     """[V] int64 token ids of the logits; None: all of the target's, in order."""
     hidden_layers: tuple[int, ...]
     """Target layers, ascending, whose concatenated outputs are the features [.., F]; empty: the last hidden state."""
-    reads_history: bool
-    """True if `forward` needs the tokens before each token."""
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the target."""
@@ -58,34 +55,17 @@ class DraftNetwork(Protocol):
         """Free what prefill keeps for the slot."""
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor
     ) -> Tensor:
         """Run token_ids [B, T] at `positions` [B, T] and return hidden [B, T, C].
 
         `hidden` belongs to each token: the target's features [B, T, F] one position before it, or the network's own
         output [B, T, C] for its parent. Working rows are written as the plan says. `history` [B, T, 3] holds the three
-        tokens before each token, nearest first; None if the network does not read them.
+        tokens before each token, nearest first.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
-
-
-class _Roots:
-    """The last decided token of each slot, from which its next tree starts; on the device, where the slots stay."""
-
-    def __init__(self, num_slots: int, network: DraftNetwork) -> None:
-        """Make room for as many slots."""
-        stored = network.cache.working.stored
-        self.token_ids = torch.zeros(num_slots, dtype=torch.int64, device=stored.device)
-        """[slots]"""
-        self.hidden = stored.new_zeros(num_slots, network.hidden_size)
-        """[slots, C], the network's output at the root"""
-
-    def write(self, slots: Tensor, token_ids: Tensor, hidden: Tensor) -> None:
-        """Replace those of `slots` [B] by token_ids [B] and hidden [B, C]."""
-        self.token_ids.index_copy_(0, slots, token_ids)
-        self.hidden.index_copy_(0, slots, hidden)
 
 
 class _SlotPlaces(NamedTuple):
@@ -100,29 +80,6 @@ class _SlotPlaces(NamedTuple):
     """The position behind the visible ones."""
     full_ends: Tensor
     """The row behind the tokens in the full cache."""
-
-    @classmethod
-    def of(cls, table: Tensor) -> _SlotPlaces:
-        """Take the columns of a table [B, 5]."""
-        return cls(*table.split(1, 1))
-
-
-@dataclass(slots=True)
-class _Frontier:
-    """The nodes whose children are drafted next."""
-
-    hidden: Tensor
-    """[B, F, C], the network's output at each node."""
-    lineage: Tensor | None
-    """[B, F, 3], each node's token, its parent's and its grandparent's; None if the network does not read them."""
-
-    def parents(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return hidden [B, n, C] and lineage [B, n, 3] of the nodes at indices [B, n]."""
-        indices = indices.unsqueeze(2)
-        hidden = self.hidden.gather(1, indices.expand(-1, -1, self.hidden.shape[2]))
-        if self.lineage is None:
-            return hidden, None
-        return hidden, self.lineage.gather(1, indices.expand(-1, -1, HISTORY))
 
 
 class CausalDrafter:
@@ -146,10 +103,13 @@ class CausalDrafter:
         self._options, self._tree_attention = tree, tree_attention
         self._num_visible_rows, self._num_slots = num_visible_rows, num_slots
         self._graphs = graphs or Graphs()
-        self._roots = _Roots(num_slots, network)
         device = self._cache.working.stored.device
+        self._root_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        """[slots], the last decided token, from which the next tree starts"""
+        self._root_hidden = self._cache.working.stored.new_zeros(num_slots, network.hidden_size)
+        """[slots, C], the network's output at it"""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
-        """[slots, 3], the last decided tokens, if the network reads them; -1 before the first."""
+        """[slots, 3], the last decided tokens; -1 before the first."""
         self._located: tuple[list[list[int]], Tensor] | None = None
         """What the host last knew of some slots' places, and the same on the device."""
 
@@ -175,10 +135,9 @@ class CausalDrafter:
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
-        if self.network.reads_history:
-            before = self._texts[slot]
-            before = before.where(before >= 0, token_ids[:1])  # nothing was read yet: the text begins here
-            self._texts[slot] = last_tokens(before, token_ids)[-HISTORY:]
+        before = self._texts[slot]
+        before = before.where(before >= 0, token_ids[:1])  # nothing was read yet: the text begins here
+        self._texts[slot] = last_tokens(before, token_ids)[-HISTORY:]
         self.network.prefill(slot, token_ids, hidden)
 
     def select(self, slot: int, positions: Tensor) -> None:
@@ -189,7 +148,8 @@ class CausalDrafter:
         """Run the newly decided tokens, the new root last, behind the rows that each slot sees now."""
         inputs = self._locate(slots), decided.padded, decided.features
         table, token_ids, hidden = self._graphs.run("absorb", partial(self._read, slots), *inputs)
-        self._roots.write(table[:, 0], token_ids, hidden)
+        self._root_ids.index_copy_(0, table[:, 0], token_ids)
+        self._root_hidden.index_copy_(0, table[:, 0], hidden)
         for slot, new in zip(slots, decided.token_ids, strict=True):
             self._cache.advance(slot, len(new))
         self._located = self._known(slots), table
@@ -202,10 +162,6 @@ class CausalDrafter:
             "draft", lambda table: self._grow(slots, table).tensors, self._locate(slots)
         )
         return DraftTrees(token_ids, parents, depths, log_probs, [token_ids.shape[1]] * len(slots))
-
-    def first_level(self, slot: int) -> tuple[Tensor | None, Tensor]:
-        """Return the root's children: token ids [V] (None: all of the target's, in order) and their logits [V]."""
-        return self.network.vocabulary, self.network.logits(self._roots.hidden[slot])
 
     def release(self, slot: int) -> None:
         """Free the slot."""
@@ -235,9 +191,9 @@ class CausalDrafter:
 
         Returns the slots' places [B, 5] after it, and the new roots: token ids [B] and hidden [B, C].
         """
-        places, is_token = _SlotPlaces.of(table), padded >= 0
+        places, is_token = _SlotPlaces(*table.split(1, 1)), padded >= 0
         token_ids, counts = padded.clamp(min=0), is_token.sum(1, keepdim=True)
-        history = self._read_history(places.slots, token_ids, counts) if self.network.reads_history else None
+        history = self._read_history(places.slots, token_ids, counts)
         output = self._forward(slots, places, token_ids, features, None, 0, history)
         offsets = torch.arange(padded.shape[1], device=padded.device)
         rows, full_rows = ((first + offsets).flatten() for first in (places.ends, places.full_ends))
@@ -260,21 +216,21 @@ class CausalDrafter:
 
     def _grow(self, slots: Sequence[int], table: Tensor) -> DraftTrees:
         """Grow a tree behind each slot's root; `table` [B, 5] are the slots' places."""
-        places = _SlotPlaces.of(table)
+        places = _SlotPlaces(*table.split(1, 1))
         token_ids, hidden, texts = (
-            stored.index_select(0, table[:, 0]) for stored in (self._roots.token_ids, self._roots.hidden, self._texts)
+            stored.index_select(0, table[:, 0]) for stored in (self._root_ids, self._root_hidden, self._texts)
         )
-        lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
-        frontier = _Frontier(hidden.unsqueeze(1), lineage)
+        outputs, lineage = hidden.unsqueeze(1), texts.flip(1).unsqueeze(1)
+        """Of the nodes whose children are drafted next: the network's outputs [B, F, C], and the last tokens of their
+        paths [B, F, 3], nearest first."""
 
         def expand(token_ids: Tensor, indices: Tensor, mask: Tensor, depth: int) -> Tensor:
-            nonlocal frontier
-            parents, history = frontier.parents(indices)
-            output = self._forward(slots, places, token_ids, parents, mask, depth, history)
-            if history is not None:
-                history = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
-            frontier = _Frontier(output, history)
-            return self.network.logits(output)
+            nonlocal outputs, lineage
+            at = indices.unsqueeze(2)
+            parents, history = (each.gather(1, at.expand(-1, -1, each.shape[2])) for each in (outputs, lineage))
+            outputs = self._forward(slots, places, token_ids, parents, mask, depth, history)
+            lineage = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
+            return self.network.logits(outputs)
 
         return grow_trees(
             token_ids,
@@ -293,7 +249,7 @@ class CausalDrafter:
         hidden: Tensor,
         mask: Tensor | None,
         depth: int,
-        history: Tensor | None,
+        history: Tensor,
     ) -> Tensor:
         """Run [B, T] tokens: a tree level (`mask` [B, T, M], at `depth`), or a causal run behind the visible rows."""
         num_new = token_ids.shape[1]

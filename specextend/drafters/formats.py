@@ -2,7 +2,7 @@
 
 | format | detected by | names of the layer's tensors |
 |---|---|---|
-| ours | `format` in config.json | `layer.` (`eagle_config.py`) |
+| ours | `format` in config.json | `layer.` (`EagleConfig.shapes`) |
 | EAGLE-1/2 | `fc` and one decoder layer, whose q, k and v take C | `layers.0.` |
 | EAGLE-3 | the same with a `hidden_norm`, whose q, k and v take 2C | `midlayer.` or `layers.0.` |
 | speculators | `speculators_model_type` in config.json | `transformer.` (eagle), `layers.0.` (eagle3) |
@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
 from safetensors import safe_open
 from torch import Tensor
 
-from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config, parse_config
 from specextend.drafters.eagle_network import HeadShape
 from specextend.model_files import (
     INDEX,
@@ -36,6 +35,7 @@ from specextend.model_files import (
     read_token_ids,
 )
 
+WEIGHTS_FILE = "model.safetensors"
 KNOWN = "specextend-eagle (our own), EAGLE-1/2 and EAGLE-3 (SafeAILab), speculators (eagle, eagle3)"
 FLOATS = ("BF16", "F16", "F32")
 _OURS = {"en.": "embedding_norm.", "hn.": "feature_norm."}
@@ -44,7 +44,86 @@ _RENAMED = {"fusion_fc.": "fc.", "embedding_layernorm.": "embedding_norm.", "pre
 _LEFT_OVER = ("rotary_emb.inv_freq", "mask", "verifier_lm_head.weight", "verifier_norm.weight")
 _MAPS = ("d2t", "t2d", VOCABULARY)
 """Tensors that are not weights."""
+_DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8"), VOCABULARY: ("I64",)}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "partial_rotary_factor")
+
+
+Config = TypeVar("Config", bound=BaseModel)
+Found = dict[str, tuple[Path, str, TensorInfo]]
+"""Our name of a tensor -> its file, its name there, its type and shape."""
+
+
+class EagleConfig(BaseModel):
+    """The `config.json` of a head in our own format; embedding and LM head are the target's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal["specextend-eagle"] = "specextend-eagle"
+    version: Literal[1] = 1
+    kind: Literal["eagle"] = "eagle"
+    target: str
+    """Name of the model that the head was distilled for; for people to read, not checked."""
+    vocab_size: PositiveInt
+    """Rows of the target's embedding."""
+    hidden_size: PositiveInt
+    """Hidden size of the target."""
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    intermediate_size: PositiveInt
+    rope_theta: PositiveFloat
+    layer_norm_eps: PositiveFloat
+    """Epsilon of the two RMS norms inside the layer."""
+    head_norm_eps: PositiveFloat
+    """Epsilon of the two input norms (`en`, `hn`) and the output norm (`norm`)."""
+    dtype: Literal["bfloat16", "float16", "float32"]
+    """Type of the tensors in the file."""
+    draft_vocab_size: PositiveInt | None = None
+    """Token ids that the head can propose, which the tensor `draft_token_ids` lists; None: the whole vocabulary."""
+    copy_heads: PositiveInt | None = None
+    """Number of KV heads, besides `num_kv_heads`, that match the tokens around a position. Each has its group of query
+    heads."""
+    tokens_sha256: str | None = None
+    """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
+
+    @model_validator(mode="after")
+    def _heads_are_groups(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        return self
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """List every tensor of the file by name."""
+        hidden, mlp = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        copied = (self.copy_heads or 0) * self.head_dim
+        group = self.num_heads // self.num_kv_heads
+        shapes: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(("en.weight", "hn.weight", "norm.weight"), (hidden,)),
+            "fc.weight": (hidden, 2 * hidden),
+            "layer.input_layernorm.weight": (hidden,),
+            "layer.post_attention_layernorm.weight": (hidden,),
+            "layer.self_attn.q_proj.weight": (queries, hidden),
+            "layer.self_attn.k_proj.weight": (keys, hidden),
+            "layer.self_attn.v_proj.weight": (keys, hidden),
+            "layer.self_attn.o_proj.weight": (hidden, queries + copied * group),
+            "layer.mlp.gate_proj.weight": (mlp, hidden),
+            "layer.mlp.up_proj.weight": (mlp, hidden),
+            "layer.mlp.down_proj.weight": (hidden, mlp),
+        }
+        if copied:
+            shapes["copy.q_proj.weight"] = (copied * group, 3 * hidden)
+            shapes["copy.k_proj.weight"] = (copied, 3 * hidden)
+            shapes["copy.v_proj.weight"] = (copied, hidden)
+        if self.draft_vocab_size is not None:
+            shapes[VOCABULARY] = (self.draft_vocab_size,)
+        return shapes
+
+    def save(self, folder: Path) -> None:
+        """Write `config.json`."""
+        (folder / "config.json").write_text(self.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
 
 
 class LayerConfig(BaseModel):
@@ -104,10 +183,30 @@ def read_head(folder: str | Path) -> HeadShape:
     tensors that the config does not describe.
     """
     folder = Path(folder)
+    raw = _read_json(folder)
+    return _read_own(folder, raw) if "format" in raw else _read_published(folder, raw)
+
+
+def load_eagle_config(folder: str | Path) -> EagleConfig:
+    """Read the config of a head in our own format. Raises ValueError in one line."""
+    return parse_config(EagleConfig, _read_json(Path(folder)), Path(folder))
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise ValueError(f"EAGLE draft {folder} has no config.json")
-    raw = read_json(folder / "config.json")
-    return _read_own(folder) if "format" in raw else _read_published(folder, raw)
+    return read_json(folder / "config.json")
+
+
+def parse_config(kind: type[Config], raw: dict[str, Any], folder: Path) -> Config:
+    """Make a config of what a head's `config.json` holds. Raises ValueError in one line."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        got = "" if found["type"] in ("missing", "value_error") else f", got {found['input']!r}"
+        raise ValueError(f"EAGLE draft {folder}, config.json: {where}: {found['msg']}{got}") from None
 
 
 def read_tensors(head: HeadShape, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
@@ -163,9 +262,10 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_own(folder: Path) -> HeadShape:
-    config, file = load_eagle_config(folder), folder / WEIGHTS_FILE
-    return HeadShape(
+def _read_own(folder: Path, raw: dict[str, Any]) -> HeadShape:
+    config = parse_config(EagleConfig, raw, folder)
+    found = _find_tensors(folder, _OURS)
+    head = HeadShape(
         folder=folder,
         format=config.format,
         fused=False,
@@ -183,24 +283,35 @@ def _read_own(folder: Path) -> HeadShape:
         draft_vocab_size=config.draft_vocab_size or config.vocab_size,
         copy_heads=config.copy_heads or 0,
         tokens_sha256=config.tokens_sha256,
-        sources={_renamed(name, _OURS): (file, name) for name in config.tensors()},
+        sources=_sources(found),
     )
+    _check_tensors(head, found, {_renamed(name, _OURS): shape for name, shape in config.shapes().items()}, {})
+    return head
 
 
 def _read_published(folder: Path, raw: dict[str, Any]) -> HeadShape:
-    found: dict[str, tuple[Path, str, TensorInfo]] = {}
+    found = _find_tensors(folder, dict.fromkeys(_LAYERS, "layer.") | _RENAMED)
+    head = _describe(folder, {key: value for key, value in raw.items() if value is not None}, _sources(found))
+    _check_tensors(head, found, head.required(), head.optional())
+    return head
+
+
+def _find_tensors(folder: Path, prefixes: dict[str, str]) -> Found:
+    """Read the headers of a head's files. Raises ValueError if a tensor is there twice, or a file not whole."""
+    found: Found = {}
     for file in weight_files(folder):
         for name, info in read_safetensors_header(file).items():
             if name.endswith(_LEFT_OVER):
                 continue
-            known = _renamed(name.removeprefix("model."), dict.fromkeys(_LAYERS, "layer.") | _RENAMED)
+            known = _renamed(name.removeprefix("model."), prefixes)
             if known in found:
                 raise ValueError(f"EAGLE draft {folder} has {name} twice, also as {found[known][1]}")
             found[known] = (file, name, info)
-    sources = {known: (file, name) for known, (file, name, _) in found.items()}
-    head = _describe(folder, {key: value for key, value in raw.items() if value is not None}, sources)
-    _check_tensors(head, {known: info for known, (_, _, info) in found.items()})
-    return head
+    return found
+
+
+def _sources(found: Found) -> dict[str, tuple[Path, str]]:
+    return {known: (file, name) for known, (file, name, _) in found.items()}
 
 
 def _renamed(name: str, prefixes: dict[str, str]) -> str:
@@ -254,21 +365,21 @@ def _detect(config: PublishedConfig, folder: Path, names: set[str]) -> tuple[str
     raise ValueError(f"EAGLE draft {folder} is in no known format; known are {KNOWN}{hint}")
 
 
-def _check_tensors(head: HeadShape, found: dict[str, TensorInfo]) -> None:
-    required = head.required()
-    shapes = head.optional() | required
+def _check_tensors(
+    head: HeadShape, found: Found, required: dict[str, tuple[int, ...]], optional: dict[str, tuple[int, ...]]
+) -> None:
+    shapes = optional | required
     spelled = {known: name for known, (_, name) in head.sources.items()}
     where = f"EAGLE draft {head.folder} ({head.format})"
     if missing := sorted(set(required) - set(found)):
         raise ValueError(f"{where} lacks {missing[0].replace('layer.', _layer_prefix(spelled), 1)}")
     if unknown := sorted(set(found) - set(shapes)):
         raise ValueError(f"{where} has the unknown tensor {spelled[unknown[0]]}")
-    for name, info in sorted(found.items()):
-        if info.shape != shapes[name]:
-            raise ValueError(f"{where}: {spelled[name]} is {list(info.shape)}, config.json says {list(shapes[name])}")
-        supported = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8")}.get(name, FLOATS)
-        if info.dtype not in supported:
-            raise ValueError(f"{where}: {spelled[name]} is {info.dtype}; supported are {', '.join(supported)}")
+    for known, (_, name, info) in sorted(found.items()):
+        if info.shape != shapes[known]:
+            raise ValueError(f"{where}: {name} is {list(info.shape)}, config.json says {list(shapes[known])}")
+        if info.dtype not in (supported := _DTYPES.get(known, FLOATS)):
+            raise ValueError(f"{where}: {name} is {info.dtype}; supported are {', '.join(supported)}")
 
 
 def _layer_prefix(spelled: dict[str, str]) -> str:

@@ -1,44 +1,55 @@
 """N-gram drafts, which need no model: they propose what followed the same tokens before, in the prompt or the output.
 
 Prompt lookup (Saxena 2023) and suffix decoding (Oliaro and others, arXiv 2411.04975) propose what followed the longest
-match of the text's end. Here every match proposes its next token, a candidate. Each sequence counts how often such
-candidates were right, starting from a prior. The tree holds the likeliest paths: of candidates alone, or of candidates
-and a draft's tree under one node budget (`merged.py`).
+match of the text's end. Here every match proposes its next token, a candidate, at the rate at which such candidates
+were right. The tree holds the likeliest paths: of candidates alone, or of candidates and a draft's tree under one node
+budget.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import exp, inf, log
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
+from specextend.decoding.drafter import Decided, Drafter
 from specextend.decoding.tree import DraftTree, DraftTrees
-
-Agreement = Literal["lone", "some", "most", "all"]
 
 LONGEST = 12
 """Largest length of a match in tokens; a longer match counts as this long."""
 MOST = 32
 """Largest number of matches that are returned."""
+LEAST_PROBABILITY = 0.01
+"""Smallest probability of a path that is worth verifying: one more node takes about a hundredth of a step."""
 _MOST_CANDIDATES = 6
 """Most candidates that are considered behind one node."""
-_PRIOR_GUESSES = 8.0
-"""Weight of the prior, in guesses."""
 # Measured on greedy summaries of 20 GovReport documents of 8K tokens and more, cut to 0.9K to 3.5K, by SmolLM2-135M.
 _LONE = (0.17, 0.33, 0.50, 0.62, 0.70, 0.75, 0.78, 0.82, 0.85, 0.88, 0.90, 0.93)
 """Rates at which the text continues as after its only match, by the length of the match: 1, 2, ... tokens."""
 _CONTESTED = 0.7
-_LEAST = {"lone": 0.0, "some": 0.0, "most": 0.5, "all": 0.8}
+"""Factor on the rate of a candidate that at most half of the longest matches propose."""
+_MOST_AGREE, _ALL_AGREE = 0.5, 0.8
+"""Least rate of a candidate that most, or all, of several longest matches propose."""
 _OWN = 0.15
 """Share of the misses that become hits if a match lies in the output, which may repeat itself."""
 _LATER_RANKS = (1.0, 0.5, 0.4)
+"""Factor on the rate of the likeliest candidate, the second, and all others."""
+_BESIDE_A_DRAFT = 0.75
+"""Factor on a candidate's probability where the draft proposes other tokens. Measured with the shipped EAGLE head."""
+_BESIDE_MATCHES = 0.5
+"""Factor on a draft's probability where matches are nearly sure (`_SURE`) of other tokens. Measured in the same way."""
+_SURE = 0.65
+_CERTAIN = 0.99
+"""The highest probability of a node after its parent."""
+_MEMORY = 0.9
+"""Weight of a running mean after one more step."""
 
 assert len(_LONE) == LONGEST
 
@@ -94,136 +105,51 @@ class SuffixIndex:
         return [Match(min(length + 1, LONGEST), position + 1) for length, position in matches if position + 1 < end]
 
 
-class Evidence(NamedTuple):
-    """The evidence for a candidate; candidates of equal evidence share a rate."""
-
-    length: int
-    """Tokens of its longest match."""
-    agreement: Agreement
-    """Share of the matches of that length that propose it: `lone` is the only match, `some` are at most half."""
-    is_own: bool
-    """True if one of them lies in the output."""
-    rank: int
-    """0 for the likeliest candidate, 1 for the second, 2 for all others."""
-
-
 class Candidate(NamedTuple):
     """A token that came next after a match, and may come next again."""
 
     token_id: int
     probability: float
-    evidence: Evidence
     matches: list[Match]
     """The matches that it followed, best first."""
 
 
-class CandidateRates:
-    """The rates at which candidates were right in one sequence, given that no better candidate was."""
-
-    def __init__(self) -> None:
-        self._hits: Counter[Evidence] = Counter()
-        self._guesses: Counter[Evidence] = Counter()
-
-    def rate(self, evidence: Evidence) -> float:
-        """Return the rate of candidates of this evidence, between 0 and 1."""
-        hits = self._hits[evidence] + _PRIOR_GUESSES * prior(evidence)
-        return hits / (self._guesses[evidence] + _PRIOR_GUESSES)
-
-    def candidates(self, token_ids: Sequence[int], matches: Sequence[Match], num_prompt_tokens: int) -> list[Candidate]:
-        """Return what followed the `matches` (best first) in the text `token_ids`, likeliest first."""
-        followers: dict[int, list[Match]] = {}
-        for match in matches:
-            followers.setdefault(token_ids[match.position], []).append(match)
-        sizes = Counter(match.length for match in matches)
-        ranked = []
-        for token_id, same in followers.items():
-            longest, latest = same[0]
-            best = [position for length, position in same if length == longest]
-            ranked.append((longest, len(best), latest, token_id, max(best) >= num_prompt_tokens))
-        ranked.sort(reverse=True)
-        candidates, missed = [], 1.0
-        for rank, (length, count, _, token_id, is_own) in enumerate(ranked[:_MOST_CANDIDATES]):
-            evidence = Evidence(length, _agreement(count, sizes[length]), is_own, min(rank, 2))
-            rate = self.rate(evidence)
-            candidates.append(Candidate(token_id, missed * rate, evidence, followers[token_id]))
-            missed *= 1 - rate
-        return candidates
-
-    def learn(self, candidates: Sequence[Candidate], token_id: int) -> None:
-        """Count which candidates were right, now that the text has continued with `token_id`."""
-        for candidate in candidates:
-            self._guesses[candidate.evidence] += 1
-            if candidate.token_id == token_id:
-                self._hits[candidate.evidence] += 1
-                return
+def candidates_of(token_ids: Sequence[int], matches: Sequence[Match], num_prompt_tokens: int) -> list[Candidate]:
+    """Return what followed the `matches` (best first) in the text `token_ids`, likeliest first."""
+    followers: dict[int, list[Match]] = {}
+    for match in matches:
+        followers.setdefault(token_ids[match.position], []).append(match)
+    sizes = Counter(match.length for match in matches)
+    ranked = []
+    for token_id, same in followers.items():
+        longest, latest = same[0]
+        best = [position for length, position in same if length == longest]
+        ranked.append((longest, len(best), latest, token_id, max(best) >= num_prompt_tokens))
+    ranked.sort(reverse=True)
+    candidates, missed = [], 1.0
+    for rank, (length, count, _, token_id, is_own) in enumerate(ranked[:_MOST_CANDIDATES]):
+        rate = _rate(length, count, sizes[length], is_own) * _LATER_RANKS[min(rank, 2)]
+        candidates.append(Candidate(token_id, missed * rate, followers[token_id]))
+        missed *= 1 - rate
+    return candidates
 
 
-def prior(evidence: Evidence) -> float:
-    """Return the rate before anything was counted in a sequence."""
-    rate = _LONE[evidence.length - 1] * (_CONTESTED if evidence.agreement == "some" else 1.0)
-    rate = max(rate, _LEAST[evidence.agreement])
-    rate += (1 - rate) * _OWN if evidence.is_own else 0.0
-    return rate * _LATER_RANKS[evidence.rank]
-
-
-def _agreement(count: int, of: int) -> Agreement:
-    if of == 1:
-        return "lone"
-    if count == of:
-        return "all"
-    return "most" if 2 * count > of else "some"
-
-
-Source = Literal["ngram", "ngram_only", "both", "draft", "draft_only"]
-"""The source of a proposed token: `ngram`: a match, while the draft proposes nothing; `ngram_only`: a match, while the
-draft proposes other tokens; `both`: a match and the draft; `draft`: the draft; `draft_only`: the draft, while matches
-are nearly sure of other tokens."""
-
-LEAST_PROBABILITY = 0.01
-"""Smallest probability of a path that is worth verifying: one more node takes about a hundredth of a step."""
-_SURE = 0.65
-"""Total probability of all candidates above which a token that only the draft proposes is rarely right."""
-_CERTAIN = 0.99
-"""The highest probability of a node."""
-_PRIOR_CLAIMS = 20.0
-"""Weight of a prior factor, in expected tokens."""
-_PRIOR_FACTORS: dict[Source, float] = {"ngram": 1.0, "ngram_only": 0.75, "both": 1.0, "draft": 1.0, "draft_only": 0.5}
-"""Measured in the same way as the prior rates, with the shipped EAGLE head."""
+def _rate(length: int, count: int, of: int, is_own: bool) -> float:
+    """Return how often a candidate is right that `count` of the longest matches propose, which are `length` long."""
+    rate = _LONE[length - 1]
+    if of > 1:
+        rate = max(rate, _ALL_AGREE if count == of else _MOST_AGREE) if 2 * count > of else rate * _CONTESTED
+    return rate + (1 - rate) * _OWN if is_own else rate
 
 
 class Node(NamedTuple):
-    """A node of a tree, with the probability that its source claimed."""
+    """A node of a tree."""
 
     parent: int
     token_id: int
     depth: int
     probability: float
     """Probability of the path from the root."""
-    source: Source
-    claim: float
-    """Probability after its parent that its source claims, before correction."""
-
-
-class Calibration:
-    """Corrects each source's probabilities by the rate at which it was right in this sequence."""
-
-    def __init__(self) -> None:
-        self._hits: dict[Source, float] = dict.fromkeys(_PRIOR_FACTORS, 0.0)
-        self._claimed: dict[Source, float] = dict.fromkeys(_PRIOR_FACTORS, 0.0)
-
-    def factor(self, source: Source) -> float:
-        """Return the accepted tokens of a source over those that it claimed; above 1 if it claims too little."""
-        hits = self._hits[source] + _PRIOR_CLAIMS * _PRIOR_FACTORS[source]
-        return hits / (self._claimed[source] + _PRIOR_CLAIMS)
-
-    def corrected(self, source: Source, claim: float) -> float:
-        """Return a claim as a corrected probability."""
-        return min(_CERTAIN, claim * self.factor(source))
-
-    def observe(self, node: Node, *, hit: bool) -> None:
-        """Record a node whose parent was accepted; `hit` says that the node itself was."""
-        self._claimed[node.source] += node.claim
-        self._hits[node.source] += hit
 
 
 class DraftChild(NamedTuple):
@@ -250,71 +176,78 @@ class _Offer(NamedTuple):
     """A proposed child of a node."""
 
     token_id: int
-    source: Source
-    claim: float
-    matches: Sequence[Match]
+    probability: float
+    """Probability after the parent."""
+    matches: Sequence[Match] = ()
     """The matches that it followed."""
-    draft_node: int
+    draft_node: int = -1
     """Its number in the draft's tree; -1 if the draft does not propose it."""
 
 
-class _Open(NamedTuple):
-    """An entry of the heap of possible nodes: likeliest first, and of two equal ones the first found."""
+class NgramState:
+    """The text of one sequence and its matches. Lives as long as its request."""
 
-    negative_probability: float
-    number: int
-    node: Node
-    offer: _Offer
+    def __init__(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        self._num_prompt_tokens, self._num_left = num_prompt_tokens, max_new_tokens
+        self._index = SuffixIndex()
 
+    @property
+    def most_levels(self) -> int:
+        """Return the number of tree levels that the output still has room for, with the bonus token behind them."""
+        return max(0, self._num_left - 1)
 
-class TreeGrower:
-    """Grows one tree best first. Path probabilities only shrink, so the best nodes so far are the best of all."""
+    def read(self, token_ids: Sequence[int]) -> None:
+        """Append the next tokens of the prompt."""
+        self._index.extend(token_ids)
 
-    def __init__(
-        self, index: SuffixIndex, rates: CandidateRates, calibration: Calibration, num_prompt_tokens: int
-    ) -> None:
-        self._index, self._rates, self._calibration = index, rates, calibration
-        self._num_prompt_tokens = num_prompt_tokens
-        self._open: list[_Open] = []
-        self._num_found = 0
+    def absorb(self, token_ids: Sequence[int]) -> None:
+        """Append newly decided tokens."""
+        for token_id in token_ids:
+            self._index.push(token_id)
+        self._num_left -= len(token_ids)
 
-    def grow(self, num_nodes: int, depth: int, draft: Mapping[int, Sequence[DraftChild]]) -> list[Node]:
-        """Return the root and the `num_nodes` likeliest nodes behind it, in `depth` levels at most; parents first."""
-        nodes = [Node(-1, self._index.token_ids[-1], 0, 1.0, "ngram", 1.0)]
-        if depth > 0:
-            self._expand(0, nodes[0], self._index.matches(), draft.get(0, []))
-        while self._open and len(nodes) <= num_nodes:
-            _, _, node, offer = heappop(self._open)
-            nodes.append(node)
-            if node.depth < depth:
-                matches = self._index.continued(offer.matches)
-                self._expand(len(nodes) - 1, node, matches, draft.get(offer.draft_node, []))
+    def propose(self, num_nodes: int, depth: int, draft: Mapping[int, Sequence[DraftChild]]) -> list[Node]:
+        """Return the root and the `num_nodes` likeliest nodes behind it, parents first.
+
+        They are candidates and nodes of a draft's tree (`children_of`; may be empty). The tree has `depth` levels at
+        most, and no more than the output has room for. It grows best first: path probabilities only shrink, so the
+        best nodes so far are the best of all.
+        """
+        depth = min(depth, self.most_levels)
+        nodes = [Node(-1, self._index.token_ids[-1], 0, 1.0)]
+        open_: list[tuple[float, int, int, _Offer]] = []  # of two equal ones the first found comes first
+        num_found = 0
+
+        def expand(number: int, matches: Sequence[Match], drafted: Sequence[DraftChild]) -> None:
+            nonlocal num_found
+            if nodes[number].depth == depth:
+                return
+            for offer in self._offers(matches, drafted):
+                probability = nodes[number].probability * min(_CERTAIN, offer.probability)
+                if probability >= LEAST_PROBABILITY:
+                    heappush(open_, (-probability, num_found, number, offer))
+                    num_found += 1
+
+        expand(0, self._index.matches(), draft.get(0, []))
+        while open_ and len(nodes) <= num_nodes:
+            probability, _, parent, offer = heappop(open_)
+            nodes.append(Node(parent, offer.token_id, nodes[parent].depth + 1, -probability))
+            expand(len(nodes) - 1, self._index.continued(offer.matches), draft.get(offer.draft_node, []))
         return nodes
-
-    def _expand(self, number: int, node: Node, matches: Sequence[Match], drafted: Sequence[DraftChild]) -> None:
-        """Find the children of `node`, which is the tree's node `number`."""
-        for offer in self._offers(matches, drafted):
-            probability = node.probability * self._calibration.corrected(offer.source, offer.claim)
-            if probability >= LEAST_PROBABILITY:
-                child = Node(number, offer.token_id, node.depth + 1, probability, offer.source, offer.claim)
-                heappush(self._open, _Open(-probability, self._num_found, child, offer))
-                self._num_found += 1
 
     def _offers(self, matches: Sequence[Match], drafted: Sequence[DraftChild]) -> Iterator[_Offer]:
         """Yield what matches and draft propose behind one node."""
-        candidates = self._rates.candidates(self._index.token_ids, matches, self._num_prompt_tokens)
+        candidates = candidates_of(self._index.token_ids, matches, self._num_prompt_tokens)
         left = {child.token_id: child for child in drafted}
-        for token_id, probability, _, found in candidates:
+        for token_id, probability, found in candidates:
             same = left.pop(token_id, None)
             if same is None:
-                source: Source = "ngram_only" if drafted else "ngram"
-                yield _Offer(token_id, source, probability, found, -1)
+                yield _Offer(token_id, probability * (_BESIDE_A_DRAFT if drafted else 1.0), found)
             else:
-                claim = 1 - (1 - probability) * (1 - same.probability)
-                yield _Offer(token_id, "both", claim, found, same.node)
-        source = "draft_only" if sum(each.probability for each in candidates) > _SURE else "draft"
+                yield _Offer(token_id, 1 - (1 - probability) * (1 - same.probability), found, same.node)
+        factor = _BESIDE_MATCHES if sum(each.probability for each in candidates) > _SURE else 1.0
         for child in left.values():
-            yield _Offer(child.token_id, source, child.probability, (), child.node)
+            yield _Offer(child.token_id, child.probability * factor, draft_node=child.node)
 
 
 def as_draft_trees(batch: Sequence[Sequence[Node]], device: torch.device) -> DraftTrees:
@@ -329,100 +262,124 @@ def as_draft_trees(batch: Sequence[Sequence[Node]], device: torch.device) -> Dra
     return DraftTrees(token_ids, parents, depths, torch.tensor(log_probs, device=device), sizes)
 
 
-class NgramState:
-    """The text of one sequence, its matches, and the rates learned from it. Lives as long as its request."""
-
-    def __init__(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        self._num_prompt_tokens, self._num_left = num_prompt_tokens, max_new_tokens
-        self._index, self._rates, self._calibration = SuffixIndex(), CandidateRates(), Calibration()
-        self._proposed: list[Node] = []
-
-    @property
-    def most_levels(self) -> int:
-        """Return the number of tree levels that the output still has room for, with the bonus token behind them."""
-        return max(0, self._num_left - 1)
-
-    @property
-    def draft_factor(self) -> float:
-        """Return the draft's accepted tokens over those that it claimed in the trees so far; 1 at first."""
-        return self._calibration.factor("draft")
-
-    def read(self, token_ids: Sequence[int]) -> None:
-        """Append the next tokens of the prompt."""
-        self._index.extend(token_ids)
-
-    def absorb(self, token_ids: Sequence[int]) -> None:
-        """Append newly decided tokens; learn from how well the candidates and the proposed tree predicted them."""
-        self._judge_proposed(token_ids)
-        for token_id in token_ids:
-            matches = self._index.matches()
-            self._rates.learn(self._rates.candidates(self._index.token_ids, matches, self._num_prompt_tokens), token_id)
-            self._index.push(token_id)
-        self._num_left -= len(token_ids)
-
-    def propose(self, num_nodes: int, depth: int, draft: Mapping[int, Sequence[DraftChild]]) -> list[Node]:
-        """Propose the likeliest nodes of candidates and of a draft's tree (`children_of`; may be empty), root first.
-
-        The tree has `depth` levels at most, and no more than the output has room for.
-        """
-        grower = TreeGrower(self._index, self._rates, self._calibration, self._num_prompt_tokens)
-        self._proposed = grower.grow(num_nodes, min(depth, self.most_levels), draft)
-        return self._proposed
-
-    def _judge_proposed(self, token_ids: Sequence[int]) -> None:
-        """Compare the last proposed tree with the decided tokens, along the path that both share."""
-        at = 0
-        for token_id in token_ids:
-            children = [number for number, node in enumerate(self._proposed) if node.parent == at]
-            hits = [number for number in children if self._proposed[number].token_id == token_id]
-            for number in children:
-                self._calibration.observe(self._proposed[number], hit=number in hits)
-            if not hits:
-                break
-            at = hits[0]
-        self._proposed = []
+@dataclass(slots=True)
+class _SlotState:
+    ngrams: NgramState
+    draft_gain: float = 1.0
+    """Running mean of the accepted tokens that the draft's own tree promises."""
 
 
 class NgramDrafter:
-    """Proposes n-gram drafts. It reads tokens only, and always sees all of them, whatever `select` shows."""
+    """Proposes n-gram drafts, alone or merged into another draft's trees.
 
-    def __init__(self, tree: TreeOptions, device: torch.device) -> None:
-        """Take the tree's options and the device on which trees are wanted."""
-        self._options, self._device = tree, device
-        self._slots: dict[int, NgramState] = {}
+    N-gram drafts read tokens only, and always see all of them. Trees are cut to the remaining length of the output, so
+    they need no room behind its last token.
+    """
+
+    def __init__(
+        self,
+        tree: TreeOptions,
+        device: torch.device,
+        draft: Drafter | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Take the tree's options, the device on which trees are wanted, and the draft to merge into.
+
+        With a clock, in seconds, the draft is skipped where n-grams alone bring more tokens per second, by its share of
+        a step's time. Without one it always proposes, so that equal requests give equal counts.
+        """
+        self._options, self._device, self._draft, self._clock = tree, device, draft, clock
+        self._slots: dict[int, _SlotState] = {}
+        self._proposal_s = self._rest_s = 0.0
+        self._ended_at: float | None = None
+        """When the last proposal ended; None if a prompt was read since, whose time is not a step's."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Return none: the features are not read."""
-        return ()
+        """Return the draft's layers; none without a draft, which reads no features."""
+        return () if self._draft is None else self._draft.hidden_layers
 
     @property
     def num_levels(self) -> int:
         """Return the largest number of tree levels."""
-        return self._options.ngram_depth
+        return max(0 if self._draft is None else self._draft.num_levels, self._options.ngram_depth)
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Return True: there is always room."""
-        self._slots[slot] = NgramState(num_prompt_tokens, max_new_tokens)
+        """Reserve room for a sequence; return False if there is none now.
+
+        The draft absorbs a batch's new tokens padded to the longest run, which may be deeper than its own trees.
+        """
+        num_new = max_new_tokens + self._options.ngram_depth
+        if self._draft is not None and not self._draft.admit(slot, num_prompt_tokens, num_new):
+            return False
+        self._slots[slot] = _SlotState(NgramState(num_prompt_tokens, max_new_tokens))
         return True
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
-        """Read the next chunk of the prompt: token_ids [T]."""
-        self._slots[slot].read(token_ids.tolist())
+        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
+        self._ended_at = None
+        self._slots[slot].ngrams.read(token_ids.tolist())
+        if self._draft is not None:
+            self._draft.prefill(slot, token_ids, hidden)
 
     def select(self, slot: int, positions: Tensor) -> None:
-        """Do nothing: no token is hidden."""
+        """Let the draft see these committed positions [S]; n-gram drafts see all."""
+        if self._draft is not None:
+            self._draft.select(slot, positions)
 
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
-        """Read each slot's newly decided tokens, the new root last."""
+        """Read what was decided for these slots."""
         for slot, new in zip(slots, decided.token_ids, strict=True):
-            self._slots[slot].absorb(new)
+            self._slots[slot].ngrams.absorb(new)
+        if self._draft is not None:
+            self._draft.absorb(slots, decided)
 
     def propose(self, slots: Sequence[int]) -> DraftTrees:
-        """Propose a tree behind each slot's root, of the root alone if nothing matches."""
-        num_nodes, depth = self._options.most_nodes, self._options.ngram_depth
-        return as_draft_trees([self._slots[slot].propose(num_nodes, depth, {}) for slot in slots], self._device)
+        """Propose a tree behind each slot's root: the likeliest nodes of both, or the root alone."""
+        states, limits = [self._slots[slot] for slot in slots], (self._options.most_nodes, self.num_levels)
+        begin = 0.0 if self._clock is None else self._clock()
+        if self._ended_at is not None:
+            self._rest_s = _moved(self._rest_s, begin - self._ended_at)
+        trees = {slot: state.ngrams.propose(*limits, {}) for slot, state in zip(slots, states, strict=True)}
+        if self._draft is not None:
+            self._merge(self._draft, trees, limits)
+        if self._clock is not None:
+            self._ended_at = self._clock()
+        return as_draft_trees([trees[slot] for slot in slots], self._device)
 
     def release(self, slot: int) -> None:
         """Free the slot."""
         self._slots.pop(slot, None)
+        if self._draft is not None:
+            self._draft.release(slot)
+
+    def _merge(self, draft: Drafter, trees: dict[int, list[Node]], limits: tuple[int, int]) -> None:
+        """Replace the trees of slots for which drafting pays by merged ones."""
+        lacking = [slot for slot, nodes in trees.items() if self._draft_pays(self._slots[slot], nodes)]
+        if not lacking:
+            return
+        begin = 0.0 if self._clock is None else self._clock()
+        drafted = draft.propose(lacking)
+        if self._clock is not None:
+            self._proposal_s = _moved(self._proposal_s, self._clock() - begin)
+        for slot, tree in zip(lacking, drafted, strict=True):
+            state = self._slots[slot]
+            state.draft_gain = _moved(state.draft_gain, float(tree.log_probs[1:].exp().sum()))
+            trees[slot] = state.ngrams.propose(*limits, children_of(tree))
+
+    def _draft_pays(self, state: _SlotState, nodes: Sequence[Node]) -> bool:
+        """Return True if drafting brings more tokens per second than these n-gram drafts alone.
+
+        The draft's own tree helps if no n-gram draft contains the next token. A step without it saves its share of the
+        time, which is 0 until a whole step was measured.
+        """
+        if state.ngrams.most_levels <= 0:
+            return False
+        share = self._proposal_s / (self._proposal_s + self._rest_s) if self._rest_s else 0.0
+        expected = 1 + sum(node.probability for node in nodes[1:])
+        missed = max(0.0, 1 - sum(node.probability for node in nodes if node.depth == 1))
+        return self._clock is None or expected + missed * state.draft_gain > expected / (1 - share)
+
+
+def _moved(mean: float, value: float) -> float:
+    return _MEMORY * mean + (1 - _MEMORY) * value if mean else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,8 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from specextend.core import counted, first_line, printable
-from specextend.data.run_folder import parse_time
-from specextend.report.sections import RUN, WALL_CLOCK, Figures, look_up, number, sections
+from specextend.data.run_folder import RELEASED, parse_time
+from specextend.report.sections import RUN, WALL_CLOCK, Figures, duration, look_up, number, sections
 
 TILES: Figures = {
     "Documents done": ("rows.done", number),
@@ -54,12 +53,6 @@ def to_html(report: Mapping[str, Any]) -> str:
 
 
 def _render(report: Mapping[str, Any]) -> str:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # what it says of its font cache would break a JSON log
-    from specextend.report.plots import draw_plots  # matplotlib takes a second to import
-
-    plots: defaultdict[str, list[Any]] = defaultdict(list)
-    for plot in draw_plots(report):
-        plots[plot.section].append((plot, Markup(plot.svg)))
     environment = Environment(
         loader=PackageLoader("specextend", "report"),
         autoescape=True,
@@ -74,7 +67,9 @@ def _render(report: Mapping[str, Any]) -> str:
         starts=counted(len(report["starts"]), "start"),
         tiles=[(name, *_tile(report, *figure)) for name, figure in TILES.items()],
         sections=sections(report),
-        plots=plots,
+        seats_of=_seats,
+        duration=duration,
+        released=RELEASED,
         config=_config(report),
     )
 
@@ -87,6 +82,14 @@ def _shown(value: Any) -> Any:
 def _tile(report: Mapping[str, Any], path: str, show: Callable[[Any], str]) -> tuple[str, str]:
     """Return where a figure is, and its text."""
     return path, show(look_up(report, path))
+
+
+def _seats(timeline: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """Group the workers of a start by the name of their seat, or by their own if none is recorded."""
+    seats: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for worker in timeline["workers"]:
+        seats[worker["worker"][:16] if worker["seat"] is None else f"seat {worker['seat']}"].append(worker)
+    return seats
 
 
 def _state(report: Mapping[str, Any]) -> str:

@@ -232,6 +232,7 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
         _paid_time(report["wall_clock"]),
         _named("Run", RUN, report),
         _listed("By prompt length", BUCKET, report["buckets"]),
+        _depths(report["acceptance"]["at_least"]),
         _phases(report["time"]),
         _named("Beside the limits of the device", LIMITS, report),
         _listed("Devices", DEVICE, look_up(report, "limits.devices") or ()),
@@ -266,6 +267,12 @@ def _paid_time(clock: Mapping[str, Any]) -> Section:
     rows = [(KIND_NAMES[kind], percent(share), duration(clock["paid_s"][kind])) for kind, share in shares.items()]
     about = "From the moment a worker has a process until it is released: seconds that were paid for."
     return Section("The workers' time", ("at", "share", "worker time"), rows, about=about)
+
+
+def _depths(shares: Sequence[float]) -> Section:
+    rows = [(str(depth), percent(share)) for depth, share in enumerate(shares) if depth]
+    about = "Of the speculative steps, those that accepted so many draft tokens or more."
+    return Section("Accepted draft tokens", ("at least", "share"), rows, about=about)
 
 
 def _phases(time: Mapping[str, Any]) -> Section:

@@ -349,10 +349,11 @@ def _timeline(timed: TimedStart, documents: pa.Table) -> dict[str, Any] | None:
         row["worker"]: _spans(row["begin_list"], row["end_list"], begin, seconds)
         for row in listed.aggregate([("begin", "list"), ("end", "list")]).to_pylist()
     }
-    works = dict(timed.works or {})
-    records = [(worker.name or "", worker) for worker in timed.start.workers or ()]
-    lines = [_line(worker, name, works.pop(name, None), spans, begin) for name, worker in records]
-    lines += [_line(None, name, work, spans, begin) for name, work in works.items()]  # their driver was killed
+    works = timed.works or {}
+    records = [asdict(worker) for worker in timed.start.workers or ()]
+    recorded = {record["name"] for record in records}
+    records += [{"worker": name, "name": name} for name in works if name not in recorded]  # their driver was killed
+    lines = [_line(record, works.get(record["name"]), spans, begin) for record in records]
     lines.sort(key=lambda line: (line["seat"] is None, line["seat"] or 0, line["asked_s"] or 0.0))
     seats = list(dict.fromkeys(_place(line) for line in lines))
     shown = set(seats[:MOST_SEATS])
@@ -368,18 +369,15 @@ def _place(line: Mapping[str, Any]) -> int | str:
     return line["worker"] if line["seat"] is None else line["seat"]
 
 
-def _line(
-    worker: WorkerRecord | None, name: str, work: Work | None, spans: Mapping[str, Any], begin: float
-) -> dict[str, Any]:
-    """Describe one worker. worker: None if only its rows know it, because its driver had not recorded it."""
-    known: dict[str, Any] = {"worker": name} if worker is None else asdict(worker)
-    times = {key: known.get(key) for key in ("asked", "begun", "ready", "gone")}
+def _line(record: Mapping[str, Any], work: Work | None, spans: Mapping[str, list[Any]], begin: float) -> dict[str, Any]:
+    """Describe one worker. record: of WorkerRecord, or its name alone if only its rows know it."""
+    times = {key: record.get(key) for key in ("asked", "begun", "ready", "gone")}
     return {
-        **{key: known.get(key) for key in ("worker", "seat", "device")},
+        **{key: record.get(key) for key in ("worker", "seat", "device")},
         **{f"{key}_s": None if time is None else time - begin for key, time in times.items()},
-        "reason": known.get("reason"),
+        "reason": record.get("reason"),
         "documents": 0 if work is None else work.documents,
-        "spans": [] if work is None else spans.get(name, []),
+        "spans": spans.get(record["name"] or "", []) if work is not None else [],
     }
 
 

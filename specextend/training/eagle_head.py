@@ -1,4 +1,4 @@
-"""Training of an EAGLE head in our own format, with copy heads; its tensors are those of `drafters/eagle_config.py`.
+"""Training of an EAGLE head in our own format, with copy heads; its tensors are those of `drafters/formats.py`.
 
 A head reads a recording as slots: slot i holds the embedding of token i + 1 and the target's hidden state at i. From
 them it predicts the target's hidden state at i + 1, which decides token i + 2. The loss follows a head on its own
@@ -23,7 +23,7 @@ from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attent
 
 from specextend.drafters.causal import HISTORY
 from specextend.drafters.draft_cache import rotate
-from specextend.drafters.eagle_config import WEIGHTS_FILE, EagleConfig, load_eagle_config
+from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig, load_eagle_config
 from specextend.model_files import VOCABULARY
 from specextend.training.fit import Fit
 from specextend.training.recording import Recording, Span
@@ -156,10 +156,7 @@ def new_weights(config: EagleConfig, final_norm: Tensor, seed: int) -> dict[str,
     `final_norm` [C] is the weight of the target's last norm, from which the head's own norm starts.
     """
     generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        name: info.shape
-        for name, info in config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).tensors().items()
-    }
+    shapes = config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).shapes()
     weights = {
         name: torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=generator)
         for name, shape in shapes.items()
@@ -193,7 +190,7 @@ class SlotInputs:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """All slots of a recording."""
+    """All slots of a recording, which are a lesson."""
 
     places: SlotInputs
     hidden: Tensor
@@ -202,10 +199,13 @@ class Slots:
     """[S, C] of the target at i + 1, which the head predicts"""
     groups: Tensor
     """[S] int64: 0 for the prompt, 1 and up for the answers; each is contiguous"""
+    shares: Tensor
+    """[S] fp32 probability that the target gives to the draft vocabulary: a head can learn no more than that"""
 
     def to(self, device: torch.device) -> Slots:
         """Move to `device`."""
-        return Slots(self.places.to(device), *(x.to(device) for x in (self.hidden, self.labels, self.groups)))
+        tensors = self.hidden, self.labels, self.groups, self.shares
+        return Slots(self.places.to(device), *(x.to(device) for x in tensors))
 
     def visible(self, asked: Tensor) -> Tensor:
         """Return the mask [Q, S] bool of what each asked slot sees: the prompt, and its own answer up to itself."""
@@ -219,13 +219,17 @@ class Slots:
         return (asked + steps <= last) & (self.groups[(asked + steps).clamp(max=last)] == self.groups[asked])
 
 
-def lay_out(recording: Recording) -> Slots:
-    """Lay out a recording as slots."""
+def lay_out(recording: Recording, lm_head: Tensor, vocabulary: Tensor) -> Slots:
+    """Lay out a recording for a head that proposes `vocabulary` [V]; `lm_head` [tokens, C] is the target's."""
     parts = [_prompt(recording.prompt), *(_answer(recording.prompt, answer) for answer in recording.answers)]
     groups = [torch.full_like(part[0], number) for number, part in enumerate(parts)]
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     token_ids, history, hidden, labels, positions = columns
-    return Slots(SlotInputs(token_ids, history, positions), hidden, labels, torch.cat(groups))
+    shares = []
+    for each in labels.split(256):
+        logits = linear(each.to(lm_head), lm_head).float()
+        shares.append((logits[:, vocabulary].logsumexp(1) - logits.logsumexp(1)).exp().cpu())
+    return Slots(SlotInputs(token_ids, history, positions), hidden, labels, torch.cat(groups), torch.cat(shares))
 
 
 def _prompt(prompt: Span) -> tuple[Tensor, ...]:
@@ -266,37 +270,18 @@ def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Itera
         yield hidden, at
 
 
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """The slots of a recording, and how much of the target's probability the draft can express."""
-
-    slots: Slots
-    shares: Tensor
-    """[S] fp32 probability that the target gives to the draft vocabulary."""
-
-
-def make_lesson(recording: Recording, lm_head: Tensor, vocabulary: Tensor) -> Lesson:
-    """Lay out a recording for a head that proposes `vocabulary` [V]; `lm_head` [tokens, C] is the target's."""
-    slots, vocabulary = lay_out(recording), vocabulary.to(lm_head.device)
-    shares = []
-    for labels in slots.labels.split(256):
-        logits = linear(labels.to(lm_head), lm_head).float()
-        shares.append((logits[:, vocabulary].logsumexp(1) - logits.logsumexp(1)).exp().cpu())
-    return Lesson(slots, torch.cat(shares))
-
-
-def head_loss(head: EagleHead, lesson: Lesson, generator: torch.Generator) -> Tensor:
+def head_loss(head: EagleHead, lesson: Slots, generator: torch.Generator) -> Tensor:
     """Compute the soft cross-entropy against the target: mean over slots, weighted sum over chain steps.
 
     Each slot is weighted by the share of the target's probability that the draft vocabulary holds.
     """
     rows = head.target_rows
-    slots, shares = lesson.slots.to(rows.device), lesson.shares.to(rows.device)
+    slots = lesson.to(rows.device)
     asked = _asked(slots, generator)
     total = torch.zeros((), device=rows.device)
     with torch.autocast(rows.device.type, torch.bfloat16):
         for step, (hidden, at) in enumerate(chain(head, slots, asked, len(STEP_WEIGHTS))):
-            weights = shares[at] * slots.follow(asked, step)
+            weights = slots.shares[at] * slots.follow(asked, step)
             wanted = linear(slots.labels[at].to(rows.dtype), rows).float().softmax(-1)
             logits = head.logits(hidden).float()
             losses = logits.logsumexp(-1) - (wanted * logits).sum(-1)
@@ -313,7 +298,7 @@ def _asked(slots: Slots, generator: torch.Generator) -> Tensor:
 
 @torch.inference_mode()
 def agreement(
-    head: EagleHead, lessons: Sequence[Lesson], kinds: Sequence[str], lm_head: Tensor
+    head: EagleHead, lessons: Sequence[Slots], kinds: Sequence[str], lm_head: Tensor
 ) -> dict[str, list[float]]:
     """Measure, by kind of text and chain step, the share of tokens at which head and target have the same first choice.
 
@@ -323,7 +308,7 @@ def agreement(
     same: Counter[tuple[str, int]] = Counter()
     count: Counter[tuple[str, int]] = Counter()
     for lesson in lessons:
-        for step, groups, right in _compare_choices(head, lesson.slots.to(lm_head.device), lm_head):
+        for step, groups, right in _compare_choices(head, lesson.to(lm_head.device), lm_head):
             for group in groups.unique().tolist():
                 same[kinds[group], step] += int(right[groups == group].sum())
                 count[kinds[group], step] += int((groups == group).sum())
@@ -348,7 +333,10 @@ def train_eagle(task: Task) -> dict[str, Any]:
     """Train a head, write it and return its figures."""
     config, weights = _first_head(task)
     head = EagleHead(config, weights, task.target.embedding, task.target.lm_head).to(task.target.device)
-    learned = [make_lesson(Recording.load(path), task.target.lm_head, head.vocabulary) for path in task.learned]
+    learned, held = (
+        [lay_out(Recording.load(path), task.target.lm_head, head.vocabulary) for path in paths]
+        for paths in (task.learned, task.held)
+    )
     Fit(head, lambda lesson, chance: head_loss(head, lesson, chance), task.options.fit, task.work).run(
         learned, task.say
     )
@@ -357,7 +345,6 @@ def train_eagle(task: Task) -> dict[str, Any]:
     vocabulary = {} if config.draft_vocab_size is None else {VOCABULARY: weights[VOCABULARY]}
     save_file({**tensors, **vocabulary}, task.output / WEIGHTS_FILE)
     config.save(task.output)
-    held = [make_lesson(Recording.load(path), task.target.lm_head, head.vocabulary) for path in task.held]
     return {"agreement": agreement(head, held, task.groups(), task.target.lm_head)}
 
 

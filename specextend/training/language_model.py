@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specextend.drafters.eagle_config import WEIGHTS_FILE
+from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.drafters.small_lm import FILE
 from specextend.model_files import VOCABULARY
 from specextend.training.fit import Fit, FitOptions
@@ -64,16 +64,16 @@ def row_of_token(vocabulary: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenWindow:
-    """Rows [T] of the model and, if the target has read them, its last hidden states [T, C]."""
+    """Rows [T] of the model, and the target's last hidden states [T, C] at them."""
 
     rows: Tensor
-    hidden: Tensor | None = None
+    hidden: Tensor
 
 
-def text_windows(token_ids: Sequence[int], rows: Tensor, size: int) -> list[TokenWindow]:
-    """Cut a text into windows of `size` tokens and drop the remainder."""
+def text_windows(token_ids: Sequence[int], rows: Tensor, size: int) -> list[Tensor]:
+    """Cut a text into windows of `size` rows and drop the remainder."""
     every = rows[torch.tensor(token_ids, dtype=torch.int64)]
-    return [TokenWindow(window) for window in every.split(size) if len(window) == size]
+    return [window for window in every.split(size) if len(window) == size]
 
 
 def recorded_windows(recording: Recording, rows: Tensor, size: int, seed: int) -> list[TokenWindow]:
@@ -90,9 +90,9 @@ def recorded_windows(recording: Recording, rows: Tensor, size: int, seed: int) -
     return windows
 
 
-def text_loss(model: Any, windows: Sequence[TokenWindow]) -> Tensor:
+def text_loss(model: Any, windows: Sequence[Tensor]) -> Tensor:
     """Compute the cross-entropy of the next row, over windows of equal length."""
-    rows = torch.stack([window.rows for window in windows]).to(model.device)
+    rows = torch.stack(list(windows)).to(model.device)
     with torch.autocast(model.device.type, torch.bfloat16):
         logits = model(rows[:, :-1]).logits
         return cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
@@ -100,7 +100,6 @@ def text_loss(model: Any, windows: Sequence[TokenWindow]) -> Tensor:
 
 def distillation_loss(model: Any, window: TokenWindow, lm_head: Tensor) -> Tensor:
     """Compute the soft cross-entropy against the target over the draft's tokens; lm_head [R, C]."""
-    assert window.hidden is not None
     logits = _logits(model, window)
     wanted = linear(window.hidden.to(lm_head), lm_head).float().softmax(-1)
     return (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
@@ -108,7 +107,6 @@ def distillation_loss(model: Any, window: TokenWindow, lm_head: Tensor) -> Tenso
 
 def right_choices(model: Any, window: TokenWindow, lm_head: Tensor, vocabulary: Tensor) -> Tensor:
     """Return where [T] bool model and target have the same first choice; lm_head [tokens, C], vocabulary [R]."""
-    assert window.hidden is not None
     wanted = linear(window.hidden.to(lm_head), lm_head).argmax(-1)
     return vocabulary.to(wanted.device)[_logits(model, window).argmax(-1)] == wanted
 

@@ -19,11 +19,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import DynamicCache
 
-from specextend.attention.plan import AttentionPlan
 from specextend.data.prompts import Prompts
-from specextend.decoding.cache import aligned
-from specextend.decoding.model import CachedModel
 
 LEADS = (
     'The report states: "',
@@ -143,10 +141,6 @@ class SampleMaker:
         return self._prompts.encode_document(text)
 
 
-CHUNK = 512
-"""Most tokens of one forward pass."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryOptions:
     """Number and length of the target's summaries of a prompt, and their temperature."""
@@ -207,66 +201,55 @@ def count_tokens(path: Path) -> int:
 
 
 class Recorder:
-    """Records samples with a target whose cache holds `rows_needed` rows."""
+    """Records samples with a target of transformers."""
 
-    def __init__(self, target: CachedModel, eos_token_ids: frozenset[int], options: SummaryOptions) -> None:
-        self._target, self._eos_token_ids, self._options = target, eos_token_ids, options
+    def __init__(self, model: Any, eos_token_ids: frozenset[int], options: SummaryOptions) -> None:
+        self._model, self._eos_token_ids, self._options = model, eos_token_ids, options
 
     @torch.inference_mode()
     def record(self, sample: Sample, seed: int) -> Recording:
         """Record the prompt, the sample's answers and the target's own summaries, sampled with `seed`."""
-        length = len(sample.prompt_token_ids)
-        prompt = self.read(torch.tensor(sample.prompt_token_ids), 0)
-        answers = [self.read(torch.tensor(answer), length) for answer in sample.answers]
-        generator = torch.Generator(self._target.device).manual_seed(seed)
-        return Recording(prompt, [*answers, *self._summaries(prompt, generator)])
+        cache = DynamicCache(config=self._model.config)
+        prompt = self._read(sample.prompt_token_ids, cache)
+        answers = []
+        for answer in sample.answers:
+            answers.append(self._read(answer, cache))
+            cache.crop(-len(answer))
+        generator = torch.Generator(self._model.device).manual_seed(seed)
+        return Recording(prompt, [*answers, *self._summaries(prompt, cache, generator)])
 
-    @torch.inference_mode()
-    def read(self, token_ids: Tensor, first: int) -> Span:
-        """Run tokens [T] at positions `first` and up, behind those already in the cache."""
-        hidden = []
-        for chunk in token_ids.split(CHUNK):
-            plan = AttentionPlan([0], [first + len(chunk)], len(chunk))
-            hidden.append(self._forward(chunk[None], torch.arange(first, first + len(chunk))[None], plan))
-            first += len(chunk)
-        return Span(token_ids.cpu(), torch.cat(hidden, 1)[0].cpu())
+    def _read(self, token_ids: list[int], cache: DynamicCache) -> Span:
+        """Run tokens [T] behind those in the cache."""
+        tokens = torch.tensor(token_ids)
+        return Span(tokens, self._forward(tokens[None], cache)[0].cpu())
 
-    def _forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    def _forward(self, token_ids: Tensor, cache: DynamicCache) -> Tensor:
         """Compute the last hidden states [B, T, C] of token_ids [B, T]."""
-        device = self._target.device
-        return self._target.forward(token_ids.to(device), positions.to(device), plan)
+        hidden: Tensor = self._model.model(token_ids.to(self._model.device), past_key_values=cache).last_hidden_state
+        return hidden
 
-    def _summaries(self, prompt: Span, generator: torch.Generator) -> list[Span]:
-        """Decode [B] summaries of the prompt together, and cut each behind its end."""
-        count, length = self._options.count, len(prompt.token_ids)
-        starts = [aligned(length + self._options.max_new_tokens + 1) * b for b in range(count)]
-        stored = self._target.cache.stored
-        for start in starts[1:]:
-            stored[..., start : start + length, :] = stored[..., :length, :]
-        chosen = self._choose(prompt.hidden[-1:].to(self._target.device).expand(count, -1), generator)
+    def _summaries(self, prompt: Span, cache: DynamicCache, generator: torch.Generator) -> list[Span]:
+        """Decode [B] summaries of the prompt in the cache together, and cut each behind its end."""
+        cache.batch_repeat_interleave(self._options.count)
+        last = prompt.hidden[-1:].to(self._model.device).expand(self._options.count, -1)
         steps = []
-        for step in range(self._options.max_new_tokens):
-            plan = AttentionPlan(starts, [length + step + 1] * count, 1)
-            hidden = self._forward(chosen[:, None], torch.full((count, 1), length + step), plan)
-            steps.append((chosen[:, None], hidden))
-            chosen = self._choose(hidden[:, 0], generator)
-        columns = [torch.cat(column, 1) for column in zip(*steps, strict=True)]
-        return [self._cut(*(column[b] for column in columns)) for b in range(count)]
+        for _ in range(self._options.max_new_tokens):
+            chosen = self._choose(last, generator)[:, None]
+            hidden = self._forward(chosen, cache)
+            steps.append((chosen, hidden))
+            last = hidden[:, 0]
+        columns = [torch.cat(column, 1).cpu() for column in zip(*steps, strict=True)]
+        return [self._cut(*span) for span in zip(*columns, strict=True)]
 
     def _choose(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
         """Choose the next tokens [B]: greedily for the first sequence, by sampling for the others."""
-        logits = self._target.logits(hidden).float()
+        logits = self._model.lm_head(hidden).float()
         sampled = (logits / self._options.temperature).softmax(-1).multinomial(1, generator=generator)[:, 0]
         sampled[0] = logits[0].argmax()
         return sampled
 
     def _cut(self, token_ids: Tensor, hidden: Tensor) -> Span:
-        """Cut a span behind the first token that ends an output; copy it to the CPU."""
+        """Cut a span behind the first token that ends an output."""
         ends = [i for i, token_id in enumerate(token_ids.tolist()) if token_id in self._eos_token_ids]
         size = ends[0] + 1 if ends else len(token_ids)
-        return Span(token_ids[:size].to("cpu", copy=True), hidden[:size].to("cpu", copy=True))
-
-
-def rows_needed(num_prompt_tokens: int, options: SummaryOptions) -> int:
-    """Count the cache rows that prompts of up to `num_prompt_tokens` tokens need."""
-    return max(1, options.count) * aligned(num_prompt_tokens + options.max_new_tokens + 1)
+        return Span(token_ids[:size].clone(), hidden[:size].clone())

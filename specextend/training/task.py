@@ -15,14 +15,11 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import load_backend
-from specextend.attention.hf import IMPLEMENTATION
 from specextend.config import RunConfig
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
-from specextend.decoding.model import CachedModel
-from specextend.models import load_target, load_tokenizer, read_facts, tokens_sha256
+from specextend.models import load_tokenizer, read_facts, tokens_sha256
 from specextend.training.fit import FitOptions, Say
 from specextend.training.recording import (
     Recorder,
@@ -30,7 +27,6 @@ from specextend.training.recording import (
     SampleMaker,
     SampleOptions,
     SummaryOptions,
-    rows_needed,
 )
 
 TrainedKind = Literal["eagle", "model"]
@@ -94,9 +90,13 @@ HELD_OUT = 10
 
 
 @dataclass(frozen=True, slots=True)
-class SplitTexts:
-    """The readable texts, split by their use in training."""
+class Corpus:
+    """The text of a training, tokenized, sampled and recorded for one target."""
 
+    config: RunConfig
+    source: Source
+    options: TrainOptions
+    maker: SampleMaker
     learned: list[str]
     """Texts that are long enough for a sample."""
     held: list[str]
@@ -104,21 +104,10 @@ class SplitTexts:
     short: list[str]
     """Texts that are too short for a sample."""
 
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """The text of a training, tokenized, sampled and recorded for one target."""
-
-    config: RunConfig
-    source: Source
-    options: TrainOptions
-    texts: SplitTexts
-    maker: SampleMaker
-
     def token_ids(self) -> Iterator[list[int]]:
         """Yield the tokens of every text that is not held out."""
         tokenizer = self._tokenizer()
-        for text in (*self.texts.learned, *self.texts.short):
+        for text in (*self.learned, *self.short):
             yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def vocabulary(self) -> Tensor:
@@ -128,30 +117,21 @@ class Corpus:
     def samples(self) -> list[Sample]:
         """Make `num_samples` samples, cycling over the documents; one in `HELD_OUT` comes from a held-out document."""
         learned, held = split(list(range(self.options.num_samples)))
-        texts = dict(zip(learned, cycle(self.texts.learned), strict=False))
-        texts |= dict(zip(held, cycle(self.texts.held), strict=False))
+        texts = dict(zip(learned, cycle(self.learned), strict=False))
+        texts |= dict(zip(held, cycle(self.held), strict=False))
         return [self.maker.make(text, number) for number, text in sorted(texts.items())]
 
-    def record(self, samples: list[Sample], folder: Path, say: Say) -> list[Path]:
-        """Record each sample, and return the paths. Existing recordings are kept."""
+    def record(self, model: Any, samples: list[Sample], folder: Path, say: Say) -> list[Path]:
+        """Record each sample with the target, and return the paths. Existing recordings are kept."""
         folder.mkdir(exist_ok=True)
         paths = [folder / f"{number:05d}.safetensors" for number in range(len(samples))]
         missing = [number for number, path in enumerate(paths) if not path.exists()]
-        if missing:
-            recorder = self._recorder(samples)
-            for count, number in enumerate(missing, start=1):
-                recorder.record(samples[number], self.options.sample.seed + number).save(paths[number])
-                say(f"recording {count}/{len(missing)}: {len(samples[number].prompt_token_ids)} prompt tokens")
+        facts = read_facts(self.config.target.model, self.config.target.revision)
+        recorder = Recorder(model, frozenset(facts.eos_token_ids), self.options.summary)
+        for count, number in enumerate(missing, start=1):
+            recorder.record(samples[number], self.options.sample.seed + number).save(paths[number])
+            say(f"recording {count}/{len(missing)}: {len(samples[number].prompt_token_ids)} prompt tokens")
         return paths
-
-    def _recorder(self, samples: list[Sample]) -> Recorder:
-        config, options = self.config, self.options.summary
-        facts = read_facts(config.target.model, config.target.revision)
-        model = load_target(config.target, IMPLEMENTATION)
-        longest = max(len(sample.prompt_token_ids) + max(map(len, sample.answers), default=0) for sample in samples)
-        attend = load_backend(config.attention.backend, model.device)
-        target = CachedModel(model, attend, rows_needed(longest, options))
-        return Recorder(target, frozenset(facts.eos_token_ids), options)
 
     def _tokenizer(self) -> Any:
         return load_tokenizer(self.config.target.model, self.config.target.revision)
@@ -173,7 +153,7 @@ def open_corpus(config: RunConfig, source: Source, options: TrainOptions) -> Cor
         )
     learned, held = split([text for text, fit in zip(texts, fits, strict=True) if fit])
     short = [text for text, fit in zip(texts, fits, strict=True) if not fit]
-    return Corpus(config, source, options, SplitTexts(learned, held, short), maker)
+    return Corpus(config, source, options, maker, learned, held, short)
 
 
 def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
@@ -270,9 +250,8 @@ class Task:
         return ["text", *["quotes"] * sample.num_quotes, *facts, *["summaries"] * summary.count]
 
 
-def load_frozen(config: RunConfig) -> Target:
-    """Load the parts of the configuration's target that lie outside its layers."""
-    model: Any = load_target(config.target, IMPLEMENTATION)
+def frozen_parts(config: RunConfig, model: Any) -> Target:
+    """Copy the parts of the configuration's target that lie outside its layers."""
     return Target(
         Path(config.target.model).name,
         tokens_sha256(load_tokenizer(config.target.model, config.target.revision)),

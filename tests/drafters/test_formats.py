@@ -1,4 +1,4 @@
-"""What the folder of a published head is told, before a tensor is loaded or a document touched."""
+"""What the folder of a head is told, before a tensor is loaded or a document touched."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from specextend.model_files import ModelError
 from specextend.models import TargetOptions
 from specextend.pairing import check_pair, pair_hashes
 from tests.published_heads import WRITERS
-from tests.tiny_models import FAMILIES, tiny_model, write_model
+from tests.tiny_models import FAMILIES, tiny_model, write_eagle, write_model
 
+ALL = {"ours": lambda folder, model: write_eagle(folder, model, draft_vocab_size=3), **WRITERS}
 NAMES = {
+    "ours": "specextend-eagle",
     "eagle1": "EAGLE-1/2",
     "eagle1-biased": "EAGLE-1/2",
     "eagle3": "EAGLE-3",
@@ -41,7 +43,7 @@ def write(tmp_path):
     """A head's folder; keywords go into its config, None removes a key."""
 
     def write(variant: str, **values) -> Path:
-        WRITERS[variant](tmp_path / "head", tiny_model(FAMILIES["llama"], 0))
+        ALL[variant](tmp_path / "head", tiny_model(FAMILIES["llama"], 0))
         edit_config(tmp_path / "head", **values)
         return tmp_path / "head"
 
@@ -68,7 +70,7 @@ def refusal(target: str, folder: Path) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("variant", WRITERS)
+@pytest.mark.parametrize("variant", ALL)
 def test_each_format_is_known_by_its_files(variant, write, target):
     """No option says which it is; the user has a folder from the Hub."""
     folder = write(variant)
@@ -122,6 +124,9 @@ def test_a_config_that_is_not_served_says_why(values, message, write, target):
         ),
         ("eagle3", {"medusa__weight": torch.zeros(2)}, "(EAGLE-3) has the unknown tensor medusa.weight"),
         ("eagle3", {"model__fc__weight": torch.zeros(48, 144)}, "twice, also as"),
+        ("ours", {"draft_token_ids": torch.tensor([3, 2, 1])}, "draft_token_ids must be ascending ids from 0 to 119"),
+        ("ours", {"draft_token_ids": torch.tensor([1, 2, 120])}, "draft_token_ids must be ascending ids from 0 to 119"),
+        ("ours", {"fc__bias": torch.zeros(48)}, "(specextend-eagle) has the unknown tensor fc.bias"),
         ("eagle1", {"fc__weight": None}, "in no known format; known are specextend-eagle (our own), EAGLE-1/2 and"),
         ("speculators-eagle", {"fusion_fc__bias": None}, "(speculators eagle) lacks fc.bias"),
     ],

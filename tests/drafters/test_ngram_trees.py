@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from random import Random
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,11 +39,6 @@ def draft_tree(*nodes: tuple[int, int, float]) -> DraftTree:
         depths.append(depths[parent] + 1)
         log_probs.append(log_probs[parent] + math.log(probability))
     return DraftTree(*(torch.tensor(column) for column in (token_ids, parents, depths, log_probs)))
-
-
-def accepted(nodes: list[Node], going_on: list[int]) -> int:
-    """Tokens of `going_on` that a tree holds as a path."""
-    return max((len(path) for path in paths(nodes) if list(path) == going_on[: len(path)]), default=0)
 
 
 @st.composite
@@ -89,23 +82,3 @@ def test_a_merged_tree_holds_the_best_of_both():
     state = state_of([*TEXT, 0], [10, 11, 12])
     found = paths(state.propose(4, 16, children_of(draft_tree((70, 0, 0.6), (71, 1, 0.9), (72, 0, 0.02)))))
     assert found == {(13,), (13, 14), (70,), (70, 71)}
-
-
-def test_probabilities_mean_what_they_say():
-    """Trees are cut, and drafting is left out, by sums of them: what is promised must be what is accepted."""
-    random = Random(2)
-    text = random.choices(range(60), k=600)
-    output = []
-    while len(output) < 1500:
-        at = random.randrange(len(text) - 30)
-        output += text[at : at + random.choice([2, 4, 8, 25])]
-    state, promised, taken, at = state_of(text, output[:1], 10_000), 0.0, 0, 1
-    while at < len(output):
-        nodes = state.propose(12, 16, {})
-        count = accepted(nodes, output[at:])
-        promised += sum(node.probability for node in nodes[1:])
-        taken += count
-        state.absorb(output[at : at + count + 1])
-        at += count + 1
-    assert taken > 500
-    assert promised == pytest.approx(taken, rel=0.15)

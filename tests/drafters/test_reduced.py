@@ -93,7 +93,6 @@ def test_it_drafts_what_its_own_model_says_in_the_targets_ids(small, dtype, tole
     [
         ({"target_vocab_size": 130}, "does not fit target"),
         ({"tokens_sha256": "0" * 64}, "it was trained for another tokenizer"),
-        ({"target_vocab_size": 60}, "must be ascending ids from 0 to 59"),
     ],
 )
 def test_a_draft_of_another_target_or_shape_is_refused(target, small, values, message):
@@ -106,10 +105,9 @@ def test_a_draft_of_another_target_or_shape_is_refused(target, small, values, me
     ("tensors", "message"),
     [
         ({"draft_token_ids": torch.arange(59)}, "vocab_size is 61; draft_vocabulary.safetensors lists 59 tokens"),
-        ({"draft_token_ids": torch.arange(61, 121)}, "must be ascending ids from 0 to 119"),
         ({"token_ids": torch.arange(60)}, "must hold one tensor, draft_token_ids, a list of int64"),
     ],
-    ids=["count", "too high", "name"],
+    ids=["count", "name"],
 )
 def test_a_wrong_list_of_tokens_is_refused(target, small, tensors, message):
     """Any of these would run, and propose tokens that it does not mean."""

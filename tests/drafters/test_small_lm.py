@@ -58,9 +58,7 @@ def banded_run(pair, prompt: list[int], window: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "window_and_chunk", "attend"),
-    covering(
-        NAMES, [(16, 64), (16, 7), (1, 5), (64, 1), (30, 30), (31, 30), (500, 64)], [attend_reference, attend_by_head]
-    ),
+    covering(NAMES, [(16, 64), (16, 7), (1, 5), (31, 30), (500, 64)], [attend_reference, attend_by_head]),
 )
 @torch.inference_mode()
 def test_windowed_prefill_is_attention_in_a_band(family, window_and_chunk, attend, pairs):
@@ -93,18 +91,16 @@ def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_t
     known = [token_id if token_id < num_rows else EOS_TOKEN_ID for token_id in text]
     assert (text != known) == (draft == "cut")
     found = drafted(drafter, text)
-    token_ids = found[41:82]
+    token_ids = found[41:]
     assert found == drafted(drafter, known)
     assert max(token_ids) < min(num_rows, VOCABULARY)
-    assert len(found) == 82 + min(num_rows, VOCABULARY)
 
 
 def drafted(drafter: CausalDrafter, prompt: list[int]) -> list[float]:
-    """Draft for one prompt, from admission to release; return its tree and the logits of the root's children."""
+    """Draft for one prompt, from admission to release; return its tree."""
     prefill(drafter, prompt, 64)
     drafter.select(0, torch.arange(len(prompt)))
     drafter.absorb([0], Decided.pad([[5]], [torch.zeros(1, 48)]))
     [tree] = drafter.propose([0])
-    _, logits = drafter.first_level(0)
     drafter.release(0)
-    return [*tree.log_probs.tolist(), *tree.token_ids.tolist(), *logits.tolist()]
+    return [*tree.log_probs.tolist(), *tree.token_ids.tolist()]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from specextend.drafters.draft_options import DraftKind
-from specextend.drafters.eagle_config import load_eagle_config
+from specextend.drafters.formats import load_eagle_config
 from specextend.loading import load_engine
 from specextend.training.task import TrainedKind
 from tests.tiny_models import random_prompt, request

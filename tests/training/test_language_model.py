@@ -42,7 +42,7 @@ def test_tokens_outside_the_vocabulary_share_a_row():
     assert rows[VOCABULARY].tolist() == [0, 1, 2, 3, 4]
     assert rows[[0, 2, 39]].tolist() == [5, 5, 5]
     windows = text_windows([1, 2, 4, 5, 9, 30, 7], rows, 3)
-    assert [window.rows.tolist() for window in windows] == [[0, 5, 1], [2, 3, 4]]
+    assert [window.tolist() for window in windows] == [[0, 5, 1], [2, 3, 4]]
 
 
 def test_windows_end_in_an_answer_and_are_never_longer_than_the_model_reads():
@@ -52,7 +52,6 @@ def test_windows_end_in_an_answer_and_are_never_longer_than_the_model_reads():
         windows = recorded_windows(recording, rows, size, 0)
         for window, answer in zip(windows, recording.answers, strict=True):
             kept = min(size, len(answer.token_ids))
-            assert window.hidden is not None
             assert len(window.rows) == len(window.hidden) == min(size, 24 + kept)
             assert torch.equal(window.rows[-kept:], rows[answer.token_ids[:kept]])
             assert torch.equal(window.hidden[-kept:], answer.hidden[:kept])

@@ -12,9 +12,8 @@ from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import DraftNetwork
-from specextend.drafters.eagle_config import WEIGHTS_FILE, load_eagle_config
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import read_head, read_vocabulary, read_weights
+from specextend.drafters.formats import WEIGHTS_FILE, load_eagle_config, read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
 from specextend.training.eagle_head import EagleHead, Slots, chain, lay_out
 from tests.tiny_models import FAMILIES, VOCABULARY, tiny_model, write_eagle, write_model
@@ -68,7 +67,7 @@ def test_an_eagle_head_gives_what_its_network_gives(tmp_path, copy_heads):
     config, weights = load_eagle_config(folder), load_file(f"{folder}/{WEIGHTS_FILE}")
     embedding, lm_head = target.model.get_input_embeddings().weight, target.model.lm_head.weight
     head = EagleHead(config, weights, embedding, lm_head)
-    slots = lay_out(made_up_recording(VOCABULARY, HIDDEN))
+    slots = lay_out(made_up_recording(VOCABULARY, HIDDEN), lm_head, head.vocabulary)
     for group in (1, 2):
         own = read_head(folder)
         rope = rope_frequencies(own.rope, own.head_dim, "tiny")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from specextend.data.prompts import PromptOptions, Prompts
-from specextend.training.recording import LEADS, SampleMaker, SampleOptions
+from specextend.models import load_causal_lm
+from specextend.training.recording import LEADS, Recorder, Sample, SampleMaker, SampleOptions
 from tests.training.conftest import OPTIONS, byte_tokenizer, document
 
 OPTIONS_OF_SAMPLES = replace(OPTIONS.sample, num_quotes=4, num_facts=2)
@@ -50,3 +52,19 @@ def test_pieces_leave_room_in_the_context():
     assert max(lengths) <= 600 - 128
     with pytest.raises(ValueError, match=r"room for pieces of 14 tokens, fewer than min_tokens \(128\)"):
         maker(limit=379)
+
+
+@torch.inference_mode()
+def test_states_are_those_of_prompt_and_answer_read_at_once(workshop):
+    """Answers share what the target has read of the prompt; none may see another."""
+    model = load_causal_lm(workshop.target, None, "float32", "cpu", "sdpa")
+    sample = Sample([*range(1, 40)], [[5, 6, 7, 8], [9, 5]])
+    recording = Recorder(model, frozenset(), OPTIONS.summary).record(sample, 0)
+    prompt = recording.prompt.token_ids
+    assert [len(answer.token_ids) for answer in recording.answers] == [4, 2, 6, 6]
+    for answer in recording.answers:
+        whole = model.model(torch.cat([prompt, answer.token_ids])[None]).last_hidden_state[0]
+        torch.testing.assert_close(torch.cat([recording.prompt.hidden, answer.hidden]), whole)
+    greedy = recording.answers[2]
+    states = torch.cat([recording.prompt.hidden[-1:], greedy.hidden[:-1]])
+    assert torch.equal(model.lm_head(states).argmax(-1), greedy.token_ids)
