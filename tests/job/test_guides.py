@@ -30,13 +30,15 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_the_job_takes_the_commands_of_a_guide(page: Path):
+def test_the_job_takes_the_commands_of_a_guide(page: Path, monkeypatch: pytest.MonkeyPatch):
     """A reader who copies a command that is refused stops reading."""
-    lines = re.findall(r"jobs/summarize\.py (.*)$", page.read_text().replace("\\\n", ""), re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    called = r"(?:jobs/summarize\.py|bin/specextend (?:plan|run)) (.*)$"
+    lines = re.findall(called, page.read_text().replace("\\\n", ""), re.MULTILINE)
     assert lines
     for line in lines:
         status, parsed = parse(shlex.split(line, comments=True))
-        assert status or RunConfig.load(ROOT / parsed.config, parsed.overrides)
+        assert status or RunConfig.load(parsed.config, parsed.overrides)
 
 
 def test_the_demo_names_its_own_columns():
@@ -64,7 +66,7 @@ def test_the_keys_that_a_page_names_exist(page: Path):
     """Keys are renamed, and a guide that says to turn one of the old ones is worse than none."""
     sections = "|".join(RunConfig.model_fields)
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\.)", prose(page)))
-    files = {"report.json", "report.html", "report.py"}
+    files = {"report.json", "report.html", "report.py", "job.py"}
     assert named - KEYS - files == set()
 
 
