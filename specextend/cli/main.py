@@ -33,6 +33,7 @@ def prepare(arguments: tuple[str, ...]) -> int:
     """Turn files and data sets into Parquet."""
     from specextend.cli.prepare import main
 
+    sys.argv[0] = "specextend prepare"  # the name that its usage shows
     return main(arguments)
 
 
