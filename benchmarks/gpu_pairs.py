@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specextend.attention.backends import load_backend, load_layer_kernels
-from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import Attend, TreeAttention
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
@@ -205,7 +204,7 @@ def random_llama(values: Mapping[str, Any], device: torch.device, dtype: torch.d
     """Make a Llama with random weights on a device."""
     config = LlamaConfig(**values)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
 
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from specextend import RunConfig
+from specextend.core import how_to_install
 from specextend.models import load_causal_lm, read_facts, resolve_device
-from specextend.versions import how_to_install
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
 """Options of prompt lookup: transformers' default number of tokens, after matches of three tokens where its default is
@@ -78,7 +78,7 @@ class Transformers:
     def load(cls, config: RunConfig, options: Mapping[str, int] | None = None) -> Transformers:
         """Load the configuration's target."""
         target = config.target
-        model = load_causal_lm(target.model, target.revision, target.dtype, target.device, "sdpa")
+        model = load_causal_lm(target.model, target.revision, target.dtype, target.device)
         return cls(model, read_facts(target.model, target.revision).eos_token_ids, options)
 
     def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
@@ -177,7 +177,7 @@ class LlamaCpp:
             )
         with TemporaryDirectory(prefix="specextend-gguf-") as folder:
             path = Path(folder, "target.gguf")
-            model = load_causal_lm(target.model, target.revision, target.dtype, target.device, "sdpa")
+            model = load_causal_lm(target.model, target.revision, target.dtype, target.device)
             write_gguf(model, facts.eos_token_ids, path)
             del model  # before llama.cpp allocates its own
             # llama.cpp's default is a cache of two bytes a number; a float32 target gets four

@@ -18,11 +18,11 @@ from benchmarks.documents import PromptGroup, choose_documents
 from benchmarks.needles import replay_probes
 from benchmarks.peers import PEERS, Output, Peer
 from specextend import Request, RunConfig, SamplingParams, load_engine
+from specextend.cluster.records import code_commit, package_version
 from specextend.decoding.device import device_name
 from specextend.decoding.stopping import is_loop
 from specextend.models import resolve_device
 from specextend.stats import DecodingStats
-from specextend.versions import code_commit, package_version
 
 Say = Callable[[str], None]
 """Takes one line of progress."""

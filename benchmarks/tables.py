@@ -15,8 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from specextend.core import counted
-from specextend.versions import how_to_install
+from specextend.core import counted, how_to_install
 
 Result = dict[str, Any]
 CONDITIONS = "conditions"

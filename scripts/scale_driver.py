@@ -36,16 +36,15 @@ from specextend.cluster.environment import prepare_environment
 prepare_environment(os.environ)  # before anything imports ray
 
 from scripts.simulated_cluster import BATCH, Notice, SimulatedClock, SimulatedCluster, SimulatedNode  # noqa: E402
-from specextend.cluster.committing import Committer, rows_per_commit  # noqa: E402
+from specextend.cluster.backlog import Estimates, RowSet  # noqa: E402
 from specextend.cluster.display import Display  # noqa: E402
 from specextend.cluster.driver import Driver  # noqa: E402
-from specextend.cluster.estimates import Estimates, RowSet  # noqa: E402
 from specextend.cluster.exits import Interrupt  # noqa: E402
-from specextend.cluster.leases import Lease, Limits  # noqa: E402
-from specextend.cluster.lock import OutputLock  # noqa: E402
+from specextend.cluster.lock import OutputLock, held  # noqa: E402
+from specextend.cluster.messages import Lease  # noqa: E402
 from specextend.cluster.metrics import Metrics  # noqa: E402
 from specextend.cluster.progress import AwakeClock, Ledger  # noqa: E402
-from specextend.cluster.records import Attempt  # noqa: E402
+from specextend.cluster.records import Committer, StartRecord, rows_per_commit  # noqa: E402
 from specextend.cluster.run import EXTRA_LEASES  # noqa: E402
 from specextend.cluster.scheduler import Scheduler  # noqa: E402
 from specextend.cluster.workers import Roster  # noqa: E402
@@ -140,7 +139,7 @@ def measure_memory(options: DriverScale) -> dict[str, Any]:
     every = (DocumentKey(file, row) for file, rows in enumerate(corpus.file_rows) for row in range(rows))
     keys = RowSet(corpus.file_rows, every)
     ledger = Ledger(corpus.estimates, 0, 0)
-    plan = Scheduler(corpus.estimates, Limits(), BATCH + EXTRA_LEASES, group_rows=corpus.groups)
+    plan = Scheduler(corpus.estimates, JobOptions(), BATCH + EXTRA_LEASES, group_rows=corpus.groups)
     gc.collect()
     held = process.memory_info().rss - before
     assert len(keys) == plan.num_open == len(corpus.estimates)
@@ -250,7 +249,8 @@ def _night(options: DriverScale, folder: Path) -> Iterator[tuple[Driver, Simulat
 
     cluster = SimulatedCluster(nodes, clock, row, group, notices=notices, polls=not options.no_polls)
     output = resolve(str(folder / "output"))
-    with OutputLock(output, RUN_ID) as lock:
+    lock = OutputLock(output, RUN_ID)
+    with held(lock):
         yield _driver(options, corpus, cluster, output, lock), cluster, corpus
 
 
@@ -260,17 +260,17 @@ def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
     writers = PartWriter(output, RUN_ID), AuditWriter(output, RUN_ID)
-    limits = Limits(deadline_s=job.document_deadline_s, stall_s=job.stall_s)
+    record, num_leases = StartRecord(output, RUN_ID, config), BATCH + EXTRA_LEASES
     return Driver(
-        scheduler=Scheduler(corpus.estimates, limits, BATCH + EXTRA_LEASES, group_rows=corpus.groups),
+        scheduler=Scheduler(corpus.estimates, job, num_leases, group_rows=corpus.groups, num_extra=EXTRA_LEASES),
         pool=cluster,
         roster=Roster(options.workers),
-        committer=Committer(output, *writers, lock, rows_per_commit(job.workers), job.commit_every_s),
+        committer=Committer(output, *writers, record, lock, rows_per_commit(job.workers), job.commit_every_s),
         ledger=Ledger(corpus.estimates, 0, 0),
         display=Display(),
         metrics=Metrics(RUN_ID),
         interrupt=Interrupt(60.0),
-        attempt=Attempt(output, RUN_ID, config),
+        record=record,
         source=corpus.source(output),
         job=job,
         clock=AwakeClock(cluster.clock),

@@ -29,9 +29,9 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
-from specextend.cluster.committing import rows_per_commit
-from specextend.cluster.estimates import RowSet
+from specextend.cluster.backlog import RowSet
 from specextend.cluster.plan import make_plan
+from specextend.cluster.records import rows_per_commit
 from specextend.core import Completion, DocumentKey
 from specextend.data.audit import audit
 from specextend.data.finalize import finalize

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specextend.cluster.leases import Lease
 from specextend.cluster.messages import (
     CallLost,
     Died,
@@ -22,6 +21,7 @@ from specextend.cluster.messages import (
     Draining,
     Dying,
     Event,
+    Lease,
     Polled,
     Ready,
     Returned,

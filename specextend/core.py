@@ -67,7 +67,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if any(not stop for stop in self.stop):
-            raise ValueError("a stop string must not be empty")
+            raise ValueError("stop must not hold an empty string")
         if self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if self.no_repeat_ngram_size < 0:
@@ -149,3 +149,8 @@ def one_line(error: BaseException) -> str:
 
 def _is_unsafe(character: str) -> bool:
     return unicodedata.category(character) in _UNSAFE and character not in _NEEDED
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that adds an extra of this package, which no package index has."""
+    return f"pip install '.[{extra}]' in the clone, or 'WHEEL[{extra}]' with the path of the wheel"

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from specextend.config import RunConfig
-from specextend.core import Completion, Request, SamplingParams, first_line
+from specextend.core import Completion, Request, first_line
 from specextend.data.chunks import ChunkPrompts, Part, TextSpan
 from specextend.data.inputs import DocumentError, Row
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
@@ -116,12 +116,6 @@ def check_chunks(config: RunConfig, prompts: Prompts) -> None:
         ChunkPrompts(prompts).check(config.decoding.max_new_tokens)
 
 
-def shared_start(config: RunConfig, prompts: Prompts) -> list[int]:
-    """Return the tokens that all prompts of a run begin with: rows and parts may have instructions of their own."""
-    has_others = config.input.instruction_column is not None or config.prompt.length_policy == "chunk"
-    return prompts.frame_token_ids if has_others else prompts.start_token_ids
-
-
 class _Chunked:
     """A document that is summarised in parts."""
 
@@ -194,22 +188,11 @@ def max_new_tokens_of(config: RunConfig, row: Row) -> int:
 
 def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: str) -> Request:
     """Make a request of a document, with the options of the run and the document's seed."""
-    decoding = config.decoding
-    sampling = SamplingParams(
-        temperature=decoding.temperature,
-        top_k=decoding.top_k,
-        top_p=decoding.top_p,
-        seed=document_seed(decoding.seed, row.document.doc_id),
-        stop=decoding.stop,
-        stop_repetition=decoding.stop_repetition,
-        repetition_penalty=decoding.repetition_penalty,
-        no_repeat_ngram_size=decoding.no_repeat_ngram_size,
-    )
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
         max_new_tokens=max_new_tokens_of(config, row),
-        sampling=sampling,
+        sampling=config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)),
     )
 
 

@@ -74,7 +74,7 @@ def run(
     config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig. input, output, settings
     (`{"job.workers": 2}`), run_date, retry_errors: as on the command line. cancel: once it is set, finished work is
     committed and the run ends with exit code 75, as it does on Ctrl-C. progress: show it on stderr or in the notebook.
-    Raises in one line what the command would say: ValueError for what must be changed, RuntimeError for what may pass.
+    Raises in one line what the command would say: ValueError for what must be changed, others for what may pass.
     """
     values = {"input.path": input and str(input), "output.path": output and str(output)} | dict(settings or {})
     overrides = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]

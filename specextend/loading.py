@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from specextend.attention.backends import load_backend, load_layer_kernels
-from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import TreeAttention
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
@@ -198,7 +197,7 @@ def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
 def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, Tensor]:
     """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing hides in it."""
     make_current(resolve_device(config.target.device))
-    model = load_target(config.target, IMPLEMENTATION)
+    model = load_target(config.target)
     lm_head = model.get_output_embeddings().weight
     backend, device = config.attention.backend, model.device
     target = CachedModel(model, load_backend(backend, device), num_rows, load_layer_kernels(backend, device))

@@ -141,14 +141,12 @@ def skeleton(target: TargetOptions) -> PreTrainedModel:
     return _without_weights(_read_config(folder, target.model))
 
 
-def load_target(options: TargetOptions, attn_implementation: str) -> PreTrainedModel:
-    """Load the target for inference. attn_implementation: a name that transformers knows."""
-    return load_causal_lm(options.model, options.revision, options.dtype, options.device, attn_implementation)
+def load_target(options: TargetOptions) -> PreTrainedModel:
+    """Load the target for inference."""
+    return load_causal_lm(options.model, options.revision, options.dtype, options.device)
 
 
-def load_causal_lm(
-    model: str, revision: str | None, dtype: Dtype, device: str, attn_implementation: str
-) -> PreTrainedModel:
+def load_causal_lm(model: str, revision: str | None, dtype: Dtype, device: str) -> PreTrainedModel:
     """Load a causal LM in eval mode, without gradients. Raises ModelError before any weight is read."""
     folder = find_folder(model, revision, weights=True)
     config = _read_config(folder, model)
@@ -158,7 +156,7 @@ def load_causal_lm(
             folder,
             config=config,
             dtype=DTYPES[dtype],
-            attn_implementation=attn_implementation,
+            attn_implementation="sdpa",  # not a name that config.json gives
             trust_remote_code=False,
             use_safetensors=True,
         )
@@ -263,9 +261,11 @@ def _check_raw_config(raw: dict[str, Any], model: str) -> None:
 
 
 def check_supported(config: PreTrainedConfig, model: str) -> None:
-    """Raise ModelError for an architecture, RoPE type or attention window that has not been proven lossless."""
+    """Raise ModelError for an architecture, activation, RoPE type or attention window not proven lossless."""
     if config.model_type not in ARCHITECTURES:
         raise ModelError(f"{model} is of type {config.model_type!r}; served are {', '.join(ARCHITECTURES)}")
+    if config.hidden_act != "silu":
+        raise ModelError(f"{model} has the activation {config.hidden_act!r}; served is silu")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ROPE_TYPES:
         raise ModelError(f"{model} has RoPE type {rope.get('rope_type')!r}; served are {', '.join(ROPE_TYPES)}")

@@ -12,7 +12,6 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from specextend.attention.hf import IMPLEMENTATION
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
@@ -259,7 +258,7 @@ def _load_eagle(draft: DraftOptions, target: CachedModel, lm_head: Tensor, num_r
 def _load_model(
     draft: DraftOptions, options: TargetOptions, target: CachedModel, num_rows: int, prefill_window: int
 ) -> ModelNetwork:
-    model = load_causal_lm(draft.model, draft.revision, options.dtype, str(target.device), IMPLEMENTATION)
+    model = load_causal_lm(draft.model, draft.revision, options.dtype, str(target.device))
     cached = CachedModel(model, target.attend, num_rows, target.kernels)
     reduced = reduced_vocabulary(draft)
     if reduced is None:  # for tokens that the draft lacks it reads the end of a text

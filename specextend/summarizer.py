@@ -26,7 +26,6 @@ from specextend.document_requests import (
     advance,
     as_document_error,
     check_chunks,
-    shared_start,
     summarize,
 )
 from specextend.inbox import in_order
@@ -57,7 +56,6 @@ class Summarizer:
         self._config, self._engine = config, factory(config)
         self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
         check_chunks(config, self._prompts)
-        self._engine.share_start(shared_start(config, self._prompts))
         self._worker = f"{os.uname().nodename}:{os.getpid()}"
 
     def __call__(self, documents: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import sys
 from contextlib import suppress
@@ -12,7 +11,6 @@ from specextend.core import printable
 
 _UP = "\x1b[A"
 """Cursor up."""
-_ASCII = {"─": "-", "━": "-", "│": "|", "┃": "|", "…": "..."}
 
 
 class PlainStream:
@@ -55,11 +53,10 @@ class PlainStream:
 
 def guard_streams() -> None:
     """Make stdout and stderr safe for any text, whatever their encoding. Jobs call this before they print."""
-    codecs.register_error("specextend.plain", _in_ascii)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `>&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for the process's life
-        getattr(sys, name).reconfigure(errors="specextend.plain")
+        getattr(sys, name).reconfigure(errors="backslashreplace")
     wrap_streams()
 
 
@@ -90,15 +87,3 @@ def _plain_bar(text: str) -> str:
     if not text.replace(_UP, "").strip("\n"):
         return text
     return "\r" + _plain(text[1:]) if text.startswith("\r") else _plain(text)
-
-
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that the stream's encoding lacks: table borders become ASCII, all others become codes."""
-    assert isinstance(error, UnicodeEncodeError)
-    return "".join(map(_substitute, error.object[error.start : error.end])), error.end
-
-
-def _substitute(character: str) -> str:
-    is_corner = "\u2500" <= character <= "\u257f"
-    other = "+" if is_corner else character.encode("ascii", "backslashreplace").decode()
-    return _ASCII.get(character, other)

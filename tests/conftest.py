@@ -47,9 +47,8 @@ def _own_cache_folder(tmp_path_factory):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        for name in ("model", "step_costs"):
-            if module := sys.modules.get(f"specextend.decoding.{name}"):
-                patch.setattr(module, "measure_undisturbed", lambda measure: (measure(), True))
+        if module := sys.modules.get("specextend.decoding.measurements"):
+            patch.setattr(module, "measure_undisturbed", lambda measure: (measure(), True))
         yield
 
 

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specextend.attention import backends, tree_kernel
-from specextend.attention.backends import attend_reference, load_backend
+from specextend.attention.backends import load_backend
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.tree_reference import MAX_MASKED, attend_tree_reference, masked_rows
+from specextend.attention.reference import MAX_MASKED, attend_reference, attend_tree_reference, masked_rows
 from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.speculation import Adaptive

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specextend.decoding.engine import Engine
 from specextend.drafters.causal import CausalDrafter
+from tests.recorded_graph import DOWNLOADS, has_mask
 
-DOWNLOADS = ("_local_scalar_dense", "nonzero", "unique", "_unique", "masked_select", "equal")
-"""Beginnings of the names of operators whose result the host reads, or whose shape depends on values."""
 VIEWS = {
     *("alias", "as_strided", "detach", "detach_", "diagonal", "expand", "lift_fresh", "permute", "select", "slice"),
     *("split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
@@ -88,11 +87,6 @@ class Tracer(TorchDispatchMode):
             return tolist(tensor)
 
         return called
-
-
-def has_mask(args: Any) -> bool:
-    """Return True if one of an operator's indices is a mask, whose places have to be found."""
-    return isinstance(args[1], list) and any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
 @contextmanager

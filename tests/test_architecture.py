@@ -26,7 +26,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a name imports only from lines above its own, and from itself.
 LAYERS = (
-    {"stats", "versions", "shipped"},
+    {"stats", "shipped"},
     {"core"},
     {"model_files"},
     {"attention", "terminal"},
@@ -47,7 +47,6 @@ OWNERS = {
     "pyarrow": ("specextend/data/", "specextend/report/", "benchmarks/documents.py", "scripts/"),
     "transformers": (
         "specextend/models.py",
-        "specextend/attention/hf.py",
         "benchmarks/peers.py",
         "benchmarks/gpu_pairs.py",
         "specextend/training/",

@@ -122,8 +122,3 @@ def test_a_job_audits_its_sample_and_changes_nothing(real_job):
     assert all(row["num_equal_tokens"] == row["num_tokens"] == sizes[row["doc_id"]] for row in found)
     assert {row["batch_size"] for row in found} == {3}, "twelve documents in batches like the job's"
     assert all(row["plain_s"] > 0 for row in found)
-
-
-def test_a_mode_without_a_draft_has_nothing_to_audit():
-    with pytest.raises(ValueError, match=r"^decoding.audit_fraction compares with plain decoding, .* set it to 0$"):
-        RunConfig.load(CONFIG, ["decoding.audit_fraction=0.1", "decoding.mode=autoregressive", "draft=null"])

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from specextend.attention.backends import attend_cuda
-from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
+from specextend.attention.torch_kernels import attend_cuda
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
@@ -23,7 +22,6 @@ from specextend.loading import (
     longest_request,
     memory_bytes,
     rows_per_sequence,
-    target_rows,
     with_batch_size,
 )
 from specextend.models import load_target
@@ -64,7 +62,7 @@ def test_planned_weights_are_those_that_are_loaded(pairs):
     for family in ("llama", "qwen2-tied"):
         config = tiny_config(pairs(family), "ngram")
         planned = memory_bytes(config, check_pair(config.target, None), CPU)
-        loaded = load_target(config.target, "eager")
+        loaded = load_target(config.target)
         assert planned["target_weights"] == sum(weight.nbytes for weight in loaded.parameters())
 
 
@@ -94,7 +92,7 @@ def test_a_chunk_of_a_prompt_takes_no_more_than_planned(pairs):
     shape = {"hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16, "num_key_value_heads": 4}
     config = FAMILIES["llama"].config(num_hidden_layers=2, head_dim=128, **shape)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     target = CachedModel(model.requires_grad_(False), attend_cuda, 16384)
     chunk = traits_of(GPU).prefill_chunk
     nodes = torch.zeros(1, chunk, dtype=torch.int64, device="meta")
@@ -153,11 +151,3 @@ def test_the_batch_is_what_cache_and_memory_hold(pairs, device, sequences_in_cac
     chosen = with_batch_size(config, facts, longest, device, budget)
     assert chosen.decoding.batch_size == expected
     assert with_batch_size(sized[6], facts, longest, device, budget) is sized[6], "a number is the user's"
-
-
-def test_an_engine_chooses_its_batch_by_itself(pairs):
-    """Without a run nobody has replaced `auto`."""
-    config = tiny_config(pairs("llama"), "ngram", decoding__max_batch_size=4)
-    engine = tiny_engine(pairs("llama"), "ngram", decoding__max_batch_size="auto")
-    rows = target_rows(config, check_pair(config.target, config.active_draft))
-    assert engine.target.cache.rows.num_free == rows

@@ -50,14 +50,3 @@ def test_a_loop_ends_the_output_at_the_same_token_whatever_decodes_it(mode, draf
         assert completion.finish_reason == "repetition"
         assert completion.text == engine.tokenizer.decode(completion.token_ids)
         assert flags_of(completion) == ["repeated", "repeated_ngrams"]
-
-
-def test_a_request_that_does_not_ask_goes_on_beside_one_that_does(looping, unstopped):
-    """The option is each request's own."""
-    engine = tiny_engine(looping, decoding__max_batch_size=2)
-    asked = request("asked", random_prompt(40), MAX_NEW_TOKENS, stop_repetition=True)
-    found = {
-        each.request_id: each for each in engine.generate([asked, request("not", random_prompt(40), MAX_NEW_TOKENS)])
-    }
-    assert found["asked"].finish_reason == "repetition"
-    assert found["not"].token_ids == unstopped["40"].token_ids

@@ -1,1 +1,1 @@
-"""Attention: one plan per forward pass, interchangeable backends, the hook into transformers."""
+"""Attention: one plan per forward pass, interchangeable backends."""

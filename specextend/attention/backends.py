@@ -1,28 +1,45 @@
-"""The attention backends: functions with one signature, `Attend`, and the choice between them.
+"""The attention backends by name, and for a CPU the choice among them by measurement on the machine that runs them.
 
-`attend_reference` is the specification: plain torch, slow, obviously right. Every other backend must equal it. Those
-for a CPU are in `cpu.py` and `compiled/`, flash-attn is in `flash.py`, the one in Triton in `tree_kernel.py`.
+A backend is a function of type `Attend`. `reference.py` is the specification, which every other one must equal. Torch's
+own kernels are in `torch_kernels.py`, ours for a CPU in `compiled/`, flash-attn is in `flash.py`, the one in Triton in
+`tree_kernel.py`.
 
-Shapes: `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
+Shapes: `L` layers, `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
 """
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, islice
+from math import inf
+
 import torch
 from torch import Tensor
 
-from specextend.attention.cpu import CPU_KERNELS, attend_by_head, attend_matmul, nothing
 from specextend.attention.flash import attend_with, find_flash_attn
-from specextend.attention.hybrid import attend_chunk, has_prefix, merge_states
-from specextend.attention.layer_reference import LayerKernels
-from specextend.attention.plan import Attend, HostReadError, KeySpan, additive
-from specextend.versions import how_to_install
+from specextend.attention.plan import Attend, HostReadError, KeySpan
+from specextend.attention.reference import LayerKernels, attend_reference
+from specextend.attention.torch_kernels import CPU_KERNELS, TORCH, attend_by_head, attend_cuda, attend_matmul
+from specextend.core import how_to_install
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
-KERNELS_VERSION = 3
+KERNELS_VERSION = 4
 """To be raised with any change to a kernel's speed: times that were measured with another version are not used."""
-_flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
-_efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
+NUM_QUERIES = (1, 4, 16, 64, 512)
+"""Queries of a call: a plain step, trees of several sizes, a chunk of a prompt."""
+NUM_KEYS = (1024, 6144)
+LONG_CALL = 64
+"""Queries above which only the smaller number of keys is measured."""
+_RUNS = 3
+_HOPELESS = 3.0
+"""Factor over the best run above which a candidate is not run again."""
+
+Cell = tuple[bool, int, int]
+"""Whether keys are masked, number of queries, number of keys."""
 
 
 def load_backend(name: str, device: torch.device) -> Attend:
@@ -142,91 +159,112 @@ def load_triton(device: torch.device) -> Attend:
     return triton
 
 
-def load_layer_kernels(name: str, device: torch.device) -> LayerKernels | None:
-    """Import the kernels of a layer that go with the backend called `name`: Triton's with `triton`, none otherwise.
+def load_layer_kernels(name: str, device: torch.device) -> LayerKernels:
+    """Return the kernels of a layer that go with the backend called `name`: Triton's with `triton`, else torch's own.
 
     Raises:
         ValueError: as `load_triton`.
     """
     if name != "triton":
-        return None
+        return TORCH
     load_triton(device)
     from specextend.attention.layer_kernels import TRITON
 
     return TRITON
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend in plain torch, computed in fp32."""
-    results = [_attend_slowly(q[b], k, v, span, b, scale) for b in range(q.shape[0])]
-    return torch.stack([out for out, _ in results]), torch.stack([lse for _, lse in results])
+@dataclass(slots=True)
+class MeasuredAttention:
+    """A backend that calls the kernel which was fastest for such a call."""
+
+    kernels: Mapping[str, Attend]
+    choices: Mapping[Cell, str]
+    """Name of the fastest kernel in each cell."""
+    _queries: dict[bool, list[int]] = field(init=False)
+    _keys: dict[tuple[bool, int], list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        cells = sorted(self.choices)
+        self._queries = {masked: sorted({t for m, t, _ in cells if m == masked}) for masked in (False, True)}
+        self._keys = {(m, t): [length for *at, length in cells if at == [m, t]] for m, t, _ in cells}
+
+    @property
+    def __name__(self) -> str:
+        """Return a name that tells one set of choices from another, in the order of the cells."""
+        return "measured " + " ".join(name for _, name in sorted(self.choices.items()))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+        """Attend as `Attend` says."""
+        name = self.choice(span.mask is not None, q.shape[1], max(span.lengths))
+        return self.kernels[name](q, k, v, span, scale)
+
+    def choice(self, masked: bool, num_queries: int, num_keys: int) -> str:
+        """Return the kernel for a call, by the smallest cell that holds it, or the largest that was measured."""
+        masked = masked and bool(self._queries[True])
+        queries = _holding(self._queries[masked], num_queries)
+        return self.choices[masked, queries, _holding(self._keys[masked, queries], num_keys)]
 
 
-def _attend_slowly(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
-    num_queries, num_heads, _ = q.shape
-    rows = slice(span.starts[b], span.starts[b] + span.lengths[b])
-    if span.lengths[b] == 0:
-        return torch.zeros_like(q), torch.full((num_queries, num_heads), float("-inf"), device=q.device)
-    group = num_heads // k.shape[0]
-    keys = k[:, rows].float().repeat_interleave(group, dim=0)
-    values = v[:, rows].float().repeat_interleave(group, dim=0)
-    scores = torch.einsum("thd,hsd->hts", q.float(), keys) * scale
-    if span.causal:
-        own = torch.ones(num_queries, num_queries, dtype=torch.bool, device=q.device).tril()
-        scores += additive(own, keys.shape[1], scores.dtype)
-    elif (bias := span.bias(b, scores.dtype, q.device)) is not None:
-        scores += bias
-    lse = scores.logsumexp(-1)
-    out = torch.einsum("hts,hsd->thd", (scores - lse.unsqueeze(-1)).exp(), values)
-    return out.to(q.dtype), lse.T
+def _holding(sizes: Sequence[int], number: int) -> int:
+    return sizes[min(bisect_left(sizes, number), len(sizes) - 1)]
 
 
-def attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend by torch's own flash kernels on a GPU, one sequence after the other, without a copy of the prefix."""
-    if has_prefix(span, q.shape[1]):
-        return attend_chunk(attend_cuda, q, k, v, span, scale)
-    results = [_attend_cuda(q[b : b + 1], k, v, span, b, scale) for b in range(q.shape[0])]
-    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+def make_cells(num_rows: int) -> list[Cell]:
+    """List the calls to measure in a cache of `num_rows` rows, trees with a mask and without one."""
+    lengths = tuple(dict.fromkeys(min(length, num_rows) for length in NUM_KEYS))
+    return [
+        (masked, num_queries, length)
+        for num_queries in NUM_QUERIES
+        for length in (lengths if num_queries <= LONG_CALL else lengths[:1])
+        for masked in (False, True)
+        if num_queries <= length and not (masked and (num_queries == 1 or num_queries > LONG_CALL))
+    ]
 
 
-def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to masked rows and to those before them apart, because the flash kernel takes no mask."""
-    start, length = span.starts[b], span.lengths[b]
-    if length == 0:
-        return nothing(q)
-    key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
-    if span.mask is None:
-        return _attend_unmasked(q, key, value, scale, causal=span.causal)
-    bias = span.tail_bias(b, q.shape[1], q.dtype, q.device)
-    assert bias is not None
-    before = length - bias.shape[1]
-    tail = _attend_efficiently(q, key[:, :, before:], value[:, :, before:], bias, scale, causal=False)
-    if before == 0:
-        return tail
-    prefix = _attend_unmasked(q, key[:, :, :before], value[:, :, :before], scale, causal=False)
-    return merge_states(*prefix, *tail), torch.logaddexp(prefix[1], tail[1])
+def measure_attention(
+    stored: Tensor,
+    num_heads: int,
+    kernels: Mapping[str, Attend],
+    cells: Sequence[Cell],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Cell, str]:
+    """Find the name of the fastest kernel in each cell.
+
+    stored [L, 2, K, R, D] is the cache that the calls read, one layer after the other; it must hold finite values.
+    """
+    layers = cycle(stored)
+
+    def run(attend: Attend, cell: Cell) -> None:
+        masked, num_queries, length = cell
+        q = stored.new_zeros(1, num_queries, num_heads, stored.shape[-1])
+        mask = torch.ones(1, num_queries, num_queries, dtype=torch.bool).tril() if masked else None
+        span = KeySpan([0], [length], mask=mask, needs_lse=num_queries > 1 and not masked)
+        for keys, values in islice(layers, 2):
+            attend(q, keys, values, span, stored.shape[-1] ** -0.5)
+
+    chosen = {}
+    for cell in cells:
+        seconds = shortest_runs({name: partial(run, attend, cell) for name, attend in kernels.items()}, _RUNS, clock)
+        chosen[cell] = min(seconds, key=lambda name: seconds[name])
+    return chosen
 
 
-def _attend_unmasked(q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes fewer key heads than query heads."""
-    if q.dtype == torch.float32:  # flash does not take it
-        return _attend_efficiently(q, key, value, None, scale, causal=causal)
-    out, lse, *_ = _flash_cuda(q.transpose(1, 2), key, value, 0.0, causal, False, scale=scale)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+def shortest_runs(
+    candidates: Mapping[str, Callable[[], object]], num_runs: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Return the seconds of the shortest of some runs of each candidate, after a first one that builds what they use.
 
-
-def _attend_efficiently(
-    q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, *, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Attend by the memory-efficient kernel, which takes a bias [T, S] but needs a copy of the keys for each head."""
-    num_queries, num_heads = q.shape[1:3]
-    key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
-    padded = None if bias is None else _aligned(bias).expand(1, num_heads, -1, -1)
-    out, lse, *_ = _efficient_cuda(q.transpose(1, 2), key, value, padded, True, 0.0, causal, scale=scale)
-    return out.transpose(1, 2), lse[..., :num_queries].transpose(1, 2)
-
-
-def _aligned(bias: Tensor) -> Tensor:
-    """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel requires."""
-    padding = -bias.shape[1] % 16
-    return torch.nn.functional.pad(bias, (0, padding))[:, : bias.shape[1]][None, None]
+    They take turns, so that a machine that is busy for a while slows all of them. One that takes much longer than
+    another is not run again.
+    """
+    for run in candidates.values():
+        run()
+    best: dict[str, float] = {}
+    for _ in range(num_runs):
+        limit = _HOPELESS * min(best.values(), default=inf)
+        for name, run in candidates.items():
+            if best.get(name, 0.0) <= limit:
+                begin = clock()
+                run()
+                best[name] = min(best.get(name, inf), clock() - begin)
+    return best

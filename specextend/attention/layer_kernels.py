@@ -1,7 +1,7 @@
 """What stands between a layer's matrix products as three Triton kernels, for GPUs: each reads and writes its rows once.
 
 Grids and arguments depend on shapes alone, and the cache rows are read from the device, so a captured CUDA graph stays
-right while sequences grow. `layer_reference.py` is the specification.
+right while sequences grow. `reference.py` is the specification.
 
 Import this module only where triton is installed.
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specextend.attention.layer_reference import HeadNorms, LayerKernels
+from specextend.attention.reference import HeadNorms, LayerKernels
 
 HEADS = 8
 """Heads of a token that a program rotates."""
@@ -89,7 +89,7 @@ def rotate_rows(
     cos_high = tl.load(cos + angles + DIM // 2, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin_low = tl.load(sin + angles, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin_high = tl.load(sin + angles + DIM // 2, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    turned_low = (low * cos_low - high * sin_low).to(query.dtype.element_ty)
+    turned_low = (low * cos_low + high * sin_low).to(query.dtype.element_ty)
     turned_high = (high * cos_high + low * sin_high).to(query.dtype.element_ty)
 
     row = tl.load(rows + token).to(tl.int64)

@@ -6,7 +6,7 @@ second kernel merges by their log-sum-exp, as hybrid attention merges prefix and
 blocks of keys that reach past the prefix.
 
 Starts, lengths and masks are read from the device, and the grid depends on shapes alone, so a captured CUDA graph stays
-right while sequences grow. `tree_reference.py` is the specification.
+right while sequences grow. `reference.py` is the specification.
 
 Import this module only where triton is installed.
 
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specextend.attention.plan import KeySpan
-from specextend.attention.tree_reference import MAX_MASKED, masked_rows
+from specextend.attention.reference import MAX_MASKED, masked_rows
 
 HEAD_DIMS = (64, 128)
 MAX_QUERIES = 128

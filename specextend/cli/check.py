@@ -42,9 +42,9 @@ def _machine() -> dict[str, Any]:
     import torch
 
     from specextend.cluster.environment import num_cores
+    from specextend.cluster.records import library_versions
     from specextend.decoding.device import device_bytes, device_name
     from specextend.loading import GIB
-    from specextend.versions import library_versions
 
     gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     return {
@@ -61,7 +61,6 @@ def _worker(config: RunConfig) -> dict[str, Any]:
     """Return the memory that a worker takes, in GiB, and the problem with running all of them here; None if none."""
     import torch
 
-    from specextend.cluster.environment import workers_that_fit
     from specextend.cluster.prepare import check_machine
     from specextend.loading import GIB, longest_request, memory_bytes, usable_bytes, with_batch_size
     from specextend.pairing import check_pair
@@ -77,7 +76,7 @@ def _worker(config: RunConfig) -> dict[str, Any]:
         problem = str(error)
     sized = with_batch_size(config, facts, longest_request(config, facts), device, of_gpu)
     sizes = {name: size / GIB for name, size in memory_bytes(sized, facts, device).items()}
-    has = (of_gpu or _memory_bytes() // max(1, workers_that_fit(config.job))) / GIB
+    has = (of_gpu or _memory_bytes() // max(1, config.job.workers)) / GIB
     if problem is None and sum(sizes.values()) > has:
         problem = f"a worker takes {sum(sizes.values()):.1f} GiB and has {has:.1f}: lower decoding.cache_gib"
     return {"memory_gib": sizes, "batch_size": sized.decoding.batch_size, "problem": problem}

@@ -83,7 +83,7 @@ def in_one_line(function: Callable[..., int]) -> Callable[..., int]:
 
         try:
             return function(**given)
-        except exits.SAID_IN_ONE_LINE as error:
+        except exits.RunError as error:
             complain(error)
             return exits.exit_code(error)
         except (ValueError, OSError) as error:

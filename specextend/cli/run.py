@@ -159,7 +159,7 @@ def _guarded(do: Callable[[Arguments], int], arguments: Arguments) -> int:
     prepare_environment(os.environ)
     try:
         return do(arguments)
-    except exits.SAID_IN_ONE_LINE as error:
+    except exits.RunError as error:
         is_list = isinstance(error, exits.OtherRunError)  # of differences, each of which is one line
         _say(f"error: {error}", "error", arguments, keep="\n" if is_list else "")
         return exits.exit_code(error)

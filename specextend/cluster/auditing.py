@@ -7,15 +7,14 @@ speculating neighbours they would pay for rows that are not theirs. Pure, apart 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from specextend.cluster.messages import Failed, Suspected, WorkerReport
+from specextend.cluster.messages import Suspected
 from specextend.core import Completion, DocumentKey, Request
 from specextend.data.audit_rows import audit_row
+from specextend.data.inputs import DocumentError
 
 _PREFIX = "audit of "
 _RESOLUTION = 1 << 64
@@ -29,14 +28,13 @@ def is_sampled(seed: int, fraction: float) -> bool:
 
 @dataclass(slots=True)
 class _Case:
-    """A document that is audited, and the number of those that were begun with it."""
+    """A document that is audited, and the number of those that are decoded with it."""
 
     key: DocumentKey
     doc_id: str
     completion: Completion
     request: Request
     batch_size: int = 0
-    is_full_batch: bool = False
 
 
 class Auditor:
@@ -45,10 +43,9 @@ class Auditor:
     def __init__(self, fraction: float, batch_size: int) -> None:
         self._fraction, self._batch_size = fraction, batch_size
         self._lock = threading.Lock()
-        self._waiting: deque[_Case] = deque()
+        self._waiting: list[_Case] = []
         self._running: dict[str, _Case] = {}
         self._rows: list[dict[str, Any]] = []
-        self._num_to_hand_out = 0
         self.is_ending = False
         """True once no further document will come, so that batches need not be full."""
 
@@ -60,10 +57,9 @@ class Auditor:
 
     @property
     def is_due(self) -> bool:
-        """Return True if a batch is to run now, or goes on."""
+        """Return True if there is a batch to decode."""
         with self._lock:
-            has_batch = len(self._waiting) >= (1 if self.is_ending else self._batch_size)
-            return has_batch or self._num_to_hand_out > 0 or bool(self._running)
+            return len(self._waiting) >= (1 if self.is_ending else self._batch_size)
 
     def offer(self, key: DocumentKey, doc_id: str, request: Request, completion: Completion) -> None:
         """Note that a document is done; it is audited if the sample has it."""
@@ -73,82 +69,36 @@ class Auditor:
         with self._lock:
             self._waiting.append(_Case(key, doc_id, completion, again))
 
-    def take(self, num_active: int) -> Request | None:
-        """Return the next request of a batch that is due; None while the engine's `num_active` sequences must end."""
+    def take(self) -> list[Request]:
+        """Return the requests of a batch that is due, for an engine with nothing else in it."""
         with self._lock:
-            if self._num_to_hand_out == 0:
-                if num_active:
-                    return None
-                self._running.clear()
-                self._num_to_hand_out = size = min(self._batch_size, len(self._waiting))
-                for case in [*self._waiting][:size]:
-                    case.batch_size, case.is_full_batch = size, size == self._batch_size
-            if not self._num_to_hand_out:
-                return None
-            self._num_to_hand_out -= 1
-            case = self._waiting.popleft()
-            self._running[case.request.request_id] = case
-            return case.request
+            batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
+            for case in batch:
+                case.batch_size = len(batch)
+            self._running = {case.request.request_id: case for case in batch}
+            return [case.request for case in batch]
 
-    def settle(self, request_id: str, outcome: Completion | Failed | Suspected) -> bool:
+    def settle(self, request_id: str, outcome: Completion | DocumentError | Suspected) -> bool:
         """Take the outcome of a request in. Returns False if it is no audit's."""
         with self._lock:
-            case = self._running.pop(request_id, None)
-            if case is not None:
-                self._rows.append(_row(case, outcome))
+            if (case := self._running.pop(request_id, None)) is not None:
+                self._rows.append(self._row(case, outcome))
         return request_id.startswith(_PREFIX)
 
     def fail_batch(self, failure: Suspected) -> None:
         """Note that everything in the engine has failed."""
-        with self._lock:
-            self._rows += [_row(case, failure) for case in self._running.values()]
-            self._running.clear()
-            self._num_to_hand_out = 0
+        for name in list(self._running):
+            self.settle(name, failure)
 
     def rows(self, num_seen: int) -> tuple[dict[str, Any], ...]:
         """Return the rows that follow the first `num_seen`: a poll may be lost, so each is shown until it was seen."""
         with self._lock:
             return tuple(self._rows[num_seen:])
 
-
-def _row(case: _Case, outcome: Completion | Failed | Suspected) -> dict[str, Any]:
-    if isinstance(outcome, Completion):
-        row = audit_row(case.key, case.doc_id, case.completion, outcome)
-    else:
-        error = f"{outcome.error_class}: {outcome.message}"
-        row = audit_row(case.key, case.doc_id, case.completion, None, error)
-    return row | {"batch_size": case.batch_size, "is_full_batch": case.is_full_batch}
-
-
-class AuditEnd:
-    """Waits, at the end of a run, until the workers have audited what they hold."""
-
-    def __init__(self, workers: Iterable[str], stall_s: float, now: float) -> None:
-        """Take the workers that are ready, and the seconds without a step after which one is given up."""
-        self._stall_s = stall_s
-        self._steps = dict.fromkeys(workers, (-1, now))
-
-    @property
-    def is_over(self) -> bool:
-        """Return True once no worker has anything left."""
-        return not self._steps
-
-    def reported(self, worker: str, report: WorkerReport, now: float) -> None:
-        """Note a worker's answer to a poll."""
-        if worker not in self._steps:
-            return
-        if report.is_ending and not report.num_audits_open:
-            del self._steps[worker]
-        elif report.num_steps != self._steps[worker][0]:
-            self._steps[worker] = report.num_steps, now
-
-    def gone(self, worker: str) -> None:
-        """Note that a worker died."""
-        self._steps.pop(worker, None)
-
-    def give_up(self, now: float) -> list[str]:
-        """Stop waiting for workers that make no step; return them."""
-        late = [worker for worker, (_, since) in self._steps.items() if now - since > self._stall_s]
-        for worker in late:
-            del self._steps[worker]
-        return late
+    def _row(self, case: _Case, outcome: Completion | DocumentError | Suspected) -> dict[str, Any]:
+        if isinstance(outcome, Completion):
+            row = audit_row(case.key, case.doc_id, case.completion, outcome)
+        else:
+            error = f"{outcome.error_class}: {outcome.message}"
+            row = audit_row(case.key, case.doc_id, case.completion, None, error)
+        return row | {"batch_size": case.batch_size, "is_full_batch": case.batch_size == self._batch_size}

@@ -1,4 +1,7 @@
-"""The documents that wait for a worker, by neighbourhood: the rows of one row group, which a worker reads whole. Pure.
+"""The documents of a start: their estimated tokens, and those that wait for a worker, by neighbourhood. Pure.
+
+Estimates are columns: a few bytes for each of ten million documents. A neighbourhood is the rows of one row group,
+which a worker reads whole.
 
 A worker takes its documents from one neighbourhood until that is empty, so that each row group is read once, not once
 for every row. Neighbourhoods are begun in the order of their longest documents, and each gives its longest first. Only
@@ -9,14 +12,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specextend.cluster.estimates import Estimates
 from specextend.core import DocumentKey
 
 LENGTH_STEP = 1.1
@@ -36,35 +41,131 @@ def ranks(num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     return -np.round(np.log(np.maximum(1, num_tokens)) / math.log(LENGTH_STEP)).astype(np.int64)
 
 
-@dataclass(slots=True)
-class _Neighbourhood:
-    """A neighbourhood that has been begun."""
+@dataclass(frozen=True, slots=True)
+class TokenEstimate:
+    """Estimated tokens of a document that has not run yet."""
 
-    positions: NDArray[np.int64]
-    """Its documents that nobody has had yet, the next one first; those before `taken` are gone."""
-    ranks: NDArray[np.int64]
-    """Of these documents, as numbers: `rank` without the key."""
-    tokens: int
-    """Of all documents that wait in it."""
-    taken: int = 0
-    returned: list[Rank] = field(default_factory=list)
-    """Documents that came back. A heap."""
-    num_users: int = 0
+    num_prompt_tokens: int
+    max_new_tokens: int
 
     @property
-    def is_empty(self) -> bool:
-        """Return True if no document waits in it."""
-        return not self.returned and self.taken == len(self.positions)
+    def total(self) -> int:
+        """Return the most tokens that the document may take, prompt and output."""
+        return self.num_prompt_tokens + self.max_new_tokens
+
+
+class RowSet(Collection[DocumentKey]):
+    """A set of input rows: one byte for each row of the input."""
+
+    def __init__(self, file_rows: Sequence[int], keys: Iterable[DocumentKey]) -> None:
+        """Take the keys. file_rows: rows of each input file."""
+        self._masks = [np.zeros(num_rows, np.bool_) for num_rows in file_rows]
+        for file, row in keys:
+            self._masks[file][row] = True
+        self._size = sum(int(mask.sum()) for mask in self._masks)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, key: object) -> bool:
+        """Return True for a key of the set; a part of another input may have keys of rows that no file has."""
+        assert isinstance(key, DocumentKey)
+        is_row = 0 <= key.file < len(self._masks) and 0 <= key.row < len(self._masks[key.file])
+        return is_row and bool(self._masks[key.file][key.row])
+
+    def __iter__(self) -> Iterator[DocumentKey]:
+        for file, mask in enumerate(self._masks):
+            for row in np.flatnonzero(mask):
+                yield DocumentKey(file, int(row))
+
+
+class Estimates(Mapping[DocumentKey, TokenEstimate]):
+    """The documents of a start in input order, each at its position.
+
+    rows [N] int64; num_prompt_tokens, max_new_tokens [N] int32, of all requests for a document; `span` gives the
+    positions of a file.
+    """
+
+    def __init__(
+        self,
+        files: NDArray[Any],
+        rows: NDArray[Any],
+        num_prompt_tokens: NDArray[Any],
+        max_new_tokens: NDArray[Any],
+    ) -> None:
+        """Take columns [N] in input order."""
+        assert np.all((np.diff(files) > 0) | ((np.diff(files) == 0) & (np.diff(rows) > 0))), "not in input order"
+        self.rows = rows.astype(np.int64, copy=False)
+        self.num_prompt_tokens = num_prompt_tokens.astype(np.int32, copy=False)
+        self.max_new_tokens = max_new_tokens.astype(np.int32, copy=False)
+        num_files = int(files[-1]) + 1 if len(files) else 0
+        self._starts = np.searchsorted(files, np.arange(num_files + 1))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[DocumentKey]:
+        for file in range(self.num_files):
+            for row in self.rows[self.span(file)].tolist():
+                yield DocumentKey(file, row)
+
+    def __getitem__(self, key: DocumentKey) -> TokenEstimate:
+        return self.at(self.position(key))
 
     @property
-    def next_rank(self) -> int:
-        """Return the rank of its next document, without the key."""
-        fresh = [int(self.ranks[self.taken])] if self.taken < len(self.positions) else []
-        return min([*fresh, self.returned[0][0]] if self.returned else fresh)
+    def num_files(self) -> int:
+        """Return a number that is above those of all files with documents."""
+        return len(self._starts) - 1
+
+    @property
+    def totals(self) -> NDArray[np.int64]:
+        """Return the tokens of each document, prompt and output. [N]."""
+        return self.num_prompt_tokens.astype(np.int64) + self.max_new_tokens
+
+    def totals_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tokens of the documents at some positions."""
+        return self.num_prompt_tokens[positions].astype(np.int64) + self.max_new_tokens[positions]
+
+    def span(self, file: int) -> slice:
+        """Return the positions of a file's documents."""
+        return slice(int(self._starts[file]), int(self._starts[file + 1]))
+
+    def position(self, key: DocumentKey) -> int:
+        """Return the position of a document. Raises KeyError for a row that is not among them."""
+        if not 0 <= key.file < self.num_files:
+            raise KeyError(key)
+        span = self.span(key.file)
+        position = span.start + int(self.rows[span].searchsorted(key.row))
+        if position == span.stop or self.rows[position] != key.row:
+            raise KeyError(key)
+        return position
+
+    def key(self, position: int) -> DocumentKey:
+        """Return the key of the document at a position."""
+        file = int(self._starts.searchsorted(position, side="right")) - 1
+        return DocumentKey(file, int(self.rows[position]))
+
+    def at(self, position: int) -> TokenEstimate:
+        """Return the estimate of the document at a position."""
+        return TokenEstimate(int(self.num_prompt_tokens[position]), int(self.max_new_tokens[position]))
+
+    def group_starts(self, group_rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        """Return the position [G] at which each row group begins that holds documents.
+
+        group_rows: the rows of each group of each file; a file that has none here is one group.
+        """
+        starts = [np.empty(0, np.int64)]
+        for file in range(self.num_files):
+            span = self.span(file)
+            sizes = group_rows[file] if file < len(group_rows) else ()
+            ends = np.cumsum(np.array([0, *sizes][:-1] if sizes else [0], np.int64))
+            begins = np.unique(self.rows[span].searchsorted(ends))
+            starts.append(span.start + begins[begins < span.stop - span.start])
+        return np.concatenate(starts)
 
 
 class Backlog:
-    """Documents that wait. Of those that nobody has had yet, no object is held."""
+    """Documents that wait. Of those in neighbourhoods that are not begun, no object is held."""
 
     def __init__(
         self, estimates: Estimates, group_rows: Sequence[Sequence[int]] = (), without: Iterable[DocumentKey] = ()
@@ -77,11 +178,15 @@ class Backlog:
         self._starts = estimates.group_starts(group_rows)
         self._without = {estimates.position(key) for key in without}
         self._size = len(estimates) - len(self._without)
-        self._order = self._in_order()
-        self._next = 0
-        self._is_begun = np.zeros(len(self._starts), np.bool_)
-        self._open: dict[int, _Neighbourhood] = {}
+        self._not_begun = self._in_order()
+        self._open: dict[int, list[int]] = {}
+        """The positions of the documents that wait in each neighbourhood that has been begun, the next one last."""
         self._used: dict[str, int] = {}
+        """The neighbourhood from which each worker takes."""
+        self._users: Counter[int] = Counter()
+        """The number of workers that take from each neighbourhood."""
+        self._returned: list[Rank] = []
+        """Heap of documents that came back: they go first, to whichever worker asks."""
 
     def __len__(self) -> int:
         return self._size
@@ -90,95 +195,63 @@ class Backlog:
         """Remove and return the next document for a worker; None if there is none."""
         if not self._size:
             return None
-        number = self._used.get(worker)
-        if number is None or self._open[number].is_empty:
-            self.leave(worker)
-            self._used[worker] = number = self._choose()
-            self._open[number].num_users += 1
         self._size -= 1
-        return self._pop(self._open[number])
+        if self._returned:
+            return heapq.heappop(self._returned)[1]
+        if self._used.get(worker) not in self._open:
+            self.leave(worker)
+            self._used[worker] = chosen = self._choose()
+            self._users[chosen] += 1
+        number = self._used[worker]
+        position = self._open[number].pop()
+        if not self._open[number]:
+            del self._open[number]
+        return self._estimates.key(position)
 
     def put(self, key: DocumentKey) -> None:
         """Put back a document that was taken, or one of `without`."""
-        position = self._estimates.position(key)
-        total = self._estimates.at(position).total
-        number = int(self._starts.searchsorted(position, side="right")) - 1
-        if not self._is_begun[number]:
-            self._begin(number)
-        elif number not in self._open:
-            empty = np.empty(0, np.int64)
-            self._open[number] = _Neighbourhood(empty, empty, 0)
-        found = self._open[number]
-        heapq.heappush(found.returned, rank(total, key))
-        found.tokens += total
+        heapq.heappush(self._returned, rank(self._estimates[key].total, key))
         self._size += 1
 
     def leave(self, worker: str) -> None:
         """Note that a worker takes nothing more from the neighbourhood that it used."""
-        if (number := self._used.pop(worker, None)) is None:
-            return
-        found = self._open[number]
-        found.num_users -= 1
-        if not found.num_users and found.is_empty:
-            del self._open[number]
+        if (number := self._used.pop(worker, None)) is not None:
+            self._users[number] -= 1
 
     def first(self, limit: int) -> list[DocumentKey]:
-        """List documents that wait, up to a number, those of neighbourhoods that have been begun first."""
+        """List documents that wait, up to a number, in about the order in which they will be taken."""
         return list(islice(self._keys(), limit))
 
     def _keys(self) -> Iterator[DocumentKey]:
-        for found in self._open.values():
-            yield from (key for _, key in sorted(found.returned))
-            yield from map(self._estimates.key, found.positions[found.taken :].tolist())
-        for number in self._order[self._next :].tolist():
-            if not self._is_begun[number]:
-                yield from map(self._estimates.key, self._positions(number).tolist())
+        yield from (key for _, key in sorted(self._returned))
+        for positions in self._open.values():
+            yield from map(self._estimates.key, reversed(positions))
+        for number in reversed(self._not_begun):
+            yield from map(self._estimates.key, reversed(self._positions(number)))
 
-    def _in_order(self) -> NDArray[np.int32]:
-        """Number the neighbourhoods [G], those with the longest documents first, others in input order."""
+    def _in_order(self) -> array[int]:
+        """Number the neighbourhoods, those with the longest documents last, others in input order."""
         if not len(self._starts):
-            return np.empty(0, np.int32)
+            return array("i")
         longest = np.maximum.reduceat(self._estimates.totals, self._starts)
-        return np.argsort(ranks(longest), kind="stable").astype(np.int32)
+        return array("i", np.argsort(ranks(longest), kind="stable")[::-1].tolist())
 
-    def _positions(self, number: int) -> NDArray[np.int64]:
-        """List the documents of a neighbourhood that has not been begun, in their order."""
+    def _positions(self, number: int) -> list[int]:
+        """List the documents of a neighbourhood that has not been begun, the next one last."""
         begin = int(self._starts[number])
         end = int(self._starts[number + 1]) if number + 1 < len(self._starts) else len(self._estimates)
         positions = np.arange(begin, end)
-        if self._without:
-            positions = positions[[position not in self._without for position in positions.tolist()]]
-        return positions[np.argsort(ranks(self._estimates.totals_at(positions)), kind="stable")]
-
-    def _begin(self, number: int) -> int:
-        positions = self._positions(number)
-        totals = self._estimates.totals_at(positions)
-        self._open[number] = _Neighbourhood(positions, ranks(totals), int(totals.sum()))
-        self._is_begun[number] = True
-        return number
+        order = np.argsort(ranks(self._estimates.totals_at(positions)), kind="stable")
+        found: list[int] = positions[order][::-1].tolist()
+        return [each for each in found if each not in self._without] if self._without else found
 
     def _choose(self) -> int:
         """Choose a neighbourhood: one that others have left, else a new one, else that with most for each worker."""
-        waiting = {number: found for number, found in self._open.items() if not found.is_empty}
-        left = [number for number, found in waiting.items() if not found.num_users]
-        if left:
-            return min(left, key=lambda number: (waiting[number].next_rank, number))
-        while self._next < len(self._order):
-            number = int(self._order[self._next])
-            self._next += 1
-            if not self._is_begun[number] and not self._open[self._begin(number)].is_empty:
+        if (left := next((number for number in self._open if not self._users[number]), None)) is not None:
+            return left
+        while self._not_begun:
+            number = self._not_begun.pop()
+            if positions := self._positions(number):
+                self._open[number] = positions
                 return number
-        return max(waiting, key=lambda number: waiting[number].tokens / (waiting[number].num_users + 1))
-
-    def _pop(self, found: _Neighbourhood) -> DocumentKey:
-        fresh = None
-        if found.taken < len(found.positions):
-            fresh = int(found.ranks[found.taken]), self._estimates.key(int(found.positions[found.taken]))
-        if found.returned and (fresh is None or found.returned[0] < fresh):
-            _, key = heapq.heappop(found.returned)
-        else:
-            assert fresh is not None
-            found.taken += 1
-            key = fresh[1]
-        found.tokens -= self._estimates[key].total
-        return key
+        return max(self._open, key=lambda number: len(self._open[number]) / (self._users[number] + 1))

@@ -14,10 +14,9 @@ from typing import Any, Literal, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from specextend.cluster.leases import Lease
-from specextend.cluster.messages import Done
+from specextend.cluster.messages import Done, Lease
 from specextend.cluster.progress import Snapshot, describe_duration
-from specextend.core import DocumentKey, counted, printable
+from specextend.core import counted, printable
 from specextend.terminal import raw_stream, wrap_streams
 
 LINE_EVERY_S = 30.0
@@ -47,22 +46,16 @@ class Display:
 def describe(snapshot: Snapshot) -> str:
     """Describe a snapshot in one line."""
     rate, length = snapshot.output_tokens_per_s, snapshot.mean_acceptance_length
+    left = "time left unknown yet" if snapshot.eta_s is None else f"{describe_duration(snapshot.eta_s)} left"
     parts = [
         f"{snapshot.num_done}/{snapshot.num_rows} done",
         f"{snapshot.num_errors} failed" if snapshot.num_errors else "",
         f"{snapshot.num_running} running on {counted(snapshot.num_workers, 'worker')}",
         f"{rate:,.1f} output tokens/s" if rate is not None else "",
         f"acceptance length {length:.2f}" if length is not None else "",
-        f"{100 * snapshot.fraction:.0f}% of the work, {describe_eta(snapshot.eta_s)}",
+        f"{100 * snapshot.fraction:.0f}% of the work, {left}",
     ]
     return ", ".join(part for part in parts if part)
-
-
-def describe_eta(seconds: float | None) -> str:
-    """Describe the time left as `1:02:03 left`, rounded up to seconds."""
-    if seconds is None:
-        return "time left unknown yet"
-    return f"{describe_duration(seconds)} left"
 
 
 class Pace:
@@ -195,14 +188,9 @@ def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Displ
     return JsonDisplay(write) if log == "json" else LineDisplay(write)
 
 
-def place_facts(key: DocumentKey) -> dict[str, Fact]:
-    """Return the facts about a document for a log that machines read."""
-    return {"file": key.file, "row": key.row}
-
-
 def lease_facts(worker: str, lease: Lease) -> dict[str, Fact]:
     """Return the facts about a lease for a log that machines read."""
-    return place_facts(lease.key) | {"worker": worker, "attempt": lease.attempt}
+    return lease.key._asdict() | {"worker": worker, "attempt": lease.attempt}
 
 
 def result_facts(done: Done) -> dict[str, Fact]:

@@ -6,11 +6,8 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specextend.cluster.auditing import AuditEnd
-from specextend.cluster.committing import Committer
-from specextend.cluster.display import Display, Fact, Pace, lease_facts, place_facts, result_facts
+from specextend.cluster.display import Display, Fact, Pace, lease_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
-from specextend.cluster.leases import GivenUp, Lease, Place, Spot
 from specextend.cluster.messages import (
     Begun,
     CallLost,
@@ -20,7 +17,10 @@ from specextend.cluster.messages import (
     Dying,
     Event,
     Failed,
+    GivenUp,
+    Lease,
     Outcome,
+    Place,
     Polled,
     Ready,
     Returned,
@@ -30,7 +30,7 @@ from specextend.cluster.messages import (
 )
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, StallGuard
-from specextend.cluster.records import Attempt
+from specextend.cluster.records import Committer, StartRecord
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import JobOptions
@@ -59,7 +59,7 @@ class Driver:
     display: Display
     metrics: Metrics
     interrupt: Interrupt
-    attempt: Attempt
+    record: StartRecord
     source: Source
     job: JobOptions
     is_auditing: bool = False
@@ -71,7 +71,8 @@ class Driver:
     """Hosts of the workers that were ready once."""
     _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
-    _audit_end: AuditEnd | None = None
+    _auditing: set[str] = field(default_factory=set)
+    """Workers that have documents to audit after the last lease."""
 
     def __post_init__(self) -> None:
         self._guard = StallGuard(self.job.silence_s, self.clock())
@@ -108,8 +109,6 @@ class Driver:
         except Exception:
             self.committer.commit()
             raise
-        finally:
-            self.metrics.flush()
         self.committer.commit()
 
     def _turn(self) -> None:
@@ -120,27 +119,20 @@ class Driver:
             self.pool.run(worker, lease)
         self._collect(TICK_S)
         if self._pace.is_due(self.clock()):  # now that it is known what the workers did meanwhile
-            self._look_around(self.clock())
+            self._enforce(self.clock())
+            self._staff(self.clock())
         self._check_silence()
         self.committer.commit_if_due(self.clock())
-        self.committer.record_if_due(self.attempt, self.clock())
         if not self.scheduler.is_done:
             self._errors.check()
         self._show()
-
-    def _look_around(self, now: float) -> None:
-        """Do what concerns all workers."""
-        self._enforce(now)
-        self._staff(now)
-        for worker, lease in self.scheduler.rebalance(now):
-            self._take_back(worker, lease)
 
     def _staff(self, now: float) -> None:
         """Start the workers that are wanted, and let go of those that are of no use any more."""
         wanted = self.scheduler.num_wanted
         for worker in self.roster.due(now, wanted):
             self.pool.start(worker)
-            self.attempt.worker_asked(worker, self.roster.seat(worker))
+            self.record.worker_asked(worker, self.roster.seat(worker))
         for worker in self.roster.not_needed(wanted):
             self._let_go(worker)
         if not self.is_auditing:  # its workers decode on when they hold no lease
@@ -152,34 +144,30 @@ class Driver:
     def _let_go(self, worker: str) -> None:
         self.display.event("worker_released", worker=worker)
         self.pool.kill(worker)
-        self.attempt.worker_gone(worker, RELEASED)
+        self.record.worker_gone(worker, RELEASED)
         self.roster.let_go(worker)
-        self.ledger.running(worker, [])
-
-    def _take_back(self, worker: str, lease: Lease) -> None:
-        self.display.event("lease_taken_back", **lease_facts(worker, lease))
-        self.pool.cancel(lease.lease_id)
+        self.ledger.running(worker, {})
 
     def _show(self) -> None:
         now = self.clock()
         snapshot = self.ledger.snapshot(now, self.roster.num_ready)
         self.display.show(snapshot, now)
-        self.metrics.show(snapshot, now)
+        self.metrics.show(snapshot)
 
     def _finish_audit(self) -> None:
         """Let the workers audit what they still hold, after the last document. One that hangs is not waited for."""
         self.display.event("audit_ends", workers=self.roster.num_ready)
         self.pool.is_ending = True
-        self._audit_end = AuditEnd(self.roster.ready_workers(), self.job.stall_s, self.clock())
-        while not self._audit_end.is_over:
+        self._auditing = set(self.roster.ready_workers())
+        guard = self._guard = StallGuard(self.job.stall_s, self.clock())
+        while self._auditing and not guard.is_stalled(self.clock()):
             self.interrupt.check()
             self._collect(TICK_S)
             self.committer.commit_if_due(self.clock())
-            self.committer.record_if_due(self.attempt, self.clock())
             self._show()
-            for worker in self._audit_end.give_up(self.clock()):
-                message = f"{worker} has made no step for {self.job.stall_s:.0f} s: the rest of its audit is left out"
-                self.display.note(message, "audit_given_up", worker=worker)
+        for worker in self._auditing:
+            message = f"{worker} has made no step for {self.job.stall_s:.0f} s: the rest of its audit is left out"
+            self.display.note(message, "audit_given_up", worker=worker)
 
     def _collect(self, timeout_s: float) -> None:
         for event in self.pool.wait(timeout_s):
@@ -188,11 +176,11 @@ class Driver:
 
     def _remember_charges(self) -> None:
         if (charges := self.scheduler.charges()) is not None:
-            self.committer.remember(self.attempt, charges)
+            self.committer.remember(charges)
 
     def _check_silence(self) -> None:
         if self._guard.is_stalled(self.clock()):
-            leased = [lease.key for lease in self.scheduler.leased()]
+            leased = [held.lease.key for held in self.scheduler.held.values()]
             waiting = self.scheduler.first_waiting(MOST_NAMES)
             num_waiting = self.scheduler.num_waiting
             raise self._guard.error(self.roster.num_ready, leased, waiting, num_waiting, self.source.place)
@@ -200,67 +188,65 @@ class Driver:
     def _enforce(self, now: float) -> None:
         """Cancel overdue documents and kill workers that hang."""
         for lease in self.scheduler.overdue(now):
-            seconds = self.scheduler.limits.seconds_for(lease.num_tokens)
+            seconds = self.scheduler.seconds_for(lease)
             message = f"not done {seconds:.0f} s after the start of its prefill"
-            worker, doc_id = self.scheduler.holder(lease.lease_id), self.source.doc_id(lease.key)
+            worker, doc_id = self.scheduler.held[lease.lease_id].worker, self.source.doc_id(lease.key)
             facts = lease_facts(worker, lease) | {"document": doc_id}
             self.display.note(f"document {doc_id} is cancelled: {message}", "document_cancelled", **facts)
-            self._give_up(self.scheduler.expire(lease.lease_id, message), worker, now)
+            self._give_up(self.scheduler.expire(lease.lease_id, message), worker)
             self.pool.cancel(lease.lease_id)
         for worker in self.scheduler.stalled(now):
             reason = f"no step for {self.job.stall_s:.0f} s"
             self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
-            self.metrics.worker_lost(worker, "stalled")
+            self.metrics.worker_lost("stalled")
             self.pool.kill(worker)
-            self.attempt.worker_gone(worker, reason)
+            self.record.worker_gone(worker, reason)
             self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
-            self.ledger.running(worker, [])
-            self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker, now)
+            self.ledger.running(worker, {})
+            self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker)
         self._remember_charges()
 
     def _handle(self, event: Event, now: float) -> None:
         match event:
             case Begun(worker):
-                self.attempt.worker_begun(worker)
+                self.record.worker_begun(worker)
             case Ready(worker, info):
                 self._ready(worker, info, now)
             case StartFailed(worker, reason):
-                self.attempt.worker_gone(worker, reason)
+                self.record.worker_gone(worker, reason)
                 pause = self.roster.failed(worker, reason, now)
                 message = f"{worker} could not be built, next try in {pause:.0f} s: {reason}"
                 self.display.note(message, "worker_failed_to_start", worker=worker, reason=reason)
             case Returned(worker, lease, outcome):
                 self._returned(worker, lease, outcome, now)
             case CallLost(worker, lease, reason):
-                self._lost(worker, lease, reason, now)
+                self._lost(worker, lease, reason)
             case Polled(worker, report):
                 self.scheduler.report(worker, report.num_steps, report.outputs, now)
                 self._guard.stepped(worker, report.num_steps, now)
-                leases = {name: self.scheduler.lease(name) for name in report.outputs}
-                held = {name: lease.key for name, lease in leases.items() if lease is not None}
-                self.ledger.running(worker, [(key, report.outputs[name]) for name, key in held.items()])
-                self.metrics.running(worker, {name: report.outputs[name] for name in held})
-                self.committer.audited(report.audits, now)
-                if self._audit_end is not None:
-                    self._audit_end.reported(worker, report, now)
+                held = self.scheduler.held
+                outputs = {held[name].lease.key: num for name, num in report.outputs.items() if name in held}
+                self.metrics.running(worker, self.ledger.running(worker, outputs))
+                self.committer.audited(report.audits)
+                if report.is_ending and not report.num_audits_open:
+                    self._auditing.discard(worker)
             case Draining(worker):
                 self._drain(worker)
             case Dying(worker, reason):
-                self.attempt.worker_gone(worker, reason)
-                if self._audit_end is not None:
-                    self._audit_end.gone(worker)
+                self.record.worker_gone(worker, reason)
+                self._auditing.discard(worker)
                 self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
                 self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
             case Died():
-                self._died(event, now)
+                self._died(event)
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
         """Let a worker take documents, unless its place is left out."""
         self.roster.ready(worker)
         self._hosts[worker] = info.host
-        self.attempt.worker_ready(worker, info)
+        self.record.worker_ready(worker, info)
         device = ", ".join(info.accelerators) or f"seat {self.roster.seat(worker)}"
-        place = Place(info.node_id, Spot(info.host, device))
+        place = Place(info.host, device)
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
         self.display.event("worker_ready", **facts, pid=info.pid, device=info.device)
         if (deaths := self.scheduler.join(worker, place, now)) is None:
@@ -274,7 +260,7 @@ class Driver:
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
         """Take an outcome in. It counts only while its lease is in force."""
-        if self.scheduler.lease(lease.lease_id) is None:
+        if lease.lease_id not in self.scheduler.held:
             self.scheduler.closed(worker)
             return
         if isinstance(outcome, Failed) and outcome.stage == "read" and outcome.retryable:
@@ -284,18 +270,17 @@ class Driver:
         if isinstance(outcome, Suspected):
             message = f"{worker}: a batch failed: {outcome.error_class}: {outcome.message}"
             self.display.note(message, "batch_failed", **lease_facts(worker, lease), error_class=outcome.error_class)
-            self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker, now)
+            self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker)
             return
         self.scheduler.finish(lease.lease_id, is_done=isinstance(outcome, Done))
         self._guard.ended(now)
         if isinstance(outcome, Done):
             self._errors.done()
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
-            self.committer.add(outcome.row, now)
-            self.metrics.done(worker, lease.lease_id, outcome)
-            self.ledger.finish(lease.key, outcome.stats, worker)
+            self.committer.add(outcome.row)
+            self.metrics.done(worker, outcome, self.ledger.finish(lease.key, outcome.stats, worker))
         else:
-            self._fail(lease.key, lease.attempt, outcome, worker, now)
+            self._fail(lease.key, lease.attempt, outcome, worker)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
         """Let another worker try a document that this one could not read, unless the document is at fault."""
@@ -308,16 +293,16 @@ class Driver:
                 message = f"{worker} on {host} cannot read a document, and rests for {PAUSE_S:g} s: {failed.message}"
                 self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=failed.message)
             return
-        for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message, now):
+        for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message):
             self._guard.ended(now)
-            self._fail(item.key, item.attempts, failed, worker, now)
+            self._fail(item.key, item.attempts, failed, worker)
 
-    def _lost(self, worker: str, lease: Lease, reason: str, now: float) -> None:
+    def _lost(self, worker: str, lease: Lease, reason: str) -> None:
         """Note that a call ended without outcome. Unless it was cancelled, its document waits again."""
-        if self.scheduler.lease(lease.lease_id) is None:
+        if lease.lease_id not in self.scheduler.held:
             self.scheduler.closed(worker)
         else:
-            self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker, now)
+            self._give_up(self.scheduler.take_back(lease.lease_id, reason), worker)
 
     def _drain(self, worker: str) -> None:
         """Empty a worker whose node is about to go; another takes its seat once it has done what runs."""
@@ -325,25 +310,26 @@ class Driver:
         message = f"{worker} gets no more documents: its node ({host}) is about to go"
         self.display.note(message, "worker_drains", worker=worker, host=host)
         for lease in self.scheduler.drain(worker):
-            self._take_back(worker, lease)
+            self.display.event("lease_taken_back", **lease_facts(worker, lease))
+            self.pool.cancel(lease.lease_id)
 
-    def _died(self, event: Died, now: float) -> None:
+    def _died(self, event: Died) -> None:
         with_node = event.with_node or self.scheduler.is_draining(event.worker)
-        self.metrics.worker_lost(event.worker, "node" if with_node else "died")
+        self.metrics.worker_lost("node" if with_node else "died")
         if with_node:
             given_up = self.scheduler.lose(event.worker, f"the node was lost: {event.reason}")
         else:
             message = f"the worker died: {event.reason}"
             given_up = self.scheduler.leave(event.worker, "WorkerDied", message)
-        self._give_up(given_up, event.worker, now)
-        self.ledger.running(event.worker, [])
+        self._give_up(given_up, event.worker)
+        self.ledger.running(event.worker, {})
 
-    def _give_up(self, given_up: list[GivenUp], worker: str, now: float) -> None:
+    def _give_up(self, given_up: list[GivenUp], worker: str) -> None:
         for item in given_up:
             failed = Failed("", item.error_class, item.message, "decode", retryable=True)
-            self._fail(item.key, item.attempts, failed, worker, now)
+            self._fail(item.key, item.attempts, failed, worker)
 
-    def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str, now: float) -> None:
+    def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str) -> None:
         doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self.source.doc_id(key))
         row = error_row(
             key,
@@ -354,8 +340,8 @@ class Driver:
             retryable=failed.retryable,
             attempts=attempts,
         )
-        self.committer.add(row, now)
-        facts = place_facts(key) | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
+        self.committer.add(row)
+        facts = key._asdict() | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
         message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
         self.display.note(message, "document_failed", **facts, error_class=failed.error_class)
         self._errors.failed(doc_id, failed)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from specextend.cluster.backlog import Estimates
 from specextend.cluster.environment import is_local, say_room
-from specextend.cluster.estimates import Estimates, RowSet
-from specextend.cluster.exits import RefusedError, StoreError, reading
+from specextend.cluster.exits import RefusedError, reading
 from specextend.cluster.forecast import Forecast, Outlook, Rates, cost_of
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.prepare import (
@@ -23,14 +23,14 @@ from specextend.cluster.prepare import (
     check_retry,
     check_same_run,
     describe_selection,
-    read_progress,
+    input_errors,
+    open_rows,
     say_left_out,
 )
 from specextend.cluster.progress import describe_duration
 from specextend.core import counted
-from specextend.data.inputs import InputError, InputUnreachableError
 from specextend.data.listing import describe_skipped
-from specextend.data.parts import Progress, Retry, pending
+from specextend.data.parts import Retry
 
 NOT_MEASURED = "not measured"
 WIDTH = 80
@@ -69,7 +69,7 @@ def dry_run(
         "error_rows_left_out": num_final,
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
-        "audit": _audit(prepared, plan),
+        "audit": _checks(prepared, plan),
         "length_policy": config.prompt.length_policy,
         "prompt_tokens": plan.num_prompt_tokens(),
         "output_tokens_at_most": int(plan.estimates.max_new_tokens.sum(dtype=np.int64)),
@@ -106,7 +106,7 @@ def parse_time(text: str, now: datetime) -> datetime:
 
 def describe_dry_run(plan: dict[str, Any]) -> str:
     """Describe the plan for people."""
-    audit = [(each["check"], _say_rows(each["rows"]), each["outcome"]) for each in plan["audit"]]
+    checks = [(each["check"], _say_rows(each["rows"]), each["outcome"]) for each in plan["audit"]]
     lengths = [(name, f"{count:,}") for name, count in plan["prompt_lengths"].items()]
     rejected = sum(plan["rows_rejected"].values())
     prompt_tokens = counted(plan["prompt_tokens"], "prompt token")
@@ -115,7 +115,7 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
         *(line for note in plan["selection"]["notes"] for line in _wrap(note)),
         f"{plan['rows_to_do']:,} of {counted(plan['rows'], 'row')} to do, {rejected:,} of them rejected",
         *([say_left_out(plan["error_rows_left_out"])] if plan["error_rows_left_out"] else []),
-        *_table(("input", "rows", "they are"), audit),
+        *_table(("input", "rows", "they are"), checks),
         f"about {prompt_tokens}, {output_tokens} at most",
         *_table(("prompt tokens", "rows"), lengths),
         *describe_memory(plan),
@@ -129,17 +129,10 @@ def _plan(prepared: Prepared, retry_errors: Retry) -> tuple[Plan, int]:
     """Plan the open documents; return the plan, and the number of error rows that are final."""
     source, decoding = prepared.source, prepared.config.decoding
     with reading(prepared.output):
-        is_begun = check_same_run(prepared)
-        check_retry(prepared, retry_errors, is_begun=is_begun)
-        progress = read_progress(prepared) if is_begun else Progress(frozenset(), {})
-    rows = [file.num_rows for file in source.files]
-    keys = RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
-    try:
+        check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
+        progress, keys = open_rows(prepared, retry_errors)
+    with input_errors():
         plan = make_plan(source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None)
-    except InputUnreachableError as error:
-        raise StoreError(str(error)) from error
-    except InputError as error:
-        raise RefusedError(str(error)) from error
     return plan, len(progress.final) if retry_errors == "retryable" else 0
 
 
@@ -189,7 +182,7 @@ def _by(outlook: Outlook, by: datetime) -> dict[str, Any]:
     }
 
 
-def _audit(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
+def _checks(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     """List the checks of the rows to do: `check`, `rows` found (None: not checked) and the `outcome` for such rows."""
     policy, counts = prepared.config.prompt.length_policy, plan.rejected
     is_read = prepared.source.options.num_tokens_column is None

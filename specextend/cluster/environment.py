@@ -1,25 +1,36 @@
-"""The environment of a run: the variables that Ray reads when it is imported, and the resources of this machine.
+"""The Ray of a run: the variables that it reads when it is imported, the connection to it, and room for workers.
 
-Imports neither Ray nor torch, because it sets what they read.
+Imports Ray and torch only inside functions, because `prepare_environment` sets what they read.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
-from collections.abc import MutableMapping, Sequence
+import socket
+from collections.abc import Iterator, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specextend.cluster.exits import RefusedError
-from specextend.core import counted
+from specextend.cluster.exits import ClusterError, Interrupt, RefusedError
+from specextend.core import counted, first_line
 
 if TYPE_CHECKING:  # they import torch
-    from specextend.config import JobOptions
+    from specextend.config import JobOptions, RunConfig
     from specextend.models import TargetOptions
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The variable that `ray job submit` sets for the driver."""
+LOCAL_OBJECT_STORE_BYTES = 100 << 20
+"""Size of the object store of a private Ray: nothing large goes through it."""
+KNOCK_S = 10.0
+"""Seconds in which the head must accept a connection."""
+_TAKE_BACK_S = 0.001
+"""Seconds between two calls that take SIGTERM back while Ray shuts down."""
 
 
 def is_submitted(environment: MutableMapping[str, str]) -> bool:
@@ -67,6 +78,14 @@ def this_machine() -> Node:
     return num_cores(), torch.cuda.device_count()
 
 
+def nodes_up() -> list[Node]:
+    """List what each node of the cluster that was joined has to give to workers."""
+    import ray
+
+    alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
+    return [(each.get("CPU", 0.0), each.get("GPU", 0.0)) for each in alive]
+
+
 def cores_per_worker(job: JobOptions, nodes: Sequence[Node]) -> int:
     """Return `job.cpus_per_worker`; `auto` is the largest number that leaves room for all workers, and at least 1."""
     if job.cpus_per_worker != "auto":
@@ -106,15 +125,92 @@ def worker_device(job: JobOptions) -> str:
     return device_name(torch.device("cuda" if job.gpus_per_worker else "cpu"))
 
 
-def workers_that_fit(job: JobOptions) -> int:
-    """Count how many of `job.workers` a private Ray has room for at a time."""
-    here = [this_machine()]
-    return min(job.workers, _room(job, here, cores_per_worker(job, here)))
+def settle_cores(config: RunConfig) -> RunConfig:
+    """Return the configuration with a number in the place of `job.cpus_per_worker: auto`, by the nodes that are up."""
+    cores = cores_per_worker(config.job, nodes_up())
+    return config.model_copy(update={"job": replace(config.job, cpus_per_worker=cores)})
 
 
 def say_room(job: JobOptions) -> str | None:
-    """Say that a private Ray has room for fewer workers than `job.workers`; None if it has room for all."""
-    fit = workers_that_fit(job)
-    if fit == job.workers:
+    """Say that a private Ray has room for fewer workers than `job.workers`, or a cluster for none; None otherwise.
+
+    A cluster that grows may start a node with room. In any other the job would wait in silence until
+    `JobOptions.silence_s`. Needs a Ray if that is not private.
+    """
+    nodes = [this_machine()] if is_local() else nodes_up()
+    fit = min(job.workers, _room(job, nodes, cores_per_worker(job, nodes)))
+    if is_local() and fit < job.workers:
+        return f"this machine has room for {fit} of {counted(job.workers, 'worker')} (job.workers)"
+    if fit:
         return None
-    return f"this machine has room for {fit} of {counted(job.workers, 'worker')} (job.workers)"
+    wanted = f"job.cpus_per_worker {job.cpus_per_worker} and job.gpus_per_worker {job.gpus_per_worker:g}"
+    end = f"unless it grows, the run ends after {job.silence_s:g} s"
+    return f"no node of the cluster has room for a worker of {wanted}; {end}"
+
+
+@contextmanager
+def connected(interrupt: Interrupt) -> Iterator[None]:
+    """Connect to Ray for a `with` block: to the cluster that this process has joined already, to a private one
+    (`RAY_ADDRESS=local`), or to the one that `ray.init()` finds.
+
+    `interrupt` takes SIGTERM back whenever Ray has taken it. Raises ClusterError and InterruptedRunError.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        _connect()
+    except SystemExit:  # raised by Ray's own handler of SIGTERM while it starts
+        _shut_down(interrupt)
+        interrupt.tell("SIGTERM received")
+        interrupt.check()
+    except Exception as error:  # Ray raises many classes here
+        _shut_down(interrupt)
+        what = "started" if is_local() else "joined"
+        raise ClusterError(f"Ray cannot be {what}: {first_line(error)}; nothing was decoded, run again") from error
+    interrupt.install()
+    try:
+        interrupt.check()  # Ray may have swallowed what its own handler raised
+        yield
+    finally:
+        _shut_down(interrupt)
+
+
+def _shut_down(interrupt: Interrupt) -> None:
+    """Shut Ray down, and keep taking SIGTERM back meanwhile: near its end Ray makes that signal deadly."""
+    import ray
+
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(ray.shutdown)
+        while wait([ending], _TAKE_BACK_S).not_done:
+            interrupt.install()
+    interrupt.install()
+    ending.result()
+
+
+def _connect() -> None:
+    import ray
+
+    if is_local():
+        ray.init(
+            address="local",
+            num_cpus=num_cores(),
+            include_dashboard=False,
+            object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+            logging_level=logging.WARNING,
+        )
+    else:
+        _knock(os.environ.get("RAY_ADDRESS", ""))
+        ray.init(logging_level=logging.WARNING)
+
+
+def _knock(address: str) -> None:
+    """Raise OSError if nobody listens at `host:port`: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), KNOCK_S).close()
+        except OSError as error:
+            raise ConnectionError(f"nobody answers at {address} ({error})") from error

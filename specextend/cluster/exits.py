@@ -9,9 +9,8 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
 from specextend.core import first_line
@@ -31,12 +30,22 @@ LAST_S = 3.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class RefusedError(ValueError):
+class RunError(Exception):
+    """An end of a run whose message tells the user what to do: it is printed without a traceback."""
+
+    exit_code = EXIT_FAILED
+
+
+class RefusedError(RunError, ValueError):
     """A configuration or an input that cannot be run, said in one line before a model is loaded: exit 2."""
 
+    exit_code = EXIT_REFUSED
 
-class LockHeldError(RuntimeError):
+
+class LockHeldError(RunError):
     """Another driver holds the output folder and is alive: exit 4."""
+
+    exit_code = EXIT_LOCKED
 
 
 class LockLostError(LockHeldError):
@@ -46,88 +55,64 @@ class LockLostError(LockHeldError):
     """
 
 
-class LockGoneError(RuntimeError):
+class LockGoneError(RunError):
     """Somebody removed the lock, perhaps a driver that took over and has finished: exit 1.
 
     Nothing more may be committed.
     """
 
 
-class OtherRunError(ValueError):
+class OtherRunError(RunError, ValueError):
     """The output folder belongs to another run, and the message says what differs: exit 5."""
 
+    exit_code = EXIT_OTHER_RUN
 
-class WorkersFailError(RuntimeError):
+
+class WorkersFailError(RunError):
     """Workers cannot be built, or all of them die: exit 1."""
 
 
-class ClusterError(RuntimeError):
+class ClusterError(RunError):
     """Ray cannot be started or joined, so nothing was decoded: exit 1."""
 
 
-class StoreError(RuntimeError):
+class StoreError(RunError):
     """The store of the input or of the models does not answer: exit 1. Finished work is kept; run again to resume."""
 
 
-class StalledRunError(RuntimeError):
+class StalledRunError(RunError):
     """No worker has read or written a token for too long: exit 1. Finished work is kept; run again to resume."""
 
 
-class OutputError(RuntimeError):
+class OutputError(RunError):
     """The output folder cannot be read or written: exit 1. Committed work is kept; run again to resume."""
 
 
-class TooManyErrorsError(RuntimeError):
+class TooManyErrorsError(RunError):
     """Most documents fail, so the run has stopped early: exit 3. Finished work is kept."""
+
+    exit_code = EXIT_TOO_MANY_ERRORS
 
 
 class InterruptedRunError(Exception):
     """The run was told to stop: exit 75. Run again to resume."""
 
-
-SAID_IN_ONE_LINE = (
-    RefusedError,
-    LockHeldError,
-    LockGoneError,
-    OtherRunError,
-    OutputError,
-    StoreError,
-    ClusterError,
-    WorkersFailError,
-    StalledRunError,
-    TooManyErrorsError,
-)
-"""Exceptions whose message tells the user what to do: they are printed without a traceback."""
+    exit_code = EXIT_INTERRUPTED
 
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a run that ended with this exception."""
-    codes: dict[type[BaseException], int] = {
-        RefusedError: EXIT_REFUSED,
-        LockHeldError: EXIT_LOCKED,
-        OtherRunError: EXIT_OTHER_RUN,
-        TooManyErrorsError: EXIT_TOO_MANY_ERRORS,
-        InterruptedRunError: EXIT_INTERRUPTED,
-    }
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), EXIT_FAILED)
+    return error.exit_code if isinstance(error, RunError | InterruptedRunError) else EXIT_FAILED
 
 
-@contextmanager
-def writing(output: Location) -> Iterator[None]:
-    """Open a block that writes to an output folder. Raises OutputError if the file system refuses."""
-    with _refused(output, "cannot be written to"):
-        yield
-
-
-@contextmanager
-def reading(output: Location) -> Iterator[None]:
+def reading(output: Location) -> AbstractContextManager[None]:
     """Open a block that reads what a run has written. Raises OutputError if the file system refuses."""
-    with _refused(output, "cannot be read"):
-        yield
+    return writing(output, "cannot be read")
 
 
 @contextmanager
-def _refused(output: Location, what: str) -> Iterator[None]:
+def writing(output: Location, what: str = "cannot be written to") -> Iterator[None]:
+    """Open a block that writes to an output folder. Raises OutputError if the file system refuses."""
     try:
         yield
     except OSError as error:
@@ -150,13 +135,12 @@ class Interrupt:
         self.last: Callable[[], None] = lambda: None
         """The last call before the process is ended by force; it runs on another thread and must be quick."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
-        self._deadline = time.monotonic() + deadline_s if deadline_s else None
         self._reason: str | None = None
         self._told = threading.Event()
         self._over = threading.Event()
         self._wakeup: int | None = None
         """The pipe into which the system writes the number of each signal at once, whatever the main thread does."""
-        threading.Thread(target=self._watch, name="grace", daemon=True).start()
+        threading.Thread(target=self._watch, args=(deadline_s or None,), name="grace", daemon=True).start()
 
     def install(self) -> None:
         """Take over SIGTERM and SIGINT. Call it again after ray.init(), which installs handlers of its own."""
@@ -170,8 +154,6 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise InterruptedRunError once the run was told to stop."""
-        if self._reason is None and self._deadline is not None and time.monotonic() >= self._deadline:
-            self.tell("job.deadline_s has passed")
         if self._reason is not None:
             raise InterruptedRunError(self._reason)
 
@@ -198,9 +180,8 @@ class Interrupt:
             for number in set(_SIGNALS).intersection(numbers):
                 self._handle(number, None)
 
-    def _watch(self) -> None:
-        left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        if not self._told.wait(left_s):
+    def _watch(self, deadline_s: float | None) -> None:
+        if not self._told.wait(deadline_s):
             self.tell("job.deadline_s has passed")
         if not self._over.wait(self._grace_s):
             end_process(EXIT_INTERRUPTED, self.last)

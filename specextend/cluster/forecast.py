@@ -11,21 +11,23 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean
+from typing import Any
 
 import numpy as np
+import ray
+from ray.exceptions import RayError
 
-from specextend.cluster.cluster import connected, settle_cores
-from specextend.cluster.estimates import Estimates, TokenEstimate
+from specextend.cluster.backlog import Estimates
+from specextend.cluster.environment import connected, settle_cores
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
-from specextend.cluster.leases import Lease
-from specextend.cluster.messages import CallLost, Died, Done, Event, Polled, Ready, Returned, StartFailed
+from specextend.cluster.messages import Done, Outcome
 from specextend.cluster.prepare import Prepared, check_machine
-from specextend.cluster.progress import StallGuard
-from specextend.cluster.worker import CheckedFactory, EngineFactory
-from specextend.cluster.workers import Pool
+from specextend.cluster.worker import EngineFactory, checked_engine, worker_actor
+from specextend.cluster.workers import last_line
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, counted
 from specextend.loading import load_engine
@@ -41,10 +43,9 @@ START_FACTOR = 1.5
 MOST_UNCERTAIN = 20.0
 """Largest factor of an interval: rates that are known no better say nothing, but must not overflow a clock."""
 TICK_S = 0.2
-"""Seconds to wait for an event before clock and signals are checked again."""
+"""Seconds to wait for an answer before clock and signals are checked again."""
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 """Student's t for 95%, two-sided, by degrees of freedom from 1 on; the last one stands for all above."""
-_WORKER = "worker-1"
 _NEEDS = f"--calibrate needs {counted(MIN_DOCUMENTS, 'document')} that can be decoded"
 
 
@@ -234,97 +235,70 @@ def calibrate(
     check_machine(prepared.config)
     decoding = replace(prepared.config.decoding, audit_fraction=0.0)  # an audit would empty the batch
     config = prepared.config.model_copy(update={"decoding": decoding})
-    sample = {key: estimates[key] for key in draw_sample(estimates, num_documents, decoding.seed)}
+    sample = draw_sample(estimates, num_documents, decoding.seed)
     if len(sample) < MIN_DOCUMENTS:
         raise RefusedError(f"{_NEEDS}, but got {len(sample)}")
     begin, size = time.monotonic(), decoding.batch_size
-    checked = CheckedFactory(factory, prepared.manifest["identity"]["hashes"])
+    checked = partial(checked_engine, factory=factory, hashes=prepared.manifest["identity"]["hashes"])
     with connected(interrupt):
-        pool = Pool(settle_cores(config), prepared.source, checked, size)
-        session = _Session(pool, sample, size, StallGuard(config.job.silence_s, pool.clock()), interrupt)
+        actor = worker_actor(config := settle_cores(config), size).remote(config, prepared.source, checked)
+        wait = partial(_first_answer, interrupt=interrupt, limit_s=config.job.silence_s)
         try:
-            start_s = session.start() - begin
+            _, info = wait([actor.ready.remote()])
+            start_s = time.monotonic() - begin
             documents = counted(len(sample), "document")
-            say(f"calibrating with {documents} on {session.device}, models loaded after {start_s:.1f} s")
-            session.decode()
+            say(f"calibrating with {documents} on {info.device}, models loaded after {start_s:.1f} s")
+            outcomes = _decode(actor, sample, size, wait)
         finally:
-            pool.close()
-    rates = fit_rates(session.costs, start_s=start_s, device=session.device)
+            ray.kill(actor)
+    done = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Done)}
+    costs = [DocumentCost.of(outcome, estimates[key].max_new_tokens) for key, outcome in done.items()]
+    rates = fit_rates(costs, start_s=start_s, device=info.device)
     if rates is None:
-        raise RefusedError(f"{_NEEDS}: {'; '.join(session.failures) or 'their outputs are empty'}")
+        failed = [f"{each.error_class}: {each.message}" for each in outcomes.values() if not isinstance(each, Done)]
+        raise RefusedError(f"{_NEEDS}: {'; '.join(failed) or 'their outputs are empty'}")
     return rates
 
 
-@dataclass(slots=True)
-class _Session:
-    """One worker and the documents that it decodes: a first one alone, to warm up, then the sample in full batches.
+def _decode(
+    actor: Any, sample: Sequence[DocumentKey], size: int, wait: Callable[[list[Any]], tuple[Any, Any]]
+) -> dict[DocumentKey, Outcome]:
+    """Decode the last document alone, to warm up, then the sample in full batches of `size`.
 
     While the last documents of the sample run, a short one is decoded again and again beside them. Otherwise the rates
-    would be those of a batch that empties, which a long run sees only at its end.
+    would be those of a batch that empties, which a long run sees only at its end. wait: `_first_answer`.
     """
+    numbers, waiting, outcomes = itertools.count(), list(sample), dict[DocumentKey, Outcome]()
 
-    pool: Pool
-    sample: Mapping[DocumentKey, TokenEstimate]
-    batch_size: int
-    guard: StallGuard
-    interrupt: Interrupt
-    costs: list[DocumentCost] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    device: str = ""
-    """Empty until the worker is ready."""
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _running: set[str] = field(default_factory=set)
-    _measured: set[str] = field(default_factory=set)
-    """The leases of the sample."""
+    def hand_out(key: DocumentKey) -> Any:
+        return actor.run.remote(f"calibration-{next(numbers)}", key, 1)
 
-    def start(self) -> float:
-        """Wait until the worker has loaded its models; return `time.monotonic()` of that moment."""
-        self.pool.start(_WORKER)
-        while not self.device:
-            self._turn()
-        return time.monotonic()
+    wait([hand_out(sample[-1])])
+    running: dict[Any, DocumentKey | None] = {}
+    """The calls, each with its document if that is of the sample."""
+    while len(outcomes) < len(sample):
+        while len(running) < size:
+            key = waiting.pop(0) if waiting else None
+            running[hand_out(sample[-1] if key is None else key)] = key
+        call, outcome = wait(list(running))
+        if (key := running.pop(call)) is not None:
+            outcomes[key] = outcome
+    return outcomes
 
-    def decode(self) -> None:
-        """Decode until every document of the sample has its outcome."""
-        waiting = list(self.sample)
-        shortest = waiting[-1]
-        self._hand_out(shortest)
-        while self._running:
-            self._turn()
-        while waiting or self._measured & self._running:
-            while waiting and len(self._running) < self.batch_size:
-                self._measured.add(self._hand_out(waiting.pop(0)))
-            while len(self._running) < self.batch_size:
-                self._hand_out(shortest)
-            self._turn()
 
-    def _hand_out(self, key: DocumentKey) -> str:
-        lease = Lease(f"calibration-{next(self._numbers)}", key, self.sample[key].total, 1)
-        self._running.add(lease.lease_id)
-        self.pool.run(_WORKER, lease)
-        return lease.lease_id
+def _first_answer(calls: list[Any], interrupt: Interrupt, limit_s: float) -> tuple[Any, Any]:
+    """Wait for the first of some calls to end; return it with its answer.
 
-    def _turn(self) -> None:
-        self.interrupt.check()
-        for event in self.pool.wait(TICK_S):
-            self._handle(event)
-        if self.guard.is_stalled(self.pool.clock()):
-            raise WorkersFailError("the worker of the calibration reads and writes no token")
-
-    def _handle(self, event: Event) -> None:
-        match event:
-            case Ready(_, info):
-                self.device = info.device
-            case Polled(worker, report):
-                self.guard.stepped(worker, report.num_steps, self.pool.clock())
-            case Returned(_, lease, outcome):
-                self._running.discard(lease.lease_id)
-                self.guard.ended(self.pool.clock())
-                if lease.lease_id not in self._measured:
-                    return
-                if isinstance(outcome, Done):
-                    self.costs.append(DocumentCost.of(outcome, self.sample[lease.key].max_new_tokens))
-                else:
-                    self.failures.append(f"{outcome.error_class}: {outcome.message}")
-            case StartFailed(_, reason) | CallLost(_, _, reason) | Died(_, reason, _):
-                raise WorkersFailError(f"the worker of the calibration failed: {reason}")
+    Raises WorkersFailError if it failed or none ends within `limit_s`, and InterruptedRunError.
+    """
+    give_up_at = time.monotonic() + limit_s
+    done: list[Any] = []
+    while not done:
+        interrupt.check()
+        if time.monotonic() >= give_up_at:
+            raise WorkersFailError(f"the worker of the calibration has not answered for {limit_s:.0f} s")
+        done, _ = ray.wait(calls, timeout=TICK_S)
+    try:
+        return done[0], ray.get(done[0])
+    except RayError as error:
+        raise WorkersFailError(f"the worker of the calibration failed: {last_line(error)}") from error

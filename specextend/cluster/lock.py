@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from types import TracebackType
 
-from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, RefusedError, writing
+from specextend.cluster.exits import LockGoneError, LockHeldError, LockLostError, OutputError, writing
 from specextend.core import first_line
 from specextend.data.run_folder import lock_file, records_folder
-from specextend.data.storage import Location, delete, is_folder, read_bytes, write_bytes
+from specextend.data.storage import Location, delete, read_bytes, write_bytes
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0
@@ -29,6 +28,7 @@ SETTLE_S = 2.0
 """Seconds to wait if the file system cannot exclude a second writer: the last one wins, and the first one sees it."""
 CHECK_EVERY_S = 1.0
 """Seconds between two checks of the lock of a driver that may be dead."""
+UNKNOWN = "somebody whose _run/lock is no lock that this version knows"
 LAST_S = 5.0
 """Seconds that the end of a run waits for a heartbeat that does not return."""
 
@@ -47,9 +47,10 @@ class LockHolder:
 
     def is_gone(self, host: str) -> bool:
         """Return True if its process ran on `host`, this machine, and is known to have ended."""
-        if (self.host, self.pid_namespace) != (host, _pid_namespace()):
+        here = _pid_namespace()
+        if not here or (self.host, self.pid_namespace) != (host, here):
             return False
-        return self.pid == os.getpid() or not _is_running(self.pid)
+        return self.pid == os.getpid() or not os.path.exists(f"/proc/{self.pid}")
 
     def seems_alive(self, now: float) -> bool:
         """Guess from the lock alone, by two clocks that may differ; to be certain, watch the heartbeat."""
@@ -78,8 +79,8 @@ def parse_lock(data: bytes) -> LockHolder | None:
     return holder if is_sound and is_a_time else None
 
 
-class FolderLock:
-    """The lock of an output folder, without a thread: call `try_take` until it is ours, then `beat` and `check`.
+class OutputLock:
+    """The lock of an output folder, `_run/lock`: call `try_take` until it is ours, then `beat` and `check`, or `held`.
 
     A holder counts as dead if its process is known to be gone, or if its lock has not changed for STALE_S by our own
     clock: the clocks of two machines are never compared.
@@ -95,7 +96,7 @@ class FolderLock:
         monotonic: Callable[[], float] = time.monotonic,
         host: str = "",
     ) -> None:
-        self._output, self._run_id, self._host = output, run_id, host or socket.gethostname()
+        self.output, self._run_id, self._host = output, run_id, host or socket.gethostname()
         self._clock, self._monotonic = clock, monotonic
         self._seen: bytes | None = None
         """The lock of another driver that is watched for a change."""
@@ -114,23 +115,20 @@ class FolderLock:
         """Describe the lock for which `try_take` waits, in one line; empty if it waits for none."""
         if self._seen is None:
             return ""
-        if (holder := parse_lock(self._seen)) is None:
-            path = lock_file(self._output).path
-            what = f"{path} is no lock that this version knows"
-            return f"{what}; it is taken over if it does not change for {STALE_S:.0f} s"
-        return f"{self._output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign of life"
+        holder = parse_lock(self._seen) or UNKNOWN
+        return f"{self.output.path} is held by {holder}; waiting up to {STALE_S:.0f} s for a sign of life"
 
     def try_take(self) -> bool:
         """Check the lock, and take it if nobody holds it. Returns True once the folder is ours.
 
-        Raises LockHeldError, RefusedError if the lock is a folder, and OSError.
+        Raises LockHeldError and OSError.
         """
         if self._is_settling:
             return self._settle()
-        if self._output.is_local:
-            os.makedirs(records_folder(self._output).path, exist_ok=True)
-        with exclusive(self._output) as is_exclusive:
-            found = self._read_any()
+        if self.output.is_local:
+            os.makedirs(records_folder(self.output).path, exist_ok=True)
+        with exclusive(self.output) as is_exclusive:
+            found = read_bytes(lock_file(self.output))
             if found is not None and not self._is_dead(found):
                 return False
             self.predecessor = None if found is None else parse_lock(found)
@@ -139,22 +137,17 @@ class FolderLock:
             self._is_settling, self._since = True, self._monotonic()
         return is_exclusive
 
-    def check_heard(self) -> None:
-        """Raise LockLostError or LockGoneError once a heartbeat has found that the folder is not ours."""
-        if self._lost is not None:
-            raise self._lost
-
     def check(self) -> None:
         """Raise LockLostError or LockGoneError if the folder is not ours, and OutputError if that cannot be found out.
 
         Asks the store only if the last heartbeat was a while ago: a driver that was suspended, or whose clock was set,
         goes on if nobody has taken the folder meanwhile.
         """
-        self.check_heard()
-        seconds = max(now - then for now, then in zip(self._times(), self._beat_at, strict=True))
-        if seconds <= DOUBT_S and self._clock() >= self._beat_at[1]:
-            return
-        self.confirm()
+        if self._lost is not None:
+            raise self._lost
+        steady_s, wall_s = self._monotonic() - self._beat_at[0], self._clock() - self._beat_at[1]
+        if steady_s > DOUBT_S or not 0 <= wall_s <= DOUBT_S:
+            self.confirm()
 
     def confirm(self) -> None:
         """Ask the store who holds the folder. Raises as `check` does."""
@@ -162,29 +155,27 @@ class FolderLock:
             self.beat()
         except OSError as error:
             why = first_line(error)
-            raise OutputError(f"{self._output.path}: its lock cannot be confirmed ({why}); run again") from error
-        self.check_heard()
+            raise OutputError(f"{self.output.path}: its lock cannot be confirmed ({why}); run again") from error
+        if self._lost is not None:
+            raise self._lost
 
     def beat(self) -> None:
         """Beat once, and find out whether the lock is still ours. Raises OSError."""
-        with self._mutex, exclusive(self._output):
+        with self._mutex, exclusive(self.output):
             if self._lost is not None:
                 return
-            data = read_bytes(lock_file(self._output))
-            holder = None if data is None else parse_lock(data)
-            if data is None:
-                self._lost = LockGoneError(f"{self._output.path}: somebody removed _run/lock; run again to resume")
-            elif holder is None or holder.run_id != self._run_id:
-                self._lost = LockLostError(f"{self._output.path} was taken over by {holder or 'somebody'}")
+            if (data := read_bytes(lock_file(self.output))) is None:
+                self._lost = LockGoneError(f"{self.output.path}: somebody removed _run/lock; run again to resume")
+            elif not self._is_ours(holder := parse_lock(data)):
+                self._lost = LockLostError(f"{self.output.path} was taken over by {holder or 'somebody'}")
             else:
                 self._write()
 
     def release(self) -> None:
         """Remove the lock if it is ours."""
         with suppress(OSError):  # a lock that cannot be removed goes stale, and must not hide an earlier error
-            holder = read_lock(self._output)
-            if holder is not None and holder.run_id == self._run_id:
-                delete(lock_file(self._output))
+            if self._is_ours(read_lock(self.output)):
+                delete(lock_file(self.output))
 
     def _is_dead(self, found: bytes) -> bool:
         """Return True if the lock of another driver may be taken over. Raises LockHeldError if that driver lives."""
@@ -192,7 +183,7 @@ class FolderLock:
         if holder is not None and holder.is_gone(self._host):
             return True
         if self._seen is not None and found != self._seen:
-            raise LockHeldError(f"{self._output.path} is held by {holder or 'a driver of another version'}")
+            raise LockHeldError(f"{self.output.path} is held by {holder or UNKNOWN}")
         if self._seen is None:
             self._seen, self._since = found, self._monotonic()
         return self._monotonic() - self._since >= STALE_S
@@ -201,83 +192,63 @@ class FolderLock:
         if self._monotonic() - self._since < SETTLE_S:
             return False
         self._is_settling = False
-        holder = read_lock(self._output)
-        if holder is None or holder.run_id != self._run_id:
-            raise LockHeldError(f"{self._output.path} was taken by {holder or 'somebody'} at the same moment")
+        if not self._is_ours(holder := read_lock(self.output)):
+            raise LockHeldError(f"{self.output.path} was taken by {holder or 'somebody'} at the same moment")
         return True
 
-    def _times(self) -> tuple[float, float]:
-        return self._monotonic(), self._clock()
-
-    def _read_any(self) -> bytes | None:
-        try:
-            return read_bytes(lock_file(self._output))
-        except OSError as error:
-            if is_folder(lock_file(self._output)):
-                raise RefusedError(f"{lock_file(self._output).path} is a folder; remove it") from error
-            raise
+    def _is_ours(self, holder: LockHolder | None) -> bool:
+        return holder is not None and holder.run_id == self._run_id
 
     def _write(self) -> None:
         """Write our lock, so that it differs from the last one whatever the clock says."""
-        times = self._times()
-        self._written = times[1] if times[1] != self._written else math.nextafter(self._written, math.inf)
+        steady, wall = self._monotonic(), self._clock()
+        self._written = wall if wall != self._written else math.nextafter(self._written, math.inf)
         holder = LockHolder(self._run_id, self._host, os.getpid(), self._written, _pid_namespace())
-        write_bytes(lock_file(self._output), json.dumps(asdict(holder)).encode())
-        self._beat_at = times
+        write_bytes(lock_file(self.output), json.dumps(asdict(holder)).encode())
+        self._beat_at = (steady, wall)
 
 
-class OutputLock(FolderLock):
-    """Holds `_run/lock` from entry to exit of a `with` block, with a heartbeat in a thread of its own.
+@contextmanager
+def held(
+    lock: OutputLock,
+    say: Callable[[str], object] = lambda line: None,
+    checkpoint: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Wait for a lock and hold it for a `with` block, with a heartbeat in a thread of its own.
 
-    say: told whom the lock has to wait for. checkpoint: called while waiting; may raise. Entering raises LockHeldError
-    and OutputError.
+    say: told whom the lock has to wait for. checkpoint: called while waiting; may raise. Raises LockHeldError and
+    OutputError.
     """
+    closing = threading.Event()
 
-    def __init__(
-        self,
-        output: Location,
-        run_id: str,
-        clock: Callable[[], float] = time.time,
-        say: Callable[[str], object] = lambda line: None,
-        checkpoint: Callable[[], object] = lambda: None,
-        check_every_s: float = CHECK_EVERY_S,
-    ) -> None:
-        super().__init__(output, run_id, clock)
-        self._say, self._checkpoint, self._check_every_s = say, checkpoint, check_every_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> OutputLock:
-        said = ""
-        try:
-            while not self._take():
-                if self.watched not in ("", said):
-                    said = self.watched
-                    self._say(said)
-                self._checkpoint()
-                time.sleep(self._check_every_s)
-        except BaseException:
-            if self._is_settling:
-                self.release()
-            raise
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing.set()
-        self._thread.join(LAST_S)
-        self.release()
-
-    def _take(self) -> bool:
-        with writing(self._output):
-            return self.try_take()
-
-    def _keep(self) -> None:
-        while self._lost is None and not self._closing.wait(HEARTBEAT_S):
+    def keep() -> None:
+        while not closing.wait(HEARTBEAT_S):
             with suppress(OSError):  # `check` asks the store itself once the last good beat is too old
-                self.beat()
+                lock.beat()
+
+    thread = threading.Thread(target=keep, name="heartbeat", daemon=True)
+    try:
+        _wait_for(lock, say, checkpoint)
+        thread.start()
+        yield
+    finally:
+        closing.set()
+        if thread.is_alive():
+            thread.join(LAST_S)
+        lock.release()
+
+
+def _wait_for(lock: OutputLock, say: Callable[[str], object], checkpoint: Callable[[], object]) -> None:
+    said = ""
+    while True:
+        with writing(lock.output):
+            if lock.try_take():
+                return
+        if lock.watched not in ("", said):
+            said = lock.watched
+            say(said)
+        checkpoint()
+        time.sleep(CHECK_EVERY_S)
 
 
 @contextmanager
@@ -289,31 +260,18 @@ def exclusive(output: Location) -> Iterator[bool]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield _flock(handle)
+        is_exclusive = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:  # some network file systems refuse it on folders
+            is_exclusive = False
+        yield is_exclusive
     finally:
         os.close(handle)
 
 
-def _flock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError:  # some network file systems refuse it on folders
-        return False
-    return True
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _pid_namespace() -> str:
-    """Return an id that tells two containers of one name apart; empty if the system has none."""
+    """Return an id that tells two containers of one name apart; empty if the system has no /proc."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"

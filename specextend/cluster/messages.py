@@ -1,12 +1,141 @@
-"""The messages between the driver and its workers, small values that can be pickled, and events of workers. Pure."""
+"""Leases, the messages between the driver and its workers, which can be pickled, and the events of workers. Pure.
+
+A lease is one document handed to one worker, once. A document is charged an attempt when its lease ends in a way that
+may be its fault; after `job.max_attempts` of these it is given up. Times are seconds of any monotonic clock that the
+caller passes in.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from specextend.cluster.leases import Lease
+from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
+
+MAX_LOSSES = 10
+"""Leases that a document may lose uncharged, with a node or with a worker that it is not known to have started at."""
+LOSSES_ALONE = 2
+"""Such losses after which a document runs alone."""
+
+
+class Place(NamedTuple):
+    """A place that a worker runs on, by names under which the next start finds it again."""
+
+    host: str
+    device: str
+    """Its accelerators, or its seat if there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One document handed to one worker, once."""
+
+    lease_id: str
+    key: DocumentKey
+    num_tokens: int
+    """Prompt and output, estimated."""
+    attempt: int
+    """1 for the first; what the row's `attempts` becomes."""
+    is_alone: bool = False
+    """True if the document may be at fault for a failure, so that nothing else runs beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """A document that becomes an error row."""
+
+    key: DocumentKey
+    attempts: int
+    error_class: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The attempts of earlier starts of the run at a document."""
+
+    attempts: int
+    """All attempts that were charged."""
+    struck: frozenset[Place] = frozenset()
+    """The places where they were charged."""
+    forgiven: int = 0
+    """Those of them that ended in an error row which is to be done again: they do not count towards `max_attempts`."""
+
+
+@dataclass(slots=True)
+class OpenDocument:
+    """A document that is leased, or of which there is something to remember."""
+
+    key: DocumentKey
+    num_tokens: int
+    attempts: int = 0
+    forgiven: int = 0
+    """Attempts that do not count towards `max_attempts`."""
+    struck: set[Place] = field(default_factory=set)
+    """The places where it was held when a worker or a batch failed, charged or not."""
+    losses: int = 0
+
+    @property
+    def num_counted(self) -> int:
+        """Count the attempts that count towards `max_attempts`."""
+        return self.attempts - self.forgiven
+
+    @property
+    def is_memorable(self) -> bool:
+        """Return True if it differs from a document that was never leased."""
+        return bool(self.attempts or self.losses or self.struck)
+
+    @property
+    def runs_alone(self) -> bool:
+        """Return True if its next failure may fail its neighbours, too."""
+        return bool(self.struck) or self.losses >= LOSSES_ALONE
+
+
+@dataclass(slots=True)
+class HeldLease:
+    """A lease in force."""
+
+    lease: Lease
+    document: OpenDocument
+    worker: str
+    started_at: float | None = None
+
+
+@dataclass(slots=True)
+class Holder:
+    """A worker and the leases that it holds."""
+
+    place: Place
+    number: int
+    """In the order in which workers joined."""
+    moved_at: float
+    leases: dict[str, HeldLease] = field(default_factory=dict)
+    num_closing: int = 0
+    """Leases taken back whose call has not returned yet."""
+    num_steps: int = -1
+    rests_until: float = -math.inf
+    is_alone: bool = False
+    """True while it holds one document that runs alone."""
+    is_gone: bool = False
+    is_draining: bool = False
+    """True once its node is about to go."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if it holds no lease, not even one that is being taken back."""
+        return not self.leases and not self.num_closing
+
+    @property
+    def num_taken(self) -> int:
+        """Count its leases, those being taken back included."""
+        return len(self.leases) + self.num_closing
+
+    @property
+    def holds_struck(self) -> bool:
+        """Return True if every document that it holds was struck elsewhere, too: that explains its death."""
+        return bool(self.leases) and all(held.document.struck - {self.place} for held in self.leases.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +169,6 @@ class Suspected:
 
 
 Outcome = Done | Failed | Suspected
-
-
-class EngineBrokenError(RuntimeError):
-    """The engine failed as a whole, not over a request: the worker must be replaced."""
 
 
 @dataclass(frozen=True, slots=True)

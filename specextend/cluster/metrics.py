@@ -6,17 +6,12 @@ disappear once they are not set any more. The sum of a histogram is not exact: R
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from specextend.cluster.display import Pace
 from specextend.cluster.messages import Done
 from specextend.cluster.progress import Snapshot
 from specextend.stats import PHASES
 
-EVERY_S = 1.0
-"""Seconds between two values of a gauge."""
 COUNTERS = {
     "documents": ("Documents that ended, by outcome: done or failed.", ("outcome",)),
     "errors": ("Documents that became error rows, by class.", ("error_class",)),
@@ -76,25 +71,16 @@ class Metrics:
         }
         for metric in (*self._counters.values(), *self._gauges.values(), *self._histograms.values()):
             metric.set_default_tags({"run_id": run_id})
-        self._pace = Pace(EVERY_S)
-        self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        """What counters have to be raised by, by name and tags: raising one takes as long as ten additions."""
-        self._outputs: dict[str, dict[str, int]] = {}
-        """Output tokens counted already, by worker and lease."""
 
-    def running(self, worker: str, outputs: Mapping[str, int]) -> None:
-        """Record the output tokens so far of a worker's leases in force."""
-        before = self._outputs.get(worker, {})
-        new = sum(max(0, num - before.get(lease, 0)) for lease, num in outputs.items())
-        self._count("output_tokens", new, worker=worker)
-        self._outputs[worker] = dict(outputs)
+    def running(self, worker: str, num_new_tokens: int) -> None:
+        """Record output tokens of documents that a worker decodes."""
+        self._count("output_tokens", num_new_tokens, worker=worker)
 
-    def done(self, worker: str, lease_id: str, done: Done) -> None:
-        """Record a document that is done."""
+    def done(self, worker: str, done: Done, num_new_tokens: int) -> None:
+        """Record a document that is done, with its output tokens that `running` was not told of."""
         stats = done.stats
         self._count("documents", 1, outcome="done")
-        counted = self._outputs.get(worker, {}).pop(lease_id, 0)
-        self._count("output_tokens", stats.num_output_tokens - counted, worker=worker)
+        self._count("output_tokens", num_new_tokens, worker=worker)
         for name in COUNTED:
             self._count(name, getattr(stats, f"num_{name}"))
         for phase in PHASES:
@@ -110,16 +96,12 @@ class Metrics:
         self._count("documents", 1, outcome="failed")
         self._count("errors", 1, error_class=error_class)
 
-    def worker_lost(self, worker: str, cause: str) -> None:
+    def worker_lost(self, cause: str) -> None:
         """Record a worker that was lost. cause: `died`, `node` or `stalled`."""
-        self._outputs.pop(worker, None)
         self._count("worker_deaths", 1, cause=cause)
 
-    def show(self, snapshot: Snapshot, now: float) -> None:
-        """Set the gauges, if enough time has passed since the last time."""
-        if not self._pace.is_due(now):
-            return
-        self.flush()
+    def show(self, snapshot: Snapshot) -> None:
+        """Set the gauges."""
         self._gauges["rows_left"].set(snapshot.num_rows - snapshot.num_done - snapshot.num_errors)
         self._gauges["documents_running"].set(snapshot.num_running)
         self._gauges["workers"].set(snapshot.num_workers)
@@ -127,14 +109,7 @@ class Metrics:
         if snapshot.eta_s is not None:
             self._gauges["eta_seconds"].set(snapshot.eta_s)
 
-    def flush(self) -> None:
-        """Raise the counters by what was counted since the last time."""
-        counted, self._counted = self._counted, {}
-        for (name, tags), amount in counted.items():
-            self._counters[name].inc(amount, dict(tags))
-
     def _count(self, name: str, amount: float, **tags: str) -> None:
         """Add to a counter, unless the amount is 0, which Ray refuses."""
         if amount > 0:
-            key = name, tuple(tags.items())
-            self._counted[key] = self._counted.get(key, 0) + amount
+            self._counters[name].inc(amount, tags)

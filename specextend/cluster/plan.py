@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specextend.cluster.backlog import Estimates
 from specextend.cluster.environment import is_local
-from specextend.cluster.estimates import Estimates
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
 from specextend.data.chunks import ChunkPrompts

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specextend.attention.backends import load_backend
+from specextend.cluster.backlog import RowSet
 from specextend.cluster.environment import check_device, check_resources, is_local
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
-from specextend.data.inputs import DocumentError, InputUnreachableError
-from specextend.data.parts import Progress, Retry, StrangePartError, read_parts
+from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
+from specextend.data.parts import DamagedPartError, Progress, Retry, StrangePartError, pending, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
 from specextend.data.run_folder import check_kinds
@@ -194,14 +195,30 @@ def _say_other_input(prepared: Prepared) -> str:
     )
 
 
-def read_progress(prepared: Prepared) -> Progress:
-    """Read what the parts hold. Raises RefusedError for a damaged part, OtherRunError for one of another run."""
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """Turn errors about the input and the parts into those of a run.
+
+    RefusedError for an input that breaks off or changes and for damaged parts, OtherRunError for parts of another run,
+    StoreError for an input that is out of reach.
+    """
     try:
-        return read_parts(prepared.output, prepared.manifest["fingerprint"])
+        yield
+    except InputUnreachableError as error:
+        raise StoreError(f"{error}; what is done is kept") from error
     except StrangePartError as error:
         raise OtherRunError(str(error)) from error
-    except ValueError as error:
+    except (InputError, DamagedPartError) as error:
         raise RefusedError(str(error)) from error
+
+
+def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet]:
+    """Read what the parts hold; return it with the rows to do. Raises as `input_errors` says."""
+    source = prepared.source
+    rows = [file.num_rows for file in source.files]
+    with input_errors():
+        progress = read_parts(prepared.output, prepared.manifest["fingerprint"])
+    return progress, RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
 
 
 def check_retry(prepared: Prepared, retry_errors: Retry, *, is_begun: bool) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from specextend.cluster.estimates import Estimates, TokenEstimate
+from specextend.cluster.backlog import Estimates
 from specextend.cluster.exits import StalledRunError, TooManyErrorsError
 from specextend.cluster.messages import Failed
 from specextend.core import DocumentKey, counted
@@ -71,30 +71,10 @@ class Snapshot:
     """By the rate; None until there is one."""
 
 
-@dataclass(slots=True)
-class _UnderWay:
-    """Sums over the documents in the engines that have begun to decode."""
-
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    max_new_tokens: int = 0
-
-    def add(self, estimate: TokenEstimate, outputs: int, sign: int = 1) -> None:
-        """Add a document with its output tokens so far; sign -1 takes it out again."""
-        self.num_prompt_tokens += sign * estimate.num_prompt_tokens
-        self.num_output_tokens += sign * outputs
-        self.max_new_tokens += sign * estimate.max_new_tokens
-
-
 class Ledger:
     """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts replace estimates."""
 
-    def __init__(
-        self,
-        estimates: Estimates,
-        num_done: int,
-        num_errors: int,
-    ) -> None:
+    def __init__(self, estimates: Estimates, num_done: int, num_errors: int) -> None:
         """Begin a start.
 
         estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts.
@@ -107,43 +87,48 @@ class Ledger:
         self._output_allowed = 0
         self._stats = DecodingStats()
         self._running: dict[str, dict[DocumentKey, int]] = {}
-        self._under_way = _UnderWay()
         self._num_running = 0
+        self._prompt_under_way = self._output_under_way = self._allowed_under_way = 0
+        """Sums over the running documents that have begun to decode; the last one of `max_new_tokens`."""
         self._history: deque[tuple[float, int, int]] = deque()
 
-    def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> None:
+    def finish(self, key: DocumentKey, stats: DecodingStats | None, worker: str = "") -> int:
         """Note that a document is done, with its true counts, or has become an error row (None).
 
-        worker: in whose engine it was, if it was in one.
+        worker: in whose engine it was, if it was in one. Returns its output tokens that `running` has not returned.
         """
-        estimate = self._estimates[key]
-        self._leave(key, self._running.get(worker, {}))
+        estimate, counted_tokens = self._estimates[key], 0
+        if key in (running := self._running.get(worker, {})):
+            counted_tokens = running.pop(key)
+            self._count({key: counted_tokens}, -1)
         self._prompt_left -= estimate.num_prompt_tokens
         self._output_left -= estimate.max_new_tokens
         if stats is None:
             self._num_errors += 1
-            return
+            return 0
         self._num_done += 1
         self._output_allowed += estimate.max_new_tokens
         self._stats.add(stats)
+        return stats.num_output_tokens - counted_tokens
 
-    def running(self, worker: str, outputs: Iterable[tuple[DocumentKey, int]]) -> None:
-        """Note the open documents that are in a worker's engine now, with their output tokens so far."""
-        before = self._running.pop(worker, {})
-        for key in list(before):
-            self._leave(key, before)
-        if now := dict(outputs):
-            self._running[worker] = now
-            self._num_running += len(now)
-            for key, tokens in now.items():
-                if tokens:
-                    self._under_way.add(self._estimates[key], tokens)
+    def running(self, worker: str, outputs: Mapping[DocumentKey, int]) -> int:
+        """Note the open documents that are in a worker's engine now, with their output tokens so far.
 
-    def _leave(self, key: DocumentKey, outputs: dict[DocumentKey, int]) -> None:
-        if (tokens := outputs.pop(key, None)) is not None:
-            self._num_running -= 1
+        Returns how many of these tokens are new since the last call.
+        """
+        before, self._running[worker] = self._running.get(worker, {}), dict(outputs)
+        self._count(before, -1)
+        self._count(outputs, 1)
+        return sum(max(0, tokens - before.get(key, 0)) for key, tokens in outputs.items())
+
+    def _count(self, outputs: Mapping[DocumentKey, int], sign: int) -> None:
+        """Add running documents to the sums, or take them out again (-1)."""
+        self._num_running += sign * len(outputs)
+        for key, tokens in outputs.items():
             if tokens:
-                self._under_way.add(self._estimates[key], tokens, sign=-1)
+                self._prompt_under_way += sign * self._estimates[key].num_prompt_tokens
+                self._output_under_way += sign * tokens
+                self._allowed_under_way += sign * self._estimates[key].max_new_tokens
 
     @property
     def output_cost(self) -> float:
@@ -178,16 +163,14 @@ class Ledger:
 
     def _done_tokens(self) -> tuple[int, int]:
         """Count the prompt and output tokens that this start has done, running documents included."""
-        prompt = self._stats.num_prompt_tokens + self._under_way.num_prompt_tokens
-        return prompt, self._stats.num_output_tokens + self._under_way.num_output_tokens
+        prompt = self._stats.num_prompt_tokens + self._prompt_under_way
+        return prompt, self._stats.num_output_tokens + self._output_under_way
 
     def _work_left(self, cost: float) -> float:
         """Estimate the work left, on the assumption that outputs end as early, on average, as those so far."""
         share = self._stats.num_output_tokens / self._output_allowed if self._output_allowed else 1.0
-        prompt = self._prompt_left - self._under_way.num_prompt_tokens
-        output = share * self._output_left - min(
-            self._under_way.num_output_tokens, share * self._under_way.max_new_tokens
-        )
+        prompt = self._prompt_left - self._prompt_under_way
+        output = share * self._output_left - min(self._output_under_way, share * self._allowed_under_way)
         return max(0.0, prompt + cost * output)
 
 
@@ -269,7 +252,7 @@ class StallGuard:
 
         place: describes where a document is without reading it, because its store may be what does not answer.
         """
-        workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}" if num_workers else "no worker is"
+        workers = counted(num_workers, "worker") if num_workers else "no worker is"
         parts = [f"no token for {self._limit_s:.0f} s: {workers} ready"]
         for begin, keys, num in (("at work on", leased, len(leased)), ("waiting:", waiting, num_waiting)):
             more = f" and {num - MOST_NAMES} more" if num > MOST_NAMES else ""

@@ -1,27 +1,31 @@
-"""Records of a run in its output folder: one per start, `_run/attempts/<run id>.json`, and the status read from them.
+"""What a driver writes while a run goes on: finished rows, the record of its start, and the status read from both.
 
-`--status` imports this module, so it needs neither Ray nor torch.
+Nothing else writes them. `--status` imports this module, so it needs neither Ray nor torch.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
+import platform
 import socket
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.leases import Spot, Tried
-from specextend.cluster.lock import LockHolder, read_lock
-from specextend.cluster.messages import WorkerInfo
+from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
+from specextend.cluster.lock import LockHolder, OutputLock, read_lock
+from specextend.cluster.messages import Place, Tried, WorkerInfo
 from specextend.core import DocumentKey, counted, printable
+from specextend.data.audit_rows import AuditWriter
 from specextend.data.fingerprint import num_input_rows, read_manifest
-from specextend.data.parts import Progress, read_parts
+from specextend.data.parts import PartWriter, Progress, read_parts
 from specextend.data.run_folder import (
     RELEASED,
     Start,
@@ -34,16 +38,18 @@ from specextend.data.run_folder import (
     time_text,
 )
 from specextend.data.storage import Location, exists, write_bytes
-from specextend.versions import code_commit, library_versions
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
 
+LEAST_ROWS, ROWS_PER_WORKER = 64, 8
+"""Rows of a commit: so many for each worker, so that a large run leaves thousands of files and not many more."""
+_PACKAGES = ("specextend", "torch", "transformers", "ray", "pyarrow", "numpy")
 _UNITS = ((1, "s"), (60, "min"), (3600, "h"), (86400, "days"))
 
 
-class Attempt:
-    """The record of one start of a run, from the moment it holds the lock to its exit code.
+class StartRecord:
+    """The record of one start of a run, `_run/attempts/<run id>.json`, from its lock to its exit code.
 
     What happens to workers is kept until the record is written for another reason, or `write` is called.
     """
@@ -95,10 +101,6 @@ class Attempt:
     def start(self) -> Start:
         """Return what the record says now."""
         return parse_start(self._contents(), self._record["run_id"])
-
-    def begin(self) -> None:
-        """Write the record without an end."""
-        self.write()
 
     def worker_asked(self, worker: str, seat: int) -> None:
         """Note that a worker was asked for. seat: its number, from 1, which a worker that dies leaves to the next."""
@@ -158,6 +160,63 @@ class Attempt:
         return time_text(self._clock())
 
 
+def rows_per_commit(workers: int) -> int:
+    """Return the finished documents after which so many workers' driver writes them."""
+    return max(LEAST_ROWS, ROWS_PER_WORKER * workers)
+
+
+class Committer:
+    """Finished rows, which it writes as a part once there are enough of them or the last commit is long enough ago."""
+
+    def __init__(
+        self,
+        output: Location,
+        writer: PartWriter,
+        audit_writer: AuditWriter,
+        record: StartRecord,
+        lock: OutputLock,
+        every_rows: int,
+        every_s: float,
+    ) -> None:
+        """Begin at time 0 of the clock that `commit_if_due` is called with."""
+        self._output, self._record, self._lock = output, record, lock
+        self._writer, self._audit_writer = writer, audit_writer
+        self._every_rows, self._every_s = every_rows, every_s
+        self._rows: list[dict[str, Any]] = []
+        self._audits: list[dict[str, Any]] = []
+        self._committed_at = 0.0
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a row."""
+        self._rows.append(row)
+
+    def audited(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Add rows of the audit."""
+        self._audits += rows
+
+    def commit_if_due(self, now: float) -> None:
+        """Write what there is, if that is due. Raises as `commit` does, for a lost lock even if there is nothing."""
+        self._lock.check()
+        is_time = now - self._committed_at >= self._every_s
+        if len(self._rows) >= self._every_rows or (is_time and (self._rows or self._audits or self._record.is_changed)):
+            self.commit()
+            self._committed_at = now
+
+    def commit(self) -> None:
+        """Write rows and, if it has changed, the record. Raises LockLostError, LockGoneError and OutputError."""
+        with writing(self._output):
+            self._writer.commit(self._rows)
+            self._audit_writer.commit(self._audits)
+            if self._record.is_changed:
+                self._record.write()
+        self._rows, self._audits = [], []
+
+    def remember(self, charges: Mapping[DocumentKey, Tried]) -> None:
+        """Record which open documents have been charged. Raises as `commit` does."""
+        with writing(self._output):
+            self._record.charged(charges)
+
+
 def read_charges(output: Location) -> dict[DocumentKey, Tried]:
     """Read how often documents have been tried that a start had charged and that were still open when it ended.
 
@@ -188,10 +247,46 @@ def _parse_charge(name: str, charge: Any) -> tuple[DocumentKey, Tried] | None:
     file, _, row = name.partition(":")
     try:
         tried = Tried(
-            int(charge["attempts"]), frozenset(Spot(str(host), str(device)) for host, device in charge["struck"])
+            int(charge["attempts"]), frozenset(Place(str(host), str(device)) for host, device in charge["struck"])
         )
         return DocumentKey(int(file), int(row)), tried
     except (KeyError, TypeError, ValueError):
+        return None
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries on which a result may depend."""
+    installed = {package: package_version(package) or "not installed as a package" for package in _PACKAGES}
+    return {"python": platform.python_version(), **installed}
+
+
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def code_commit() -> str | None:
+    """Return the git commit of this code, ending in `-dirty` if it was edited since; None if that is unknown.
+
+    It is known of a package that pip installed from a repository, and of a working copy.
+    """
+    try:
+        installed = json.loads(metadata.distribution("specextend").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        installed = {}
+    if "vcs_info" in installed:
+        return str(installed["vcs_info"]["commit_id"])
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
@@ -266,8 +361,6 @@ def describe_status(status: dict[str, Any]) -> str:
 
 def describe_age(seconds: float) -> str:
     """Describe how long ago something happened, by a clock that may differ from ours."""
-    if not math.isfinite(seconds) or abs(seconds) >= 1000 * 365 * 86400:
-        return "at no time that a clock shows"
     size, unit = max((each for each in _UNITS if abs(seconds) >= 2 * each[0]), default=_UNITS[0])
     count = round(abs(seconds) / size)
     return f"{count} {unit} in the future: its clock differs" if seconds < 0 and count else f"{count} {unit} ago"

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from specextend.cluster.cluster import claimed, connected, say_no_node, settle_cores
-from specextend.cluster.committing import Committer, rows_per_commit
+from specextend.cluster.backlog import RowSet
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Driver
-from specextend.cluster.environment import is_local, say_room
-from specextend.cluster.estimates import RowSet
+from specextend.cluster.environment import connected, say_room, settle_cores
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -25,16 +24,13 @@ from specextend.cluster.exits import (
     Interrupt,
     LockGoneError,
     LockHeldError,
-    OtherRunError,
     OutputError,
-    RefusedError,
-    StoreError,
     exit_code,
     reading,
     writing,
 )
-from specextend.cluster.leases import Limits, Tried
-from specextend.cluster.lock import OutputLock
+from specextend.cluster.lock import OutputLock, held
+from specextend.cluster.messages import Tried
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.prepare import (
@@ -43,22 +39,22 @@ from specextend.cluster.prepare import (
     check_retry,
     check_same_run,
     describe_selection,
+    input_errors,
+    open_rows,
     prepare,
-    read_progress,
     say_left_out,
 )
 from specextend.cluster.progress import Ledger
-from specextend.cluster.records import Attempt, tried_before, version_changes
+from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before, version_changes
 from specextend.cluster.scheduler import Scheduler
-from specextend.cluster.worker import CheckedFactory, EngineFactory
+from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, counted, first_line
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import provenance, write_manifest
-from specextend.data.inputs import InputError, InputUnreachableError
-from specextend.data.parts import DamagedPartError, PartWriter, Progress, Retry, StrangePartError, pending
+from specextend.data.parts import PartWriter, Progress, Retry
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
@@ -73,7 +69,7 @@ from specextend.data.storage import Location, remove_temporary_files
 from specextend.loading import load_engine
 
 EXTRA_LEASES = 2
-"""Leases that wait at a worker in addition to those that it decodes."""
+"""Leases that wait at a worker in addition to those that it decodes, while there are many documents."""
 FORCED = "ended by force; what was committed is there, run again to resume"
 
 
@@ -102,21 +98,22 @@ def run(
     run_id = secrets.token_hex(4)
     with reading(prepared.output):
         check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
-    with OutputLock(prepared.output, run_id, say=display.note, checkpoint=interrupt.check) as lock:
+    lock = OutputLock(prepared.output, run_id)
+    with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock))
-        attempt = Attempt(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
-        interrupt.last = _last(lock, attempt, display)
-        locked = _LockedRun(prepared, lock, run_id, attempt, display, interrupt, report, observe, factory)
+        record = StartRecord(prepared.output, run_id, config, prepared.models, took_over=lock.predecessor)
+        interrupt.last = _last(lock, record, display)
+        locked = _LockedRun(prepared, lock, run_id, record, display, interrupt, report, observe, factory)
         return locked.run_recorded(retry_errors)
 
 
-def _last(lock: OutputLock, attempt: Attempt, display: Display) -> Callable[[], None]:
+def _last(lock: OutputLock, record: StartRecord, display: Display) -> Callable[[], None]:
     """Make the call that precedes the end of the process by force."""
 
     def last() -> None:
         lock.release()
         display.note(f"the run did not stop within {GRACE_S:g} s: {FORCED}", "run_ended", exit_code=EXIT_INTERRUPTED)
-        attempt.end(EXIT_INTERRUPTED, FORCED)
+        record.end(EXIT_INTERRUPTED, FORCED)
 
     return last
 
@@ -134,7 +131,7 @@ class _LockedRun:
     prepared: Prepared
     lock: OutputLock
     run_id: str
-    attempt: Attempt
+    record: StartRecord
     display: Display
     interrupt: Interrupt
     report: Callable[..., object]
@@ -154,7 +151,7 @@ class _LockedRun:
         with writing(output):
             changes = version_changes(output)
             _sweep(output)
-            self.attempt.begin()
+            self.record.write()
         for note in self.prepared.notes:
             display.note(note, "model_revision")
         for change in changes:
@@ -164,98 +161,138 @@ class _LockedRun:
         if self.prepared.source.warning:
             display.note(f"warning: {self.prepared.source.warning}")
         try:
-            code = self.run(retry_errors)
+            with input_errors():
+                code = self.run(retry_errors)
         except BaseException as error:
             self._record_failure(error)
             display.event("run_ended", exit_code=exit_code(error), reason=first_line(error))
             raise
         with writing(output):
-            self.attempt.end(code)
+            self.record.end(code)
         display.event("run_ended", exit_code=code)
         self.interrupt.disarm()
         return code
-
-    def _left(self, retry_errors: Retry) -> tuple[Progress, RowSet]:
-        """Return what earlier starts have done, and the rows to do."""
-        progress, rows = read_progress(self.prepared), [file.num_rows for file in self.prepared.source.files]
-        chosen = self.prepared.source.rows
-        return progress, RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=chosen))
 
     def _complete(self, retry_errors: Retry) -> Counts | None:
         """Return the counts of a run of which nothing is left to do; None for any other."""
         with reading(self.prepared.output):
             counts = read_success(self.prepared.output)
-            if counts is None or not self._accepts(counts) or self._left(retry_errors)[1]:
+            if counts is None or not self._accepts(counts) or open_rows(self.prepared, retry_errors)[1]:
                 return None
             return counts if is_finalized(self.prepared.source, self.prepared.output) else None
 
     def _record_failure(self, error: BaseException) -> None:
         """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
         with suppress(OSError, OutputError, LockHeldError, LockGoneError):
-            self.attempt.end(exit_code(error), first_line(error))
+            self.record.end(exit_code(error), first_line(error))
 
     def run(self, retry_errors: Retry) -> int:
-        """Decode what is left to do, then finalize.
-
-        Raises RefusedError for an input that breaks off or changes and for damaged parts, OtherRunError for parts of
-        another run, StoreError for an input that is out of reach.
-        """
-        try:
-            return self._run(retry_errors)
-        except InputUnreachableError as error:
-            raise StoreError(f"{error}; what is done is kept") from error
-        except StrangePartError as error:
-            raise OtherRunError(str(error)) from error
-        except (InputError, DamagedPartError) as error:
-            raise RefusedError(str(error)) from error
-
-    def _run(self, retry_errors: Retry) -> int:
-        output = self.prepared.output
+        """Decode what is left to do, then finalize. Raises as `input_errors` says."""
+        output, source = self.prepared.output, self.prepared.source
         with reading(output):
             is_begun = check_same_run(self.prepared)
-        with reading(output):
-            progress, keys = self._left(retry_errors)
+            progress, keys = open_rows(self.prepared, retry_errors)
             if retry_errors == "retryable" and progress.final:
                 self.display.note(say_left_out(len(progress.final)))
-        decoding = RowDecoding(
-            self.prepared,
-            self.lock,
-            self.run_id,
-            self.attempt,
-            self.display,
-            self.interrupt,
-            self.factory,
-            self._checkpoint,
-        )
-        plan = decoding.plan(keys) if keys else None
+        plan = self._plan(keys) if keys else None
         with writing(output):
             if not is_begun:
                 if self.prepared.config.input.except_done_in:
-                    write_selection(self.prepared.source, output)
+                    write_selection(source, output)
                 write_manifest(output, self.prepared.manifest)
             remove_success(output)
         if plan is not None:
-            decoding.run(plan, progress, sum(key not in keys for key in progress.errors))
+            num_errors = sum(key not in keys for key in progress.errors)
+            self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors))
         with writing(output):
-            return self._conclude(finalize(self.prepared.source, output, self._checkpoint, self.observe))
+            return self._conclude(finalize(source, output, self.interrupt.check, self.observe))
 
-    def _checkpoint(self) -> None:
-        """Stop if told to. Called between the steps of long operations."""
-        self.interrupt.check()
+    def _plan(self, keys: RowSet) -> Plan:
+        """Plan the rows, and say what there is to do. Raises InputError for a file that breaks off."""
+        prepared, decoding, begin = self.prepared, self.prepared.config.decoding, time.monotonic()
+        plan = make_plan(
+            prepared.source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.interrupt.check
+        )
+        self.display.note(
+            f"{len(keys):,} of {counted(prepared.source.num_rows, 'row')} to do, "
+            f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in {time.monotonic() - begin:.1f} s)"
+        )
+        return plan
+
+    def _decode(self, plan: Plan, progress: Progress, ledger: Ledger) -> None:
+        """Decode what is planned, with workers of a Ray."""
+        with reading(self.prepared.output):
+            tried = tried_before(self.prepared.output, progress)
+        config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
+        self._plan_memory(config, plan)
+        with connected(self.interrupt):
+            config = settle_cores(config)
+            if warning := say_room(config.job):
+                self.display.note(f"warning: {warning}")
+            driver = self._driver(config, plan, ledger, tried)
+            try:
+                driver.run()
+            finally:
+                driver.pool.close()
+                self.record.workers_released()
+
+    def _plan_memory(self, config: RunConfig, plan: Plan) -> None:
+        """Record what a worker will hold, and say it."""
+        memory = plan_memory(config, self.prepared.facts, plan)
+        self.record.plan(memory)
+        if cache := memory["cache"]:
+            fit = min(cache["max_batch_size"], cache["longest_sequences_that_fit"])
+            sizes = memory["memory_gib"]
+            self.display.note(
+                f"a worker holds {sum(sizes.values()):.1f} GiB, {sizes['target_cache']:.1f} of them for the target's "
+                f"cache, which takes {fit} of the longest documents at once"
+            )
+
+    def _driver(self, config: RunConfig, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
+        source, output, manifest, job = self.prepared.source, self.prepared.output, self.prepared.manifest, config.job
+        num_leases = config.decoding.batch_size + EXTRA_LEASES
+        group_rows = [file.group_rows for file in source.files]
+        with writing(output):
+            origin = provenance(manifest, [self.record.start], [self.run_id])
+            writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
+            audits = AuditWriter(output, self.run_id)
+        return Driver(
+            scheduler=Scheduler(
+                plan.estimates, job, num_leases, f"{self.run_id}-", tried, group_rows, num_extra=EXTRA_LEASES
+            ),
+            pool=Pool(
+                config,
+                source,
+                partial(checked_engine, factory=self.factory, hashes=manifest["identity"]["hashes"]),
+                num_leases,
+            ),
+            roster=Roster(job.workers),
+            committer=Committer(
+                output, writer, audits, self.record, self.lock, rows_per_commit(job.workers), job.commit_every_s
+            ),
+            ledger=ledger,
+            display=self.display,
+            metrics=Metrics(self.run_id),
+            interrupt=self.interrupt,
+            record=self.record,
+            source=source,
+            job=job,
+            is_auditing=config.decoding.audit_fraction > 0,
+        )
 
     def _conclude(self, counts: Counts) -> int:
         """Write the report and then, if enough rows are done, `_SUCCESS`. Only the report can be interrupted."""
         output = self.prepared.output
         code = EXIT_DONE if self._accepts(counts) else EXIT_TOO_MANY_ERRORS
-        self._checkpoint()
+        self.interrupt.check()
         self.report(
-            self.prepared.config.output.path, output, ending=self.attempt.ending(code), checkpoint=self._checkpoint
+            self.prepared.config.output.path, output, ending=self.record.ending(code), checkpoint=self.interrupt.check
         )
         self.display.note(_say(counts))
         if code == EXIT_TOO_MANY_ERRORS:
             share = self.prepared.config.job.max_error_fraction
             allowed = counted(int(share * counts.rows), "failed row")
-            progress = read_progress(self.prepared)
+            progress, _ = open_rows(self.prepared, "none")
             num_retryable = len(progress.errors) - len(progress.final)
             hint = "a retry would mend none of them"
             if num_retryable:
@@ -271,98 +308,6 @@ class _LockedRun:
 
     def _accepts(self, counts: Counts) -> bool:
         return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows
-
-
-@dataclass(slots=True)
-class RowDecoding:
-    """The decoding of the rows that a start has to do, in the output folder that it holds."""
-
-    prepared: Prepared
-    lock: OutputLock
-    run_id: str
-    attempt: Attempt
-    display: Display
-    interrupt: Interrupt
-    factory: EngineFactory
-    checkpoint: Callable[[], None]
-    """Called between the steps of long operations; may raise."""
-
-    def plan(self, keys: RowSet) -> Plan:
-        """Plan the rows. Raises InputError for a file that breaks off."""
-        source, decoding = self.prepared.source, self.prepared.config.decoding
-        begin = time.monotonic()
-        plan = make_plan(source, self.prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, self.checkpoint)
-        self.display.note(
-            f"{len(keys):,} of {counted(source.num_rows, 'row')} to do, "
-            f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in {time.monotonic() - begin:.1f} s)"
-        )
-        return plan
-
-    def run(self, plan: Plan, progress: Progress, num_errors: int) -> None:
-        """Decode what `plan` has planned. num_errors: error rows of earlier starts that are left as they are."""
-        with reading(self.prepared.output):
-            tried = tried_before(self.prepared.output, progress)
-        config = settle_batch_size(self.prepared.config, self.prepared.facts, plan)
-        self.prepared = replace(self.prepared, config=config)
-        self._plan_memory(plan)
-        self._decode(plan, Ledger(plan.estimates, len(progress.done), num_errors), tried)
-
-    def _decode(self, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> None:
-        with connected(self.interrupt), claimed(self.prepared.output.path):
-            self.prepared = replace(self.prepared, config=settle_cores(self.prepared.config))
-            self._say_what_fits()
-            driver = self._driver(plan, ledger, tried)
-            try:
-                driver.run()
-            finally:
-                driver.pool.close()
-                self.attempt.workers_released()
-
-    def _plan_memory(self, plan: Plan) -> None:
-        """Record what a worker will hold, and say it."""
-        memory = plan_memory(self.prepared.config, self.prepared.facts, plan)
-        self.attempt.plan(memory)
-        if cache := memory["cache"]:
-            fit = min(cache["max_batch_size"], cache["longest_sequences_that_fit"])
-            sizes = memory["memory_gib"]
-            self.display.note(
-                f"a worker holds {sum(sizes.values()):.1f} GiB, {sizes['target_cache']:.1f} of them for the target's "
-                f"cache, which takes {fit} of the longest documents at once"
-            )
-
-    def _say_what_fits(self) -> None:
-        job = self.prepared.config.job
-        if warning := say_room(job) if is_local() else say_no_node(job):
-            self.display.note(f"warning: {warning}")
-
-    def _driver(self, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
-        source, config, job = self.prepared.source, self.prepared.config, self.prepared.config.job
-        limits = Limits(
-            max_attempts=job.max_attempts,
-            deadline_s=job.document_deadline_s,
-            stall_s=job.stall_s,
-        )
-        num_leases = config.decoding.batch_size + EXTRA_LEASES
-        group_rows = [file.group_rows for file in source.files]
-        output, manifest = self.prepared.output, self.prepared.manifest
-        with writing(output):
-            origin = provenance(manifest, [self.attempt.start], [self.run_id])
-            writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
-            audits = AuditWriter(output, self.run_id)
-        return Driver(
-            scheduler=Scheduler(plan.estimates, limits, num_leases, f"{self.run_id}-", tried, group_rows),
-            pool=Pool(config, source, CheckedFactory(self.factory, manifest["identity"]["hashes"]), num_leases),
-            roster=Roster(job.workers),
-            committer=Committer(output, writer, audits, self.lock, rows_per_commit(job.workers), job.commit_every_s),
-            ledger=ledger,
-            display=self.display,
-            metrics=Metrics(self.run_id),
-            interrupt=self.interrupt,
-            attempt=self.attempt,
-            source=source,
-            job=job,
-            is_auditing=config.decoding.audit_fraction > 0,
-        )
 
 
 def _say(counts: Counts) -> str:

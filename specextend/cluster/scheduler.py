@@ -16,11 +16,14 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from specextend.cluster.backlog import Backlog, Rank, rank
-from specextend.cluster.estimates import Estimates
-from specextend.cluster.leases import GivenUp, HeldLease, Holder, Lease, Limits, OpenDocument, Place, Spot, Tried
+from specextend.cluster.backlog import Backlog, Estimates, Rank, rank
+from specextend.cluster.messages import MAX_LOSSES, GivenUp, HeldLease, Holder, Lease, OpenDocument, Place, Tried
 from specextend.core import DocumentKey
+
+if TYPE_CHECKING:  # it imports torch
+    from specextend.config import JobOptions
 
 MAX_DEATHS = 6
 """Deaths of workers at one place in a row, without a document done between, before it is left out."""
@@ -29,7 +32,7 @@ ALONE_SHARE = 4
 IDLE_S = 60.0
 """Seconds without a lease after which a worker is let go that is of no use any more."""
 PAUSE_S = 10.0
-"""Seconds before a damaged document is tried again, and before a worker that could not read one gets another."""
+"""Seconds before a worker that could not read a document gets another."""
 
 
 class Scheduler:
@@ -38,21 +41,25 @@ class Scheduler:
     def __init__(
         self,
         estimates: Estimates,
-        limits: Limits,
+        job: JobOptions,
         leases_per_worker: int,
         stem: str = "",
         tried: Mapping[DocumentKey, Tried] | None = None,
         group_rows: Sequence[Sequence[int]] = (),
+        num_extra: int = 0,
     ) -> None:
         """Queue the documents.
 
         stem: the beginning of every lease id. tried: documents that earlier starts have charged; one that was charged
-        at a known place runs alone. group_rows: the rows of each row group of each file, as workers read it.
+        at a known place runs alone. group_rows: the rows of each row group of each file, as workers read it. num_extra:
+        those of a worker's leases that wait there behind a full batch; near the end there are none, for the sake of
+        workers that have nothing to do.
         """
-        self.limits = limits
+        self._job = job
         self.num_open = len(estimates)
         """Number of documents that are neither finished nor given up."""
-        self._estimates, self._leases_per_worker, self._stem = estimates, leases_per_worker, stem
+        self._estimates, self._stem = estimates, stem
+        self._leases_per_worker, self._num_extra = leases_per_worker, num_extra
         self._documents = {
             key: OpenDocument(key, estimates[key].total, before.attempts, before.forgiven, set(before.struck))
             for key, before in (tried or {}).items()
@@ -62,13 +69,12 @@ class Scheduler:
         self._backlog = Backlog(estimates, group_rows, [document.key for document in apart])
         self._alone: list[Rank] = []
         """Documents that wait to run alone, in the order of work."""
-        self._later: list[tuple[float, DocumentKey]] = []
-        """Heap of damaged documents, and when each is tried again."""
         for document in apart:
             self._put_back(document)
         self._has_charged = False
         self._workers: dict[str, Holder] = {}
-        self._held: dict[str, HeldLease] = {}
+        self.held: dict[str, HeldLease] = {}
+        """The leases in force."""
         self._num_granted, self._num_joined = itertools.count(1), itertools.count(1)
         self._deaths: Counter[Place] = Counter()
         """Deaths in a row that no document explains, without a document done between."""
@@ -83,7 +89,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Count the open documents that no worker holds."""
-        return len(self._backlog) + len(self._alone) + len(self._later)
+        return len(self._backlog) + len(self._alone)
 
     @property
     def is_done(self) -> bool:
@@ -94,32 +100,17 @@ class Scheduler:
     def num_wanted(self) -> int:
         """Count the workers that are of use.
 
-        These are the busy ones, one for each document that waits here or at a worker, and one more for each place that
-        may be at fault for a death.
+        These are the busy ones, one for each document that waits, and one more for each place that may be at fault for
+        a death.
         """
         workers = self._workers.values()
-        num_queued = sum(held.started_at is None for held in self._held.values())
-        num_busy = sum(not worker.is_empty for worker in workers)
-        useful = min(self.num_open, num_busy + self.num_waiting + num_queued)
-        struck = {spot for _, key in self._alone for spot in self._documents[key].struck}
-        return useful + sum(self._deaths[worker.place] > 0 or worker.place.spot in struck for worker in workers)
-
-    def lease(self, lease_id: str) -> Lease | None:
-        """Return a lease that is in force; None for any other."""
-        return self._held[lease_id].lease if lease_id in self._held else None
-
-    def leased(self) -> list[Lease]:
-        """List the leases in force."""
-        return [held.lease for held in self._held.values()]
-
-    def holder(self, lease_id: str) -> str:
-        """Return the worker that holds a lease in force."""
-        return self._held[lease_id].worker
+        useful = min(self.num_open, self.num_waiting + sum(not worker.is_empty for worker in workers))
+        struck = {place for _, key in self._alone for place in self._documents[key].struck}
+        return useful + sum(self._deaths[worker.place] > 0 or worker.place in struck for worker in workers)
 
     def first_waiting(self, limit: int) -> list[DocumentKey]:
         """List open documents that no worker holds, up to a number, those that run alone first."""
-        later = [key for _, key in sorted(self._later)]
-        return [*(key for _, key in self._alone), *self._backlog.first(limit), *later][:limit]
+        return [*(key for _, key in self._alone), *self._backlog.first(limit)][:limit]
 
     def charges(self) -> dict[DocumentKey, Tried] | None:
         """List open documents that may have ended workers; None if there is no new one since the last call."""
@@ -152,10 +143,9 @@ class Scheduler:
         if (state := self._workers.get(worker)) is None:
             return
         if num_steps != state.num_steps:
-            state.num_steps, state.moved_at, state.hangs_at = num_steps, now, None
+            state.num_steps, state.moved_at = num_steps, now
         begun = set(started)
         for lease_id, held in state.leases.items():
-            held.is_queued = held.started_at is None and lease_id not in begun
             if held.started_at is None and lease_id in begun:
                 held.started_at = now
 
@@ -163,8 +153,6 @@ class Scheduler:
 
     def assign(self, now: float) -> list[tuple[str, Lease]]:
         """Grant the leases that are due: documents that run alone on empty workers, the others spread."""
-        while self._later and self._later[0][0] <= now:
-            self._put_back(self._documents[heapq.heappop(self._later)[1]])
         if not self.num_waiting:
             return []
         takers = {name: worker for name, worker in self._workers.items() if self._takes(worker, now)}
@@ -172,7 +160,7 @@ class Scheduler:
 
     def _takes(self, worker: Holder, now: float) -> bool:
         """Return True if a worker may get a lease."""
-        is_ready = not (worker.is_gone or worker.is_draining or worker.is_alone) and worker.hangs_at is None
+        is_ready = not (worker.is_gone or worker.is_draining or worker.is_alone)
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
     def _assign_alone(self, takers: dict[str, Holder], now: float) -> list[tuple[str, Lease]]:
@@ -184,7 +172,7 @@ class Scheduler:
         room = max(1, len(self._workers) // ALONE_SHARE) if len(self._backlog) else len(self._workers)
         room -= sum(worker.is_alone for worker in self._workers.values())
         nearest = sorted(takers, key=lambda name: (not takers[name].is_empty, takers[name].num_taken))
-        allowed: dict[frozenset[Spot], set[Place]] = {}
+        allowed: dict[frozenset[Place], set[Place]] = {}
         for entry in list(self._alone):
             if room <= 0:
                 break
@@ -203,15 +191,15 @@ class Scheduler:
                 worker.is_alone = True
         return granted
 
-    def _places_for(self, struck: frozenset[Spot]) -> set[Place]:
+    def _places_for(self, struck: frozenset[Place]) -> set[Place]:
         """Choose where a document may run that was struck somewhere: of the places allowed those with fewest deaths.
 
         Places on other hosts come first, then others on the same hosts and, if no worker is being built, all.
         """
-        hosts = {spot.host for spot in struck}
+        hosts = {place.host for place in struck}
         known = {worker.place for worker in self._workers.values()} - self._left_out
-        allowed = {place for place in known if place.spot.host not in hosts}
-        allowed = allowed or {place for place in known if place.spot not in struck}
+        allowed = {place for place in known if place.host not in hosts}
+        allowed = allowed or known - struck
         if not allowed and not self._num_coming:
             allowed = known
         fewest = min((self._deaths[place] for place in allowed), default=0)
@@ -219,7 +207,9 @@ class Scheduler:
 
     def _assign_fresh(self, takers: Mapping[str, Holder], now: float) -> list[tuple[str, Lease]]:
         """Fill the workers that have room, the emptiest first."""
-        room = {name: 1 if self._deaths[worker.place] else self._leases_per_worker for name, worker in takers.items()}
+        is_near_end = len(self._backlog) < self._num_extra * len(self._workers)
+        most = self._leases_per_worker - self._num_extra * is_near_end
+        room = {name: 1 if self._deaths[worker.place] else most for name, worker in takers.items()}
         free = [
             (worker.num_taken, worker.number, name) for name, worker in takers.items() if worker.num_taken < room[name]
         ]
@@ -242,24 +232,8 @@ class Scheduler:
         lease = Lease(lease_id, key, document.num_tokens, document.attempts + 1, document.runs_alone)
         if state.is_empty:
             state.moved_at = now
-        self._held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, worker)
+        self.held[lease_id] = state.leases[lease_id] = HeldLease(lease, document, worker)
         return lease
-
-    def rebalance(self, now: float) -> list[tuple[str, Lease]]:
-        """Take back leases that wait behind other documents, one for each idle worker, so that `assign` moves them.
-
-        Returns the workers and the leases. This happens only at the end of a run, when no document waits here. No
-        attempt is charged. Call `closed` when the worker has let go of a lease.
-        """
-        if self.num_waiting:
-            return []
-        num_idle = sum(worker.is_empty and self._takes(worker, now) for worker in self._workers.values())
-        busiest = sorted(self._workers.items(), key=lambda item: -item[1].num_taken) if num_idle else []
-        queued = ((name, worker.longest_queued()) for name, worker in busiest if not worker.is_gone)
-        moved = [(name, lease) for name, lease in queued if lease is not None][:num_idle]
-        for _, lease in moved:
-            self._put_back(self._call_back(lease.lease_id).document)
-        return moved
 
     # Documents end
 
@@ -268,7 +242,7 @@ class Scheduler:
 
         is_done: it has a summary, so the place of its worker is a good one.
         """
-        if lease_id not in self._held:
+        if lease_id not in self.held:
             return False
         held = self._release(lease_id)
         if is_done:
@@ -276,17 +250,20 @@ class Scheduler:
         self._close(held.document)
         return True
 
+    def seconds_for(self, lease: Lease) -> float:
+        """Return the seconds that a document may take from the start of its prefill."""
+        return self._job.document_deadline_s * (1 + lease.num_tokens / 1000)
+
     def overdue(self, now: float) -> list[Lease]:
         """List the leases past their document's deadline."""
-        started = ((held.lease, held.started_at) for held in self._held.values() if held.started_at is not None)
-        return [lease for lease, since in started if now - since > self.limits.seconds_for(lease.num_tokens)]
+        started = ((held.lease, held.started_at) for held in self.held.values() if held.started_at is not None)
+        return [lease for lease, since in started if now - since > self.seconds_for(lease)]
 
     def expire(self, lease_id: str, message: str) -> list[GivenUp]:
         """Take an overdue lease back and charge its document. Call `closed` when the worker has let go of it."""
         held = self._call_back(lease_id)
-        worker = self._workers[held.worker]
-        worker.hangs_at = worker.num_steps
-        return self._charge(held.document, worker.place, "DeadlineExceeded", message, is_certain=True)
+        place = self._workers[held.worker].place
+        return self._charge(held.document, place, "DeadlineExceeded", message, is_certain=True)
 
     def blame(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
         """Charge the document of a lease in force whose batch failed, perhaps through its fault."""
@@ -307,18 +284,18 @@ class Scheduler:
         """Return True if a worker gets no documents for a while because it could not read one."""
         return self._workers[worker].rests_until > now
 
-    def damaged(self, lease_id: str, error_class: str, message: str, now: float) -> list[GivenUp]:
-        """Charge the document of a lease in force that nobody can read, and let it wait for `PAUSE_S`."""
+    def damaged(self, lease_id: str, error_class: str, message: str) -> list[GivenUp]:
+        """Charge the document of a lease in force that nobody can read."""
         document = self._release(lease_id).document
         document.attempts += 1
-        if document.num_counted >= self.limits.max_attempts:
+        if document.num_counted >= self._job.max_attempts:
             return [self._give_up(document, error_class, message)]
-        heapq.heappush(self._later, (now + PAUSE_S, document.key))
+        self._put_back(document)
         return []
 
     def take_back(self, lease_id: str, message: str) -> list[GivenUp]:
         """Take a lease back whose call was lost through no fault of the document, as if its node had died."""
-        return self._count_loss(self._release(lease_id).document, message) if lease_id in self._held else []
+        return self._count_loss(self._release(lease_id).document, message) if lease_id in self.held else []
 
     def closed(self, worker: str) -> None:
         """Note that the call of a lease taken back has returned."""
@@ -348,15 +325,11 @@ class Scheduler:
 
     def spare(self, now: float) -> list[str]:
         """List the workers to be let go: empty draining ones, and idle ones of which more are left than are of use."""
-        empty = {name: worker for name, worker in self._workers.items() if worker.is_empty}
+        empty = [name for name, worker in self._workers.items() if worker.is_empty and not worker.is_gone]
         self._idle_since = {name: self._idle_since.get(name, now) for name in empty}
-        draining = [name for name, worker in empty.items() if worker.is_draining]
-        idle = [
-            name
-            for name, worker in empty.items()
-            if now - self._idle_since[name] >= IDLE_S
-            and not (worker.is_gone or worker.is_draining or worker.place in self._left_out)
-        ]
+        draining = [name for name in empty if self._workers[name].is_draining]
+        kept = {name for name in empty if self._workers[name].place in self._left_out}.union(draining)
+        idle = [name for name in empty if now - self._idle_since[name] >= IDLE_S and name not in kept]
         surplus = len(self._workers) - len(draining) - self.num_wanted
         return draining + idle[: max(0, surplus)]
 
@@ -365,13 +338,11 @@ class Scheduler:
         assert self._drop(worker).is_empty, f"{worker} is at work"
 
     def stalled(self, now: float) -> list[str]:
-        """List the workers that hold leases, or may hang, and have made no step for `stall_s`."""
+        """List the workers that hold leases and have made no step for `stall_s`."""
         return [
             name
             for name, worker in self._workers.items()
-            if not worker.is_gone
-            and (worker.leases or worker.num_closing or worker.hangs_at is not None)
-            and now - worker.moved_at > self.limits.stall_s
+            if not worker.is_gone and not worker.is_empty and now - worker.moved_at > self._job.stall_s
         ]
 
     def suspend(self, worker: str) -> bool:
@@ -395,8 +366,7 @@ class Scheduler:
         given_up: list[GivenUp] = []
         for held in state.leases.values():
             if held.started_at is None and not state.is_alone:
-                held.document.exposures += 1
-                self._put_back(held.document)
+                given_up += self._count_loss(held.document, message)
             else:
                 given_up += self._charge(held.document, state.place, error_class, message, is_certain=state.is_alone)
         return given_up
@@ -419,7 +389,7 @@ class Scheduler:
 
     def _release(self, lease_id: str) -> HeldLease:
         """End a lease in force and return it."""
-        held = self._held.pop(lease_id)
+        held = self.held.pop(lease_id)
         worker = self._workers[held.worker]
         del worker.leases[lease_id]
         worker.is_alone = worker.is_alone and bool(worker.leases)
@@ -427,7 +397,7 @@ class Scheduler:
 
     def _call_back(self, lease_id: str) -> HeldLease:
         """End a lease whose call has not returned; the worker counts it until `closed`."""
-        self._workers[self._held[lease_id].worker].num_closing += 1
+        self._workers[self.held[lease_id].worker].num_closing += 1
         return self._release(lease_id)
 
     def _drop(self, worker: str) -> Holder:
@@ -435,7 +405,7 @@ class Scheduler:
         self._backlog.leave(worker)
         state = self._workers.pop(worker)
         for lease_id in state.leases:
-            del self._held[lease_id]
+            del self.held[lease_id]
         return state
 
     def _put_back(self, document: OpenDocument) -> None:
@@ -454,10 +424,10 @@ class Scheduler:
 
         If it is not certain to be at fault, its last attempt is kept for a run alone.
         """
-        document.struck.add(place.spot)
-        if is_certain or document.num_counted + 1 < self.limits.max_attempts:
+        document.struck.add(place)
+        if is_certain or document.num_counted + 1 < self._job.max_attempts:
             document.attempts += 1
-        if document.num_counted >= self.limits.max_attempts:
+        if document.num_counted >= self._job.max_attempts:
             return [self._give_up(document, error_class, message)]
         self._has_charged = True
         self._put_back(document)
@@ -465,7 +435,7 @@ class Scheduler:
 
     def _count_loss(self, document: OpenDocument, message: str) -> list[GivenUp]:
         document.losses += 1
-        if document.losses >= self.limits.max_losses:
+        if document.losses >= MAX_LOSSES:
             return [self._give_up(document, "NodeLost", message)]
         self._put_back(document)
         return []

@@ -10,17 +10,16 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 import torch
 
 from specextend.cluster.auditing import Auditor
 from specextend.cluster.environment import worker_device
-from specextend.cluster.messages import Done, EngineBrokenError, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
+from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
 from specextend.data.inputs import DocumentError, InputError, Row
@@ -30,74 +29,32 @@ from specextend.data.quality import assess
 from specextend.data.schema import result_row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error
-from specextend.decoding.engine import BatchError
-from specextend.document_requests import Summary, advance, as_document_error, shared_start, summarize
+from specextend.decoding.engine import BatchError, Engine
+from specextend.document_requests import Summary, advance, as_document_error, summarize
 from specextend.inbox import Inbox
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
 
-DEVICE_EXIT_CODE = 70
-"""Exit code of a worker whose GPU context is beyond use."""
+ENGINE_EXIT_CODE = 70
+"""Exit code of a worker whose engine has failed as a whole, or whose GPU context is beyond use."""
 
 
-class EngineLike(Protocol):
-    """An engine, as far as a worker needs it."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """Return a transformers fast tokenizer."""
-
-    @property
-    def num_steps(self) -> int:
-        """Return a counter that grows with every prefill chunk and every decoding step."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Return the most tokens of one request, prompt and output."""
-
-    @property
-    def num_active(self) -> int:
-        """Count the sequences in the engine now."""
-
-    def generate(
-        self, source: Iterable[Request | None], on_error: Callable[[str, Exception], None] | None = None
-    ) -> Iterator[Completion]:
-        """Decode requests as they come; yields completions as they finish."""
-
-    def share_start(self, token_ids: Sequence[int]) -> None:
-        """Read tokens that most prompts begin with only once."""
-
-    def limits(self) -> dict[str, float] | None:
-        """Return what its device can do and what its target asks of it, if that is known."""
-
-    def cancel(self, request_id: str) -> None:
-        """Drop a sequence between two steps."""
-
-    def progress(self) -> dict[str, int]:
-        """Return the output tokens so far by request, for requests whose prefill has begun."""
+EngineFactory = Callable[[RunConfig], Engine]
 
 
-EngineFactory = Callable[[RunConfig], EngineLike]
+def checked_engine(config: RunConfig, factory: EngineFactory, hashes: Mapping[str, str]) -> Engine:
+    """Make an engine, unless the model files on this machine are not those that the driver has recorded.
 
-
-@dataclass(frozen=True, slots=True)
-class CheckedFactory:
-    """An engine factory that accepts only the model files that the driver has recorded."""
-
-    factory: EngineFactory
-    hashes: Mapping[str, str]
-    """Hashes of the run's models, by `target`, `tokenizer` and `draft`."""
-
-    def __call__(self, config: RunConfig) -> EngineLike:
-        """Compare the files on this machine, then build the engine. Raises ModelError."""
-        check_files(config.target, config.active_draft, self.hashes)
-        return self.factory(config)
+    hashes: of the run's models, by `target`, `tokenizer` and `draft`. Raises ModelError.
+    """
+    check_files(config.target, config.active_draft, hashes)
+    return factory(config)
 
 
 class Worker:
     """Holds an engine and answers `run` with a document's outcome. `worker_actor` makes it an actor."""
 
-    _engine: EngineLike
+    _engine: Engine
     _prompts: Prompts
     _limits: dict[str, float] | None
 
@@ -109,11 +66,10 @@ class Worker:
         self._auditor = Auditor(config.decoding.audit_fraction, config.decoding.batch_size)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[str, asyncio.Future[Completion | Failed | Suspected]] = {}
+        self._waiting: dict[str, asyncio.Future[Completion | DocumentError | Suspected]] = {}
         self._decoded: Counter[str] = Counter()
         """Output tokens of a lease's requests that are done, while it needs further ones."""
         self._handed_out: dict[str, Request] = {}  # to the engine, and neither settled nor cancelled
-        self._broken: EngineBrokenError | None = None
         self._name = f"{os.uname().nodename}:{os.getpid()}"
 
     async def begun(self) -> str:
@@ -138,7 +94,6 @@ class Worker:
         self._engine = self._factory(self._config)
         config = self._config
         self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
-        self._engine.share_start(shared_start(config, self._prompts))
         self._limits = self._engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)
@@ -146,8 +101,7 @@ class Worker:
     async def run(self, lease_id: str, key: DocumentKey, attempt: int, alone: bool = False) -> Outcome:
         """Read, render and decode the document of a lease. A cancelled call drops its sequences between two steps.
 
-        alone: decode one request after the other, so that a failure can be told from a neighbour's. Raises
-        EngineBrokenError if the whole engine has failed.
+        alone: decode one request after the other, so that a failure can be told from a neighbour's.
         """
         received = time.monotonic()
         self._loop = loop = asyncio.get_running_loop()
@@ -189,10 +143,8 @@ class Worker:
     async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
         """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.
 
-        num_audits_seen: rows that the driver has. is_ending: no further document will come. Raises EngineBrokenError.
+        num_audits_seen: rows that the driver has. is_ending: no further document will come.
         """
-        if self._broken is not None:
-            raise self._broken
         auditor = self._auditor
         if is_ending and not auditor.is_ending:
             auditor.is_ending = True
@@ -234,13 +186,11 @@ class Worker:
                 if isinstance(outcome, Completion):
                     began = min(began, time.monotonic() - outcome.stats.total_s)
                     self._decoded[lease_id] += outcome.stats.num_output_tokens
-                outcomes.append(outcome if isinstance(outcome, Completion) else _document_error(outcome))
+                outcomes.append(outcome)
 
-    async def _decode(self, request: Request) -> Completion | Failed | Suspected:
+    async def _decode(self, request: Request) -> Completion | DocumentError | Suspected:
         """Queue a request and wait for its outcome."""
-        if self._broken is not None:
-            raise self._broken
-        future: asyncio.Future[Completion | Failed | Suspected] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Completion | DocumentError | Suspected] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = future
         self._inbox.put(request)
         try:
@@ -254,25 +204,25 @@ class Worker:
             self._handed_out.pop(request.request_id, None)
 
     def _serve(self) -> None:
-        """Run the engine thread: one endless `generate`, begun again after a batch that failed."""
+        """Run the engine thread: what is asked for, until a batch of the audit is due, and then that by itself."""
         try:
             while True:
                 try:
-                    for completion in self._engine.generate(self._requests(), self._on_error):
-                        self._settle(completion.request_id, completion)
+                    self._generate(self._requests())
+                    self._generate(self._auditor.take())
                 except BatchError as error:
                     _exit_on_device_error(error.__cause__ or error)
                     self._on_batch_error(error)
         except BaseException as error:
-            _exit_on_device_error(error)
-            self._break(error)
+            _end_process(error)
             raise
 
+    def _generate(self, requests: Iterable[Request | None]) -> None:
+        for completion in self._engine.generate(requests, self._on_error):
+            self._settle(completion.request_id, completion)
+
     def _requests(self) -> Iterator[Request | None]:
-        while True:
-            if self._auditor.is_due:
-                yield self._auditor.take(self._engine.num_active)
-                continue
+        while not self._auditor.is_due:
             request = self._inbox.take(block=self._engine.num_active == 0)
             if request is not None:
                 self._handed_out[request.request_id] = request
@@ -296,10 +246,9 @@ class Worker:
     def _on_error(self, request_id: str, error: Exception) -> None:
         """Settle a request that failed alone: it becomes an error row, and the engine goes on."""
         _exit_on_device_error(error)
-        found = as_document_error(error)
-        self._settle(request_id, Failed("", found.error_class, found.message, found.stage, found.retryable))
+        self._settle(request_id, as_document_error(error))
 
-    def _settle(self, request_id: str, outcome: Completion | Failed | Suspected) -> None:
+    def _settle(self, request_id: str, outcome: Completion | DocumentError | Suspected) -> None:
         """Hand an outcome to the audit, or to the call that waits for it, on the loop's thread."""
         if self._auditor.settle(request_id, outcome):
             return
@@ -307,26 +256,10 @@ class Worker:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._resolve, request_id, outcome)
 
-    def _resolve(self, request_id: str, outcome: Completion | Failed | Suspected) -> None:
+    def _resolve(self, request_id: str, outcome: Completion | DocumentError | Suspected) -> None:
         future = self._waiting.get(request_id)
         if future is not None and not future.done():
             future.set_result(outcome)
-
-    def _break(self, error: BaseException) -> None:
-        """Let every call, now and later, report that the engine is broken."""
-        broken = EngineBrokenError(f"{type(error).__name__}: {first_line(error)}")
-        self._broken = broken
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._fail_all, broken)
-
-    def _fail_all(self, broken: EngineBrokenError) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(broken)
-
-
-def _document_error(failed: Failed) -> DocumentError:
-    return DocumentError(failed.error_class, failed.message, failed.stage, failed.retryable)
 
 
 def worker_actor(config: RunConfig, num_leases: int) -> Any:
@@ -343,6 +276,10 @@ def worker_actor(config: RunConfig, num_leases: int) -> Any:
 def _exit_on_device_error(error: BaseException) -> None:
     """End the process after an error that makes every later call on the device fail, too."""
     if is_device_error(error):
-        traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(DEVICE_EXIT_CODE)
+        _end_process(error)
+
+
+def _end_process(error: BaseException) -> None:
+    traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(ENGINE_EXIT_CODE)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
-import heapq
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
@@ -27,16 +27,15 @@ from ray.exceptions import (
 
 from specextend.cluster.display import Pace
 from specextend.cluster.exits import WorkersFailError
-from specextend.cluster.leases import Lease
 from specextend.cluster.messages import (
     Begun,
     CallLost,
     Died,
     Draining,
     Dying,
-    EngineBrokenError,
     Event,
     Failed,
+    Lease,
     Polled,
     Ready,
     Returned,
@@ -75,12 +74,12 @@ class Roster:
     """Up to `size` workers: each that dies is replaced, after a growing pause if the new one cannot be built. Pure."""
 
     def __init__(self, size: int) -> None:
-        self._vacant = list(range(size))
-        """Seats without a worker, in order. A worker that dies leaves its seat to its successor."""
         self._not_before = [0.0] * size
+        """When a worker may be started on each seat."""
         self._num_failures = [0] * size
         """Workers in a row that could not be built, by seat."""
         self._seats: dict[str, int] = {}
+        """Of each worker. One that dies leaves its seat to its successor."""
         self._asked: dict[str, float] = {}
         """The workers that are not ready yet, and when each was asked for."""
         self._ready: dict[str, None] = {}
@@ -98,13 +97,13 @@ class Roster:
 
     def due(self, now: float, num_wanted: int) -> list[str]:
         """Name the new workers to start now, so that there are no more in all than are wanted."""
-        room = max(0, num_wanted - len(self._seats))
+        room, taken = max(0, num_wanted - len(self._seats)), set(self._seats.values())
+        vacant = (seat for seat, begin in enumerate(self._not_before) if begin <= now and seat not in taken)
         names: list[str] = []
-        for seat in [seat for seat in self._vacant if self._not_before[seat] <= now][:room]:
+        for seat in islice(vacant, room):
             self._num_started += 1
             names.append(name := f"worker-{self._num_started}")
             self._seats[name], self._asked[name] = seat, now
-            self._vacant.remove(seat)
         return names
 
     def not_needed(self, num_wanted: int) -> list[str]:
@@ -130,16 +129,12 @@ class Roster:
         """Keep a worker that takes no documents, because its successor would run at the same place."""
         self._ready.pop(worker, None)
 
-    def let_go(self, worker: str) -> None:
-        """Note that a worker was ended because it is of no use any more."""
-        self._empty(worker)
-
     def failed(self, worker: str, reason: str, now: float) -> float:
         """Note that a worker could not be built. Returns the seconds until the next try.
 
         Raises WorkersFailError after too many failures.
         """
-        seat = self._empty(worker)
+        seat = self.let_go(worker)
         self._num_failures[seat] += 1
         num_failures = self._num_failures[seat]
         if num_failures >= MAX_FAILED_STARTS and not self.num_ready:
@@ -154,7 +149,7 @@ class Roster:
         is_explained: others have died over its documents. Such documents run at the end, when nothing else gets done
         in between, so such deaths count only if no document was ever done.
         """
-        self._empty(worker)
+        self.let_go(worker)
         if is_explained and self._is_of_use:
             return
         self._num_fruitless += 1
@@ -167,13 +162,11 @@ class Roster:
         self._is_of_use = True
         self._num_fruitless = 0
 
-    def _empty(self, worker: str) -> int:
-        """Leave a worker's seat to its successor, and return its number."""
-        seat = self._seats.pop(worker)
+    def let_go(self, worker: str) -> int:
+        """Note that a worker was ended, for whatever reason, and return the number of its seat, from 0."""
         self._asked.pop(worker, None)
         self._ready.pop(worker, None)
-        bisect.insort(self._vacant, seat)
-        return seat
+        return self._seats.pop(worker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +186,8 @@ class _Actor:
     info: WorkerInfo | None = None
     host: str = ""
     """Known once there is a process."""
-    loads_since: float | None = None
+    loads_since: float = math.inf
+    poll_at: float = math.inf
     calls: dict[Any, _Call] = field(default_factory=dict)
     """Its calls that have not been answered, by reference."""
     is_draining: bool = False
@@ -201,8 +195,6 @@ class _Actor:
     """Rows of its audit that have arrived."""
     dying_since: float | None = None
     reason: str = ""
-    has_spoken: bool = False
-    """True if it said itself that its engine is broken."""
     is_out_of_reach: bool = False
     """True if all that is known is that it does not answer."""
 
@@ -222,10 +214,6 @@ class Pool:
     _runs: dict[str, Any] = field(default_factory=dict)
     _answers: SimpleQueue[tuple[_Call, Any, Future[Any]]] = field(default_factory=SimpleQueue)
     """Calls that have been answered, with their references. Ray puts them in from a thread of its own."""
-    _loading: set[str] = field(default_factory=set)
-    _dying: set[str] = field(default_factory=set)
-    _polls: list[tuple[float, str]] = field(default_factory=list)
-    """Heap of the workers to poll, and when."""
     _drain_pace: Pace = field(default_factory=lambda: Pace(DRAIN_EVERY_S))
     _source_ref: Any = None
 
@@ -235,7 +223,6 @@ class Pool:
             self._source_ref = ray.put(self.source)
         handle = worker_actor(self.config, self.num_leases).remote(self.config, self._source_ref, self.factory)
         self._actors[worker] = _Actor(handle)
-        self._loading.add(worker)
         self._expect(handle.begun.remote(), _Call(worker, "begun"))
         self._expect(handle.ready.remote(), _Call(worker, "ready"))
 
@@ -254,10 +241,6 @@ class Pool:
         """Cancel a lease's call; `CallLost` follows, or its outcome if that was faster."""
         if (reference := self._runs.get(lease_id)) is not None:
             ray.cancel(reference)
-
-    def kill(self, worker: str) -> None:
-        """End a worker and forget its calls."""
-        self._forget(worker)
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Return the events since the last call; wait for one up to `timeout_s`."""
@@ -280,22 +263,21 @@ class Pool:
     def close(self) -> None:
         """End every worker."""
         for worker in list(self._actors):
-            self._forget(worker)
+            self.kill(worker)
 
     def _poll(self) -> None:
         now = self.clock()
-        while self._polls and self._polls[0][0] <= now:
-            _, worker = heapq.heappop(self._polls)
-            if worker in self._actors and worker not in self._dying:
-                self._ask(worker)
+        for worker, actor in self._actors.items():
+            if actor.poll_at <= now and actor.dying_since is None:
+                self._ask(worker, actor)
 
-    def _poll_later(self, worker: str) -> None:
-        heapq.heappush(self._polls, (self.clock() + poll_every_s(len(self._actors)), worker))
-
-    def _ask(self, worker: str) -> None:
-        actor = self._actors[worker]
+    def _ask(self, worker: str, actor: _Actor) -> None:
+        actor.poll_at = math.inf
         poll = actor.handle.progress.remote(actor.num_audits, self.is_ending)
         self._expect(poll, _Call(worker, "poll"))
+
+    def _poll_later(self, actor: _Actor) -> None:
+        actor.poll_at = self.clock() + poll_every_s(len(self._actors))
 
     def _answer(self, call: _Call, reference: Any, future: Future[Any]) -> list[Event]:
         actor = self._actors.get(call.worker)
@@ -314,11 +296,10 @@ class Pool:
             return [Begun(call.worker)]
         if call.kind == "ready":
             actor.info = value
-            self._loading.discard(call.worker)
-            self._poll_later(call.worker)
+            self._poll_later(actor)
             return [Ready(call.worker, value)]
         if call.kind == "poll":
-            self._poll_later(call.worker)
+            self._poll_later(actor)
             actor.num_audits += len(value.audits)
             return [Polled(call.worker, value)]
         assert call.lease is not None
@@ -326,23 +307,20 @@ class Pool:
 
     def _actor_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind in ("begun", "ready"):
-            return self._start_failed(call.worker, actor, _last_line(error))
+            return self._start_failed(call.worker, actor, last_line(error))
         if not isinstance(error, ActorUnavailableError):
             actor.is_out_of_reach = False
             return self._dies(call.worker, actor, "its process ended")
         if actor.dying_since is None:
             actor.is_out_of_reach = True
-            self._ask(call.worker)  # shows if it is dead or far
+            self._ask(call.worker, actor)  # shows if it is dead or far
         return self._dies(call.worker, actor, "it is out of reach")
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind in ("begun", "ready"):
-            return self._start_failed(call.worker, actor, _last_line(error))
-        if isinstance(error, RayTaskError) and isinstance(error.cause, EngineBrokenError):
-            actor.has_spoken = True
-            return self._dies(call.worker, actor, first_line(error.cause))
+            return self._start_failed(call.worker, actor, last_line(error))
         if call.kind == "poll":
-            self._poll_later(call.worker)
+            self._poll_later(actor)
             return []
         assert call.lease is not None
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
@@ -350,26 +328,21 @@ class Pool:
         return [CallLost(call.worker, call.lease, first_line(error))]
 
     def _start_failed(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
-        self._forget(worker)
+        self.kill(worker)
         return [StartFailed(worker, f"{reason} (on {actor.host})" if actor.host else reason)]
 
     def _overdue_starts(self) -> list[Event]:
         """Give up workers that hang while they load. One that waits for its resources does not load yet."""
-        now, limit_s = self.clock(), START_S
-        loading = {name: self._actors[name] for name in self._loading}
-        late = {
-            name: actor
-            for name, actor in loading.items()
-            if actor.loads_since is not None and now - actor.loads_since > limit_s
-        }
-        reason = f"its models were not loaded within {limit_s:.0f} s"
-        return [event for name, actor in late.items() for event in self._start_failed(name, actor, reason)]
+        began_before = self.clock() - START_S
+        loading = [(name, actor) for name, actor in self._actors.items() if actor.info is None]
+        late = [(name, actor) for name, actor in loading if actor.loads_since < began_before]
+        reason = f"its models were not loaded within {START_S:.0f} s"
+        return [event for name, actor in late for event in self._start_failed(name, actor, reason)]
 
     def _dies(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
         if actor.dying_since is not None:
             return []
         actor.dying_since, actor.reason = self.clock(), reason
-        self._dying.add(worker)
         return [Dying(worker, reason)]
 
     def _drains(self) -> list[Event]:
@@ -388,7 +361,7 @@ class Pool:
 
     def _verdicts(self) -> list[Event]:
         """Forget the dying workers whose cause of death is known by now, and report it."""
-        dying = {name: self._actors[name] for name in self._dying}
+        dying = {name: actor for name, actor in self._actors.items() if actor.dying_since is not None}
         if not dying:
             return []
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -397,27 +370,22 @@ class Pool:
             assert actor.info is not None
             node_died = actor.info.node_id not in alive
             if node_died or self._is_certain(actor):
-                self._forget(name)
+                self.kill(name)
                 events.append(Died(name, actor.reason, node_died or actor.is_out_of_reach))
         return events
 
     def _is_certain(self, actor: _Actor) -> bool:
-        """Return True once the cause cannot become clearer.
-
-        The worker has named it itself, or it ran on our own node, or Ray has had the time to report a dead node.
-        """
+        """Return True once the cause is clear: it ran on our own node, or Ray has had the time to report a dead one."""
         assert actor.info is not None
         assert actor.dying_since is not None
         is_here = actor.info.node_id == ray.get_runtime_context().get_node_id()
-        if actor.has_spoken or (is_here and not actor.is_out_of_reach):
-            return True
-        return self.clock() - actor.dying_since >= VERDICT_S
+        is_known = is_here and not actor.is_out_of_reach
+        return is_known or self.clock() - actor.dying_since >= VERDICT_S
 
-    def _forget(self, worker: str) -> None:
+    def kill(self, worker: str) -> None:
+        """End a worker and forget its calls."""
         actor = self._actors.pop(worker)
         ray.kill(actor.handle, no_restart=True)
-        self._loading.discard(worker)
-        self._dying.discard(worker)
         for call in actor.calls.values():
             if call.lease is not None:
                 self._runs.pop(call.lease.lease_id, None)
@@ -435,7 +403,7 @@ def unexpected(error: RayTaskError) -> Failed:
     return Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """Return the last line of Ray's message, which names the exception that mattered."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

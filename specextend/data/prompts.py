@@ -141,16 +141,6 @@ class Prompts:
         self._frame = self._encode_template(replace(options, instruction=PLACEHOLDER))
 
     @property
-    def start_token_ids(self) -> list[int]:
-        """Return the tokens that every prompt with the run's instruction begins with."""
-        return [*self._around[0]]
-
-    @property
-    def frame_token_ids(self) -> list[int]:
-        """Return the tokens that every prompt begins with, whatever its instruction."""
-        return [*self._frame[0]]
-
-    @property
     def num_template_tokens(self) -> int:
         """Return the number of tokens of a prompt that are not the document's."""
         return sum(map(len, self._around))

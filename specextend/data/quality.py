@@ -14,9 +14,8 @@ from importlib.util import find_spec
 import regex
 from rapidfuzz.distance import LCSseq
 
-from specextend.core import Completion, printable
+from specextend.core import Completion, how_to_install, printable
 from specextend.decoding.stopping import is_loop
-from specextend.versions import how_to_install
 
 REPEATED_WORDS = 4
 """Length of the runs of words that count as repeated, in words."""

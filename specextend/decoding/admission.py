@@ -134,49 +134,33 @@ class MemoryLadder:
         self.batch_size, self.num_nodes, self.chunk_size = self._all
         self._patience, self._num_ended = PATIENCE, 0
 
-    @property
-    def is_lowered(self) -> bool:
-        """Return True if less than the full size is allowed."""
-        return (self.batch_size, self.num_nodes, self.chunk_size) != self._all
-
     def lower(self, work: Work, size: int, num_active: int) -> bool:
         """Lower one size after `work` ran out of memory; return False if none can be lowered.
 
-        `size` is the number of sequences of the step, or of tokens of the prompt; `num_active` counts the sequences in
-        the engine.
+        A step takes fewer sequences, then smaller trees, then none; a prefill smaller chunks, then no draft, then no
+        other sequence beside it. `size` is the number of sequences of the step, or of tokens of the prompt;
+        `num_active` counts the sequences in the engine.
         """
         self._num_ended = 0
-        return self._lower_step(size) if work == "step" else self._lower_prefill(size, num_active)
+        chunk_size = min(size, self.chunk_size)
+        if work == "step" and size > 1:
+            self.batch_size = min(self.batch_size, size // 2)
+        elif work == "prefill" and chunk_size > SMALLEST_CHUNK:
+            self.chunk_size = max(SMALLEST_CHUNK, chunk_size // 2)
+        elif self.num_nodes:
+            self.num_nodes = self.num_nodes // 2 if work == "step" else 0
+        elif work == "prefill" and num_active > 1:
+            self.batch_size = 1
+        else:
+            return False
+        return True
 
     def ended(self) -> None:
         """Count a document that is finished or given up; after enough of them, allow the full size again."""
-        if not self.is_lowered:
+        if (self.batch_size, self.num_nodes, self.chunk_size) == self._all:
             return
         self._num_ended += 1
         if self._num_ended >= self._patience:
             patience = 2 * self._patience
             self.start()
             self._patience = patience
-
-    def _lower_step(self, size: int) -> bool:
-        """Allow fewer sequences, then smaller trees, then none."""
-        if size > 1:
-            self.batch_size = min(self.batch_size, size // 2)
-        elif self.num_nodes:
-            self.num_nodes //= 2
-        else:
-            return False
-        return True
-
-    def _lower_prefill(self, size: int, num_active: int) -> bool:
-        """Allow smaller chunks, then no draft, then no other sequence in the engine."""
-        size = min(size, self.chunk_size)
-        if size > SMALLEST_CHUNK:
-            self.chunk_size = max(SMALLEST_CHUNK, size // 2)
-        elif self.num_nodes:
-            self.num_nodes = 0
-        elif num_active > 1:
-            self.batch_size = 1
-        else:
-            return False
-        return True

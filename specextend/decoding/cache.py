@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specextend.attention.plan import AttentionPlan
-
 ALIGNMENT = 256
 
 
@@ -111,22 +109,3 @@ class KVCache:
         """
         source, target = rows.gather(1, paths).flatten(), rows[:, : paths.shape[1]].flatten()
         self.stored.index_copy_(3, target, self.stored.index_select(3, source))
-
-
-class CacheHook:
-    """The cache as a transformers model sees it during one forward: the model writes new rows, attention reads all."""
-
-    def __init__(self, cache: KVCache, plan: AttentionPlan) -> None:
-        self._cache = cache
-        self._rows = plan.new_rows(cache.stored.device).flatten()
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write key, value [B, K, T, D]; return the layer's whole keys and values [K, R, D]."""
-        keys, values = self._cache.stored[layer_idx]
-        keys.index_copy_(1, self._rows, key.transpose(0, 1).flatten(1, 2))
-        values.index_copy_(1, self._rows, value.transpose(0, 1).flatten(1, 2))
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0. The interface requires this method, but a forward that is given its positions does not use it."""
-        return 0

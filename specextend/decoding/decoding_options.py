@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+
+from specextend.core import SamplingParams
 
 if TYPE_CHECKING:
     from specextend.attention.plan import TreeAttention
@@ -65,8 +67,6 @@ class DecodingOptions:
     def __post_init__(self) -> None:
         one_of("decoding.mode", self.mode, ("autoregressive", "tree", "specextend"))
         at_least("decoding.max_new_tokens", self.max_new_tokens, 1)
-        at_least("decoding.temperature", self.temperature, 0)
-        at_least("decoding.top_k", self.top_k, 0)
         if isinstance(self.max_batch_size, str):
             one_of("decoding.max_batch_size", self.max_batch_size, ("auto",))
         else:
@@ -75,15 +75,17 @@ class DecodingOptions:
             raise ValueError(f"decoding.audit_fraction must be in [0, 1], got {self.audit_fraction}")
         if self.audit_fraction and self.mode == "autoregressive":
             raise ValueError("decoding.audit_fraction compares with plain decoding, which this mode is; set it to 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"decoding.top_p must be in (0, 1], got {self.top_p}")
         if self.cache_gib <= 0:
             raise ValueError(f"decoding.cache_gib must be above 0, got {self.cache_gib}")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"decoding.repetition_penalty must be above 0, got {self.repetition_penalty}")
-        at_least("decoding.no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
-        if any(not stop for stop in self.stop):
-            raise ValueError("decoding.stop must not hold an empty string")
+        try:
+            self.sampling(self.seed)
+        except ValueError as error:
+            raise ValueError(f"decoding.{error}") from None
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """Return how the tokens of a request with this seed are chosen."""
+        names = (each.name for each in fields(SamplingParams) if each.name in self.__slots__)
+        return SamplingParams(**{name: getattr(self, name) for name in names} | {"seed": seed})
 
     @property
     def batch_size(self) -> int:

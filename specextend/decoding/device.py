@@ -31,8 +31,6 @@ class DeviceTraits:
 
     prefill_chunk: int
     """Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that hardly shows."""
-    fuses_layers: bool
-    """Whether decoder layers are replaced by those of `FusedLayer`, in torch's operators."""
     packs_linears: bool
     """Whether the weights of linear layers may be laid out anew."""
     largest_batch: int
@@ -48,7 +46,6 @@ class DeviceTraits:
 
 CPU = DeviceTraits(
     prefill_chunk=1024,
-    fuses_layers=True,
     packs_linears=True,
     largest_batch=4,
     workspace_bytes=0,
@@ -57,7 +54,6 @@ CPU = DeviceTraits(
 )
 GPU = DeviceTraits(
     prefill_chunk=4096,
-    fuses_layers=False,
     packs_linears=False,
     largest_batch=16,
     workspace_bytes=3 << 29,

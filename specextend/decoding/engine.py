@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
 from dataclasses import asdict
 from typing import Any
 
@@ -28,12 +27,11 @@ from specextend.decoding.decoding_options import CacheOptions, TreeOptions
 from specextend.decoding.device import is_out_of_memory, make_current, release_cached, traits_of
 from specextend.decoding.drafter import Decided, Drafter
 from specextend.decoding.graphs import Graphs
-from specextend.decoding.limits import load_limits
+from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
-from specextend.decoding.penalties import penalties_of
 from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
-from specextend.decoding.sampling import choose_tokens
+from specextend.decoding.sampling import choose_tokens, penalties_of
 from specextend.decoding.sequence import Sequence, Stopwatch
 from specextend.decoding.speculation import Adaptive
 from specextend.decoding.step_costs import CostTable
@@ -97,16 +95,7 @@ class Engine:
         self._active: dict[str, Sequence] = {}
         self._cancelled: set[str] = set()
         self._watch = Stopwatch()
-        self._reader = PromptReader(
-            target, drafter, hidden_layers, self._scored_layers, chunk_size, self._watch, self._count_step
-        )
-
-    def share_start(self, token_ids: Items[int]) -> None:
-        """Let the target read a start that most prompts will have only once; a longer one than a chunk is cut.
-
-        Outputs do not depend on which request is the first, nor on how many there are. Other prompts may follow, too.
-        """
-        self._reader.share_start(token_ids)
+        self._reader = PromptReader(target, drafter, hidden_layers, self._scored_layers, self._watch, self._count_step)
 
     @property
     def max_tokens(self) -> int:

@@ -1,31 +1,32 @@
 """A model's layers, replaced by faster ones: decoder layers in fewer operators, linear layers in their fastest form.
 
-A decoder layer of few rows is a chain of small operators, so each one that is left out counts: `FusedLayer` is made of
-torch's own, for a CPU, `KernelLayer` of kernels of ours. The stock model stays around the layers: its embedding, its
-positions, its loop. In fp32 the logits are the stock layer's; in bf16 fewer results are rounded between two operators.
+A decoder layer of few rows is a chain of small operators, so each one that is left out counts. In fp32 the logits are
+the stock layer's; in bf16 fewer results are rounded between two operators.
 
 A linear layer in bf16 on a CPU is laid out once, in the way that is measured to be fastest: torch's own reorders the
 weight for oneDNN in every call, which can cost as much as the product of few rows (`docs/log.md`). Product and fp32
 accumulation are the same.
 
-Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `H` query heads, `K` key heads, `D` head size.
+Shapes: `L` layers, `R` rows (the new tokens of all sequences), `C` hidden size, `K` key heads, `S` cache rows, `D` head
+size.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import rms_norm
 
-from specextend.attention.hybrid import attend_plan
-from specextend.attention.layer_reference import HeadNorms, LayerKernels
-from specextend.attention.plan import Attend, AttentionPlan
+from specextend.attention.backends import shortest_runs
+from specextend.attention.plan import Attend, AttentionPlan, attend_plan
+from specextend.attention.reference import HeadNorms, LayerKernels
 from specextend.decoding.device import traits_of
 
 _FEW_ROWS = (1, 16)
@@ -43,24 +44,17 @@ _MULTIPLIED_BYTES = 8 << 20
 Pack = Callable[[nn.Linear], nn.Module]
 
 
-def fuse(model: Any, kernels: LayerKernels | None = None) -> bool:
-    """Replace the decoder layers and norms of a causal LM in place; return False if its activation is not SiLU.
+def fuse(model: Any) -> None:
+    """Replace the decoder layers of a causal LM and its norms in place, by those of `FusedLayer` and `Norm`.
 
-    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries and keys. With
-    `kernels` its layers are made of them, and each forward must be given the cache as `stored`.
+    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries and keys.
     """
-    if model.config.hidden_act != "silu":
-        return False
-    decoder = model.model
-    for index, layer in enumerate(decoder.layers):
-        decoder.layers[index] = FusedLayer(layer) if kernels is None else KernelLayer(layer, kernels)
-    decoder.norm = FusedNorm(decoder.norm)
-    if kernels is None:
-        decoder.rotary_emb = SignedRotary(decoder.rotary_emb)
-    return True
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = FusedLayer(layer)
+    model.model.norm = Norm(model.model.norm)
 
 
-class FusedNorm(nn.Module):
+class Norm(nn.Module):
     """RMSNorm in one operator, in fp32 inside, rounded once."""
 
     def __init__(self, norm: Any) -> None:
@@ -74,35 +68,27 @@ class FusedNorm(nn.Module):
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class SignedRotary(nn.Module):
-    """The stock model's cosines and sines, laid out for `rotate_half_signed`."""
+@dataclass(slots=True)
+class Forward:
+    """What every layer of a forward is given."""
 
-    def __init__(self, rotary: nn.Module) -> None:
-        """Take the stock module, which knows the RoPE type."""
-        super().__init__()
-        self.rotary = rotary
-
-    @property
-    def inv_freq(self) -> Tensor:
-        """Return the stock module's inv_freq [D / 2]."""
-        return self.rotary.inv_freq  # type: ignore[return-value]
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines [B, T, 1, D] in x's dtype; the first half of a sine is negative."""
-        cos, sin = self.rotary(x, position_ids)
-        half = sin.shape[-1] // 2
-        sin[..., :half].neg_()
-        return cos.unsqueeze(2), sin.unsqueeze(2)
+    kernels: LayerKernels
+    attend: Attend
+    plan: AttentionPlan
+    stored: Tensor
+    """The cache [L, 2, K, S, D]."""
+    rows: Tensor
+    """Its rows [R] that the forward writes."""
+    cos: Tensor
+    sin: Tensor
+    """[R, D], the first half negative."""
 
 
-def rotate_half_signed(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to heads [B, T, h, D] with the cosines and signed sines [B, T, 1, D] of `SignedRotary`."""
-    swapped = heads.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return torch.addcmul(heads * cos, swapped, sin)
+class FusedLayer(nn.Module):
+    """A decoder layer of Llama's family, q, k and v in one product, gate and up in another, kernels between them.
 
-
-class JoinedWeights(nn.Module):
-    """The weights of a decoder layer of Llama's family, q, k and v in one projection, gate and up in another."""
+    With kernels of ours it is eleven in all on a GPU, two of them attention.
+    """
 
     def __init__(self, layer: Any) -> None:
         """Take the weights of a stock layer."""
@@ -111,96 +97,27 @@ class JoinedWeights(nn.Module):
         self._index: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
         self._scale: float = attention.scaling
-        self._num_heads = attention.q_proj.out_features // self._head_dim
-        self._num_kv_heads = attention.k_proj.out_features // self._head_dim
-        self.input_norm, self.post_norm = FusedNorm(layer.input_layernorm), FusedNorm(layer.post_attention_layernorm)
-        self.q_norm, self.k_norm = (_head_norm(attention, name) for name in ("q_norm", "k_norm"))
+        self.input_norm, self.post_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
         self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
         self.o_proj: nn.Module = attention.o_proj
         self.gate_up = join([mlp.gate_proj, mlp.up_proj])
         self.down_proj: nn.Module = mlp.down_proj
-
-
-class FusedLayer(JoinedWeights):
-    """A decoder layer in torch's own operators, with joined projections."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Any,
-        plan: AttentionPlan,
-        attend: Attend,
-        **_: Any,
-    ) -> Tensor:
-        """Run hidden_states [B, T, C]; write keys and values through the cache hook, attend as the plan says."""
-        qkv = self.qkv(self.input_norm(hidden_states)).unflatten(-1, (-1, self._head_dim))
-        rotated, value = self._rotate(qkv, *position_embeddings)
-        query, key = rotated[:, :, : self._num_heads], rotated[:, :, self._num_heads :]
-        if self._index in plan.keep_layers:
-            plan.queries[self._index] = query
-        keys, values = past_key_values.update(key.transpose(1, 2), value.transpose(1, 2), self._index)
-        mixed = attend_plan(attend, query, keys, values, plan, self._scale)
-        residual = hidden_states + self.o_proj(mixed.flatten(2))
-        gate, up = self.gate_up(self.post_norm(residual)).chunk(2, -1)
-        return residual + self.down_proj(silu(gate).mul_(up))
-
-    def _rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Split qkv [B, T, H + 2K, D] into rotated queries and keys [B, T, H + K, D], and values [B, T, K, D]."""
-        turned, value = qkv.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = turned.split([self._num_heads, self._num_kv_heads], 2)
-            turned = torch.cat([self.q_norm(query), self.k_norm(key)], 2)
-        return rotate_half_signed(turned, cos, sin), value
-
-
-class KernelLayer(JoinedWeights):
-    """A decoder layer with kernels of ours between its products: eleven in all on a GPU, two of them attention.
-
-    Its kernel for RoPE writes to the cache, so the hook's `update` is not called.
-    """
-
-    def __init__(self, layer: Any, kernels: LayerKernels) -> None:
-        """Take the weights of a stock layer."""
-        super().__init__(layer)
-        self._kernels = kernels
         self._head_norms: HeadNorms | None = None
-        if self.q_norm is not None and self.k_norm is not None:
-            self._head_norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        if (norm := getattr(attention, "q_norm", None)) is not None:
+            self._head_norms = HeadNorms(norm.weight, attention.k_norm.weight, norm.variance_epsilon)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        stored: Tensor,
-        plan: AttentionPlan,
-        attend: Attend,
-        **_: Any,
-    ) -> Tensor:
-        """Run hidden_states [B, T, C]; write the rows of the plan in stored [L, 2, K, R, D], attend as it says."""
-        x = hidden_states.flatten(0, 1)
-        keys, values = stored[self._index]
-        normed = self._kernels.add_norm(x, None, self.input_norm.weight, self.input_norm.eps)[1]
+    def forward(self, x: Tensor, run: Forward) -> Tensor:
+        """Run x [R, C]; write the rows of the forward to the cache, attend as the plan says."""
+        keys, values = run.stored[self._index]
+        normed = run.kernels.add_norm(x, None, self.input_norm.weight, self.input_norm.eps)[1]
         qkv = self.qkv(normed).unflatten(-1, (-1, self._head_dim))
-        cos, sin = (angles.flatten(0, 1) for angles in position_embeddings)
-        rows = plan.new_rows(x.device).flatten()
-        rotated = self._kernels.rotate_heads(qkv, cos, sin, self._head_norms, keys, values, rows)
-        query = rotated.unflatten(0, hidden_states.shape[:2])
-        if self._index in plan.keep_layers:
-            plan.queries[self._index] = query
-        mixed = attend_plan(attend, query, keys, values, plan, self._scale)
-        residual, normed = self._kernels.add_norm(
-            x, self.o_proj(mixed.flatten(2).flatten(0, 1)), self.post_norm.weight, self.post_norm.eps
-        )
-        added = self.down_proj(self._kernels.gate(self.gate_up(normed)))
-        return (residual + added).unflatten(0, hidden_states.shape[:2])
-
-
-def _head_norm(attention: Any, name: str) -> FusedNorm | None:
-    norm = getattr(attention, name, None)
-    return None if norm is None else FusedNorm(norm)
+        rotated = run.kernels.rotate_heads(qkv, run.cos, run.sin, self._head_norms, keys, values, run.rows)
+        query = rotated.unflatten(0, (-1, run.plan.num_new))
+        if self._index in run.plan.keep_layers:
+            run.plan.queries[self._index] = query
+        mixed = attend_plan(run.attend, query, keys, values, run.plan, self._scale).flatten(2).flatten(0, 1)
+        residual, normed = run.kernels.add_norm(x, self.o_proj(mixed), self.post_norm.weight, self.post_norm.eps)
+        return residual + self.down_proj(run.kernels.gate(self.gate_up(normed)))
 
 
 def join(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -289,19 +206,16 @@ def _first(linears: list[nn.Linear], num_bytes: int) -> list[nn.Linear]:
 def _shortest(
     linears: list[nn.Linear], forms: Mapping[str, Pack], rows: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Return the seconds of the shortest of some runs for each form; the forms take turns."""
+    """Return the seconds that the layers take in each form, for as many rows."""
     packed = {name: [pack(linear) for linear in linears] for name, pack in forms.items()}
     inputs = [torch.zeros(1, rows, linear.in_features, dtype=linear.weight.dtype) for linear in linears]
-    runs = [{name: _seconds(layers, inputs, clock) for name, layers in packed.items()} for _ in range(1 + _RUNS)][1:]
-    return {name: min(run[name] for run in runs) for name in forms}
 
+    @torch.inference_mode()
+    def run(layers: list[nn.Module]) -> None:
+        for layer, x in zip(layers, inputs, strict=True):
+            layer(x)
 
-@torch.inference_mode()
-def _seconds(layers: list[nn.Module], inputs: list[Tensor], clock: Callable[[], float]) -> float:
-    begin = clock()
-    for layer, x in zip(layers, inputs, strict=True):
-        layer(x)
-    return clock() - begin
+    return shortest_runs({name: partial(run, layers) for name, layers in packed.items()}, _RUNS, clock)
 
 
 def _packable(module: nn.Module) -> Iterator[nn.Linear]:

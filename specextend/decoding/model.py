@@ -1,4 +1,4 @@
-"""A stock causal LM that runs in batches on our cache, for the target and for standalone drafts.
+"""A causal LM that runs in batches on our layers and our cache, for the target and for standalone drafts.
 
 Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 """
@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import KERNELS_VERSION, cpu_kernels
-from specextend.attention.layer_reference import LayerKernels
-from specextend.attention.measured import MeasuredAttention, make_cells, measure_attention
+from specextend.attention.backends import (
+    KERNELS_VERSION,
+    MeasuredAttention,
+    cpu_kernels,
+    make_cells,
+    measure_attention,
+)
 from specextend.attention.plan import Attend, AttentionPlan
-from specextend.decoding.cache import CacheHook, KVCache
-from specextend.decoding.device import device_name, release_cached, traits_of
-from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
-from specextend.decoding.layers import fuse, pack_if_faster
-from specextend.decoding.limits import count_work, head_size
+from specextend.attention.reference import LayerKernels
+from specextend.attention.torch_kernels import TORCH
+from specextend.decoding.cache import KVCache
+from specextend.decoding.device import device_name, release_cached
+from specextend.decoding.layers import Forward, fuse, pack_if_faster
+from specextend.decoding.measurements import count_work, head_size, kept_or_measured
 
 _SHAPE = (
     "model_type",
@@ -35,8 +40,8 @@ _SHAPE = (
 class CachedModel:
     """A transformers causal LM, the kernels it attends with, and its KV cache."""
 
-    def __init__(self, model: Any, attend: Attend, num_rows: int, kernels: LayerKernels | None = None) -> None:
-        """Take the model, whose layers may be replaced; with `kernels` they are made of them."""
+    def __init__(self, model: Any, attend: Attend, num_rows: int, kernels: LayerKernels = TORCH) -> None:
+        """Take the model, whose layers are replaced by `FusedLayer`, and what computes between their products."""
         self.config: Any = model.config
         self.model, self.attend, self.kernels = model, attend, kernels
         self.device: torch.device = model.device
@@ -45,9 +50,8 @@ class CachedModel:
         self.scale: float = self.head_dim**-0.5
         self.work = count_work(model, self.dtype)
         """What decoding with it takes."""
-        if traits_of(self.device).fuses_layers or kernels is not None:
-            fuse(model, kernels)
-            release_cached(self.device)  # the weights that were joined
+        fuse(model)
+        release_cached(self.device)  # the weights that were joined
         self.linears = pack_if_faster(model)
         """How linear layers are multiplied, see `layers`."""
         self.cache = KVCache(
@@ -61,15 +65,7 @@ class CachedModel:
 
     def forward(self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Run token_ids [B, T] at positions [B, T], write their rows, return hidden [B, T, C] after the final norm."""
-        output = self.model.model(
-            input_ids=token_ids,
-            position_ids=positions,
-            past_key_values=CacheHook(self.cache, plan),
-            plan=plan,
-            attend=self.attend,
-            stored=self.cache.stored,
-        )
-        return output.last_hidden_state
+        return self.forward_with_features(token_ids, positions, plan, ())[0]
 
     def forward_with_features(
         self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, layers: tuple[int, ...]
@@ -78,17 +74,20 @@ class CachedModel:
 
         Without layers the features are the hidden states themselves. Nothing is kept.
         """
-        outputs: list[Tensor] = []
-        hooks = [
-            self.model.model.layers[layer].register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
-            for layer in layers
-        ]
-        try:
-            hidden = self.forward(token_ids, positions, plan)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return hidden, torch.cat(outputs, -1) if layers else hidden
+        decoder, outputs = self.model.model, []
+        embedded = decoder.embed_tokens(token_ids)
+        cos, sin = decoder.rotary_emb(embedded, positions)
+        sin[..., : self.head_dim // 2].neg_()
+        rows = plan.new_rows(self.device).flatten()
+        angles = cos.flatten(0, 1), sin.flatten(0, 1)
+        run = Forward(self.kernels, self.attend, plan, self.cache.stored, rows, *angles)
+        x = embedded.flatten(0, 1)
+        for index, layer in enumerate(decoder.layers):
+            x = layer(x, run)
+            if index in layers:
+                outputs.append(x)
+        hidden = decoder.norm(x).unflatten(0, token_ids.shape)
+        return hidden, torch.cat(outputs, -1).unflatten(0, token_ids.shape) if layers else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., C]."""
@@ -102,7 +101,7 @@ class CachedModel:
             "torch": torch.__version__,
             "kernels_version": KERNELS_VERSION,
             "dtype": str(self.dtype),
-            "layers": "kernels" if self.kernels is not None else "torch",
+            "layers": "torch" if self.kernels is TORCH else "kernels",
             "linears": self.linears,
             "head_dim": self.head_dim,
             **{name: getattr(self.config, name) for name in _SHAPE},
@@ -115,12 +114,13 @@ class CachedModel:
         """
         kernels, cells = cpu_kernels(self.head_dim, self.dtype), make_cells(self.cache.rows.num_free)
         key = self.timing_key() | {"kernels": [*kernels], "cells": [[*cell] for cell in cells]}
-        if (names := read_kept("attention", key)) is None:
-            stored, num_heads = self.cache.stored, self.config.num_attention_heads
+        stored, num_heads = self.cache.stored, self.config.num_attention_heads
+
+        @torch.inference_mode()
+        def measure() -> list[str]:
             stored[..., : max(length for _, _, length in cells), :] = 0
-            with torch.inference_mode():
-                chosen, is_quiet = measure_undisturbed(lambda: measure_attention(stored, num_heads, kernels, cells))
-            names = [chosen[cell] for cell in cells]
-            if is_quiet:
-                keep_value("attention", key, names)
+            chosen = measure_attention(stored, num_heads, kernels, cells)
+            return [chosen[cell] for cell in cells]
+
+        names = kept_or_measured("attention", key, measure)
         self.attend = MeasuredAttention(kernels, dict(zip(cells, names, strict=True)))

@@ -25,41 +25,12 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.sequence import Sequence, Stopwatch
 
 LEAST_REUSED = 256
-"""Tokens that a prompt must have in common with the one before it, and half of its own, to take its rows."""
-
-
-@dataclass(slots=True)
-class SharedStart:
-    """Keeps the rows of tokens that every prompt of a run begins with, such as those of a chat template."""
-
-    token_ids: Items[int]
-    rows: Tensor | None = None
-    """Keys and values [L, 2, K, n, D]."""
-    features: Tensor | None = None
-    """What a draft is given for these tokens, [1, n, F]."""
-
-    def length_in(self, prompt_token_ids: Items[int], chunk_size: int) -> int:
-        """Return n, or 0 for a prompt with another start or with nothing behind it, or where n is above chunk_size."""
-        n = len(self.token_ids)
-        begins = n < len(prompt_token_ids) and list(prompt_token_ids[:n]) == list(self.token_ids)
-        return n if begins and n <= chunk_size else 0
-
-    def keep(self, cache: KVCache, first_row: int, features: Tensor) -> None:
-        """Copy what the target wrote to the cache from `first_row` on; `features` [1, n, F] came with it."""
-        self.rows = cache.stored[:, :, :, first_row : first_row + len(self.token_ids)].clone()
-        self.features = features.clone()
-
-    def write(self, cache: KVCache, first_row: int) -> Tensor:
-        """Write the rows for another prompt, from `first_row` on; return the features [1, n, F]."""
-        assert self.rows is not None, "kept before"
-        assert self.features is not None, "kept with the rows"
-        cache.stored[:, :, :, first_row : first_row + len(self.token_ids)] = self.rows
-        return self.features
+"""Tokens that a prompt must have in common with the one before it to take its rows."""
 
 
 @dataclass(slots=True)
 class LastPrompt:
-    """The prompt that the target read last, for one that asks something else about the same document.
+    """The prompt that the target read last, for one with the same long instruction, or about the same document.
 
     Its rows stay in the cache until the next prompt is read, even if its request has ended: nothing else is ever
     written to a region that no running request has.
@@ -75,7 +46,7 @@ class LastPrompt:
         pairs = zip(self.token_ids, prompt_token_ids[:-1], strict=False)
         common = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
         n = min(len(self.token_ids), len(prompt_token_ids) - 1) if common is None else common
-        return n if n >= max(LEAST_REUSED, len(prompt_token_ids) / 2) else 0
+        return n if n >= LEAST_REUSED else 0
 
     def write(self, cache: KVCache, first_row: int, count: int) -> list[Tensor]:
         """Copy the first `count` rows to `first_row` on; return their features in chunks [1, n, F]."""
@@ -109,22 +80,16 @@ class PromptReader:
         drafter: Drafter | None,
         hidden_layers: tuple[int, ...],
         scored_layers: Items[int],
-        chunk_size: int,
         watch: Stopwatch,
         on_chunk: Callable[[], None],
     ) -> None:
-        """Take the models, the target's layers that the draft reads and that score chunks, and the largest chunk.
+        """Take the models, the target's layers that the draft reads, and those that score chunks.
 
         Time is charged to `watch`; `on_chunk` is called for each chunk.
         """
         self._target, self._drafter, self._watch, self._on_chunk = target, drafter, watch, on_chunk
-        self._hidden_layers, self._scored_layers, self._chunk_size = hidden_layers, scored_layers, chunk_size
-        self._shared_start: SharedStart | None = None
+        self._hidden_layers, self._scored_layers = hidden_layers, scored_layers
         self._last_prompt: LastPrompt | None = None
-
-    def share_start(self, token_ids: Items[int]) -> None:
-        """Read a start that most prompts will have only once, up to the largest chunk."""
-        self._shared_start = SharedStart(token_ids[: self._chunk_size]) if token_ids else None
 
     def forget(self) -> None:
         """Take nothing over from the last prompt."""
@@ -135,7 +100,7 @@ class PromptReader:
         token_ids = sequence.request.prompt_token_ids
         prompt = torch.tensor(token_ids, device=self._target.device)
         sequence.stats.num_prompt_tokens = len(prompt)
-        start = self._read_start(sequence, prompt, chunk_size)
+        start = self._take_over(sequence)
         read = LastPrompt(tuple(token_ids), sequence.region.start, start)
         self._let_draft_read(sequence, prompt, read.features)
         for chunk in prompt[sequence.length :].split(chunk_size):
@@ -148,26 +113,18 @@ class PromptReader:
         queries = [plan.queries[layer][0, -1] for layer in self._scored_layers]
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
 
-    def _read_start(self, sequence: Sequence, prompt: Tensor, chunk_size: int) -> list[Tensor]:
-        """Copy the start of a prompt [P] that was read before; return its features in chunks [1, n, F].
+    def _take_over(self, sequence: Sequence) -> list[Tensor]:
+        """Copy the start of a prompt that was read for the one before; return its features in chunks [1, n, F].
 
-        It is that of the prompt before, or the shared one, which the target reads with the first prompt that has it. An
-        audit takes nothing from the decoding that it checks.
+        An audit takes nothing from the decoding that it checks.
         """
-        token_ids, cache, first_row = sequence.request.prompt_token_ids, self._target.cache, sequence.region.start
         last, self._last_prompt = self._last_prompt, None  # from here on its rows may be written
-        if last is not None and sequence.request.audit_of is None and (n := last.length_in(token_ids)):
-            sequence.take_over(n)
-            return last.write(cache, first_row, n)
-        start = self._shared_start
-        if start is None or not (n := start.length_in(token_ids, chunk_size)):
+        if last is None or sequence.request.audit_of is not None:
             return []
-        if start.features is None:
-            _, _, features = self._read_chunk(sequence, prompt[:n])
-            start.keep(cache, first_row, features)
-            return [features]
+        if not (n := last.length_in(sequence.request.prompt_token_ids)):
+            return []
         sequence.take_over(n)
-        return [start.write(cache, first_row)]
+        return last.write(self._target.cache, sequence.region.start, n)
 
     def _let_draft_read(self, sequence: Sequence, token_ids: Tensor, chunks: Items[Tensor]) -> None:
         """Let the draft read tokens [T] of the prompt after the target, with features [1, n, F] of chunks of them."""

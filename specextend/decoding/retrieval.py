@@ -8,7 +8,6 @@ Shapes: `H` query heads, `K` key heads, `G` = H / K, `D` head size, `S` committe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,23 +50,10 @@ def mean_mass(queries: Sequence[Tensor], keys: Sequence[Tensor], chunk_size: int
     return masses[0] if len(masses) == 1 else torch.stack(masses).mean(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Chunks that are visible, in document order."""
-
-    chunks: Tensor
-    """[n] int64, ascending, on the CPU"""
-    forced: Tensor
-    """[C] bool: chunks that are visible whatever their score (sinks and the recent window)"""
-
-    def positions(self, num_tokens: int, chunk_size: int) -> Tensor:
-        """Return the positions [S] int64 of the visible tokens of `num_tokens`, ascending."""
-        positions = (self.chunks[:, None] * chunk_size + torch.arange(chunk_size)).flatten()
-        return positions[positions < num_tokens]
-
-    def by_score(self) -> set[int]:
-        """Return the chunks that are visible because of their score."""
-        return set(self.chunks[~self.forced[self.chunks]].tolist())
+def visible_positions(chunks: Tensor, num_tokens: int, chunk_size: int) -> Tensor:
+    """Return the positions [S] int64 of the tokens in `chunks` [n] of a text of `num_tokens`, both ascending."""
+    positions = (chunks[:, None] * chunk_size + torch.arange(chunk_size)).flatten()
+    return positions[positions < num_tokens]
 
 
 def forced_chunks(num_tokens: int, options: CacheOptions) -> Tensor:
@@ -76,21 +62,25 @@ def forced_chunks(num_tokens: int, options: CacheOptions) -> Tensor:
     return (starts < options.sinks) | (starts + options.chunk_size > num_tokens - options.recent)
 
 
-def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Selection:
-    """Select the forced chunks and the best others by `mass` [C], `top_k_chunks` in all; a tie goes to the earlier."""
+def select_by_score(mass: Tensor, num_tokens: int, options: CacheOptions) -> Tensor:
+    """Select the forced chunks and the best others by `mass` [C], `top_k_chunks` in all; a tie goes to the earlier.
+
+    Returns the chunks [n], ascending.
+    """
     forced = forced_chunks(num_tokens, options)
     ranked = mass.masked_fill(forced, float("inf")).sort(descending=True, stable=True).indices
-    return Selection(ranked[: options.top_k_chunks].sort().values, forced)
+    return ranked[: options.top_k_chunks].sort().values
 
 
-def select_recent(num_tokens: int, options: CacheOptions) -> Selection:
-    """Select the sink chunks and the most recent ones, `top_k_chunks` in all (StreamingLLM, with the same budget)."""
+def select_recent(num_tokens: int, options: CacheOptions) -> Tensor:
+    """Select the sink chunks and the most recent ones, `top_k_chunks` in all (StreamingLLM, with the same budget).
+
+    Returns the chunks [n], ascending.
+    """
     total = -(-num_tokens // options.chunk_size)
     sinks = min(-(-options.sinks // options.chunk_size), total, options.top_k_chunks - 1)
     first_recent = max(sinks, total - (options.top_k_chunks - sinks))
-    visible = torch.ones(total, dtype=torch.bool)
-    visible[sinks:first_recent] = False
-    return Selection(visible.nonzero().flatten(), visible)
+    return torch.cat([torch.arange(sinks), torch.arange(first_recent, total)])
 
 
 class CachePolicy:
@@ -120,19 +110,18 @@ class CachePolicy:
         if self._options.policy == "full":
             return torch.arange(num_tokens)
         if mass is None:
-            selection = select_recent(num_tokens, self._options)
+            chunks = select_recent(num_tokens, self._options)
         else:
-            mass = mass.cpu()
-            selection = select_by_score(mass, num_tokens, self._options)
-            self._count(selection, mass, stats)
-        return selection.positions(num_tokens, self._options.chunk_size)
+            chunks = select_by_score(mass := mass.cpu(), num_tokens, self._options)
+            stats.retrieval_coverage_sum += min(1.0, float(mass[chunks].sum()))  # fp32 shares may add up to more
+            self._count(chunks[~forced_chunks(num_tokens, self._options)[chunks]], stats)
+        return visible_positions(chunks, num_tokens, self._options.chunk_size)
 
-    def _count(self, selection: Selection, mass: Tensor, stats: DecodingStats) -> None:
-        """Add a retrieval to the statistics, with its coverage and its change from the one before."""
-        chosen = selection.by_score()
+    def _count(self, by_score: Tensor, stats: DecodingStats) -> None:
+        """Add a retrieval to the statistics, with the change of the chunks `by_score` from the one before."""
+        chosen = set(by_score.tolist())
         if self._chosen is not None:
             union = self._chosen | chosen
             stats.retrieval_churn_sum += 1 - len(self._chosen & chosen) / len(union) if union else 0.0
         self._chosen = chosen
         stats.num_retrievals += 1
-        stats.retrieval_coverage_sum += min(1.0, float(mass[selection.chunks].sum()))  # fp32 shares may add up to more

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from specextend.core import Agreement, Completion, FinishReason, Request
 from specextend.decoding.cache import Region
-from specextend.decoding.penalties import Penalties
 from specextend.decoding.retrieval import CachePolicy
-from specextend.decoding.sampling import choice_gap
+from specextend.decoding.sampling import Penalties, choice_gap
 from specextend.decoding.speculation import Speculation
 from specextend.decoding.stopping import StopChecker
 from specextend.stats import DecodingStats, Phase

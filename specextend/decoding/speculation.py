@@ -190,10 +190,6 @@ class Experience:
         """Record a plain step of a sequence."""
         self._book(1, 0.0)
 
-    def charge(self, cost: float) -> None:
-        """Take from the account what else speculation cost, in plain steps."""
-        self._book(0, -cost)
-
     def _book(self, num_tokens: int, gain: float) -> None:
         balance = self.balance + ALLOWED_LOSS * num_tokens + gain
         self.balance = max(-LARGEST_DEBT, min(balance, LARGEST_CREDIT))
@@ -264,7 +260,7 @@ class Adaptive:
         self._reads_late = reads_late
         self._promises: tuple[list[Running], Tensor] = [], torch.empty(0, 0)
         self._experience = Experience()
-        self._paused: tuple[int, int] | None = None  # sequences that all paused, and steps until the next decision
+        self._num_settled = 0  # steps since the last decision, if all pause and none is to try again
         self._sizes = [size for size in costs.table.sizes if size <= num_nodes + 1]
 
     def begin(self, num_tokens: int, running: Sequence[Running]) -> Speculation:
@@ -336,7 +332,10 @@ class Adaptive:
     def decide(self, sequences: list[Running]) -> None:
         """Decide which of the sequences that go on speculate in the next step."""
         states = [sequence.speculation for sequence in sequences]
-        if self._is_settled(states):
+        tries = self._experience.in_credit and any(state.pause_is_over for state in states)
+        is_settled = not tries and not any(state.active for state in states)
+        self._num_settled = (self._num_settled + 1) % FIRST_PAUSE if is_settled else 0
+        if self._num_settled:
             return
         lengths = [sequence.length for sequence in sequences]
         chosen = self._choose(states, lengths)
@@ -345,18 +344,7 @@ class Adaptive:
                 sequence.speculation.pause()
                 sequence.stats.num_fallbacks += 1
             elif not sequence.speculation.active and b in chosen:
-                sequence.speculation.resume()  # the draft has to catch up, which takes as long as a proposal
-                self._experience.charge(len(lengths) * self.costs.draft_s(1) / self.costs.verify_s(1, lengths))
-        self._paused = None if chosen else (len(sequences), FIRST_PAUSE)
-
-    def _is_settled(self, states: list[Speculation]) -> bool:
-        """Return True if a batch of this size was paused not long ago, and no sequence is new or to try again."""
-        if self._paused is None or any(state.active for state in states):
-            return False
-        size, remaining = self._paused
-        self._paused = size, remaining - 1
-        tries = self._experience.in_credit and any(state.pause_is_over for state in states)
-        return len(states) == size and remaining > 0 and not tries
+                sequence.speculation.resume()
 
     def _choose(self, states: list[Speculation], lengths: list[int]) -> set[int]:
         """Choose among sequences of these lengths; a size between two measured ones is interpolated."""

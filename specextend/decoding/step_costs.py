@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from itertools import product
+from statistics import fmean, linear_regression
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch import Tensor
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.graphs import Graphs
-from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
+from specextend.decoding.measurements import kept_or_measured
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import tree_mask
 
@@ -45,14 +47,15 @@ _OUTLIER = 2.0
 speculation."""
 
 
-def fit_line(lengths: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Fit the least-squares line through the points; a flat one where noise would make it fall or start below 0."""
-    mean_length, mean_s = sum(lengths) / len(lengths), sum(seconds) / len(seconds)
-    spread = sum((length - mean_length) ** 2 for length in lengths)
-    together = sum((length - mean_length) * (s - mean_s) for length, s in zip(lengths, seconds, strict=True))
-    slope = max(0.0, together / spread) if spread else 0.0
-    first = mean_s - slope * mean_length
-    return (first, slope) if first > 0 else (mean_s, 0.0)
+def fit_line(points: Sequence[tuple[int, float]]) -> Line:
+    """Fit the least-squares line through (length, seconds); a flat one where noise would make it fall or start below 0.
+
+    No two lengths are equal.
+    """
+    lengths, seconds = zip(*points, strict=True)
+    slope = max(0.0, linear_regression(lengths, seconds).slope) if len(points) > 1 else 0.0
+    first = fmean(seconds) - slope * fmean(lengths)
+    return (first, slope) if first > 0 else (fmean(seconds), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class CostTable:
     """Lines of one pair on one device."""
 
     lines: Mapping[TreeAttention, Mapping[int, Line]]
-    """Tree attention -> rows of a forward, ascending -> line. One row is a plain step, the same in both."""
+    """Tree attention -> rows of a forward, ascending -> line. One row is a plain step."""
 
     @property
     def sizes(self) -> list[int]:
@@ -147,69 +150,43 @@ def _nearest(seen: Mapping[int, _Average], num_sequences: int) -> float:
     return seen[min(seen, key=lambda number: (abs(number - num_sequences), number))].value
 
 
-@dataclass(frozen=True, slots=True)
-class TuningGrid:
-    """The combinations to measure."""
+def choose_sizes(num_nodes: int, *, fixed: bool, max_batch_size: int) -> list[int]:
+    """Choose the numbers of rows to measure, ascending from 1: those that steps can have, up to `SIZES`.
 
-    kinds: tuple[TreeAttention, ...]
-    sizes: tuple[int, ...]
-    """Rows, ascending, from 1."""
-    lengths: tuple[int, ...]
-    """Tokens of prefix."""
-    largest_tree: int = SIZES[-1]
-    """Rows of one tree at most; more rows are those of a batch, and attention is no matter of them."""
-
-    def cells(self) -> list[tuple[TreeAttention, int]]:
-        """List what to measure: each kind of attention where a tree can have that size, otherwise the first one."""
-        return [
-            (kind, size)
-            for kind in self.kinds
-            for size in self.sizes
-            if kind == self.kinds[0] or 1 < size <= self.largest_tree
-        ]
-
-
-def make_grid(
-    kinds: tuple[TreeAttention, ...], num_nodes: int, *, fixed: bool, max_batch_size: int, room: int
-) -> TuningGrid:
-    """Choose the sizes that steps can have, and prefixes that fit.
-
-    `num_nodes` is the largest tree, the root not counted; with `fixed`, trees have no other size. `room` is the number
-    of cache rows that one sequence can use.
+    `num_nodes` is the largest tree, the root not counted; with `fixed`, trees have no other size.
     """
     rows = num_nodes + 1
     all_rows = max(rows, min(rows * max_batch_size, SIZES[-1]))
     smaller = {1} if fixed else {size for size in SIZES if size < rows}
-    sizes = sorted({*smaller, rows, all_rows, *(size for size in SIZES if rows < size < all_rows)})
-    longest = max(1, room - sizes[-1])
-    return TuningGrid(kinds, tuple(sizes), tuple(dict.fromkeys(min(length, longest) for length in LENGTHS)), rows)
+    return sorted({*smaller, rows, all_rows, *(size for size in SIZES if rows < size < all_rows)})
 
 
-def measure(target: CachedModel, grid: TuningGrid, graphs: Graphs, clock: Clock = time.perf_counter) -> CostTable:
-    """Measure the table. Steps go through `graphs`.
+def measure(
+    target: CachedModel,
+    kinds: Sequence[TreeAttention],
+    sizes: Sequence[int],
+    lengths: Sequence[int],
+    graphs: Graphs,
+    clock: Clock = time.perf_counter,
+) -> CostTable:
+    """Measure steps of each kind and size behind prefixes of several lengths. Steps go through `graphs`.
 
     It writes to the front of the target's cache, so no request may be running.
     """
     begin = clock()
-    num_rows = max(grid.lengths) + grid.sizes[-1]
+    num_rows = max(lengths) + max(sizes)
     target.cache.stored[..., :num_rows, :] = 0  # fresh memory may hold NaN, and costs nothing until it is written
-    seconds: dict[tuple[TreeAttention, int], list[tuple[int, float]]] = defaultdict(list)
-    for length in grid.lengths:
-        if seconds and clock() - begin > BUDGET_S:
+    points: dict[tuple[TreeAttention, int], list[tuple[int, float]]] = defaultdict(list)
+    for length in lengths:
+        if points and clock() - begin > BUDGET_S:
             break
-        for kind, size in grid.cells():
+        for kind, size in product(kinds, sizes):
             step = partial(time_step, target, kind, size, length, graphs, clock)
-            if (kind, size) not in seconds:  # the first calls of a size build what later ones use
+            if (kind, size) not in points:  # the first calls of a size build what later ones use
                 for _ in range(graphs.num_warm_ups):
                     step()
-            seconds[kind, size].append((length, min(step() for _ in range(_RUNS))))
-    measured = {cell: fit_line(*zip(*points, strict=True)) for cell, points in seconds.items()}
-    return CostTable(
-        {
-            kind: {size: measured.get((kind, size), measured[grid.kinds[0], size]) for size in grid.sizes}
-            for kind in grid.kinds
-        }
-    )
+            points[kind, size].append((length, min(step() for _ in range(_RUNS))))
+    return CostTable({kind: {size: fit_line(points[kind, size]) for size in sizes} for kind in kinds})
 
 
 @torch.inference_mode()
@@ -248,19 +225,12 @@ def load_step_costs(
     fixed, kinds = tree.nodes != "auto", attention.tree_kinds
     if fixed and len(kinds) == 1:
         return None
-    room = target.cache.rows.num_free
-    grid = make_grid(kinds, tree.most_nodes, fixed=fixed, max_batch_size=max_batch_size, room=room)
+    sizes = choose_sizes(tree.most_nodes, fixed=fixed, max_batch_size=max_batch_size)
+    longest = max(1, target.cache.rows.num_free - sizes[-1])
+    lengths = [*dict.fromkeys(min(length, longest) for length in LENGTHS)]
     key = target.timing_key() | {"backend": target.attend.__name__, "graphs": graphs.enabled}
-    key |= {"kinds": [*grid.kinds], "sizes": [*grid.sizes], "lengths": [*grid.lengths]}
-    if (kept := read_kept("step-costs", key)) is not None:
-        return StepCosts(_as_table(kept))
-    table, is_quiet = measure_undisturbed(lambda: measure(target, grid, graphs))
+    key |= {"kinds": [*kinds], "sizes": sizes, "lengths": lengths}
+    kept = kept_or_measured("step-costs", key, lambda: measure(target, kinds, sizes, lengths, graphs).lines)
     graphs.clear()
-    if is_quiet:
-        keep_value("step-costs", key, table.lines)
-    return StepCosts(table)
-
-
-def _as_table(lines: Any) -> CostTable:
-    """Return the table whose lines were kept as JSON, where all keys are strings."""
-    return CostTable({kind: {int(size): tuple(line) for size, line in each.items()} for kind, each in lines.items()})
+    lines = {kind: {int(size): tuple(line) for size, line in each.items()} for kind, each in kept.items()}
+    return StepCosts(CostTable(lines))  # in JSON, keys are strings and tuples lists

@@ -18,7 +18,7 @@ MIN_FLAGGED_TOKENS = 24
 """Tokens that a loop must cover to count as one where that costs no text."""
 
 _BROKEN = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
-_MAX_HELD_TOKENS = 16  # a character has at most four bytes; more broken tokens than this will not mend
+_LONGEST_CHARACTER = 4  # bytes, each of which can be a token
 
 
 class Tokenizer(Protocol):
@@ -37,7 +37,8 @@ class Tokenizer(Protocol):
 class StopChecker:
     """Consumes the tokens of one sequence as they are decided, and says when it ends.
 
-    Text is decoded as it grows only if there are stop strings, a few tokens at a time; otherwise once, at the end.
+    Only if there are stop strings, text is decoded before the end: with each token the last few, which are enough to
+    hold any of them. The text of the first of these may be another than in the whole, so a find is confirmed there.
     """
 
     def __init__(
@@ -56,7 +57,10 @@ class StopChecker:
         self._stop = stop
         self._max_new_tokens = max_new_tokens
         self._stop_repetition = stop_repetition
-        self._search = StopSearch(tokenizer, stop) if stop else None
+        added = tokenizer.added_tokens_decoder.items() if stop else ()
+        self._special = {token_id for token_id, token in added if token.special}
+        self._recent: list[int] = []  # the last tokens, without special ones
+        self._num_recent = _LONGEST_CHARACTER * (2 + max(map(len, stop), default=0))
 
     def push(self, token_ids: Iterable[int]) -> FinishReason | None:
         """Append the next tokens up to the sequence's end; return why it ends, if it does."""
@@ -82,8 +86,12 @@ class StopChecker:
         return text[: _find(text, self._stop)]
 
     def _completes_stop(self, token_id: int) -> bool:
-        """Return True if the last token completes a stop string; a find is confirmed in the whole text."""
-        if self._search is None or not self._search.push(token_id):
+        """Return True if the last token completes a stop string."""
+        if not self._stop or token_id in self._special:
+            return False
+        self._recent = [*self._recent[-self._num_recent :], token_id]
+        recent = _decode(self._tokenizer, self._recent).rstrip(_BROKEN)
+        if _find(recent, self._stop) is None:
             return False
         return _find(_decode(self._tokenizer, self.token_ids), self._stop) is not None
 
@@ -110,51 +118,6 @@ def _tail_repeats(token_ids: list[int], period: int, length: int) -> bool:
     """Return True if each of the last `length` tokens equals the one `period` before it, if that is among them too."""
     tail = token_ids[-length:]
     return tail[period:] == tail[:-period]
-
-
-class StopSearch:
-    """Finds stop strings in text that is decoded token by token.
-
-    Tokens decode to other text alone than in company (a leading space, half a character), so a new one is decoded
-    together with the few before it, and what may still change is held back.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self._tokenizer = tokenizer
-        self._special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._stop = stop
-        self._overlap = max(map(len, stop)) - 1  # how much of a stop string may already have been read
-        self._recent = ""  # the last of what has been read
-        self._window: list[int] = []  # the last tokens: some whose text is known, then those held back
-        self._num_known = 0  # tokens of the window whose text has been read whole
-        self._num_read = 0  # characters of the window's text that have been read
-
-    def push(self, token_id: int) -> bool:
-        """Append the next token; return True if it completes a stop string."""
-        if token_id in self._special:
-            return False
-        text = self._recent + self._read(token_id)
-        self._recent = text[max(0, len(text) - self._overlap) :]
-        return _find(text, self._stop) is not None
-
-    def _read(self, token_id: int) -> str:
-        """Return the text that is certain now that `token_id` is known."""
-        self._window.append(token_id)
-        text = _decode(self._tokenizer, self._window)
-        mends = text.endswith(_BROKEN) and len(self._window) - self._num_known <= _MAX_HELD_TOKENS
-        certain = text.rstrip(_BROKEN) if mends else text
-        piece = certain[self._num_read :]
-        self._num_read = max(self._num_read, len(certain))
-        if not mends:
-            self._advance()
-        return piece
-
-    def _advance(self) -> None:
-        """Keep only the tokens since the last call, if they have a text, to decode the next ones with."""
-        company = self._window[self._num_known :]
-        if text := _decode(self._tokenizer, company):
-            self._window, self._num_read = company, len(text)
-        self._num_known = len(self._window)
 
 
 def _find(text: str, stop: tuple[str, ...]) -> int | None:

@@ -6,6 +6,7 @@ nodes of a path, `H` query heads, `D` head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
@@ -52,16 +53,6 @@ class Verified:
         return Decided(token_ids, padded, features)
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Holds what the host knows of the sequences of a forward."""
-
-    starts: list[int]
-    lengths: list[int]
-    """Committed tokens."""
-    tree_attention: TreeAttention
-
-
 class Verifier:
     """Runs the target over trees and commits to its cache what it accepts."""
 
@@ -83,44 +74,51 @@ class Verifier:
 
     def verify(self, sequences: Items[Sequence], trees: DraftTrees) -> Verified:
         """Run the target over all trees in one forward, choose, and commit the accepted paths to the cache."""
-        lengths = [sequence.length for sequence in sequences]
-        batch = _Batch([sequence.region.start for sequence in sequences], lengths, self._kind(lengths, trees.num_nodes))
-        places = upload(torch.tensor([[each.region.start, each.length] for each in sequences]), self._target.device)
+        known = [(each.region.start, each.length) for each in sequences]
+        starts, lengths = zip(*known, strict=True)
+        kind = self._kind(lengths, trees.num_nodes)
+        forward = partial(self._forward, starts, lengths, kind)
+        places = upload(torch.tensor(known), self._target.device)
         inputs = places, trees.token_ids, trees.parents, trees.depths
         if all(sequence.is_greedy for sequence in sequences):
-            paths, decided, along, *queries = self._graphs.run("verify", partial(self._decide, batch), *inputs)
+            paths, decided, along, *queries = self._graphs.run("verify", partial(self._decide, forward), *inputs)
         else:
-            logits, features, *queries = self._graphs.run("score", partial(self._forward, batch), *inputs)
+            logits, features, *queries = self._graphs.run("score", forward, *inputs)
             chosen = self._choose(sequences, trees, logits, places[:, 1:] + trees.depths + 1)
             paths, decided, along = self._accept(chosen, features, *inputs[:3])
         verdict = Verdict(paths, decided)
-        return Verified(verdict, verdict.decided(), along, tuple(queries), batch.tree_attention)
+        return Verified(verdict, verdict.decided(), along, tuple(queries), kind)
 
-    def _decide(
-        self, batch: _Batch, places: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _decide(self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run trees as `_forward` does, and commit what the likeliest tokens accept of them.
 
         Returns what `_accept` returns, and queries [B, N, H, D] of each layer that scores.
         """
-        logits, features, *queries = self._forward(batch, places, token_ids, parents, depths)
-        return *self._accept(logits.max(-1).indices, features, places, token_ids, parents), *queries
+        logits, features, *queries = forward(*inputs)
+        return *self._accept(logits.max(-1).indices, features, *inputs[:3]), *queries
 
     def _forward(
-        self, batch: _Batch, places: Tensor, token_ids: Tensor, parents: Tensor, depths: Tensor
+        self,
+        first_rows: Items[int],
+        committed: Items[int],
+        kind: TreeAttention,
+        places: Tensor,
+        token_ids: Tensor,
+        parents: Tensor,
+        depths: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run trees [B, N] behind `places` [B, 2], first rows and lengths.
+        """Run trees [B, N] behind `places` [B, 2], first rows and lengths, which the host knows as the first two.
 
         Returns logits [B, N, V], features [B, N, F], and queries [B, N, H, D] of each layer that scores.
         """
         num_nodes = token_ids.shape[1]
         starts, lengths = places.split(1, 1)
         plan = AttentionPlan(
-            starts=batch.starts,
-            lengths=[length + num_nodes for length in batch.lengths],
+            starts=[*first_rows],
+            lengths=[length + num_nodes for length in committed],
             num_new=num_nodes,
             mask=tree_mask(parents, self._num_levels) if num_nodes > 1 else None,
-            tree=batch.tree_attention,
+            tree=kind,
             keep_layers=frozenset(self._scored_layers),
             on_device=(starts, starts + lengths + torch.arange(num_nodes, device=places.device)),
             captured=self._graphs.capturing,
@@ -156,7 +154,7 @@ class Verifier:
                 sequence.audit(scores[0], positions[b, 0], int(chosen[b][0]))
         return torch.stack(chosen)
 
-    def _kind(self, lengths: list[int], num_nodes: int) -> TreeAttention:
+    def _kind(self, lengths: Items[int], num_nodes: int) -> TreeAttention:
         """Return the kind of tree attention: the configured one, or the faster one at these lengths."""
         if num_nodes == 1:
             return "hybrid"

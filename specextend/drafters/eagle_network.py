@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from specextend.attention.hybrid import attend_plan
-from specextend.attention.plan import Attend, AttentionPlan
+from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import counted
 from specextend.decoding.cache import KVCache
 from specextend.decoding.layers import pack_if_faster

@@ -46,7 +46,7 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     samples = corpus.samples()
     (output / "work").mkdir(parents=True, exist_ok=True)
     _claim(output / "work" / "settings.json", corpus)
-    model = load_target(config.target, "sdpa")
+    model = load_target(config.target)
     learned, held = split(corpus.record(model, samples, output / "work" / "recordings", say))
     target = frozen_parts(config, model)
     del model

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.attention.tree_reference import pack_mask
+from specextend.attention.reference import pack_mask
 from specextend.decoding.tree import tree_mask
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.attention.backends import attend_reference, load_backend
+from specextend.attention.backends import load_backend
 from specextend.attention.plan import AttentionPlan, KeySpan
+from specextend.attention.reference import attend_reference, attend_tree_reference, pack_mask
 from specextend.attention.tree_kernel import attend_tree
-from specextend.attention.tree_reference import attend_tree_reference, pack_mask
 from tests.attention.calls import random_mask, random_trees, regions, tensors, tree_call
 from tests.covering import covering
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specextend.attention.layer_kernels import TRITON, rotate_heads
-from specextend.attention.layer_reference import rotate_heads_reference
+from specextend.attention.reference import rotate_heads_reference
 from tests.attention.layer_calls import HEADS, assert_are_their_twins, rotate_call
 from tests.covering import covering
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.attention.layer_reference import REFERENCE, HeadNorms, LayerKernels
+from specextend.attention.reference import REFERENCE, HeadNorms, LayerKernels
 
 EPS = 1e-5
 HEADS = [(2, 2), (9, 3), (14, 2), (32, 8)]

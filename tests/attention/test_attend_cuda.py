@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specextend.attention.backends import attend_cuda, attend_reference
 from specextend.attention.plan import AttentionPlan, KeySpan
+from specextend.attention.reference import attend_reference
+from specextend.attention.torch_kernels import attend_cuda
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
 

@@ -10,10 +10,11 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.backends import attend_cuda, attend_reference, cpu_kernels, load_backend
+from specextend.attention.backends import cpu_kernels, load_backend
 from specextend.attention.compiled import attend as compiled
-from specextend.attention.cpu import CPU_KERNELS
 from specextend.attention.plan import AttentionPlan, KeySpan
+from specextend.attention.reference import attend_reference
+from specextend.attention.torch_kernels import CPU_KERNELS, attend_cuda
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
 
@@ -176,9 +177,3 @@ def test_a_kernel_for_cpus_is_refused_on_a_gpu(name):
     message = rf"^attention\.backend {name} runs on a CPU only; choose auto, .*flash or triton$"
     with pytest.raises(ValueError, match=message):
         load_backend(name, torch.device("cuda"))
-
-
-def test_an_unknown_backend_is_refused_with_the_known_ones():
-    message = r"^attention\.backend must be one of auto, reference, .*matmul, compiled, flash, triton, got 'fa'$"
-    with pytest.raises(ValueError, match=message):
-        load_backend("fa", torch.device("cpu"))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import attend_reference
 from specextend.attention.plan import KeySpan
+from specextend.attention.reference import attend_reference
 from tests.attention import calls
 from tests.attention.calls import random_mask, regions
 from tests.covering import covering

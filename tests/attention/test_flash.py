@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import attend_reference, load_backend
+from specextend.attention.backends import load_backend
 from specextend.attention.flash import PAGE, attend_with, find_flash_attn
 from specextend.attention.plan import KeySpan
+from specextend.attention.reference import attend_reference
 from tests.attention.calls import random_mask, tensors
 from tests.covering import covering
 
@@ -112,14 +113,6 @@ def test_it_copies_no_keys(lengths):
 
     attend_with(kernel, attend_reference)(q, k, v, KeySpan(starts, lengths), 0.125)
     assert [each.untyped_storage().data_ptr() for each in seen] == [x.untyped_storage().data_ptr() for x in (k, v)]
-
-
-def test_regions_that_begin_within_a_page_go_to_the_other_kernel():
-    """No engine has some; a wrong page would be a wrong text."""
-    q, k, v = tensors(2, 1, (8, 2), 1024, 64, torch.bfloat16)
-    span = KeySpan([5, 512], [300, 77])
-    found = attend_with(flash_attn_2, attend_reference)(q, k, v, span, 0.125)
-    torch.testing.assert_close(found, attend_reference(q, k, v, span, 0.125))
 
 
 @pytest.mark.parametrize(("modules", "version"), [("23", 3), ("2", 2), ("3", 3), ("", None)])

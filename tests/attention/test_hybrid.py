@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.attention.backends import attend_reference, cpu_kernels
-from specextend.attention.hybrid import attend_plan, merge_states
-from specextend.attention.plan import AttentionPlan, KeySpan
+from specextend.attention.backends import cpu_kernels
+from specextend.attention.plan import AttentionPlan, KeySpan, attend_plan, merge_states
+from specextend.attention.reference import attend_reference
 from tests.attention.calls import random_trees
 from tests.covering import covering
 

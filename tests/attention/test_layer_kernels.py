@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.attention.layer_reference import add_norm_reference, gate_reference, rotate_heads_reference
+from specextend.attention.reference import add_norm_reference, gate_reference, rotate_heads_reference
 from tests.attention.layer_calls import EPS, draw, rotate_call
 from tests.covering import covering
 
@@ -28,7 +28,7 @@ def test_the_twins_are_what_transformers_computes():
     query = rotate_heads_reference(*call)
     qkv, cos, sin, *_, rows = call
     pairs = torch.complex(qkv[..., :4], qkv[..., 4:])  # element i turns with i + D / 2, each by an angle of its own
-    low = pairs.real * cos[:, None, :4] - pairs.imag * sin[:, None, :4]
+    low = pairs.real * cos[:, None, :4] + pairs.imag * sin[:, None, :4]  # the first half of a sine is negative
     torch.testing.assert_close(query[..., :4], low[:, :4])
     torch.testing.assert_close(cache[0][:, rows, :4], low[:, 4:6].transpose(0, 1))
     torch.testing.assert_close(cache[1][:, rows], qkv[:, 6:].transpose(0, 1))

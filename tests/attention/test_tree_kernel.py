@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.attention.backends import attend_reference, load_backend
-from specextend.attention.plan import KeySpan
-from specextend.attention.tree_reference import attend_tree_reference, pack_mask, unpack_mask
+from specextend.attention.backends import load_backend
+from specextend.attention.reference import pack_mask
 from specextend.decoding.decoding_options import AttentionOptions
-from tests.attention.calls import tree_call
 from tests.covering import covering
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
@@ -34,16 +32,6 @@ from tests.attention.compiling import assert_fits, compile_kernel, inspect
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SIZES = [(64, 1), (64, 24), (64, 64), (64, 204), (128, 1), (128, 24), (128, 64), (128, 204)]
 """Head sizes and numbers of rows, T * G: one for each set of tiles."""
-
-
-@pytest.mark.parametrize("kind", ["tree", "none"])
-def test_the_twin_is_attention_over_spans(kind):
-    """It is what the kernel is held to, so it is held to what every other kernel is."""
-    q, k, v, starts, lengths, visible, num_masked, scale = tree_call(64, (9, 3), 7, [30, 0, 2], kind, torch.float32)
-    mask = unpack_mask(visible, num_masked) if num_masked else None
-    found = attend_tree_reference(q, k, v, starts, lengths, visible, num_masked, scale)
-    expected = attend_reference(q, k, v, KeySpan(starts.tolist(), lengths.tolist(), mask), scale)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=128))

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import AttentionCall, compare_call
-from specextend.attention.backends import attend_reference
+from specextend.attention.reference import attend_reference
 
 ROOT = Path(__file__).parents[2]
 ABSENT = [

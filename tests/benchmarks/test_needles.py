@@ -81,13 +81,3 @@ def test_every_variant_is_replayed_on_every_probe(tmp_path):
     rows = replayed(tmp_path, "--set", "config=configs/tiny-random.yaml")
     assert all(row["mean_acceptance_length"] >= 1 for row in rows)
     assert all(row["in_view"] is None for row in rows if not row["num_needle_tokens"])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_at_root_with_threads_kept")
-def test_a_policy_shows_what_it_promises(tmp_path):
-    """The whole text, or nothing of a quote from far back; n-gram drafts see it in any case, and copy it."""
-    quotes = {row["variant"]: row for row in replayed(tmp_path) if row["kind"] == "quote"}
-    assert all(row["num_needle_tokens"] > 20 for row in quotes.values())
-    assert {name: row["in_view"] for name, row in quotes.items()} == {"full": 1.0, "streaming": 0.0, "n-grams": 1.0}
-    assert quotes["n-grams"]["from_tree"] > 0.5

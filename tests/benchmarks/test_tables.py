@@ -57,13 +57,6 @@ def test_a_ratio_divides_two_variants_on_the_same_document(result):
     assert inverse["fast"][:2] == ["0.38", "1.00"]
 
 
-def test_speeds_count_the_tokens_after_the_first(result):
-    """As the first token belongs to prefill; end to end counts all of both."""
-    assert cells(result, "decoding")["plain"][0] == "2.50"
-    assert cells(result, "end-to-end")["plain"][0] == "2.20"
-    assert cells(result, "throughput")["plain"][0] == "720.0"
-
-
 def test_lengths_and_shares_are_means_over_documents(result):
     """Weighted by the documents that a row stands for."""
     assert cells(result, "acceptance") == {

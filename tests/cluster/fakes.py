@@ -37,7 +37,6 @@ class FakeEngine:
         self.tokenizer: Any = load_tokenizer(config.target.model)
         self.num_steps = 0
         self.max_tokens = 4096
-        self.shared_start: list[int] = []
         self._size = config.decoding.max_batch_size
         self._active: dict[str, _Running] = {}
         self._cancelled: set[str] = set()
@@ -46,9 +45,6 @@ class FakeEngine:
     @property
     def num_active(self) -> int:
         return len(self._active)
-
-    def share_start(self, token_ids: list[int]) -> None:
-        self.shared_start = token_ids
 
     def limits(self) -> None:
         """It has no model, so it has no limits."""

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from specextend.cluster.estimates import Estimates, TokenEstimate
+import numpy as np
+
+from specextend.cluster.backlog import Estimates, TokenEstimate
 from specextend.core import DocumentKey
+
+
+def estimates_of(documents: Mapping[DocumentKey, TokenEstimate]) -> Estimates:
+    """Columns of estimates by key."""
+    keys = sorted(documents)
+    found = [documents[key] for key in keys]
+    columns = (
+        [key.file for key in keys],
+        [key.row for key in keys],
+        [estimate.num_prompt_tokens for estimate in found],
+        [estimate.max_new_tokens for estimate in found],
+    )
+    return Estimates(*(np.array(column, np.int64) for column in columns))
 
 
 def of_length(lengths: Mapping[DocumentKey, int]) -> Estimates:
     """Documents by key."""
-    return Estimates.of({key: TokenEstimate(length, 0) for key, length in lengths.items()})
+    return estimates_of({key: TokenEstimate(length, 0) for key, length in lengths.items()})
 
 
 def rows_of_length(lengths: Sequence[int]) -> Estimates:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from specextend.cluster.leases import Lease, Limits, Place, Spot
+from specextend.cluster.messages import Lease, Place
 from specextend.cluster.scheduler import Scheduler
+from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from tests.cluster.lengths import rows_of_length
 
-LIMITS = Limits(max_attempts=2, deadline_s=10, stall_s=30)
+JOB = JobOptions(max_attempts=2, document_deadline_s=10, stall_s=30)
 
 
 def key(row: int) -> DocumentKey:
     return DocumentKey(0, row)
 
 
-def scheduler(lengths: list[int], leases_per_worker: int = 3, limits: Limits = LIMITS) -> Scheduler:
-    return Scheduler(rows_of_length(lengths), limits, leases_per_worker)
+def scheduler(lengths: list[int], leases_per_worker: int = 3, job: JobOptions = JOB) -> Scheduler:
+    return Scheduler(rows_of_length(lengths), job, leases_per_worker)
 
 
 def at(worker: str) -> Place:
     """A place of its own for a worker."""
-    return Place(f"node of {worker}", Spot(f"host of {worker}", "seat 1"))
+    return Place(f"host of {worker}", "seat 1")
 
 
 def granted(grants: list[tuple[str, Lease]], worker: str | None = None) -> list[int]:

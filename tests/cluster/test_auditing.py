@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from specextend.cluster.auditing import AuditEnd, Auditor, is_sampled
-from specextend.cluster.messages import Failed, Suspected, WorkerReport
+from specextend.cluster.auditing import Auditor, is_sampled
+from specextend.cluster.messages import Suspected
 from specextend.core import Agreement, Completion, DocumentKey, Request, SamplingParams
+from specextend.data.inputs import DocumentError
 from specextend.stats import DecodingStats
 
 
@@ -32,29 +33,28 @@ def test_the_sample_is_that_share_and_the_same_in_every_start():
     assert all(is_sampled(seed, 1.0) for seed in range(100))
 
 
-def test_a_batch_begins_when_it_is_full_and_the_engine_is_empty():
-    """Beside neighbours that speculate, a plain step would be charged for their trees."""
+def test_a_batch_is_due_when_it_is_full_and_at_the_end() -> None:
+    """Beside neighbours that speculate, a plain step would be charged for their trees: it is handed out whole."""
     auditor = Auditor(1.0, batch_size=2)
     offer(auditor, "a")
     assert not auditor.is_due
     offer(auditor, "b", "c")
     assert auditor.is_due
-    assert auditor.take(num_active=3) is None, "the engine drains"
-    first, second = auditor.take(num_active=0), auditor.take(num_active=1)
-    assert [first.audit_of, second.audit_of] == [(4, 5), (4, 5)]
-    assert auditor.take(num_active=2) is None, "nothing joins the batch"
-    assert auditor.is_due, "documents wait until it is over"
-    for request in (first, second):
+    batch = auditor.take()
+    assert [request.audit_of for request in batch] == [(4, 5), (4, 5)]
+    for request in batch:
         assert auditor.settle(request.request_id, plain(request))
     assert not auditor.is_due
     assert auditor.num_open == 1
+    auditor.is_ending = True
+    assert auditor.is_due
 
 
 def test_a_row_says_what_was_compared_and_the_time_of_both():
     """The draft's prefill is a price of speculation; the target's is paid in both."""
     auditor = Auditor(1.0, batch_size=1)
     offer(auditor, "a")
-    request = auditor.take(num_active=0)
+    [request] = auditor.take()
     auditor.settle(request.request_id, plain(request, num_equal=1, gap=0.25))
     assert auditor.rows(0) == (
         {
@@ -77,18 +77,15 @@ def test_a_row_says_what_was_compared_and_the_time_of_both():
     assert auditor.rows(1) == (), "the driver has it"
 
 
-@pytest.mark.parametrize("how", ["alone", "with its batch", "in the engine's queue"])
+@pytest.mark.parametrize("how", ["alone", "with its batch"])
 def test_an_audit_that_fails_is_a_row_with_its_error(how):
     """It costs the run nothing but the comparison, and the end of the run does not wait for it."""
     auditor = Auditor(1.0, batch_size=2)
     offer(auditor, "a", "b")
-    first, second = auditor.take(num_active=0), auditor.take(num_active=1)
+    first, second = auditor.take()
     if how == "alone":
-        auditor.settle(first.request_id, Failed("", "ValueError", "no", "decode", retryable=False))
+        auditor.settle(first.request_id, DocumentError("ValueError", "no", "decode", retryable=False))
         auditor.settle(second.request_id, plain(second))
-    elif how == "with its batch":
-        for request in (first, second):
-            auditor.settle(request.request_id, Suspected("ValueError", "no"))
     else:
         auditor.settle(first.request_id, plain(first))
         auditor.fail_batch(Suspected("ValueError", "no"))
@@ -97,31 +94,3 @@ def test_an_audit_that_fails_is_a_row_with_its_error(how):
     assert all(row.get("num_equal_tokens") is None for row in failed)
     assert len(auditor.rows(0)) == 2
     assert (auditor.num_open, auditor.is_due) == (0, False)
-
-
-def report(num_steps: int, num_open: int, is_ending: bool = True) -> WorkerReport:
-    return WorkerReport(num_steps, {}, num_audits_open=num_open, is_ending=is_ending)
-
-
-def test_the_end_waits_for_every_worker_that_moves():
-    """An answer to an older poll may not know of the last document yet."""
-    end = AuditEnd(["a", "b", "c"], stall_s=60, now=0.0)
-    end.reported("a", report(5, 0, is_ending=False), now=1.0)
-    end.reported("a", report(5, 0), now=2.0)
-    end.reported("b", report(7, 2), now=3.0)
-    end.gone("c")
-    assert not end.is_over
-    assert end.give_up(now=60.0) == []
-    end.reported("b", report(8, 1), now=60.0)
-    assert end.give_up(now=119.0) == []
-    end.reported("b", report(9, 0), now=120.0)
-    assert end.is_over
-
-
-def test_a_worker_that_hangs_is_not_waited_for():
-    """The summaries are done; no night is to end with a hung audit."""
-    end = AuditEnd(["a"], stall_s=60, now=0.0)
-    end.reported("a", report(5, 1), now=1.0)
-    end.reported("a", report(5, 1), now=59.0)
-    assert end.give_up(now=62.0) == ["a"]
-    assert end.is_over

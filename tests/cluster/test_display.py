@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import pty
 import sys
 from collections.abc import Iterator
 from typing import TextIO
@@ -147,15 +146,3 @@ def test_a_log_that_takes_no_more_lines_ends_no_run(log: LogFormat):
         display.close()
         with pytest.raises(OSError, match="No space left"):
             os.write(full.fileno(), b"a line")
-
-
-def test_a_bar_on_a_terminal_that_is_gone_ends_no_run():
-    """Somebody closed the window; the run goes on without it."""
-    ours, theirs = pty.openpty()
-    with stream_to(theirs) as terminal:
-        display = open_display(terminal)
-        assert isinstance(display, BarDisplay)
-        os.close(ours)
-        display.show(snapshot(), 0.0)
-        display.note("still here")
-        display.close()

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from specextend.cluster.environment import check_resources, cores_per_worker, prepare_environment
+from specextend.cluster.environment import check_resources, cores_per_worker, prepare_environment, say_room
 from specextend.cluster.exits import RefusedError
 from specextend.config import JobOptions
 
@@ -58,6 +58,16 @@ def test_of_all_that_a_machine_lacks_the_gpu_is_named_first():
 def test_a_worker_gets_as_many_cores_as_leave_room_for_all(job: dict, nodes: list, cores: int):
     """A number in a shipped configuration was too much for one machine and too little for another."""
     assert cores_per_worker(JobOptions(**job), nodes) == cores
+
+
+def test_a_cluster_without_a_node_for_a_worker_is_said(local_ray: None, monkeypatch: pytest.MonkeyPatch):
+    """Ray would wait for one in silence; only a cluster that grows may yet start it."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert say_room(JobOptions(cpus_per_worker=2)) is None
+    said = say_room(JobOptions(cpus_per_worker=4096, gpus_per_worker=1))
+    assert said is not None
+    assert "no node of the cluster has room for a worker of job.cpus_per_worker 4096 and job.gpus_per_worker 1;" in said
+    assert said.endswith("unless it grows, the run ends after 3600 s")
 
 
 @pytest.mark.parametrize("module", ["environment", "records", "scheduler"])

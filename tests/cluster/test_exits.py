@@ -76,7 +76,7 @@ def test_a_deadline_holds_while_nobody_asks_for_it():
 RAY = """
 import os, signal, sys, threading, time
 import psutil
-from specextend.cluster.cluster import connected
+from specextend.cluster.environment import connected
 from specextend.cluster.exits import InterruptedRunError, exit_code
 from specextend.cluster.exits import Interrupt
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specextend.cluster.estimates import Estimates, TokenEstimate
+from specextend.cluster.backlog import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt, InterruptedRunError, RefusedError, WorkersFailError
 from specextend.cluster.forecast import (
     DRIFT,
@@ -22,12 +22,11 @@ from specextend.cluster.forecast import (
     draw_sample,
     fit_rates,
 )
-from specextend.cluster.messages import Done
 from specextend.cluster.prepare import prepare
 from specextend.core import DocumentKey
-from specextend.stats import DecodingStats
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, NeverLoads
+from tests.cluster.lengths import estimates_of
 
 RATES = Rates(
     prefill=1e-3, decode=1e-2, output_share=0.5, spread=0.0, num_documents=100, start_s=30.0, device="a device"
@@ -37,7 +36,7 @@ DOCUMENT = TokenEstimate(1000, 200)
 
 
 def documents(*found: TokenEstimate) -> Estimates:
-    return Estimates.of({DocumentKey(0, row): document for row, document in enumerate(found)})
+    return estimates_of({DocumentKey(0, row): document for row, document in enumerate(found)})
 
 
 def outlook(*found: TokenEstimate, batch: int = 1, **changed: object) -> Outlook:
@@ -113,12 +112,6 @@ def test_rates_are_seconds_by_token():
     assert rates.spread == pytest.approx((0.2**2 + (0.5 / 4.5) ** 2) ** 0.5, rel=0.2)
     assert (rates.num_documents, rates.start_s, rates.device) == (2, 5.0, "here")
     assert fit_rates([*costs[:1], DocumentCost(9, 0, 9, 1.0, 0.0)], start_s=0.0, device="") is None
-
-
-def test_what_was_read_for_another_prompt_counts_as_if_it_had_been_read():
-    """Ten questions about a document: each of them would be as dear if it came alone."""
-    stats = DecodingStats(num_prompt_tokens=40, num_cached_tokens=30, num_output_tokens=5, prefill_s=1.0)
-    assert DocumentCost.of(Done({}, stats), 7).prefill_s == pytest.approx(4.0)
 
 
 def drawn(size: int, *lengths: int, seed: int = 0) -> list[int]:

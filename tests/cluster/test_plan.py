@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.estimates import TokenEstimate
+from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.plan import Plan, make_plan
 from specextend.core import DocumentKey
 from specextend.data.inputs import InputOptions

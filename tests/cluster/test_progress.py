@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from specextend.cluster.estimates import Estimates, TokenEstimate
-from specextend.cluster.leases import Limits, Place, Spot
+from specextend.cluster.backlog import TokenEstimate
+from specextend.cluster.messages import Place
 from specextend.cluster.progress import (
     DEFAULT_OUTPUT_COST,
     MAX_GAP_S,
@@ -11,9 +11,10 @@ from specextend.cluster.progress import (
     Ledger,
 )
 from specextend.cluster.scheduler import Scheduler
+from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from specextend.stats import DecodingStats
-from tests.cluster.lengths import rows_of_length
+from tests.cluster.lengths import estimates_of, rows_of_length
 
 
 def key(row: int) -> DocumentKey:
@@ -22,7 +23,7 @@ def key(row: int) -> DocumentKey:
 
 def ledger(*estimates: tuple[int, int], num_done: int = 0, num_errors: int = 0) -> Ledger:
     documents = {key(row): TokenEstimate(*pair) for row, pair in enumerate(estimates)}
-    return Ledger(Estimates.of(documents), num_done, num_errors)
+    return Ledger(estimates_of(documents), num_done, num_errors)
 
 
 def stats(prompt: int, output: int, prefill_s: float = 1.0, verify_s: float = 1.0) -> DecodingStats:
@@ -65,7 +66,8 @@ def test_running_documents_count_for_what_they_have_done():
     """With few long documents the bar would stand still for an hour otherwise."""
     book = ledger((1000, 100))
     book.snapshot(0.0, 1)
-    book.running("w", [(key(0), 50)])
+    assert book.running("w", {key(0): 50}) == 50
+    assert book.running("w", {key(0): 50}) == 0
     now = book.snapshot(10.0, 1)
     done, left = 1000 + 50 * DEFAULT_OUTPUT_COST, 50 * DEFAULT_OUTPUT_COST
     assert now.fraction == pytest.approx(done / (done + left))
@@ -86,8 +88,8 @@ def test_a_suspended_driver_holds_nobody_for_silent():
     """A virtual machine that was moved: every worker looked as if it had hung for an hour, and was killed."""
     source = Jumps()
     clock = AwakeClock(source)
-    plan = Scheduler(rows_of_length([5]), Limits(stall_s=60.0, deadline_s=60.0), leases_per_worker=1)
-    plan.join("a", Place("node", Spot("host", "GPU 0")), clock())
+    plan = Scheduler(rows_of_length([5]), JobOptions(stall_s=60.0, document_deadline_s=60.0), leases_per_worker=1)
+    plan.join("a", Place("host", "GPU 0"), clock())
     [(_, lease)] = plan.assign(clock())
     plan.report("a", 1, [lease.lease_id], clock())
     source.now += 3600.0

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cluster.leases import Spot, Tried
-from specextend.cluster.lock import STALE_S, LockHolder
+from specextend.cluster.lock import LockHolder
+from specextend.cluster.messages import Place, Tried
 from specextend.cluster.records import (
-    Attempt,
+    StartRecord,
     describe_status,
     read_charges,
     read_status,
@@ -33,7 +33,7 @@ from tests.properties.rows import done, failed
 
 NUM_ROWS = 5
 FIRST, SECOND, THIRD = (DocumentKey(0, row) for row in range(3))
-GPU, OTHER = Spot("gpu-7", "GPU 3"), Spot("gpu-8", "GPU 0")
+GPU, OTHER = Place("gpu-7", "GPU 3"), Place("gpu-8", "GPU 0")
 
 
 @pytest.fixture
@@ -62,12 +62,6 @@ def fail(output: Location, classes: list[str], run_id: str = "00000001") -> None
 
 def first_line(output: Location) -> str:
     return describe_status(read_status(output)).splitlines()[0]
-
-
-def test_a_run_whose_driver_is_gone_is_stopped_whatever_the_lock_says(output: Location):
-    """Killed with -9 or with its machine: the lock stays behind."""
-    held_by(output, heartbeat=time.time() - STALE_S - 1)
-    assert first_line(output) == "stopped, run again to resume: 0 of 5 rows done, 0 failed, 5 left"
 
 
 def write(output: Location, path: str, content: object) -> None:
@@ -119,9 +113,9 @@ def test_no_record_can_write_a_line_of_its_own(output: Location):
 def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_path: Path):
     """Of each document the last count, which holds those before it, and all places."""
     config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
-    first = Attempt(output, "0000000a", config)
+    first = StartRecord(output, "0000000a", config)
     first.charged({FIRST: Tried(1, frozenset({GPU})), SECOND: Tried(1, frozenset({GPU}))})
-    Attempt(output, "0000000b", config).charged({FIRST: Tried(2, frozenset({GPU, OTHER}))})
+    StartRecord(output, "0000000b", config).charged({FIRST: Tried(2, frozenset({GPU, OTHER}))})
     assert read_charges(output) == {
         FIRST: Tried(2, frozenset({GPU, OTHER})),
         SECOND: Tried(1, frozenset({GPU})),
@@ -131,7 +125,7 @@ def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_pat
 def test_what_ended_in_an_error_row_is_forgiven_and_what_is_done_is_forgotten(tmp_path: Path):
     config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
     charge = Tried(2, frozenset({GPU}))
-    Attempt(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), charge))
+    StartRecord(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), charge))
     PartWriter(output, "0000000a").commit([done(FIRST), failed(SECOND)])
     assert tried_before(output, read_parts(output)) == {
         SECOND: Tried(3, frozenset({GPU}), forgiven=3),

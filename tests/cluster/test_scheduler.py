@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from specextend.cluster.leases import MAX_LOSSES, GivenUp, Limits, Place, Spot, Tried
+from specextend.cluster.messages import MAX_LOSSES, GivenUp, Place, Tried
 from specextend.cluster.scheduler import ALONE_SHARE, PAUSE_S, Scheduler
+from specextend.config import JobOptions
 from tests.cluster.lengths import rows_of_length
 from tests.cluster.schedulers import at, granted, ids, key, scheduler
 
@@ -29,17 +30,6 @@ def test_a_death_charges_what_had_started_and_frees_the_rest():
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 2)]
     plan.join("c", at("c"), 2)
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(1, 1), (2, 1)]
-
-
-def test_a_node_death_charges_nobody():
-    """A reclaimed spot node says nothing about a document."""
-    plan = scheduler([3, 2, 1])
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, list(lease.values()), 1)
-    assert plan.lose("a", "node died") == []
-    plan.join("b", at("b"), 2)
-    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(2)] == [(0, 1), (1, 1), (2, 1)]
 
 
 def test_a_document_whose_every_node_dies_is_given_up_in_the_end():
@@ -92,85 +82,26 @@ def test_a_worker_that_makes_no_step_is_stalled():
     assert plan.stalled(42) == []
 
 
-def test_an_idle_worker_does_not_stall():
-    """Nothing to do is no hang, and a lease after an idle hour starts a new count."""
-    plan = scheduler([5])
-    plan.join("a", at("a"), 0)
-    plan.join("b", at("b"), 0)
-    plan.assign(0)
-    plan.report("b", 0, [], 0)
-    assert plan.stalled(31) == ["a"]
-    plan.leave("a", "Stalled", "no step")
-    plan.assign(3600)
-    assert plan.stalled(3601) == []
+def test_near_the_end_nothing_waits_behind_a_full_batch():
+    """The last documents would wait for the longest one while another worker idles."""
+    plan = Scheduler(rows_of_length([9] * 9), JobOptions(), 3, num_extra=2)
+    for worker in "ab":
+        plan.join(worker, at(worker), 0)
+    first = plan.assign(0)
+    assert (len(granted(first, "a")), len(granted(first, "b"))) == (3, 3)
+    for lease in ids(first).values():
+        assert plan.finish(lease)
+    assert len(plan.assign(1)) == 2
 
 
-def test_a_worker_gets_nothing_while_a_document_that_was_dropped_may_hang_there():
-    """What it got would be charged for the hang. If no step follows, it is replaced."""
-    plan = scheduler([5, 4], leases_per_worker=1)
-    plan.join("a", at("a"), 0)
-    lease = ids(plan.assign(0))
-    plan.report("a", 1, [lease[0]], 1)
-    plan.expire(lease[0], "late")
-    plan.closed("a")
-    assert plan.assign(20) == []
-    assert plan.stalled(31) == []
-    assert plan.stalled(31.1) == ["a"]
-    assert plan.leave("a", "Stalled", "no step") == []
-    plan.join("b", at("b"), 40)
-    assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(40)] == [(0, 2)]
-
-
-def two_workers_and_a_queue() -> tuple[Scheduler, dict[int, str]]:
-    """Worker a: row 0 in its engine, rows 2 and 4 behind it. Worker b has done rows 1, 3 and 5."""
-    plan = scheduler([60, 50, 40, 30, 20, 10])
-    plan.join("a", at("a"), 0)
-    plan.join("b", at("b"), 0)
-    lease = ids(plan.assign(0))
-    for row in (1, 3, 5):
-        assert plan.finish(lease[row])
-    return plan, lease
-
-
-def test_an_idle_worker_gets_what_waits_behind_a_long_document():
-    """The tail: else the last documents wait for the longest one while a worker idles. It costs no attempt."""
-    plan, lease = two_workers_and_a_queue()
-    plan.report("a", 1, [lease[0]], 1)
-    [(worker, taken)] = plan.rebalance(20)
-    assert (worker, taken.key.row) == ("a", 2), "the longest of those that wait"
-    assert [(name, new.key.row, new.attempt) for name, new in plan.assign(2)] == [("b", 2, 1)]
-    assert not plan.finish(taken.lease_id), "a result that comes after all is dropped"
-    plan.closed("a")
-    assert plan.rebalance(20) == [], "one runs and one waits here, one runs there: nothing to gain"
-
-
-def test_a_lease_is_taken_back_only_if_its_worker_says_that_it_waits():
-    """What has begun stays where it is, and what was just handed out may have begun."""
-    plan, lease = two_workers_and_a_queue()
-    assert plan.rebalance(20) == []
-    plan.report("a", 1, [lease[0], lease[2], lease[4]], 1)
-    assert plan.rebalance(20) == []
-
-
-def test_nothing_is_taken_back_while_documents_wait_for_a_worker():
-    """A document that has to run alone needs a worker that runs dry: it must not be given neighbours."""
-    plan, lease = two_workers_and_a_queue()
-    plan.report("a", 1, [lease[0]], 1)
-    assert plan.blame(lease[4], "ValueError", "why") == []
-    assert plan.rebalance(20) == []
-    assert [(name, new.key.row) for name, new in plan.assign(2)] == [("b", 4)]
-    assert plan.rebalance(20) == [], "nor while it runs"
-
-
-def test_a_damaged_document_is_given_up_after_max_attempts_and_pauses():
+def test_a_damaged_document_is_given_up_after_max_attempts():
     plan = scheduler([5])
     plan.join("a", at("a"), 0)
     [(_, lease)] = plan.assign(0)
-    assert plan.damaged(lease.lease_id, "OSError", "bad", 0) == []
-    assert plan.assign(PAUSE_S - 1) == []
-    [(worker, lease)] = plan.assign(PAUSE_S)
+    assert plan.damaged(lease.lease_id, "OSError", "bad") == []
+    [(worker, lease)] = plan.assign(0)
     assert (worker, lease.attempt) == ("a", 2)
-    assert plan.damaged(lease.lease_id, "OSError", "bad", 10) == [GivenUp(key(0), 2, "OSError", "bad")]
+    assert plan.damaged(lease.lease_id, "OSError", "bad") == [GivenUp(key(0), 2, "OSError", "bad")]
     assert plan.is_done
 
 
@@ -192,9 +123,9 @@ def test_a_worker_that_cannot_read_rests_while_others_go_on_and_does_not_hang():
 def test_a_document_goes_to_another_host_first_then_to_another_device_then_anywhere():
     """What kills a worker may be its machine."""
     spots = {"a": ("h", "GPU 0"), "b": ("h", "GPU 1"), "c": ("i", "GPU 0")}
-    plan = scheduler([5], limits=Limits(max_attempts=9))
+    plan = scheduler([5], job=JobOptions(max_attempts=9))
     for worker, (host, device) in spots.items():
-        plan.join(worker, Place(host, Spot(host, device)), 0)
+        plan.join(worker, Place(host, device), 0)
     was_at = []
     for number in range(4):
         [(worker, lease)] = plan.assign(number)
@@ -202,7 +133,7 @@ def test_a_document_goes_to_another_host_first_then_to_another_device_then_anywh
         plan.report(worker, 1, [lease.lease_id], number)
         plan.leave(worker, "WorkerDied", "gone")
         plan.expect(1)
-        plan.join(worker + "+", Place(spots[worker[0]][0], Spot(*spots[worker[0]])), number)
+        plan.join(worker + "+", Place(*spots[worker[0]]), number)
         if number == 2:
             assert plan.assign(number) == [], "another worker is being built, perhaps elsewhere"
         plan.expect(0)
@@ -216,10 +147,10 @@ def test_few_workers_are_kept_for_documents_that_run_alone():
         plan.join(f"w{number}", at(f"w{number}"), 0)
     for number in range(3):
         plan.assign(number)
-        plan.report(f"w{number}", 1, [lease.lease_id for lease in plan.leased()], number)
+        plan.report(f"w{number}", 1, list(plan.held), number)
         plan.leave(f"w{number}", "WorkerDied", "gone")
-    for lease in plan.leased():
-        plan.finish(lease.lease_id)
+    for lease_id in list(plan.held):
+        plan.finish(lease_id)
     grants = plan.assign(9)
     assert sum(lease.is_alone for _, lease in grants) == max(1, 5 // ALONE_SHARE)
     assert len(grants) == 1 + 4 * 2
@@ -227,8 +158,8 @@ def test_few_workers_are_kept_for_documents_that_run_alone():
 
 def test_a_start_goes_on_where_the_last_one_stopped_counting():
     """Each start gave a document that kills its worker all its attempts again."""
-    tried = {key(0): Tried(2, frozenset({at("a").spot}))}
-    plan = Scheduler(rows_of_length([5, 5]), Limits(max_attempts=3), 2, tried=tried)
+    tried = {key(0): Tried(2, frozenset({at("a")}))}
+    plan = Scheduler(rows_of_length([5, 5]), JobOptions(max_attempts=3), 2, tried=tried)
     plan.join("a", at("a"), 0)
     assert plan.num_wanted == 3, "a worker elsewhere, beside one for each document"
     plan.join("b", at("b"), 0)
@@ -239,7 +170,7 @@ def test_a_start_goes_on_where_the_last_one_stopped_counting():
 
 def test_attempts_before_an_error_row_are_counted_on_and_forgiven():
     """`--retry-errors` asks for new attempts; the row says how many there were in all."""
-    plan = Scheduler(rows_of_length([5]), Limits(max_attempts=2), 2, tried={key(0): Tried(3, forgiven=3)})
+    plan = Scheduler(rows_of_length([5]), JobOptions(max_attempts=2), 2, tried={key(0): Tried(3, forgiven=3)})
     for worker in ("a", "b"):
         plan.join(worker, at(worker), 0)
         [(_, lease)] = plan.assign(0)

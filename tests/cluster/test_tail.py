@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from specextend.cluster.leases import Lease, Limits, Place, Spot
+from specextend.cluster.messages import Lease, Place
 from specextend.cluster.scheduler import IDLE_S, Scheduler
 from specextend.cluster.workers import Roster
+from specextend.config import JobOptions
 from tests.cluster.lengths import rows_of_length
 
 
 def plan_of(lengths: list[int], workers: str, leases_per_worker: int = 2) -> Scheduler:
     """A scheduler with a worker for each letter, each on a node of its own."""
-    plan = Scheduler(rows_of_length(lengths), Limits(max_losses=2), leases_per_worker)
+    plan = Scheduler(rows_of_length(lengths), JobOptions(), leases_per_worker)
     for name in workers:
-        plan.join(name, Place(f"node {name}", Spot(f"host {name}", "GPU 0")), 0)
+        plan.join(name, Place(f"host {name}", "GPU 0"), 0)
     return plan
 
 
@@ -70,7 +71,5 @@ def test_a_node_that_is_about_to_go_gets_nothing_and_gives_back_what_waits() -> 
     assert plan.finish(by_row[0].lease_id)
     assert plan.assign(2) == []
     assert plan.lose("a", "reclaimed") == []
-    plan.join("b", Place("node b", Spot("host b", "GPU 0")), 3)
+    plan.join("b", Place("host b", "GPU 0"), 3)
     assert [(lease.key.row, lease.attempt) for _, lease in plan.assign(3)] == [(1, 1), (2, 1)]
-    plan.drain("b")
-    assert plan.lose("b", "reclaimed") == [], "two losses are the limit here"

@@ -10,7 +10,6 @@ from specextend.cluster.exits import EXIT_DONE
 from specextend.cluster.messages import Done
 from specextend.cluster.worker import Worker
 from specextend.core import DocumentKey, Request
-from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import open_source
 from specextend.document_requests import document_seed
 from specextend.inbox import Inbox
@@ -41,17 +40,6 @@ def test_questions_about_one_document_go_to_the_engine_one_after_another():
     inbox.put(request("longest", 500))
     taken += [inbox.take(block=False).request_id for _ in range(4)]
     assert taken == ["a3", "a1", "a2", "longest", "b1", "b2"]
-
-
-def test_a_lease_taken_back_before_it_began_never_begins():
-    """Only one that has left the inbox must be cancelled in the engine."""
-    inbox = Inbox()
-    inbox.put(request("a", 1))
-    inbox.put(request("b", 2))
-    assert inbox.remove("a")
-    assert not inbox.remove("a")
-    assert inbox.take(block=False).request_id == "b"
-    assert inbox.take(block=False) is None
 
 
 def test_a_document_keeps_its_seed_wherever_and_whenever_it_runs():
@@ -94,15 +82,3 @@ def test_the_prompt_of_a_cancelled_lease_is_forgotten(tmp_path: Path):
     worker.load()
     asyncio.run(lease_and_cancel(worker))
     assert prompts_kept("late") == 0
-
-
-def test_the_engine_is_told_how_every_prompt_begins(tmp_path: Path):
-    """The template and an instruction in front of the document are the same for a whole night."""
-    config = Job(tmp_path, ["one"], {}).config()
-    config = config.model_copy(update={"prompt": PromptOptions(instruction="Shorten what follows.\n\n{document}")})
-    engine = FakeEngine(config)
-    Worker(config, open_source(config.input), lambda _: engine).load()
-    prompts = Prompts(engine.tokenizer, config.prompt, engine.max_tokens)
-    rendered = [prompts.render(text, 4).token_ids for text in ("one", "other words")]
-    assert "Shorten" in engine.tokenizer.decode(engine.shared_start)
-    assert all(token_ids[: len(engine.shared_start)] == engine.shared_start for token_ids in rendered)

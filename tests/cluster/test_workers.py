@@ -39,20 +39,6 @@ def test_a_run_is_given_up_when_no_worker_can_be_built():
         roster.failed(worker, "no weights", now)
 
 
-def test_a_start_that_works_clears_the_count():
-    """Five hiccups over a week are no reason to stop."""
-    roster = Roster(1)
-    now = 0.0
-    for _ in range(3 * MAX_FAILED_STARTS):
-        [worker] = roster.due(now, 9)
-        now += roster.failed(worker, "hiccup", now)
-        [worker] = roster.due(now, 9)
-        roster.ready(worker)
-        roster.document_done()
-        roster.died(worker, "gone")
-    assert len(roster.due(now, 9)) == 1, "the next one may start"
-
-
 def test_workers_that_die_one_after_the_other_over_nothing_end_the_run():
     """A fault of the machine, not of the documents: charging them all would turn a corpus into error rows."""
     roster = Roster(1)

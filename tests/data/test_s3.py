@@ -17,7 +17,7 @@ import pytest
 
 from specextend.cluster.driver import is_damaged_row
 from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code
-from specextend.cluster.lock import FolderLock, OutputLock, read_lock
+from specextend.cluster.lock import OutputLock, held, read_lock
 from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
@@ -165,13 +165,13 @@ def test_a_rewrite_that_fails_leaves_the_good_file_as_it_was(s3: Endpoint, outpu
 
 
 def test_two_drivers_do_not_share_a_folder(s3: Endpoint, output: Location) -> None:
-    with OutputLock(output, "0000000a"):
-        held = read_lock(output)
-    assert held.run_id == "0000000a"
+    with held(OutputLock(output, "0000000a")):
+        found = read_lock(output)
+    assert found.run_id == "0000000a"
     assert read_lock(output) is None, "it goes with its driver"
-    second = FolderLock(output, "0000000b")
+    second = OutputLock(output, "0000000b")
     for heartbeat in (1.0, 2.0):
-        elsewhere = json.dumps(asdict(held) | {"host": "another-host", "heartbeat": heartbeat})
+        elsewhere = json.dumps(asdict(found) | {"host": "another-host", "heartbeat": heartbeat})
         write_bytes(output.child("_run", "lock"), elsewhere.encode())
         if heartbeat == 1.0:
             assert not second.try_take()

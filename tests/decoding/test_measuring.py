@@ -7,17 +7,15 @@ import itertools
 import pytest
 import torch
 
-from specextend.attention.backends import attend_reference, cpu_kernels
-from specextend.decoding import model as model_module
-from specextend.decoding import step_costs as costs_module
+from specextend.attention.backends import cpu_kernels
+from specextend.attention.reference import attend_reference
+from specextend.decoding import measurements
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.graphs import Graphs
-from specextend.decoding.kept import cache_folder
 from specextend.decoding.model import CachedModel
-from specextend.decoding.step_costs import CostTable, TuningGrid, load_step_costs, measure
+from specextend.decoding.step_costs import load_step_costs, measure
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
-GRID = TuningGrid(("dense", "hybrid"), (1, 4, 16), (512, 1500))
 CHOICES = TreeOptions(nodes="auto"), AttentionOptions(tree="auto"), 1, Graphs()
 
 
@@ -31,8 +29,7 @@ def engine(tmp_path_factory):
 def folder(tmp_path, monkeypatch):
     """An empty cache folder of the user, on a machine that is quiet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for module in (model_module, costs_module):
-        monkeypatch.setattr(module, "measure_undisturbed", lambda measure: (measure(), True))
+    monkeypatch.setattr(measurements, "measure_undisturbed", lambda measure: (measure(), True))
     return tmp_path / "specextend"
 
 
@@ -55,7 +52,7 @@ def test_measuring_leaves_nothing_behind(engine):
     """It writes to rows that requests take later; the prompt that takes them first must not see it."""
     prompt = random_prompt(300)
     [before] = engine.generate([request("a", prompt, 30)])
-    measure(engine.target, GRID, Graphs(), steady_clock())
+    measure(engine.target, ("dense", "hybrid"), (1, 4, 16), (512, 1500), Graphs(), steady_clock())
     [after] = engine.generate([request("a", prompt, 30)])
     assert after.token_ids == before.token_ids
     assert torch.isfinite(engine.target.cache.keys[:, :, :300]).all()
@@ -63,11 +60,10 @@ def test_measuring_leaves_nothing_behind(engine):
 
 def test_a_second_start_measures_nothing(folder, engine):
     """Costs and kernels are those of the first, and no temporary file is left."""
-    first = load_step_costs(engine.target, *CHOICES)
     engine.target.choose_kernels()
     chosen = engine.target.attend.choices
     engine.target.attend = attend_reference
-    load_step_costs(engine.target, *CHOICES)
+    first = load_step_costs(engine.target, *CHOICES)
     mark_cache(engine.target)
     engine.target.choose_kernels()
     assert is_marked(engine.target)
@@ -77,8 +73,7 @@ def test_a_second_start_measures_nothing(folder, engine):
     mark_cache(engine.target)
     second = load_step_costs(engine.target, *CHOICES)
     assert is_marked(engine.target)
-    assert isinstance(second.table, CostTable)
-    assert [*second.table.lines] == [*first.table.lines]
+    assert second.table == first.table
     assert {path.suffix for path in folder.iterdir()} == {".json"}
 
 
@@ -100,13 +95,13 @@ def test_without_a_place_to_write_nothing_is_kept(home, tmp_path, monkeypatch, e
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if home == "file" else "")
     if home == "none":
         monkeypatch.setenv("HOME", "relative")
-        assert cache_folder() is None
+        assert measurements.cache_folder() is None
     assert load_step_costs(engine.target, *CHOICES) is not None
 
 
 def test_what_a_busy_machine_measured_is_used_and_forgotten(folder, monkeypatch, engine):
     """A choice made beside another process may be the slowest; it must not outlive this run."""
-    monkeypatch.setattr(model_module, "measure_undisturbed", lambda measure: (measure(), False))
+    monkeypatch.setattr(measurements, "measure_undisturbed", lambda measure: (measure(), False))
     engine.target.choose_kernels()
     assert engine.target.attend.choices
     assert not [*folder.glob("*")]

@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from specextend.decoding.penalties import NgramIndex, Penalties
+from specextend.decoding.sampling import Penalties
 from tests.tiny_models import request
 
 VOCABULARY = 5
 TOKENS = st.integers(0, VOCABULARY - 1)
 TEXTS = st.lists(TOKENS, min_size=1, max_size=30)
-SIZES = st.integers(1, 5)
 CPU = torch.device("cpu")
 
 
@@ -30,26 +29,6 @@ def trees(draw, root: int) -> tuple[list[int], list[int]]:
 def path(token_ids: list[int], parents: list[int], node: int) -> list[int]:
     """The tokens from below the root to a node."""
     return [] if node == 0 else [*path(token_ids, parents, parents[node]), token_ids[node]]
-
-
-def repeats(text: list[int], size: int) -> set[int]:
-    """The definition: tokens behind which the text ends in an n-gram that it has already."""
-    ngrams = {tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1)}
-    return {token_id for token_id in range(VOCABULARY) if tuple([*text, token_id][-size:]) in ngrams}
-
-
-@given(TEXTS, SIZES, st.lists(st.integers(1, 30), max_size=4), st.data())
-@settings(max_examples=150, derandomize=True)
-def test_the_index_finds_what_a_search_of_the_whole_text_finds(text, size, cuts, data):
-    """Whatever pieces the text came in, and behind every node of a tree, whose path is text as well."""
-    index = NgramIndex(size)
-    for begin, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(text)], strict=True):
-        index.extend(text[begin:end])
-    token_ids, parents = data.draw(trees(text[-1]))
-    nodes, repeating = index.repeating(token_ids, parents)
-    for node in range(len(token_ids)):
-        found = {token_id for at, token_id in zip(nodes, repeating, strict=True) if at == node}
-        assert found == repeats(text + path(token_ids, parents, node), size)
 
 
 def as_transformers(penalty: float, size: int) -> LogitsProcessorList:

@@ -34,7 +34,6 @@ def step(state: Speculation, accepted: int, account: Experience, draft: float = 
         state.pause()
     elif chosen and not state.active:
         state.resume()
-        account.charge(draft)
     if state.active:
         state.observe(NUM_ROWS, EXPECTED, accepted)
         account.observe(NUM_ROWS, EXPECTED, accepted, LOAD + draft - 1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import DraftTree, DraftTrees, among_roots, grow_trees, roots_only, tree_mask
+from specextend.decoding.tree import DraftTree, DraftTrees, grow_trees, tree_mask
 from tests.covering import covering
 
 Table = Callable[[tuple[int, ...]], Tensor]
@@ -24,12 +24,6 @@ def random_table(seed: int, vocab_size: int = 4, sharpness: float = 2.0) -> Tabl
         return torch.randn(vocab_size, generator=generator) * sharpness
 
     return logits
-
-
-def chain_table(probability: float) -> Table:
-    """One likely token, which is always 1."""
-    rest = 1 - probability
-    return lambda path: torch.tensor([0.5 * rest, probability, 0.3 * rest, 0.2 * rest]).log()
 
 
 class TableDraft:
@@ -126,21 +120,6 @@ def test_fixed_shapes_give_the_adaptive_tree(seeds, nodes, depth, sharpness):
         assert torch.equal(a.parents, b.parents)
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
-def test_among_equals_the_shallower_stays(adaptive):
-    """A certain child weighs as much as its parent. Without the parent it would be unreachable."""
-
-    def table(path: tuple[int, ...]) -> Tensor:
-        if not path:
-            return torch.tensor([0.25, 0.25, 0.25, 0.25]).log()
-        return torch.tensor([0.0, -1e9, -1e9, -1e9])
-
-    [tree], _ = grow([table], TreeOptions(nodes=5, depth=4, threshold=0), adaptive=adaptive)
-    assert tree.depths.tolist() == [0, 1, 1, 1, 1, 2]
-    [tree], _ = grow([lambda path: torch.tensor([0.0, -1e9])], TreeOptions(nodes=2, depth=4), adaptive=adaptive)
-    assert tree.depths.tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize(("threshold", "num_levels"), [(0.6, 2), (0.3, 2), (0.2, 3), (0.1, 4), (0.0, 6)])
 def test_drafting_stops_when_a_level_gains_too_little(threshold, num_levels):
     """Level d + 1 of this chain adds 0.5^(d + 1): the first that adds less than the threshold is the last."""
@@ -173,17 +152,3 @@ def test_a_node_sees_itself_and_its_ancestors_alone(draws):
             while (at := parents[at]) >= 0:
                 path.add(at)
             assert {other for other, visible in enumerate(seen[node]) if visible} == path
-
-
-def test_sequences_without_a_proposal_stand_among_the_others():
-    """A batch in which some pause: their trees are roots, the others' stay what they were."""
-    proposed, _ = grow([chain_table(0.9), random_table(0)], TreeOptions(nodes=5, depth=3))
-    trees = among_roots(proposed, [0, 3], [100, 17, 18, 101])
-    assert trees.sizes == [proposed.sizes[0], 1, 1, proposed.sizes[1]]
-    for place, tree in ((0, proposed[0]), (3, proposed[1])):
-        assert weights_of(trees[place]) == weights_of(tree)
-        assert trees[place].token_ids[0] == tree.token_ids[0]
-    for place, root in enumerate(roots_only([17, 18], torch.device("cpu")), start=1):
-        assert trees[place].token_ids.equal(root.token_ids)
-        assert weights_of(trees[place]) == {}
-    assert (trees.parents[1, 1:] == -1).all(), "padding has no parent, so that it is never accepted"

@@ -8,14 +8,6 @@ from hypothesis import strategies as st
 
 from specextend.decoding.tree import verify
 
-#        0
-#      /   \
-#     1(7)  2(8)
-#    /  \     \
-#  3(9) 4(7)  5(9)
-TOKEN_IDS = [5, 7, 8, 9, 7, 9]
-PARENTS = [-1, 0, 0, 1, 1, 2]
-
 
 def follow(token_ids: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], int]:
     """The path and the token after it, for one tree, with a dictionary of its edges."""
@@ -51,11 +43,3 @@ def test_a_batch_is_verified_as_each_tree_alone(drawn):
         expected, bonus_token_id = follow(columns[1], columns[0], columns[2])
         assert path == [*expected, *range(len(expected), num_nodes)]
         assert decided == [*(columns[1][node] for node in expected[1:]), bonus_token_id]
-
-
-def test_no_path_is_longer_than_the_deepest_draft():
-    """A narrow verdict is a small download; a tree of the drafter has no deeper nodes."""
-    token_ids, parents, chosen = (torch.tensor([row]) for row in (TOKEN_IDS, PARENTS, [7, 7, 0, 0, 1, 0]))
-    verdict = verify(token_ids, parents, chosen, 2)
-    assert verdict.paths.tolist() == [[0, 1, 4]]
-    assert verdict.decided() == [[7, 7, 1]]

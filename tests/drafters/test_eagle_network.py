@@ -15,8 +15,7 @@ from torch.nn.functional import linear, silu
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specextend.attention.backends import attend_reference
-from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.reference import attend_reference
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
@@ -165,7 +164,7 @@ class Case:
     """A drafter and its twin, on one random text."""
 
     def __init__(self, pair: SimpleNamespace, variant: str) -> None:
-        model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
+        model = load_causal_lm(pair.target, None, "float32", "cpu")
         model.lm_head.weight.mul_(4)  # sure of itself, so that trees are deep
         self.target = CachedModel(model, attend_reference, 256)
         head = read_head(pair.drafts[variant])

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from specextend.attention.cpu import attend_by_head
-from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.torch_kernels import attend_by_head
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
@@ -69,7 +68,7 @@ def test_it_drafts_what_its_own_model_says_in_the_targets_ids(small, dtype, tole
 
     In bfloat16 its layers are packed, the LM head too, which shares its weight with the embedding.
     """
-    model = CachedModel(load_causal_lm(str(small), None, dtype, "cpu", IMPLEMENTATION), attend_by_head, 1024)
+    model = CachedModel(load_causal_lm(str(small), None, dtype, "cpu"), attend_by_head, 1024)
     network = ModelNetwork(model, 1024, 512, 512, read_reduced(small))
     drafter = CausalDrafter(network, TreeOptions(nodes=12, depth=2, threshold=0), "hybrid", None, num_slots=1)
     prompt = random_prompt(50)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention.cpu import attend_by_head
-from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
+from specextend.attention.torch_kernels import attend_by_head
 from specextend.decoding.cache import Region
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.drafter import Decided
@@ -22,7 +21,7 @@ LENGTH, ROOT = 120, 7
 
 def read_target(pair, prompt: list[int]) -> CachedModel:
     """A target whose cache holds a prompt in the rows of slot 0, which do not begin at 0."""
-    target = CachedModel(load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION), attend_by_head, 512)
+    target = CachedModel(load_causal_lm(pair.target, None, "float32", "cpu"), attend_by_head, 512)
     target.cache.regions[0] = Region(256, 256)
     positions = torch.arange(len(prompt)).unsqueeze(0)
     target.forward(torch.tensor([prompt]), positions, AttentionPlan([256], [len(prompt)], len(prompt)))

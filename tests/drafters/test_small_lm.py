@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import attend_reference
-from specextend.attention.cpu import attend_by_head
-from specextend.attention.hf import IMPLEMENTATION
+from specextend.attention.reference import attend_reference
+from specextend.attention.torch_kernels import attend_by_head
 from specextend.decoding.decoding_options import TreeOptions
 from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
@@ -29,7 +28,7 @@ def pair(request, pairs):
 
 
 def network_of(pair, window: int, max_chunk: int = 512, attend=attend_by_head) -> ModelNetwork:
-    model = load_causal_lm(pair.target, None, "float32", "cpu", IMPLEMENTATION)
+    model = load_causal_lm(pair.target, None, "float32", "cpu")
     return ModelNetwork(CachedModel(model, attend, 2048), 2048, window, max_chunk)
 
 
@@ -82,9 +81,7 @@ def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Te
 @torch.inference_mode()
 def test_a_draft_with_other_rows_proposes_what_both_have_and_reads_the_rest_as_the_end_of_a_text(draft, num_rows, pair):
     """A token that only one side knows must neither crash nor be proposed: the target could not even embed it."""
-    model = CachedModel(
-        load_causal_lm(pair.drafts[draft], None, "float32", "cpu", IMPLEMENTATION), attend_by_head, 1024
-    )
+    model = CachedModel(load_causal_lm(pair.drafts[draft], None, "float32", "cpu"), attend_by_head, 1024)
     network = ModelNetwork(model, 1024, 512, 512, shared_vocabulary(num_rows, VOCABULARY, EOS_TOKEN_ID))
     drafter = CausalDrafter(network, TreeOptions(nodes=40, depth=3, threshold=0), "hybrid", None, num_slots=1)
     text = random_prompt(60)

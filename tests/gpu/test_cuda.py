@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.attention.backends import attend_cuda, attend_reference
 from specextend.attention.plan import KeySpan
-from specextend.attention.tree_reference import attend_tree_reference
+from specextend.attention.reference import attend_reference, attend_tree_reference
+from specextend.attention.torch_kernels import attend_cuda
 from specextend.decoding.sampling import gumbel_noise
 from tests.attention.calls import tree_call
 from tests.attention.layer_calls import HEADS, assert_are_their_twins

@@ -15,7 +15,7 @@ from specextend.cluster.environment import worker_device
 from specextend.cluster.forecast import Rates
 from specextend.cluster.prepare import prepare
 from specextend.config import JobOptions, RunConfig
-from tests.job.conftest import CONFIG, ROOT, Ended, write_corpus
+from tests.job.conftest import CONFIG, Ended, write_corpus
 
 Call = Callable[..., Ended]
 HERE = worker_device(JobOptions())
@@ -77,15 +77,6 @@ def test_nothing_to_do_takes_no_time(tmp_path: Path):
     assert plan["forecast"]["seconds"] == 0
     assert plan["documents_per_hour"] is None
     assert "2 of 2 rows to do, 2 of them rejected" in said
-
-
-def test_a_file_with_a_column_of_texts_needs_no_settings(call: Call, corpus: Path, tmp_path: Path):
-    """The default configuration named columns of the example reports, and more cores than small machines have."""
-    config = str(ROOT / "configs" / "smollm2.yaml")
-    ended = call("--config", config, "--input", str(corpus), "--output", str(tmp_path / "out"), "--dry-run")
-    assert ended.code == 0, ended.stderr
-    assert "here no run can start" not in ended.stdout
-    assert RunConfig.load(config).job.cpus_per_worker == "auto"
 
 
 @pytest.mark.parametrize(

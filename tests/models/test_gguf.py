@@ -82,7 +82,7 @@ def write_gguf(path, model, tokenizer):
 def folder_and_file(write_model, tmp_path):
     """The same random model as a folder and as a GGUF file."""
     folder, file = write_model(), tmp_path / "tiny.gguf"
-    model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"), "sdpa")
+    model = load_target(TargetOptions(model=str(folder), dtype="float32", device="cpu"))
     write_gguf(file, model, load_tokenizer(str(folder)))
     return folder, file
 
@@ -98,9 +98,7 @@ def test_an_unpacked_gguf_file_is_the_model_it_was_made_from(folder_and_file, tm
     made = str(tmp_path / "made" / "unpacked")
     assert replace(check_model(made), name="") == replace(check_model(str(folder)), name="")
     token_ids = torch.tensor([[1, 5, 9, 20, 3]])
-    models = [
-        load_target(TargetOptions(model=path, dtype="float32", device="cpu"), "sdpa") for path in (made, str(folder))
-    ]
+    models = [load_target(TargetOptions(model=path, dtype="float32", device="cpu")) for path in (made, str(folder))]
     torch.testing.assert_close(models[0](token_ids).logits, models[1](token_ids).logits)
     assert load_tokenizer(made).eos_token_id == 2
     assert os.listdir(tmp_path / "made") == ["unpacked"]

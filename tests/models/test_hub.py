@@ -46,7 +46,7 @@ def test_weights_of_another_shape_are_refused_by_their_header(
     edit_json(folder / "config.json", intermediate_size=64)
     hub.push(NAME, folder)
     with pytest.raises(ModelError, match=r"mlp.* is \[48, 32\], config.json says \[64, 32\]"):
-        load_target(TargetOptions(model=NAME), "sdpa")
+        load_target(TargetOptions(model=NAME))
 
 
 def test_a_repository_of_pickles_alone_is_refused_unopened(hub: Hub, write_model: Callable[..., Path]) -> None:
@@ -70,7 +70,7 @@ def test_a_branch_is_resolved_once_and_its_commit_is_what_is_loaded(hub: Hub, wr
     assert hub.push(NAME, folder) == resolve_revision(NAME, "main") != commit
     options = TargetOptions(model=NAME, revision=commit, dtype="float32", device="cpu")
     check_files(options, None, before)
-    loaded = load_target(options, "sdpa").state_dict()["model.norm.weight"]
+    loaded = load_target(options).state_dict()["model.norm.weight"]
     assert loaded.max() == 1.0, "a norm before the change"
     with pytest.raises(ModelError, match=r"the target in owner/target on .* is not the run's"):
         check_files(TargetOptions(model=NAME), None, before)
@@ -82,12 +82,12 @@ def test_without_the_hub_its_cache_answers(
 ) -> None:
     """A run that has what it needs must not fail for a look that it could do without."""
     commit = hub.push(NAME, write_model())
-    load_target(TargetOptions(model=NAME), "sdpa")
+    load_target(TargetOptions(model=NAME))
     cut_off(hub, way, monkeypatch)
     assert resolve_revision(NAME, None) == commit
     assert identify(NAME, "main")["weights"] == commit
     assert check_model(NAME, commit).num_layers == 2
-    load_target(TargetOptions(model=NAME), "sdpa")
+    load_target(TargetOptions(model=NAME))
 
 
 @pytest.mark.parametrize("way", ["down", "gone"])

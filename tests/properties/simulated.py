@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specextend.cluster.committing import Committer
+from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
-from specextend.cluster.estimates import Estimates, TokenEstimate
 from specextend.cluster.exits import Interrupt
-from specextend.cluster.leases import Lease, Limits, Tried
-from specextend.cluster.lock import FolderLock
+from specextend.cluster.lock import OutputLock
 from specextend.cluster.messages import (
     CallLost,
     Died,
@@ -20,17 +19,19 @@ from specextend.cluster.messages import (
     Dying,
     Event,
     Failed,
+    Lease,
     Polled,
     Ready,
     Returned,
     StartFailed,
     Suspected,
+    Tried,
     WorkerInfo,
     WorkerReport,
 )
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.progress import AwakeClock, Ledger
-from specextend.cluster.records import Attempt
+from specextend.cluster.records import Committer, StartRecord
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.workers import Roster
 from specextend.config import JobOptions, RunConfig
@@ -41,6 +42,7 @@ from specextend.data.source import Source
 from specextend.data.storage import Location
 from specextend.stats import DecodingStats
 from tests.cluster.conftest import Screen
+from tests.cluster.lengths import estimates_of
 from tests.properties.rows import done
 
 LEASES = 4
@@ -80,7 +82,7 @@ class SimulatedPool:
 
     draw: of what happens. trouble: things that may go wrong before nothing goes wrong any more. poison: documents that
     fail wherever they run. num_places: for workers, each of which gets one that is free. summary_of: what a worker
-    makes of a document.
+    makes of a document. sick: places where a worker dies over each document. deadly: documents that kill their worker.
     """
 
     def __init__(
@@ -91,9 +93,14 @@ class SimulatedPool:
         poison: frozenset[DocumentKey],
         num_places: int,
         summary_of: Callable[[DocumentKey], str] = lambda key: "a summary",
+        sick: frozenset[int] = frozenset(),
+        deadly: frozenset[DocumentKey] = frozenset(),
     ) -> None:
         self._draw, self.clock, self._trouble, self._poison = draw, clock, trouble, poison
         self._num_places, self._summary_of = num_places, summary_of
+        self._sick, self._deadly = sick, deadly
+        self.deaths: Counter[int] = Counter()
+        """At each place, of what is sick or deadly."""
         self.workers: dict[str, Being] = {}
         self.most_leases = 0
 
@@ -126,31 +133,42 @@ class SimulatedPool:
         self.clock.now += self._draw.uniform(0.0, 3.0)
         if not self.workers:
             return []
-        worker = self._draw.choice(sorted(self.workers))
+        worker = self._draw.choice(sorted(self._ailing() or self.workers))
         being = self.workers[worker]
         if self._trouble > 0 and self._draw.random() < 0.4:
             self._trouble -= 1
             return self._go_wrong(worker, being)
         return self._go_well(worker, being)
 
+    def _ailing(self) -> list[str]:
+        """Workers that are about to die of their place: this is faster than any document."""
+        ill = {name: being for name, being in self.workers.items() if being.place in self._sick and being.leases}
+        return [name for name, being in ill.items() if not being.is_dying]
+
     def _go_well(self, worker: str, being: Being) -> list[Event]:
         if being.is_dying:
             del self.workers[worker]
-            return [Died(worker, "gone", with_node=self._draw.random() < 0.3)]
+            with_node = not (self._sick or self._deadly) and self._draw.random() < 0.3
+            return [Died(worker, "gone", with_node=with_node)]
         if not being.is_up:
             being.is_up = True
-            return [Ready(worker, WorkerInfo("node", "host", 1, "H200", (f"GPU {being.place}",)))]
+            return [Ready(worker, WorkerInfo("node", f"host-{being.place // 4}", 1, "H200", (f"GPU {being.place}",)))]
         if being.is_hung:
             return [Polled(worker, WorkerReport(being.num_steps, {}))]
         being.num_steps += 1
-        if not being.leases or self._draw.random() < 0.3:
+        if not being.leases or (being.place not in self._sick and self._draw.random() < 0.3):
             begun = self._draw.sample(sorted(being.leases), self._draw.randint(0, len(being.leases)))
             return [Polled(worker, WorkerReport(being.num_steps, dict.fromkeys(begun, 1)))]
-        return [self._end(worker, being)]
+        lease = being.leases[self._draw.choice(sorted(being.leases))]
+        if being.place in self._sick or lease.key in self._deadly:
+            self.deaths[being.place] += 1
+            begun = Polled(worker, WorkerReport(being.num_steps, {lease.lease_id: 1}))
+            return [begun, *self._die(worker, being)]
+        return [self._end(worker, being, lease)]
 
-    def _end(self, worker: str, being: Being) -> Event:
-        """One call returns."""
-        lease = being.leases.pop(self._draw.choice(sorted(being.leases)))
+    def _end(self, worker: str, being: Being, lease: Lease) -> Event:
+        """A call returns."""
+        del being.leases[lease.lease_id]
         if lease.lease_id in being.cancelled and self._draw.random() < 0.7:
             return CallLost(worker, lease, "cancelled")
         if lease.key in self._poison:
@@ -217,17 +235,17 @@ def driver_of(
     config = RunConfig.from_values(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
-    limits = Limits(max_attempts=job.max_attempts, deadline_s=job.document_deadline_s, stall_s=job.stall_s)
-    lock = FolderLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
-    planned = Estimates.of(estimates)
+    lock = OutputLock(output, run_id, clock=lambda: 0.0, monotonic=lambda: 0.0)
+    planned, record = estimates_of(estimates), StartRecord(output, run_id, config)
     return Driver(
-        scheduler=Scheduler(planned, limits, LEASES, f"{run_id}-", tried),
+        scheduler=Scheduler(planned, job, LEASES, f"{run_id}-", tried),
         pool=pool,
         roster=Roster(job.workers),
         committer=Committer(
             output,
             PartWriter(output, run_id),
             AuditWriter(output, run_id),
+            record,
             lock,
             rows_per_commit,
             30.0,
@@ -236,7 +254,7 @@ def driver_of(
         display=Screen(),
         metrics=Metrics(run_id),
         interrupt=interrupt,
-        attempt=Attempt(output, run_id, config),
+        record=record,
         source=source,
         job=job,
         clock=AwakeClock(pool.clock),

@@ -27,26 +27,31 @@ def group_of(key: DocumentKey, files: list[list[int]]) -> tuple[int, int]:
 
 @given(st.data(), FILES, STEPS)
 def test_a_worker_stays_in_a_row_group_until_it_is_empty(data: st.DataObject, files: list, steps: list) -> None:
-    """Whatever others take, put back or leave; nothing is lost or doubled."""
+    """Whatever others take or leave, but what came back goes first; nothing is lost or doubled."""
     every = [DocumentKey(file, row) for file, sizes in enumerate(files) for row in range(sum(sizes))]
     lengths = {key: data.draw(st.integers(1, 50)) for key in every if data.draw(st.booleans()) or key == every[0]}
     apart = [key for key in lengths if data.draw(st.integers(0, 5)) == 0]
     backlog = Backlog(of_length(lengths), files, apart)
-    waiting, taken, used = set(lengths) - set(apart), list(apart), {}
+    waiting, taken, used, returned = set(lengths) - set(apart), list(apart), {}, set()
     for worker, step in steps:
         if step == "take":
             key = backlog.take(worker)
             assert (key is None) == (not waiting)
             if key is None:
                 continue
-            if any(group_of(each, files) == used.get(worker) for each in waiting):
+            if returned:
+                assert key in returned
+            elif any(group_of(each, files) == used.get(worker) for each in waiting):
                 assert group_of(key, files) == used[worker]
+            if not returned:
+                used[worker] = group_of(key, files)
             assert key in waiting
-            used[worker] = group_of(key, files)
+            returned.discard(key)
             waiting.remove(key)
             taken.append(key)
         elif step == "put" and taken:
             waiting.add(key := taken.pop(0))
+            returned.add(key)
             backlog.put(key)
         elif step == "leave":
             backlog.leave(worker)

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend import config
+from specextend.cluster.backlog import TokenEstimate
 from specextend.cluster.driver import Driver
-from specextend.cluster.estimates import TokenEstimate
-from specextend.cluster.exits import Interrupt, TooManyErrorsError, WorkersFailError
-from specextend.cluster.progress import MIN_ENDED
+from specextend.cluster.exits import Interrupt, WorkersFailError
 from specextend.cluster.records import tried_before
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
@@ -125,25 +124,3 @@ def test_whatever_happens_in_the_night_every_row_is_there_once_in_the_morning(se
             assert failed == set(map(name_of, night.poison)), "without trouble nobody else is given up"
 
     in_a_folder(check)
-
-
-def run_of_failures(folder: Path, num_documents: int, interrupt: Interrupt, **job: float) -> int:
-    """Run documents all of which fail; how many error rows there are when the driver ends, however it does."""
-    source, output = source_of(folder / "input", [num_documents]), resolve(str(folder / "output"))
-    keys = [DocumentKey(0, row) for row in range(num_documents)]
-    pool = SimulatedPool(random.Random(0), Clock(), 0, frozenset(keys), num_places=1)
-    estimates = {key: TokenEstimate(5, 5) for key in keys}
-    try:
-        driver_of(source, output, JobOptions(**job), pool, estimates, interrupt).run()
-    finally:
-        num_errors = len(read_parts(output).errors)
-    return num_errors
-
-
-def test_only_a_run_with_something_left_to_do_is_stopped_for_its_failures(tmp_path: Path, interrupt: Interrupt) -> None:
-    """One that is through has its summaries written, and says itself how many rows failed."""
-    assert run_of_failures(tmp_path / "through", MIN_ENDED, interrupt) == MIN_ENDED
-    assert run_of_failures(tmp_path / "allowed", 2 * MIN_ENDED, interrupt, max_error_fraction=1.0) == 2 * MIN_ENDED
-    with pytest.raises(TooManyErrorsError):
-        run_of_failures(tmp_path / "stopped", MIN_ENDED + 1, interrupt)
-    assert len(read_parts(resolve(str(tmp_path / "stopped" / "output"))).errors) == MIN_ENDED, "they are committed"

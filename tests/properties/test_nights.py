@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from specextend.cluster import lock
-from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, SAID_IN_ONE_LINE, exit_code, writing
-from specextend.cluster.lock import FolderLock, read_lock
+from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, RunError, exit_code, writing
+from specextend.cluster.lock import OutputLock, read_lock
 from specextend.core import DocumentKey
 from specextend.data import parts
 from specextend.data.finalize import finalize
@@ -68,7 +68,7 @@ class Machine:
 class Gate:
     """The gate of a run without its watch."""
 
-    def __init__(self, lock: FolderLock) -> None:
+    def __init__(self, lock: OutputLock) -> None:
         self.check = lock.check
 
     def touch(self) -> None:
@@ -80,7 +80,7 @@ class Start:
 
     def __init__(self, night: Night, machine: Machine, run_id: str) -> None:
         self.night, self.machine, self.run_id = night, machine, run_id
-        self.lock = FolderLock(night.output, run_id, machine.wall, machine.steady, host=f"host-of-{run_id}")
+        self.lock = OutputLock(night.output, run_id, machine.wall, machine.steady, host=f"host-of-{run_id}")
         self.output = night.output.behind(Gate(self.lock))
         self.asleep_until, self.beat_at = 0.0, 0.0
         self.left: list[DocumentKey] | None = None
@@ -91,7 +91,7 @@ class Start:
         try:
             with writing(self.output):
                 self.wait() if self.left is None else self.work(self.left)
-        except SAID_IN_ONE_LINE as error:
+        except RunError as error:
             self.end(exit_code(error))
 
     def wait(self) -> None:
@@ -109,7 +109,7 @@ class Start:
                 self.lock.beat()
             except OSError:
                 return
-        self.lock.check_heard()
+        self.lock.check()
         if self.night.world.draw.random() < 0.7:  # decoding
             return
         if left:

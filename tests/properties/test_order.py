@@ -8,16 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specextend.cluster.backlog import LENGTH_STEP
-from specextend.cluster.leases import Limits, Place, Spot
+from specextend.cluster.messages import Place
 from specextend.cluster.scheduler import Scheduler
+from specextend.config import JobOptions
 from specextend.core import DocumentKey
 from tests.cluster.lengths import rows_of_length
 
 
 def order(lengths: list[int]) -> list[DocumentKey]:
     """Keys as one worker would get them, one at a time."""
-    plan = Scheduler(rows_of_length(lengths), Limits(), 1)
-    plan.join("a", Place("node", Spot("host", "seat 1")), 0)
+    plan = Scheduler(rows_of_length(lengths), JobOptions(), 1)
+    plan.join("a", Place("host", "seat 1"), 0)
     keys = []
     while not plan.is_done:
         [(_, lease)] = plan.assign(0)

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.cluster.leases import GivenUp, Lease
+from specextend.cluster.messages import GivenUp, Lease
 from specextend.cluster.scheduler import PAUSE_S
 from specextend.core import DocumentKey
 from tests.cluster.schedulers import at, key, scheduler
@@ -38,22 +38,12 @@ class Simulation:
         self.workers[f"w{self.num_started}"] = {}
         self.plan.join(f"w{self.num_started}", at(f"w{self.num_started}"), self.now)
 
-    def assign(self) -> None:
-        self.grant()
-        for _ in range(100):
-            if not (taken := self.plan.rebalance(self.now)):
-                return
-            for worker, lease in taken:
-                self.take_back(worker, lease)
-            self.grant()
-        raise AssertionError("leases go to and fro")
-
     def take_back(self, worker: str, lease: Lease) -> None:
         del self.workers[worker][lease.lease_id]
         self.old.append(lease.lease_id)
         self.closing[worker] += 1
 
-    def grant(self) -> None:
+    def assign(self) -> None:
         for worker, lease in self.plan.assign(self.now):
             assert self.done[lease.key] == 0, "a document that is done was leased"
             assert all(lease.key != other.key for held in self.workers.values() for other in held.values())
@@ -116,7 +106,7 @@ class Simulation:
             self.given_up += self.plan.blame(lease.lease_id, "ValueError", "a batch failed")
         else:
             self.num_damaged[lease.key] += 1
-            self.given_up += self.plan.damaged(lease.lease_id, "OSError", "bad", self.now)
+            self.given_up += self.plan.damaged(lease.lease_id, "OSError", "bad")
 
     def drain_node(self, worker: str) -> None:
         for lease in self.plan.drain(worker):

@@ -10,7 +10,7 @@ from typing import Any
 
 from specextend.cluster.lock import LockHolder
 from specextend.cluster.messages import WorkerInfo
-from specextend.cluster.records import Attempt
+from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey
 from specextend.data.fingerprint import fingerprint
@@ -74,41 +74,41 @@ def info(pid: int) -> WorkerInfo:
 def first_night(output: Location, config: RunConfig) -> None:
     """Two workers, one of which dies and is replaced; then the driver is killed, and its record has no end."""
     clock = SetClock()
-    attempt = Attempt(output, FIRST, config, clock=clock)
-    attempt.begin()
+    record = StartRecord(output, FIRST, config, clock=clock)
+    record.write()
     for seat in (1, 2):
         clock.now = NIGHT_S + 1
-        attempt.worker_asked(f"worker-{seat}", seat)
+        record.worker_asked(f"worker-{seat}", seat)
         clock.now = NIGHT_S + 2
-        attempt.worker_begun(f"worker-{seat}")
+        record.worker_begun(f"worker-{seat}")
         clock.now = NIGHT_S + 10 * seat
-        attempt.worker_ready(f"worker-{seat}", info(seat))
+        record.worker_ready(f"worker-{seat}", info(seat))
     clock.now = NIGHT_S + 60
-    attempt.worker_gone("worker-2", "its process ended")
-    attempt.worker_asked("worker-3", 2)
+    record.worker_gone("worker-2", "its process ended")
+    record.worker_asked("worker-3", 2)
     clock.now = NIGHT_S + 62
-    attempt.worker_begun("worker-3")
+    record.worker_begun("worker-3")
     clock.now = NIGHT_S + 80
-    attempt.worker_ready("worker-3", info(3))
-    attempt.write()
+    record.worker_ready("worker-3", info(3))
+    record.write()
 
 
 def second_night(output: Location, config: RunConfig) -> None:
     """Two workers, for a third of which there is no room; the run ends, an error row among its rows."""
     clock = SetClock(NEXT_NIGHT_S)
     holder = LockHolder(FIRST, "host", 1, NIGHT_S + KILLED_S)
-    attempt = Attempt(output, SECOND, config, took_over=holder, clock=clock)
+    record = StartRecord(output, SECOND, config, took_over=holder, clock=clock)
     for seat in (1, 2, 3):
-        attempt.worker_asked(f"worker-{seat}", seat)
+        record.worker_asked(f"worker-{seat}", seat)
     for seat in (1, 2):
         clock.now = NEXT_NIGHT_S + 5
-        attempt.worker_begun(f"worker-{seat}")
+        record.worker_begun(f"worker-{seat}")
         clock.now = NEXT_NIGHT_S + 20
-        attempt.worker_ready(f"worker-{seat}", info(seat + 10))
+        record.worker_ready(f"worker-{seat}", info(seat + 10))
     clock.now = NEXT_NIGHT_S + 420
-    attempt.workers_released()
+    record.workers_released()
     clock.now = NEXT_NIGHT_S + 430
-    attempt.end(0)
+    record.end(0)
 
 
 def some_stats(draw: random.Random) -> DecodingStats:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specextend.cluster.records import Attempt
+from specextend.cluster.records import StartRecord
 from specextend.data.parts import PartWriter
 from specextend.data.storage import resolve
 from specextend.report import build_report
@@ -19,14 +19,14 @@ from tests.report.made_up import FIRST, NIGHT_S, SECOND, SetClock, config_of, in
 def one_worker(folder: Path, workers: bool = True) -> str:
     """A driver that was killed 100 s after it began, when its only worker had finished a few documents."""
     output, clock = resolve(str(folder)), SetClock()
-    attempt = Attempt(output, FIRST, config_of(str(folder)), clock=clock)
-    attempt.begin()
+    record = StartRecord(output, FIRST, config_of(str(folder)), clock=clock)
+    record.write()
     if workers:
-        attempt.worker_asked("worker-1", 1)
-        attempt.worker_begun("worker-1")
+        record.worker_asked("worker-1", 1)
+        record.worker_begun("worker-1")
         clock.now = NIGHT_S + 10
-        attempt.worker_ready("worker-1", info(1))
-        attempt.write()
+        record.worker_ready("worker-1", info(1))
+        record.write()
     PartWriter(output, FIRST).commit(rows_of_worker(range(5), "host:1", NIGHT_S + 11, random.Random(1)))
     return str(folder)
 

@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specextend.attention.backends import attend_reference
-from specextend.attention.hf import IMPLEMENTATION
 from specextend.attention.plan import AttentionPlan
+from specextend.attention.reference import attend_reference
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork
@@ -24,9 +23,7 @@ HIDDEN = 48
 
 def load_tiny(folder) -> CachedModel:
     model = tiny_model(FAMILIES["llama"], 0)
-    return CachedModel(
-        load_causal_lm(write_model(model, folder), None, "float32", "cpu", IMPLEMENTATION), attend_reference, 64
-    )
+    return CachedModel(load_causal_lm(write_model(model, folder), None, "float32", "cpu"), attend_reference, 64)
 
 
 def drafted(network: DraftNetwork, slots: Slots, group: int) -> Tensor:

@@ -57,7 +57,7 @@ def test_pieces_leave_room_in_the_context():
 @torch.inference_mode()
 def test_states_are_those_of_prompt_and_answer_read_at_once(workshop):
     """Answers share what the target has read of the prompt; none may see another."""
-    model = load_causal_lm(workshop.target, None, "float32", "cpu", "sdpa")
+    model = load_causal_lm(workshop.target, None, "float32", "cpu")
     sample = Sample([*range(1, 40)], [[5, 6, 7, 8], [9, 5]])
     recording = Recorder(model, frozenset(), OPTIONS.summary).record(sample, 0)
     prompt = recording.prompt.token_ids

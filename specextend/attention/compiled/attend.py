@@ -14,8 +14,11 @@ Shapes: `B` sequences, `T` queries, `M` masked keys, `R` cache rows, `H` query h
 
 from __future__ import annotations
 
+import ctypes
 import math
-from typing import NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +28,6 @@ from torch import Tensor
 from specextend.attention.compiled import vectors
 from specextend.attention.compiled.blocks import BLOCK, HEADER
 from specextend.attention.compiled.items import LAYOUT, SPLIT, divide, kernel
-from specextend.attention.compiled.threads import num_workers, run_on
 from specextend.attention.plan import KeySpan
 
 ROWS = 96
@@ -161,3 +163,29 @@ def _workspace(span: KeySpan, num_bytes: int) -> int:
     if key not in span.made or span.made[key].numel() < num_bytes:
         span.made[key] = torch.empty(num_bytes, dtype=torch.uint8)
     return span.made[key].data_ptr()
+
+
+@cache
+def _thread_pool() -> Any:
+    """Return `GOMP_parallel` of the OpenMP library that torch uses, or None: then one thread does all.
+
+    A second pool, such as numba's own, would slow torch's down: idle threads spin for milliseconds.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+
+
+def num_workers() -> int:
+    """Return on how many threads `run_on` can run: as many as torch has."""
+    return torch.get_num_threads() if _thread_pool() else 1
+
+
+def run_on(num_threads: int, entry: Any, record: bytes) -> None:
+    """Call numba's `entry` with the address of `record` on each of `num_threads`, at most `num_workers()`."""
+    if num_threads == 1:
+        entry.ctypes(record)
+    else:
+        _thread_pool()(ctypes.c_void_p(entry.address), record, num_threads, 0)

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from specextend.attention.compiled import blocks
 from specextend.attention.compiled import vectors as vir
+from specextend.attention.compiled.attend import num_workers, run_on
 from specextend.attention.compiled.blocks import TILE, add_to, copy_row, product
-from specextend.attention.compiled.threads import num_workers, run_on
 from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES, Value, address, emitted, load, store
 
 VECTORS = 4

@@ -1,4 +1,9 @@
-"""What the machine can do at most, what a model asks of it, and which share of the one the other reaches.
+"""Measurements of the machine: how they are kept between two starts, and what it can do at most.
+
+A measurement is one JSON file in the user's cache folder. It is kept only if nothing else used the cores meanwhile:
+beside another busy process, kernels of several threads can take thirty times as long, and the wrong one looks fastest.
+If a file is missing, damaged or about something else, there is nothing; if the folder cannot be written, nothing is
+kept.
 
 A decoding step of one sequence reads every weight and the whole cache, so memory bandwidth limits it; prefill is
 limited by the rate of matrix products.
@@ -6,22 +11,83 @@ limited by the rate of matrix products.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from specextend.attention.backends import shortest_runs
 from specextend.decoding.device import device_name, synchronise, traits_of
-from specextend.decoding.kept import keep_value, measure_undisturbed, read_kept
 from specextend.decoding.layers import pack_if_faster
 
+VERSION = 3
+_MOST_PREEMPTIONS_PER_S = 100.0
+"""Two idle cores show 20 to 45, beside one more busy process 150 and more."""
+_PATIENCE_S = 1.5
+"""Seconds within which a disturbed measurement is repeated."""
 _REPEATS = 5
-_KIND = "limits"
-_FRESH_S = 3600.0
-"""Age up to which a kept measurement is not repeated."""
+
+
+def kept_or_measured(kind: str, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
+    """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is about, or measure it."""
+    path = _path(kind, key)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        stored = {}
+    if isinstance(stored, dict) and stored.get("version") == VERSION and stored.get("key") == dict(key):
+        return stored["value"]
+    value, is_quiet = measure_undisturbed(measure)
+    if is_quiet and path:
+        with suppress(OSError):
+            _write(path, json.dumps({"version": VERSION, "key": dict(key), "value": value}, indent=1))
+    return value
+
+
+def measure_undisturbed(measure: Callable[[], Any]) -> tuple[Any, bool]:
+    """Measure until the machine was quiet, for a second or two; return the last result, and True if it was quiet."""
+    started_at = time.perf_counter()
+    while True:
+        begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        result = measure()
+        end, preemptions = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
+        is_quiet = preemptions <= _MOST_PREEMPTIONS_PER_S * (end - begin) + 1
+        if is_quiet or end - started_at > _PATIENCE_S:
+            return result, is_quiet
+
+
+def cache_folder() -> Path | None:
+    """Return `$XDG_CACHE_HOME/specextend` or `~/.cache/specextend`; None if there is no home either."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the standard says to ignore relative ones
+        return Path(base, "specextend")
+    home = os.path.expanduser("~")
+    return Path(home, ".cache", "specextend") if os.path.isabs(home) else None
+
+
+def _path(kind: str, key: Mapping[str, Any]) -> Path | None:
+    folder = cache_folder()
+    text = json.dumps(dict(key), sort_keys=True)
+    return folder and folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,30 +149,19 @@ def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[]
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the fastest of several calls after a first one."""
-    seconds = []
-    for _ in range(_REPEATS + 1):
-        begin = time.perf_counter()
+
+    def run() -> None:
         work()
         synchronise(device)
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds[1:])
+
+    return shortest_runs({"": run}, _REPEATS)[""]
 
 
 def load_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
-    """Return the highest limits that were measured of a device, now or before.
-
-    Whatever else uses a device can only lower a measurement. So it is repeated at a start an hour later or, if it was
-    made on a busy machine, at the next one, and the higher value of each limit is kept.
-    """
+    """Return the limits of a device, kept or measured now."""
     key = {"device": device_name(device), "threads": torch.get_num_threads(), "dtype": str(dtype)}
     key["torch"] = str(torch.__version__)
-    kept = read_kept(_KIND, key) or {"measured_at": 0.0}
-    if 0 <= time.time() - kept.pop("measured_at") < _FRESH_S:
-        return MachineLimits(**kept)
-    limits, is_quiet = measure_undisturbed(lambda: measure_limits(device, dtype), patience_s=0)
-    best = {name: max(value, kept.get(name, value)) for name, value in asdict(limits).items()}
-    keep_value(_KIND, key, best | {"measured_at": time.time() if is_quiet else 0.0})
-    return MachineLimits(**best)
+    return MachineLimits(**kept_or_measured("limits", key, lambda: asdict(measure_limits(device, dtype))))
 
 
 def count_work(model: Any, dtype: torch.dtype) -> ModelWork:

@@ -1,0 +1,159 @@
+"""The kernels that torch itself has: of attention on a CPU and on a GPU, and of what stands between a layer's products.
+
+A CPU attends by torch's flash kernel, or by two matrix products around a softmax. Which one is faster depends on the
+processor, the type, the number of queries and of keys; `backends.py` finds out.
+
+Shapes: `B` sequences, `T` queries, `S` keys, `R` rows of a layer, `C` hidden size, `I` intermediate size, `H` query
+heads, `K` key heads, `G` = H / K heads of a group, `D` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from specextend.attention.plan import Attend, KeySpan, attend_chunk, has_prefix, merge_states
+from specextend.attention.reference import HeadNorms, LayerKernels
+
+_Kernel = Callable[[Tensor, Tensor, Tensor, KeySpan, int, float], tuple[Tensor, Tensor]]
+"""(q [1, T, H, D], k [1, K, S, D], v, span, b, scale), for sequence b of the span alone."""
+
+_cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention.default
+_efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+
+def _each(kernel: _Kernel, *, takes_prefix: bool = False) -> Attend:
+    """Make a kernel for one sequence into a backend, which calls it for each sequence that has keys.
+
+    `takes_prefix` says that the kernel takes causal spans that begin before the queries' own rows.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
+        if not takes_prefix and has_prefix(span, q.shape[1]):
+            return attend_chunk(attend, q, k, v, span, scale)
+        results = []
+        for b, (start, length) in enumerate(zip(span.starts, span.lengths, strict=True)):
+            key, value = (x[:, start : start + length].unsqueeze(0) for x in (k, v))
+            query = q[b : b + 1]
+            results.append(kernel(query, key, value, span, b, scale) if length else _nothing(query))
+        if len(results) == 1:
+            return results[0]
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+    attend.__name__ = kernel.__name__  # step costs are kept for each
+    return attend
+
+
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result of attending with q [B, T, H, D] to no key."""
+    return torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), device=q.device)
+
+
+def _by_head(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
+    bias = span.bias(b, q.dtype, q.device)  # the kernel wants the query's dtype
+    mask = None if bias is None else bias[None, None]
+    out, lse = _cpu_flash(q.transpose(1, 2), key, value, 0.0, span.causal, attn_mask=mask, scale=scale)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _by_matmul(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend by a product, a softmax in fp32 and a product; scores and probabilities are rounded to q's dtype."""
+    _, num_queries, num_heads, head_dim = q.shape
+    num_groups, num_keys = key.shape[1:3]
+    group = num_heads // num_groups
+    rows = q[0].unflatten(1, (num_groups, group)).permute(1, 2, 0, 3).reshape(num_groups, -1, head_dim)
+    scores = q.new_empty(num_groups, group * num_queries, num_keys)
+    for head in range(num_groups):  # a product of all heads at once would copy the keys
+        torch.addmm(scores[head], rows[head], key[0, head].t(), beta=0, alpha=scale, out=scores[head])
+    if (tail := span.tail_bias(b, num_queries, q.dtype, q.device)) is not None:
+        scores.unflatten(1, (group, num_queries))[..., num_keys - tail.shape[1] :].add_(tail)
+    weights = scores.softmax(-1)
+    out = torch.bmm(weights, value[0]).view(num_heads, num_queries, head_dim).transpose(0, 1).unsqueeze(0)
+    if not span.needs_lse:
+        return out, q.new_empty(0)
+    return out, scores.float().logsumexp(-1).view(num_heads, num_queries).T.unsqueeze(0)
+
+
+def _on_cuda(q: Tensor, key: Tensor, value: Tensor, span: KeySpan, b: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to masked rows and to those before them apart, because the flash kernel takes no mask."""
+    if span.mask is None:
+        return _attend_unmasked(q, key, value, scale, causal=span.causal)
+    bias = span.tail_bias(b, q.shape[1], q.dtype, q.device)
+    assert bias is not None
+    before = key.shape[2] - bias.shape[1]
+    tail = _attend_efficiently(q, key[:, :, before:], value[:, :, before:], bias, scale, causal=False)
+    if before == 0:
+        return tail
+    prefix = _attend_unmasked(q, key[:, :, :before], value[:, :, :before], scale, causal=False)
+    return merge_states(*prefix, *tail), torch.logaddexp(prefix[1], tail[1])
+
+
+def _attend_unmasked(q: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attend with q [1, T, H, D] to key, value [1, K, S, D] by flash, which takes fewer key heads than query heads."""
+    if q.dtype == torch.float32:  # flash does not take it
+        return _attend_efficiently(q, key, value, None, scale, causal=causal)
+    out, lse, *_ = _flash_cuda(q.transpose(1, 2), key, value, 0.0, causal, False, scale=scale)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def _attend_efficiently(
+    q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend by the memory-efficient kernel, which takes a bias [T, S] but needs a copy of the keys for each head."""
+    num_queries, num_heads = q.shape[1:3]
+    key, value = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (key, value))
+    padded = None if bias is None else _aligned(bias).expand(1, num_heads, -1, -1)
+    out, lse, *_ = _efficient_cuda(q.transpose(1, 2), key, value, padded, True, 0.0, causal, scale=scale)
+    return out.transpose(1, 2), lse[..., :num_queries].transpose(1, 2)
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """Lay the bias [T, S] out in rows of a multiple of 16 elements, as the memory-efficient kernel requires."""
+    padding = -bias.shape[1] % 16
+    return torch.nn.functional.pad(bias, (0, padding))[:, : bias.shape[1]][None, None]
+
+
+attend_by_head = _each(_by_head)
+attend_matmul = _each(_by_matmul, takes_prefix=True)
+attend_cuda = _each(_on_cuda)
+"""By torch's own flash kernels on a GPU, without a copy of the prefix."""
+
+CPU_KERNELS: Mapping[str, Attend] = {"sdpa": attend_by_head, "matmul": attend_matmul}
+"""The kernels by their names in `attention.backend`."""
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Do what `add_norm_reference` does, with a norm of one operator."""
+    total = x if delta is None else x + delta
+    return total, rms_norm(total, weight.shape, weight, eps)
+
+
+def rotate_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Tensor
+) -> Tensor:
+    """Do what `rotate_heads_reference` does, for queries and keys at once."""
+    num_turned = qkv.shape[1] - len(keys)
+    turned, value = qkv[:, :num_turned], qkv[:, num_turned:]
+    if norms is not None:
+        query, key = turned.tensor_split([num_turned - len(keys)], 1)
+        parts = (query, norms.query), (key, norms.key)
+        turned = torch.cat([rms_norm(heads, weight.shape, weight, norms.eps) for heads, weight in parts], 1)
+    swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    turned = torch.addcmul(turned * cos.unsqueeze(1), swapped, sin.unsqueeze(1))
+    query, key = turned.tensor_split([num_turned - len(keys)], 1)
+    keys.index_copy_(1, rows, key.transpose(0, 1))
+    values.index_copy_(1, rows, value.transpose(0, 1))
+    return query
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """Do what `gate_reference` does."""
+    gated, up = gate_up.chunk(2, -1)
+    return silu(gated).mul_(up)
+
+
+TORCH = LayerKernels(add_norm, rotate_heads, gate)
