@@ -22,7 +22,7 @@ from specextend.cluster.environment import prepare_environment
 from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRunError
 from specextend.cluster.run import run as run_job
 from specextend.config import RunConfig
-from specextend.data.parts import Retry
+from specextend.data.commits import Retry
 from specextend.report import RunFigures, build_report, read_report, write_report
 
 

@@ -25,7 +25,7 @@ from specextend.document_requests import (
     Summary,
     advance,
     as_document_error,
-    check_chunks,
+    check_parts,
     summarize,
 )
 from specextend.inbox import in_order
@@ -54,8 +54,8 @@ class Summarizer:
         config = RunConfig.load(config)
         check_batch_options(config.input)
         self._config, self._engine = config, factory(config)
-        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
-        check_chunks(config, self._prompts)
+        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.parts)
+        check_parts(config, self._prompts)
         self._worker = f"{os.uname().nodename}:{os.getpid()}"
 
     def __call__(self, documents: Any) -> Any:
@@ -125,7 +125,7 @@ class Summarizer:
             completion,
             summary.prompt,
             quality,
-            chunk_summaries=summary.chunk_rows,
+            part_summaries=summary.part_rows,
             num_requests=summary.num_requests,
             content_sha256=row.content_sha256,
             queue_s=max(0.0, document.ended - received - total_s),

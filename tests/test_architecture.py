@@ -104,7 +104,7 @@ def layer_of(part: str) -> int:
 
 
 def part_of(module: str) -> str | None:
-    """`data` of `specextend.data.parts`; None for the package's public names and for third parties."""
+    """`data` of `specextend.data.commits`; None for the package's public names and for third parties."""
     first, _, rest = module.partition(".")
     if first in ("benchmarks", "jobs"):
         return first

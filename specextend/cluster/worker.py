@@ -93,7 +93,7 @@ class Worker:
             torch.set_num_threads(self._config.job.num_cores)
         self._engine = self._factory(self._config)
         config = self._config
-        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
+        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.parts)
         self._limits = self._engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)
@@ -130,7 +130,7 @@ class Worker:
             completion,
             outcome.prompt,
             quality,
-            chunk_summaries=outcome.chunk_rows,
+            part_summaries=outcome.part_rows,
             num_requests=outcome.num_requests,
             content_sha256=row.content_sha256,
             queue_s=queue_s,

@@ -7,19 +7,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Document, DocumentKey
-from specextend.data.audit import check_columns
-from specextend.data.inputs import (
-    DocumentError,
-    InputError,
-    InputOptions,
-    Row,
-    check_max_new_tokens,
-    content_sha256,
-    decode_instruction,
-    decode_text,
-)
-from specextend.data.parquet import as_bytes
+from specextend.core import DocumentKey
+from specextend.data.check import check_columns
+from specextend.data.inputs import DocumentError, InputError, InputOptions, Row, read_row
+from specextend.data.parquet import plain_values
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
 
 BATCH_SCHEMA = pa.schema(
@@ -81,32 +72,20 @@ def read_batch(batch: pa.Table, options: InputOptions) -> list[Row | DocumentErr
     Without `input.id_column` that place is its id. Raises InputError if a configured column is missing or mistyped.
     """
     check_columns("the batch", batch.schema, options)
-    columns = {name: batch[name].to_pylist() for name in (options.id_column, options.max_new_tokens_column) if name}
-    for name in (options.text_column, options.reference_column, options.instruction_column):
-        if name is not None:
-            columns[name] = as_bytes(batch[name]).to_pylist()
-    return [_read_row(number, columns, options) for number in range(len(batch))]
+    columns = plain_values(batch, options.document_columns)
+    rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    return [_row_or_error(number, row, options) for number, row in enumerate(rows)]
 
 
-def _read_row(number: int, columns: Mapping[str, Sequence[Any]], options: InputOptions) -> Row | DocumentError:
-    def value(column: str | None) -> Any:
-        return None if column is None else columns[column][number]
-
-    doc_id = number if options.id_column is None else value(options.id_column)
+def _row_or_error(number: int, values: Mapping[str, Any], options: InputOptions) -> Row | DocumentError:
+    doc_id = number if options.id_column is None else values[options.id_column]
     if doc_id is None:
         return DocumentError("NullId", f"the id in column {options.id_column!r} is null")
+    name = doc_id.decode() if isinstance(doc_id, bytes) else str(doc_id)
     try:
-        text = decode_text(value(options.text_column))
-        max_new_tokens = check_max_new_tokens(value(options.max_new_tokens_column))
-        instruction = decode_instruction(value(options.instruction_column))
+        return read_row(DocumentKey(0, number), name, values, options)
     except DocumentError as error:
-        error.doc_id = str(doc_id)
         return error
-    reference = value(options.reference_column)
-    text_of_reference = None if reference is None else reference.decode("utf-8", errors="replace")
-    content = content_sha256(text.encode(), max_new_tokens, (instruction or "").encode())
-    document = Document(DocumentKey(0, number), str(doc_id), text)
-    return Row(document, max_new_tokens, text_of_reference, content, instruction)
 
 
 def result_table(results: Sequence[dict[str, Any]], batch: pa.Table, passthrough: Sequence[str]) -> pa.Table:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from specextend.core import Document, one_line, printable
+from specextend.core import Document, DocumentKey, one_line, printable
 from specextend.data.row_filter import RowFilter
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
@@ -42,8 +44,7 @@ class DocumentError(Exception):
     """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
     error_class: `NullText`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadInstruction` (stage `read`) or
-    `PromptTooLong` (stage `prompt`). doc_id: set by `Source.read`, empty when raised by `Prompts.render`, which has no
-    id.
+    `PromptTooLong` (stage `prompt`). doc_id: set by `read_row`, empty when raised by `Prompts.render`, which has no id.
     """
 
     def __init__(
@@ -207,6 +208,28 @@ class Row:
     content_sha256: str
     instruction: str | None = None
     """The row's own instruction; None: the run's applies."""
+
+
+def read_row(key: DocumentKey, doc_id: str, values: Mapping[str, Any], options: InputOptions) -> Row:
+    """Make a row of the values of its columns, of which texts are bytes. What is not UTF-8 in a reference is replaced.
+
+    Raises DocumentError for null, empty or undecodable text, a bad `max_new_tokens` or a bad instruction.
+    """
+
+    def value(column: str | None) -> Any:
+        return None if column is None else values[column]
+
+    try:
+        text = decode_text(value(options.text_column))
+        max_new_tokens = check_max_new_tokens(value(options.max_new_tokens_column))
+        instruction = decode_instruction(value(options.instruction_column))
+    except DocumentError as error:
+        error.doc_id = doc_id
+        raise
+    reference = value(options.reference_column)
+    summary = None if reference is None else reference.decode("utf-8", errors="replace")
+    content = content_sha256(text.encode(), max_new_tokens, (instruction or "").encode())
+    return Row(Document(key, doc_id, text), max_new_tokens, summary, content, instruction)
 
 
 _BEFORE_INSTRUCTION, _BEFORE_LIMIT, _BEFORE_LENGTHS = b"\0instruction=", b"\0max_new_tokens=", b"\0bytes="

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from specextend.data.inputs import PLACEHOLDER, DocumentError
 
-LengthPolicy = Literal["error", "head", "tail", "middle", "chunk"]
+LengthPolicy = Literal["error", "head", "tail", "middle", "parts"]
 PIECE_CHARACTERS = 1 << 18
 """Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes per character."""
 _LEAST_PIECES = 4
@@ -48,7 +48,7 @@ class PromptOptions:
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
     """What to do with a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
-    both ends and drops the middle, `chunk` summarises it in parts and merges their summaries (`chunks.*`), `error`
+    both ends and drops the middle, `parts` summarises it in parts and merges their summaries (`parts.*`), `error`
     makes it an error row."""
     max_prompt_tokens: int | None = None
     """Maximum number of tokens in the rendered prompt; if unset, what the model's context leaves room for."""
@@ -63,8 +63,8 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkOptions:
-    """`chunks.*`: Documents under `prompt.length_policy: chunk` that do not fit into one prompt.
+class PartOptions:
+    """`parts.*`: Documents under `prompt.length_policy: parts` that do not fit into one prompt.
 
     Such a document is split into parts where sections, paragraphs or sentences end, each part is summarised, and the
     summaries are merged: all at once or, if they do not fit into one prompt, group by group until one is left.
@@ -82,9 +82,9 @@ class ChunkOptions:
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 64:
-            raise ValueError(f"chunks.tokens must be at least 64, got {self.tokens}")
+            raise ValueError(f"parts.tokens must be at least 64, got {self.tokens}")
         for name in ("instruction", "merge_instruction"):
-            _check_instruction(f"chunks.{name}", getattr(self, name))
+            _check_instruction(f"parts.{name}", getattr(self, name))
 
 
 def _check_instruction(name: str, text: str) -> None:
@@ -116,7 +116,7 @@ class Prompts:
     """Renders documents for one tokenizer.
 
     tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take together
-    (`Engine.max_tokens`). chunks: for the length policy `chunk`. piece_characters: length of the pieces of a long
+    (`Engine.max_tokens`). parts: for the length policy `parts`. piece_characters: length of the pieces of a long
     document, above 2,048. Raises ValueError for a template that cannot take the options.
     """
 
@@ -125,14 +125,14 @@ class Prompts:
         tokenizer: Any,
         options: PromptOptions,
         limit: int,
-        chunks: ChunkOptions | None = None,
+        parts: PartOptions | None = None,
         *,
         piece_characters: int = PIECE_CHARACTERS,
     ) -> None:
         assert piece_characters > _WINDOW, "a cut is looked for in the last window of a piece"
         self.options = options
         self.limit = limit
-        self.chunks = chunks or ChunkOptions()
+        self.parts = parts or PartOptions()
         self._piece_characters = piece_characters
         self._tokenizer = tokenizer
         self._documents = _document_tokenizer(tokenizer)
@@ -150,14 +150,14 @@ class Prompts:
 
         instruction: of the document, in the place of the run's; `{document}` as there. Raises DocumentError
         (`PromptTooLong`, stage `prompt`) if the template alone does not fit, and PromptTooLongError, which is one,
-        under the policies `error` and `chunk`. Control tokens written in the document or in its own instruction remain
+        under the policies `error` and `parts`. Control tokens written in the document or in its own instruction remain
         text.
         """
         before, after = self._around if instruction is None else self._encode_instruction(instruction)
         num_template = len(before) + len(after)
         policy, room = self.options.length_policy, self._room(max_new_tokens, num_template)
         kept, num_tokens = keep(self.encode_pieces(text), room, policy)
-        if policy in ("error", "chunk") and len(kept) < num_tokens:
+        if policy in ("error", "parts") and len(kept) < num_tokens:
             size, limit = num_template + num_tokens, self._limit(max_new_tokens)
             message = f"the prompt has {size} tokens, the limit is {limit}"
             raise PromptTooLongError("PromptTooLong", message, stage="prompt")
@@ -204,13 +204,10 @@ class Prompts:
     def token_starts(self, text: str) -> NDArray[np.int64]:
         """Return the character at which each token of a document starts [N]; forged control tokens count as one."""
         starts: list[int] = []
-        begin = 0
-        while begin < len(text):
-            is_last = len(text) - begin <= self._piece_characters
-            end = len(text) if is_last else self._cut(text, begin + self._piece_characters)
-            offsets = self._documents.encode(text[begin:end], add_special_tokens=False).offsets
-            starts += [begin + first for first, _ in offsets]
-            begin = end
+        for begin, end in self._pieces(text):
+            starts += [
+                begin + first for first, _ in self._documents.encode(text[begin:end], add_special_tokens=False).offsets
+            ]
         return np.array(starts, np.int64)
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
@@ -219,13 +216,18 @@ class Prompts:
         Together they are the tokens of the whole text if no token depends on text more than 2,048 characters away. In a
         text without any such place to cut (one endless word), tokens beside a cut may differ.
         """
+        for begin, end in self._pieces(text):
+            yield self._encode_piece(text[begin:end], is_first=begin == 0)
+
+    def _pieces(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield the first character and the one behind the last of each piece of a document."""
         size = self._piece_characters if len(text) > _LEAST_PIECES * self._piece_characters else len(text)
         begin = 0
         while len(text) - begin > size:
             end = self._cut(text, begin + size)
-            yield self._encode_piece(text[begin:end], is_first=begin == 0)
+            yield begin, end
             begin = end
-        yield self._encode_piece(text[begin:], is_first=begin == 0)
+        yield begin, len(text)
 
     def _cut(self, text: str, end: int) -> int:
         """Find the last place up to `end` where a cut changes no token around it; `end` if there is none."""

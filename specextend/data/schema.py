@@ -14,7 +14,7 @@ from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.stats import DecodingStats
 
-CHUNK_SUMMARY = pa.struct(
+PART_SUMMARY = pa.struct(
     [("begin", pa.int64()), ("end", pa.int64()), ("text", pa.string()), ("finish_reason", pa.string())]
 )
 """The summary of a part: its first character in the document, the one behind its last, text and reason of its end."""
@@ -28,7 +28,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("num_output_tokens", pa.int32()),
         ("num_dropped_tokens", pa.int32()),
         ("length_policy", pa.string()),
-        ("chunk_summaries", pa.list_(CHUNK_SUMMARY)),
+        ("part_summaries", pa.list_(PART_SUMMARY)),
         ("num_spec_steps", pa.int32()),
         ("num_plain_steps", pa.int32()),
         ("num_draft_tokens", pa.int32()),
@@ -83,7 +83,7 @@ ERROR_SCHEMA = pa.schema(
 )
 """Columns of `errors/`."""
 
-PART_SCHEMA = pa.schema(
+COMMIT_SCHEMA = pa.schema(
     [
         ("file", pa.int32()),
         ("row", pa.int64()),
@@ -108,10 +108,10 @@ def result_row(
     started_at: float,
     worker: str,
     attempts: int,
-    chunk_summaries: list[dict[str, Any]] | None = None,
+    part_summaries: list[dict[str, Any]] | None = None,
     num_requests: int = 1,
 ) -> dict[str, Any]:
-    """Make the row of a part for a document that is done. started_at: in seconds since the epoch."""
+    """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
     return {
         "file": key.file,
@@ -122,7 +122,7 @@ def result_row(
         "num_dropped_tokens": prompt.num_dropped_tokens,
         "length_policy": prompt.length_policy,
         "coverage": prompt.coverage,
-        "chunk_summaries": chunk_summaries,
+        "part_summaries": part_summaries,
         "num_requests": num_requests,
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
@@ -138,7 +138,7 @@ def result_row(
 def error_row(
     key: DocumentKey, doc_id: str, *, error_class: str, message: str, stage: str, retryable: bool, attempts: int
 ) -> dict[str, Any]:
-    """Make the row of a part for a document that is given up. stage: what failed: `read`, `prompt`, `decode`, ..."""
+    """Make the row of a commit for a document that is given up. stage: what failed: `read`, `prompt`, `decode`, ..."""
     return {
         "file": key.file,
         "row": key.row,

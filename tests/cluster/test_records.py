@@ -22,9 +22,9 @@ from specextend.cluster.records import (
     tried_before,
 )
 from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter, read_commits
 from specextend.data.fingerprint import build_manifest, write_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parts import PartWriter, read_parts
 from specextend.data.schema import error_row
 from specextend.data.source import open_source
 from specextend.data.storage import Location, resolve, write_bytes
@@ -52,7 +52,7 @@ def held_by(output: Location, **fields: object) -> None:
 
 def fail(output: Location, classes: list[str], run_id: str = "00000001") -> None:
     """Commit error rows from the first row on."""
-    PartWriter(output, run_id).commit(
+    CommitWriter(output, run_id).commit(
         [
             error_row(DocumentKey(0, row), "d", error_class=name, message="", stage="read", retryable=False, attempts=1)
             for row, name in enumerate(classes)
@@ -126,8 +126,8 @@ def test_what_ended_in_an_error_row_is_forgiven_and_what_is_done_is_forgotten(tm
     config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
     charge = Tried(2, frozenset({GPU}))
     StartRecord(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), charge))
-    PartWriter(output, "0000000a").commit([done(FIRST), failed(SECOND)])
-    assert tried_before(output, read_parts(output)) == {
+    CommitWriter(output, "0000000a").commit([done(FIRST), failed(SECOND)])
+    assert tried_before(output, read_commits(output)) == {
         SECOND: Tried(3, frozenset({GPU}), forgiven=3),
         THIRD: charge,
     }

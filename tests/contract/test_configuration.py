@@ -25,7 +25,7 @@ KEYS = {
     "instruction_column filter sample except_done_in limit",
     "output": "path",
     "prompt": "instruction system length_policy max_prompt_tokens",
-    "chunks": "tokens",
+    "parts": "tokens",
     "target": "model revision dtype device",
     "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "

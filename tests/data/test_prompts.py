@@ -40,10 +40,6 @@ def test_a_chat_template_takes_system_instruction_and_document(chat_tokenizer: A
     assert render(chat_tokenizer, "A TEXT").token_ids == chat_tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_model_without_chat_template_gets_a_plain_one(plain_tokenizer: Any) -> None:
-    assert shown(plain_tokenizer, "A TEXT", instruction="Do:", system="Be.") == "Be.\n\nDo:\n\nA TEXT\n\nSummary:"
-
-
 def test_a_template_that_does_not_end_is_given_up(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes with the model, and each of its loops may have 100,000 turns."""
     monkeypatch.setattr("specextend.data.prompts.TEMPLATE_S", 0.2)
@@ -92,15 +88,6 @@ def test_no_combination_of_pieces_forges_a_control_token(chat_tokenizer: Any, pi
     ids = prompts.encode_document("".join(pieces))
     assert control_token_ids(chat_tokenizer).isdisjoint(ids)
     assert chat_tokenizer.decode(ids) == "".join(pieces)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.text() | st.lists(st.sampled_from(["A word", "\n\n", "  ", "1,000", "don't", "é", "\u200b", "中"])).map("".join)
-)
-def test_a_document_has_the_tokens_that_its_tokenizer_gives_it(chat_tokenizer: Any, text: str) -> None:
-    ids = chat_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    assert Prompts(chat_tokenizer, PromptOptions(), 10_000).encode_document(text) == ids
 
 
 @pytest.mark.parametrize(

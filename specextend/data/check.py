@@ -1,25 +1,25 @@
-"""The audit of the input before a model is loaded: its files, and whether their columns and ids are usable."""
+"""The check of the input before a model is loaded: its files, and whether their columns and ids are usable."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
 from specextend.core import counted, one_line
-from specextend.data.in_order import in_order
 from specextend.data.inputs import InputError, InputFile, InputOptions, InputUnreachableError, unreadable
 from specextend.data.listing import Listing
 from specextend.data.parquet import DAMAGED, is_text, largest_group_bytes, open_parquet, plain_text
 from specextend.data.schema import SUMMARY_SCHEMA
-from specextend.data.storage import Location
+from specextend.data.storage import Location, in_order
 
 MAX_GROUP_BYTES = 1 << 30
 """Most bytes that the columns of a document may take when they are read from a row group: a worker holds it."""
@@ -37,17 +37,17 @@ def ask(location: Location, name: str) -> fs.FileInfo:
         raise InputUnreachableError(f"{name} cannot be reached ({one_line(error)}); run again") from error
 
 
-def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
-    """Audit the files; return them with their row counts, and the fields of the passthrough columns.
+def check_input(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
+    """Check the files; return them with their row counts, and the fields of the passthrough columns.
 
     Several files are read at once, of which each takes the memory of a row and of its ids. The first file whose store
-    does not answer ends the audit: it will not answer for the next one either.
+    does not answer ends the check: it will not answer for the next one either.
 
     Raises InputError in one line, which tells of all unusable files, or else of repeated ids.
     """
     _check_passthrough_names(options)
     files, fields, ids, problems = [], [], [], []
-    look = partial(_audit_or_problem, listing, options)
+    look = partial(_check_or_problem, listing, options)
     for found in in_order(look, range(len(listing.relative_paths))):
         if isinstance(found, str):
             problems.append(found)
@@ -63,22 +63,22 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
     return tuple(files), _unify(fields, options, listing)
 
 
-def _audit_or_problem(
+def _check_or_problem(
     listing: Listing, options: InputOptions, number: int
 ) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray] | str:
-    """Return what `_audit_file` does, or what is wrong with the file. Raises InputUnreachableError."""
+    """Return what `_check_file` does, or what is wrong with the file. Raises InputUnreachableError."""
     try:
-        return _audit_file(listing, number, options)
+        return _check_file(listing, number, options)
     except InputUnreachableError:
         raise
     except InputError as error:
         return str(error)
 
 
-def _audit_file(
+def _check_file(
     listing: Listing, number: int, options: InputOptions
 ) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray]:
-    """Audit one file; return it, its passthrough fields, and its ids if it has a column of them. Raises InputError."""
+    """Check one file; return it, its passthrough fields, and its ids if it has a column of them. Raises InputError."""
     name, size = listing.relative_paths[number], listing.sizes[number]
     location = listing.root.child(name)
     try:
@@ -194,24 +194,15 @@ def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:
         return
     counts = every.value_counts()
     repeated = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy() > 1))].as_py()
-    places = [
-        f"{listing.relative_paths[number]} row {row}"
-        for number, column in enumerate(ids)
-        for row in _rows_with(column, repeated)
-    ]
+    ends = np.cumsum([len(column) for column in ids])
+    places = []
+    for place in pc.indices_nonzero(pc.equal(every, repeated)).to_pylist()[:2]:
+        number = int(np.searchsorted(ends, place, side="right"))
+        places.append(f"{listing.relative_paths[number]} row {place - (ends[number] - len(ids[number]))}")
     raise InputError(
         f"ids must be unique over all files: {num_repeated:,} repeated, the first is {repeated!r} in "
-        f"{' and '.join(places[:2])}; make them different, or leave out input.id_column"
+        f"{' and '.join(places)}; make them different, or leave out input.id_column"
     )
-
-
-def _rows_with(column: pa.ChunkedArray, value: str) -> Iterator[int]:
-    row = 0
-    for chunk in column.chunks:
-        for item in chunk:
-            if item.as_py() == value:
-                yield row
-            row += 1
 
 
 def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:
