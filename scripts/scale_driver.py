@@ -55,6 +55,7 @@ from specextend.data.commits import CommitWriter, read_commits  # noqa: E402
 from specextend.data.inputs import InputFile, InputOptions  # noqa: E402
 from specextend.data.prompts import Prompt  # noqa: E402
 from specextend.data.quality import Quality  # noqa: E402
+from specextend.data.rows import RowReader  # noqa: E402
 from specextend.data.run_folder import commits_folder  # noqa: E402
 from specextend.data.schema import result_row  # noqa: E402
 from specextend.data.source import Source  # noqa: E402
@@ -123,7 +124,7 @@ class Corpus:
             InputFile(number, f"{number:05d}.parquet", 0, groups, 0, "", None)
             for number, groups in enumerate(self.groups)
         )
-        return Source(InputOptions(path=root.path), root, files, ())
+        return Source(RowReader(InputOptions(path=root.path)), root, files, ())
 
 
 def _cut(rows: int, size: int) -> list[int]:

@@ -40,6 +40,7 @@ from specextend.data.inputs import InputOptions
 from specextend.data.listing import Listing
 from specextend.data.prompts import Prompt, PromptOptions, Prompts
 from specextend.data.quality import Quality
+from specextend.data.rows import RowReader
 from specextend.data.schema import result_row
 from specextend.data.selection import select_rows
 from specextend.data.source import Source
@@ -114,7 +115,7 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
     with meter.step("audit of the input"):
         source = open_listing(Location(filesystem, str(root)), names)
     with meter.step("rows are chosen by a filter"):
-        select_rows(Source(replace(source.options, filter="title != ''"), source.root, source.files, ()))
+        select_rows(Source(RowReader(replace(source.options, filter="title != ''")), source.root, source.files, ()))
     there, prompts = Location(filesystem, str(output)), prompts_of(options)
     with meter.step("resume: commits are read"):
         progress = read_commits(there)
@@ -134,9 +135,9 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
 def open_listing(root: Location, names: list[str]) -> Source:
     """Audit the input as `open_source` does, which takes no file system of ours."""
     sizes = tuple((Path(root.path) / name).stat().st_size for name in names)
-    options = InputOptions(path=root.path, passthrough=("title",))
+    reader = RowReader(InputOptions(path=root.path, passthrough=("title",)))
     listing = Listing(root, (), True, tuple(names), sizes)
-    return Source(options, root, *check_input(listing, options))
+    return Source(reader, root, *check_input(listing, reader))
 
 
 def prompts_of(options: StorageScale) -> Prompts:

@@ -13,9 +13,10 @@ from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, first_line
-from specextend.data.inputs import DocumentError, Row
+from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
+from specextend.data.rows import Row
 from specextend.decoding.device import is_out_of_memory
 from specextend.stats import DecodingStats, ratio
 
@@ -47,6 +48,8 @@ class Summary:
     """The parts as values of the column `part_summaries`; None for a document that fits into one prompt."""
     num_requests: int = 1
     """Parts and merges."""
+    reasoning: str | None = None
+    """What the model wrote while it thought, if it is of a kind that does; it is no part of the text."""
 
     def timed(self, total_s: float) -> Summary:
         """Return the summary of a document that took `total_s` seconds: in parts, several at a time.
@@ -83,7 +86,8 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     [outcome] = yield Round((request,), is_last=True)
     if isinstance(outcome, DocumentError):
         raise outcome
-    return Summary(request, outcome, prompt, outcome)
+    answer, reasoning = prompts.told_apart(outcome.text)
+    return Summary(request, replace(outcome, text=answer), prompt, outcome, reasoning=reasoning)
 
 
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
@@ -97,7 +101,7 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
 
 def check_parts(config: RunConfig, prompts: Prompts) -> None:
     """Raise ValueError if no document could be summarised in parts. Rows with limits of their own are not judged."""
-    if config.prompt.length_policy == "parts" and config.input.max_new_tokens_column is None:
+    if config.prompt.length_policy == "parts" and not config.input.has_limits:
         PartPrompts(prompts).check(config.decoding.max_new_tokens)
 
 
@@ -110,6 +114,7 @@ class _InParts:
         self._limit = max_new_tokens_of(config, row)
         self._stats = DecodingStats()
         self._num_requests = 0
+        self._reasoning: str | None = None
 
     def rounds(self) -> Rounds:
         """Yield the parts, then merges until one is left."""
@@ -129,7 +134,7 @@ class _InParts:
             if step.is_last:
                 [request], [last] = step.requests, merged
                 prompt, whole = Prompt(request.prompt_token_ids, 0, "parts"), replace(last, stats=self._stats)
-                return Summary(request, whole, prompt, last, part_rows, self._num_requests)
+                return Summary(request, whole, prompt, last, part_rows, self._num_requests, self._reasoning)
             texts = [completion.text for completion in merged]
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
@@ -141,11 +146,15 @@ class _InParts:
         return Round(tuple(requests), is_last)
 
     def _counted(self, outcome: Completion | DocumentError, step: str) -> Completion:
-        """Add the counts of a request to the document's. Raises DocumentError that names the step if it failed."""
+        """Add the counts of a request to the document's; leave what the model thought out of its text.
+
+        Raises DocumentError that names the step if it failed.
+        """
         if isinstance(outcome, DocumentError):
             raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
         self._stats.add(outcome.stats)
-        return outcome
+        answer, self._reasoning = self._prompts.told_apart(outcome.text)
+        return replace(outcome, text=answer)
 
 
 def document_seed(run_seed: int, doc_id: str) -> int:
@@ -164,7 +173,9 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
         max_new_tokens=max_new_tokens_of(config, row),
-        sampling=config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)),
+        sampling=replace(
+            config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)), **row.sampling
+        ),
     )
 
 

@@ -13,9 +13,10 @@ from typing import Any
 from specextend.config import RunConfig
 from specextend.core import Completion, Request
 from specextend.data.batches import as_table, check_batch_options, read_batch, result_table
-from specextend.data.inputs import DocumentError, Row
+from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.quality import assess
+from specextend.data.rows import Row, RowReader
 from specextend.data.schema import result_row
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
@@ -66,7 +67,7 @@ class Summarizer:
         """
         received = time.monotonic()
         batch, given_back = as_table(documents, self._config.input)
-        found = read_batch(batch, self._config.input)
+        found = read_batch(batch, RowReader(self._config.input, self._config.prompt.template))
         rows = {number: row for number, row in enumerate(found) if isinstance(row, Row)}
         documents = {
             number: _OnItsWay(summarize(self._config, self._prompts, row, str(number))) for number, row in rows.items()
@@ -84,7 +85,7 @@ class Summarizer:
             else self._result(row, documents[number], received)
             for number, row in enumerate(found)
         ]
-        return given_back(result_table(results, batch, self._config.input.passthrough))
+        return given_back(result_table(results, batch, self._config.input.passthrough, self._config.output.column))
 
     def _decode(self, requests: Sequence[Request]) -> dict[str, tuple[Completion | DocumentError, float]]:
         """Decode requests; return each one's outcome and when it came. After a batch failed, its members run alone."""
@@ -127,6 +128,7 @@ class Summarizer:
             quality,
             part_summaries=summary.part_rows,
             num_requests=summary.num_requests,
+            reasoning=summary.reasoning,
             content_sha256=row.content_sha256,
             queue_s=max(0.0, document.ended - received - total_s),
             started_at=time.time() - (time.monotonic() - document.ended) - total_s,

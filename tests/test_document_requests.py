@@ -10,8 +10,9 @@ import pytest
 
 from specextend import Summarizer, load_engine
 from specextend.core import Completion, Document, DocumentKey, Request
-from specextend.data.inputs import DocumentError, Row
+from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
+from specextend.data.rows import Row
 from specextend.document_requests import Round, Summary, advance, summarize
 from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, tiny_config

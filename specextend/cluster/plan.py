@@ -215,6 +215,6 @@ def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> NDArra
     totals = plan.estimates.totals[plan.estimates.num_prompt_tokens > 0]
     if config.prompt.length_policy != "parts":
         return totals
-    has_own_limits = config.input.max_new_tokens_column is not None
+    has_own_limits = config.input.has_limits
     longest = config.max_tokens(facts.context_length) if has_own_limits else longest_request(config, facts)
     return np.minimum(totals, longest)

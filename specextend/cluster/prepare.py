@@ -65,7 +65,8 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
     recorded = read_recorded(output)
     with _refusals():
         begun = _begun_selection(config, recorded)
-        source = open_source(config.input, config.output, only=None if begun is None else begun["identity"]["files"])
+        only = None if begun is None else begun["identity"]["files"]
+        source = open_source(config.input, config.output, only, config.prompt.template)
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
         facts = check_pair(config.target, draft)
@@ -154,7 +155,7 @@ def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfi
 def _check_run(config: RunConfig, prompts: Prompts) -> None:
     """Raise ValueError for what would fail every row."""
     check_library(config.quality)
-    if config.input.max_new_tokens_column is None:
+    if not config.input.has_limits:
         try:
             prompts.room(config.decoding.max_new_tokens)
         except DocumentError as error:

@@ -9,8 +9,9 @@ import pyarrow as pa
 
 from specextend.core import DocumentKey
 from specextend.data.check import check_columns
-from specextend.data.inputs import DocumentError, InputError, InputOptions, Row, read_row
+from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.parquet import plain_values
+from specextend.data.rows import Row, RowReader
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
 
 BATCH_SCHEMA = pa.schema(
@@ -66,34 +67,38 @@ def _of_texts(texts: Sequence[str | None], options: InputOptions) -> pa.Table:
     return pa.table(columns)
 
 
-def read_batch(batch: pa.Table, options: InputOptions) -> list[Row | DocumentError]:
+def read_batch(batch: pa.Table, reader: RowReader) -> list[Row | DocumentError]:
     """Read the documents of a table; one that cannot be processed is its error. A row's key is its place in the table.
 
     Without `input.id_column` that place is its id. Raises InputError if a configured column is missing or mistyped.
     """
-    check_columns("the batch", batch.schema, options)
-    columns = plain_values(batch, options.document_columns)
+    check_columns("the batch", batch.schema, reader)
+    columns = plain_values(batch, reader.document_columns)
     rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-    return [_row_or_error(number, row, options) for number, row in enumerate(rows)]
+    return [_row_or_error(number, row, reader) for number, row in enumerate(rows)]
 
 
-def _row_or_error(number: int, values: Mapping[str, Any], options: InputOptions) -> Row | DocumentError:
-    doc_id = number if options.id_column is None else values[options.id_column]
+def _row_or_error(number: int, values: Mapping[str, Any], reader: RowReader) -> Row | DocumentError:
+    column = reader.options.id_column
+    doc_id = number if column is None else values[column]
     if doc_id is None:
-        return DocumentError("NullId", f"the id in column {options.id_column!r} is null")
+        return DocumentError("NullId", f"the id in column {column!r} is null")
     name = doc_id.decode() if isinstance(doc_id, bytes) else str(doc_id)
     try:
-        return read_row(DocumentKey(0, number), name, values, options)
+        return reader.read(DocumentKey(0, number), name, values)
     except DocumentError as error:
         return error
 
 
-def result_table(results: Sequence[dict[str, Any]], batch: pa.Table, passthrough: Sequence[str]) -> pa.Table:
+def result_table(
+    results: Sequence[dict[str, Any]], batch: pa.Table, passthrough: Sequence[str], text_column: str = "summary"
+) -> pa.Table:
     """Make the table of a batch's results, in its order: BATCH_SCHEMA, then the passthrough columns.
 
-    results: of `result_row` or `error_row`, one for each row of the batch.
+    results: of `result_row` or `error_row`, one for each row of the batch. text_column: the name of `summary`.
     """
     table = pa.Table.from_pylist(list(results), schema=BATCH_SCHEMA)
+    table = table.rename_columns({"summary": text_column})
     for name in passthrough:
         table = table.append_column(batch.schema.field(name), batch[name])
     return table

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from specextend.core import counted
 from specextend.data.commits import KEY_COLUMNS, OPEN, Settled, commit_of, commit_order, read_results, run_id_of
-from specextend.data.fingerprint import PROVENANCE, provenance, read_manifest
+from specextend.data.fingerprint import PROVENANCE, provenance, read_manifest, text_column
 from specextend.data.parquet import DAMAGED, gathered, is_damaged, rows_where
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
@@ -145,6 +145,7 @@ class _Ending:
         self._source, self._commits, self._checkpoint = source, commits, checkpoint
         self._summaries, self._errors = summaries_folder(output), errors_folder(output)
         self._there = {folder.path: file_sizes(folder, recursive=True) for folder in (self._summaries, self._errors)}
+        self._text_column = text_column(output)
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
     def stretches(self, tables: Iterator[pa.Table]) -> Iterator[_Stretch]:
@@ -220,7 +221,9 @@ class _Ending:
             yield rows_where(table, rows["error_class"].is_null().to_numpy()), table.nbytes
 
     def _summaries_schema(self, number: int) -> pa.Schema:
-        return _with_digest(summary_schema(self._source.passthrough_fields), self._commits.done(number))
+        return _with_digest(
+            summary_schema(self._source.passthrough_fields, self._text_column), self._commits.done(number)
+        )
 
     def _errors_schema(self, number: int) -> pa.Schema:
         return _with_digest(ERROR_SCHEMA, self._commits.failed(number))

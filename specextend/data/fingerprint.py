@@ -74,6 +74,12 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def text_column(output: Location) -> str:
+    """Return the name of the column with a run's texts. Raises ValueError if its manifest cannot be read."""
+    manifest = read_manifest(output)
+    return "summary" if manifest is None else str(manifest["config"].get("output", {}).get("column", "summary"))
+
+
 def read_manifest(output: Location) -> dict[str, Any] | None:
     """Read the manifest of an output folder; None if there is none. Raises ValueError if it cannot be read."""
     location = manifest_file(output)

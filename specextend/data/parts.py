@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specextend.data.inputs import DocumentError
+from specextend.data.instructions import Around
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 
 LEAST_TOKENS = 64
@@ -104,7 +105,7 @@ class PartPrompts:
                 f"merges them has room for {room}: lower decoding.max_new_tokens"
             )
 
-    def parts(self, text: str, max_new_tokens: int, instruction: str | None) -> list[Part]:
+    def parts(self, text: str, max_new_tokens: int, instruction: Around | None) -> list[Part]:
         """Split a document and render its parts. max_new_tokens, instruction: of the document.
 
         What holds only white space has no prompt: it belongs to the part before it, at the beginning to the first one.
@@ -129,7 +130,7 @@ class PartPrompts:
             for begin, end, number in zip(begins, ends, written, strict=True)
         ]
 
-    def merges(self, texts: Sequence[str], max_new_tokens: int, instruction: str | None) -> list[Prompt]:
+    def merges(self, texts: Sequence[str], max_new_tokens: int, instruction: Around | None) -> list[Prompt]:
         """Render the prompts that merge texts in order, as few as hold them all; if one does, it is the last merge.
 
         Where a number of texts cannot be halved, one of them is alone in its prompt. max_new_tokens, instruction: of
@@ -171,7 +172,7 @@ class PartPrompts:
         except DocumentError:
             return LEAST_TOKENS
 
-    def _size(self, max_new_tokens: int, instruction: str | None) -> int:
+    def _size(self, max_new_tokens: int, instruction: Around | None) -> int:
         """Return the tokens of a part at most."""
         room = self._part.room(max_new_tokens, instruction)
         if room < LEAST_TOKENS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 import signal
 import threading
@@ -17,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from specextend.data.inputs import PLACEHOLDER, DocumentError
+from specextend.data.inputs import DocumentError
+from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
 LengthPolicy = Literal["error", "head", "tail", "middle", "parts"]
 PIECE_CHARACTERS = 1 << 18
@@ -33,8 +33,18 @@ TEMPLATE_S = 10.0
 """Seconds that a chat template may take, which needs milliseconds; one made to never end is given up."""
 
 _SENTINEL = "\u2063DOCUMENT\u2063"
+THINKING_BEGINS, THINKING_ENDS = "<think>", "</think>"
+"""What models that think write around it; a template may write the first for them, or both, to have none."""
 _ANCHOR = "\n"
 """Text that a piece is tokenized behind, because tokenizers may treat the start of a text specially."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """A turn that shows what is wanted: the user message with its document, and the answer."""
+
+    user: str
+    assistant: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +52,12 @@ class PromptOptions:
     """`prompt.*`: The prompt, and how a document that is too long is shortened."""
 
     instruction: str = "Summarize the following document."
-    """The user message. `{document}` is replaced by the document; without it the document is appended after a blank
-    line."""
+    """The user message, a jinja2 template: `{{ document }}` is the document, which is appended after a blank line if it
+    is not there; any other name is a column of the row."""
+    examples: tuple[Example, ...] = ()
+    """Turns before the user message that show what is wanted: a list of `user` and `assistant`."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables for the model's chat template, such as `enable_thinking: false`."""
     system: str = ""
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
@@ -59,7 +73,12 @@ class PromptOptions:
             raise ValueError(f"prompt.length_policy must be one of {allowed}, got {self.length_policy!r}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"prompt.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
-        _check_instruction("prompt.instruction", self.instruction)
+        _ = self.template
+
+    @property
+    def template(self) -> Instruction:
+        """Return the instruction as a template. Raises ValueError if it is none."""
+        return Instruction("prompt.instruction", self.instruction)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,28 +91,21 @@ class PartOptions:
 
     tokens: int | None = None
     """Tokens of a part at most; if unset, what fits into a prompt. Parts of a document are all about as long."""
-    instruction: str = "{document}\n\nSummarize this part of a longer document."
-    """The user message for a part, with `{document}` as in `prompt.instruction`. In a document with an instruction of
-    its own that is used for parts and merges."""
+    instruction: str = "{{ document }}\n\nSummarize this part of a longer document."
+    """The user message for a part, with `{{ document }}` as in `prompt.instruction`, but no columns. In a document with
+    an instruction of its own that is used for parts and merges."""
     merge_instruction: str = (
-        "{document}\n\nThese are summaries of the consecutive parts of one document. Write one summary of the whole."
+        "{{ document }}\n\n"
+        "These are summaries of the consecutive parts of one document. Write one summary of the whole."
     )
-    """The user message for the summaries of parts, which take the place of `{document}`."""
+    """The user message for the summaries of parts, which take the place of `{{ document }}`."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 64:
             raise ValueError(f"parts.tokens must be at least 64, got {self.tokens}")
         for name in ("instruction", "merge_instruction"):
-            _check_instruction(f"parts.{name}", getattr(self, name))
-
-
-def _check_instruction(name: str, text: str) -> None:
-    """Raise ValueError for an instruction with two places for the document, or with a misspelt one."""
-    if text.count(PLACEHOLDER) > 1:
-        raise ValueError(f"{name} must contain {PLACEHOLDER} at most once")
-    words = re.findall(r"\{\s*(\w+)\s*\}", text.replace(PLACEHOLDER, ""))
-    if close := difflib.get_close_matches(PLACEHOLDER[1:-1], words):
-        raise ValueError(f"{name} contains {{{close[0]}}}, which would be read as text; write {PLACEHOLDER}")
+            if columns := Instruction(f"parts.{name}", getattr(self, name)).columns:
+                raise ValueError(f"parts.{name} names {columns[0]}; it takes {PLACE} alone, and no columns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +150,19 @@ class Prompts:
         self._documents = _document_tokenizer(tokenizer)
         self._control_ids = control_token_ids(tokenizer)
         self._around = self._encode_template(options)
-        self._frame = self._encode_template(replace(options, instruction=PLACEHOLDER))
+        self._thinks = THINKING_ENDS in (tokenizer.chat_template or "")
+        self._begins_thinking = _template(tokenizer, options)[1].rstrip().endswith(THINKING_BEGINS)
+        self._frame = self._encode_template(replace(options, instruction=PLACE))
 
     @property
     def num_template_tokens(self) -> int:
         """Return the number of tokens of a prompt that are not the document's."""
         return sum(map(len, self._around))
 
-    def render(self, text: str, max_new_tokens: int, instruction: str | None = None) -> Prompt:
+    def render(self, text: str, max_new_tokens: int, instruction: Around | None = None) -> Prompt:
         """Render template and document as token ids, with the length policy applied.
 
-        instruction: of the document, in the place of the run's; `{document}` as there. Raises DocumentError
+        instruction: of the document, in the place of the run's. Raises DocumentError
         (`PromptTooLong`, stage `prompt`) if the template alone does not fit, and PromptTooLongError, which is one,
         under the policies `error` and `parts`. Control tokens written in the document or in its own instruction remain
         text.
@@ -164,6 +178,17 @@ class Prompts:
         coverage = len(kept) / num_tokens if num_tokens else 1.0
         return Prompt(before + kept + after, num_tokens - len(kept), policy, coverage)
 
+    def told_apart(self, text: str) -> tuple[str, str | None]:
+        """Return the answer in a model's output, and what it wrote before while it thought; None if it does not think.
+
+        Output that ends within the thinking has an empty answer.
+        """
+        thought, ends, answer = text.partition(THINKING_ENDS)
+        begins = self._begins_thinking or text.lstrip().startswith(THINKING_BEGINS)
+        if not self._thinks or not (ends or begins):
+            return text, None
+        return answer.lstrip(), thought.strip().removeprefix(THINKING_BEGINS).strip()
+
     def with_instruction(self, instruction: str) -> Prompts:
         """Return prompts with another instruction, for the same tokenizer and limit."""
         other = copy.copy(self)
@@ -171,7 +196,7 @@ class Prompts:
         other._around = other._encode_template(other.options)
         return other
 
-    def room(self, max_new_tokens: int, instruction: str | None = None) -> int:
+    def room(self, max_new_tokens: int, instruction: Around | None = None) -> int:
         """Return the number of a document's tokens that fit. Raises DocumentError (`PromptTooLong`) if none do.
 
         instruction: of the document, as for `render`.
@@ -263,10 +288,9 @@ class Prompts:
         prefix, suffix = _template(self._tokenizer, options)
         return _bos(self._tokenizer) + self._encode(prefix), self._encode_continuation(suffix)
 
-    def _encode_instruction(self, instruction: str) -> tuple[list[int], list[int]]:
+    def _encode_instruction(self, instruction: Around) -> tuple[list[int], list[int]]:
         """Tokenize what stands before and behind a document that has its own instruction, which is data as it is."""
-        before, after = _split_instruction(instruction)
-        pieces = [self._encode_piece(part, is_first=False) if part else [] for part in (before, after)]
+        pieces = [self._encode_piece(part, is_first=False) if part else [] for part in instruction]
         return self._frame[0] + pieces[0], pieces[1] + self._frame[1]
 
     def _encode(self, text: str) -> list[int]:
@@ -317,9 +341,9 @@ def control_token_ids(tokenizer: Any) -> frozenset[int]:
 
 def _template(tokenizer: Any, options: PromptOptions) -> tuple[str, str]:
     """Render the template; return the text before and after the document."""
-    before, after = _split_instruction(options.instruction)
+    before, after = around_document(options.instruction) if options.template.columns else options.template.around({})
     content = before + _SENTINEL + after
-    rendered = _chat(tokenizer, options.system, content) if tokenizer.chat_template else _plain(options.system, content)
+    rendered = _chat(tokenizer, options, content) if tokenizer.chat_template else _plain(options, content)
     if rendered.count(_SENTINEL) != 1:
         raise ValueError(
             f"the chat template renders the document {rendered.count(_SENTINEL)} times, but must render it once"
@@ -328,20 +352,16 @@ def _template(tokenizer: Any, options: PromptOptions) -> tuple[str, str]:
     return prefix, suffix
 
 
-def _split_instruction(instruction: str) -> tuple[str, str]:
-    """Return what an instruction puts before and behind the document."""
-    if PLACEHOLDER not in instruction:
-        return f"{instruction}\n\n" if instruction else "", ""
-    before, _, after = instruction.partition(PLACEHOLDER)
-    return before, after
-
-
-def _chat(tokenizer: Any, system: str, content: str) -> str:
-    messages = [{"role": "system", "content": system}] if system else []
+def _chat(tokenizer: Any, options: PromptOptions, content: str) -> str:
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    for example in options.examples:
+        messages += [{"role": "user", "content": example.user}, {"role": "assistant", "content": example.assistant}]
     messages.append({"role": "user", "content": content})
     try:
         with _at_most(TEMPLATE_S):
-            rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            rendered: str = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options.template_options
+            )
     except TimeoutError:
         raise ValueError(f"the chat template does not end within {TEMPLATE_S:g} s") from None
     except Exception as error:
@@ -373,8 +393,11 @@ def _at_most(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _plain(system: str, content: str) -> str:
-    return f"{system}\n\n{content}\n\nSummary:" if system else f"{content}\n\nSummary:"
+def _plain(options: PromptOptions, content: str) -> str:
+    """Write the prompt of a model that has no chat template."""
+    shown = [f"{example.user}\n\nSummary: {example.assistant}" for example in options.examples]
+    said = [options.system] if options.system else []
+    return "\n\n".join([*said, *shown, f"{content}\n\nSummary:"])
 
 
 def _document_tokenizer(tokenizer: Any) -> Tokenizer:

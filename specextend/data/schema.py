@@ -66,6 +66,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("coverage", pa.float64()),
         ("num_requests", pa.int32()),
         ("num_cached_tokens", pa.int32()),
+        ("reasoning", pa.string()),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
@@ -110,6 +111,7 @@ def result_row(
     attempts: int,
     part_summaries: list[dict[str, Any]] | None = None,
     num_requests: int = 1,
+    reasoning: str | None = None,
 ) -> dict[str, Any]:
     """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
@@ -124,6 +126,7 @@ def result_row(
         "coverage": prompt.coverage,
         "part_summaries": part_summaries,
         "num_requests": num_requests,
+        "reasoning": reasoning,
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
         "queue_s": queue_s,
@@ -151,6 +154,11 @@ def error_row(
     }
 
 
-def summary_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of a run's summaries."""
-    return pa.schema([*SUMMARY_SCHEMA, *passthrough])
+def summary_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:
+    """Return the schema of a run's summaries. text_column: `output.column`."""
+    return pa.schema([*summary_fields(text_column), *passthrough])
+
+
+def summary_fields(text_column: str) -> list[pa.Field]:
+    """Return our columns of `summaries/`, with the name of the texts that the run was given."""
+    return [field.with_name(text_column) if field.name == "summary" else field for field in SUMMARY_SCHEMA]

@@ -19,8 +19,8 @@ from pyarrow import fs
 
 from specextend.core import counted, one_line
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
-from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile, content_sha256
-from specextend.data.parquet import DAMAGED, as_bytes, damaged_as, write_table
+from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
+from specextend.data.parquet import DAMAGED, damaged_as, plain_values, write_table
 from specextend.data.row_filter import RowFilter
 from specextend.data.run_folder import list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
@@ -193,15 +193,16 @@ def _contents(
     source: Source, number: int, wanted: Collection[int], checkpoint: Callable[[], object]
 ) -> Iterator[tuple[int, str]]:
     """Yield the wanted rows of a file that have a text, in order, each with the hash of its content."""
-    options, begin = source.options, 0
-    for batch in source.batches(number, options.content_columns):
+    reader, begin = source.reader, 0
+    for batch in source.batches(number, reader.content_columns):
         checkpoint()
-        texts, missing = as_bytes(batch[options.text_column]), pa.nulls(len(batch))
-        limits = batch[options.max_new_tokens_column] if options.max_new_tokens_column else missing
-        instructions = as_bytes(batch[options.instruction_column]) if options.instruction_column else missing
         for i in range(len(batch)):
-            if begin + i in wanted and (text := texts[i].as_py()) is not None:
-                yield begin + i, content_sha256(text, limits[i].as_py(), instructions[i].as_py())
+            if begin + i not in wanted:
+                continue
+            row = plain_values(batch.slice(i, 1), reader.content_columns)
+            values = {name: value for name, [value] in row.items()}
+            if values[reader.options.text_column] is not None:
+                yield begin + i, reader.content(values)
         begin += len(batch)
 
 

@@ -25,12 +25,9 @@ from specextend.data.inputs import (
     InputOptions,
     InputUnreachableError,
     OutputOptions,
-    Row,
-    check_max_new_tokens,
-    decode_text,
-    read_row,
     unreadable,
 )
+from specextend.data.instructions import Instruction
 from specextend.data.listing import check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     DAMAGED,
@@ -42,6 +39,7 @@ from specextend.data.parquet import (
     rows_where,
     stream,
 )
+from specextend.data.rows import Row, RowReader, check_max_new_tokens, decode_text
 from specextend.data.storage import Location, check_writable, in_order, resolve
 
 _CACHED_GROUPS = 2
@@ -82,7 +80,7 @@ class Source:
 
     def __init__(
         self,
-        options: InputOptions,
+        reader: RowReader,
         root: Location,
         files: tuple[InputFile, ...],
         passthrough_fields: tuple[pa.Field, ...],
@@ -91,7 +89,8 @@ class Source:
         selection: ChosenRows | None = None,
         num_repeated: int = 0,
     ) -> None:
-        self.options = options
+        self.reader = reader
+        self.options = reader.options
         self.root = root
         self.files = files
         self.passthrough_fields = passthrough_fields
@@ -103,7 +102,7 @@ class Source:
         self._groups: dict[Hashable, pa.Table] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self.options, self.root, self.files, self.passthrough_fields)
+        return Source, (self.reader, self.root, self.files, self.passthrough_fields)
 
     @property
     def num_rows(self) -> int:
@@ -129,9 +128,9 @@ class Source:
         Raises DocumentError for null, empty or undecodable text or a bad `max_new_tokens`, OSError if the file cannot
         be read at that place, and InputChangedError if it has been written to.
         """
-        row = self._row(key, self.options.document_columns)
+        row = self._row(key, self.reader.document_columns)
         values = {name: value for name, [value] in plain_values(row, row.column_names).items()}
-        return read_row(key, self._id(key, row), values, self.options)
+        return self.reader.read(key, self._id(key, row), values)
 
     @property
     def warning(self) -> str:
@@ -242,7 +241,7 @@ class Source:
         """
         files = tuple(replace(self.files[number], number=i) for i, number in enumerate(numbers))
         facts = (self.skipped, self.partitions, selection, self.num_repeated)
-        return Source(self.options, self.root, files, self.passthrough_fields, *facts)
+        return Source(self.reader, self.root, files, self.passthrough_fields, *facts)
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
         """Add the columns that the file's path holds, and put all into the order of `columns`."""
@@ -259,7 +258,7 @@ class Source:
         Before them, the columns that nobody reads before the end are read and dropped, so that nothing is decoded if
         they are damaged.
         """
-        beside = (self.options.instruction_column, self.options.reference_column)
+        beside = (self.options.instruction_column, self.options.reference_column, *self.reader.template_columns)
         unread = dict.fromkeys([*(field.name for field in self.passthrough_fields), *filter(None, beside)])
         if unread:
             for _ in self.batches(file.number, list(unread)):
@@ -270,7 +269,7 @@ class Source:
     def _scanned_columns(self, number: int) -> list[str]:
         """Choose the columns to scan: without the text in a file where every document has a token count."""
         options, column = self.options, self.options.num_tokens_column
-        counts = [column, options.max_new_tokens_column]
+        counts = [column, options.max_new_tokens_column, options.options_column]
         reads_text = column is None or any(
             _lacks_counts(batch[column]) for batch in self.chosen_batches(number, [column])
         )
@@ -280,7 +279,7 @@ class Source:
     def _compact(self, columns: list[str]) -> list[str]:
         """Choose the columns that hold text: a file of a kilobyte may repeat a text a million times."""
         fields = [field for field in self.passthrough_fields if not pa.types.is_dictionary(field.type)]
-        own = {self.options.text_column, self.options.reference_column, self.options.instruction_column}
+        own = {*self.reader.document_columns} - {self.options.id_column}
         texts = {*own, *(field.name for field in fields if is_text(field.type))}
         return [column for column in columns if column in texts]
 
@@ -321,24 +320,28 @@ class Source:
 
 
 def open_source(
-    options: InputOptions, output: OutputOptions | None = None, only: Collection[str] | None = None
+    options: InputOptions,
+    output: OutputOptions | None = None,
+    only: Collection[str] | None = None,
+    template: Instruction | None = None,
 ) -> Source:
     """List and check the input; reads footers and the id column only. Selects no rows: `select_rows` does.
 
     output: checked too, if given: it must be writable and apart from the input. only: relative paths of the files that
-    are wanted; others are left out.
+    are wanted; others are left out. template: the run's instruction.
 
     Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
+    reader = RowReader(options, template)
     listing = list_input(options.path)
     if output is not None:
         check_apart(listing, output.path)
         _check_writable(output.path)
     if only is not None:
         listing = listing.only(only)
-    files, passthrough_fields = check_input(listing, options)
+    files, passthrough_fields = check_input(listing, reader, "summary" if output is None else output.column)
     return Source(
-        options,
+        reader,
         listing.root,
         files,
         passthrough_fields,
@@ -362,11 +365,18 @@ def _lacks_counts(counts: pa.ChunkedArray) -> bool:
 
 def _scanned_rows(batch: pa.Table, keys: Iterator[DocumentKey], options: InputOptions) -> Iterator[ScannedRow]:
     """Yield the facts about a table's rows, whose keys are the next ones of `keys`. A bad row raises nothing."""
-    limits = _column_or_none(batch, options.max_new_tokens_column)
+    limits = _limits(batch, options)
     counts = [_usable(count) for count in _column_or_none(batch, options.num_tokens_column)]
     texts = _texts_without(counts, batch, options.text_column)
     for count, text, limit in zip(counts, texts, limits, strict=True):
         yield _scanned(next(keys), count, text, limit)
+
+
+def _limits(batch: pa.Table, options: InputOptions) -> list[int | None]:
+    """Return the rows' own limits of their outputs, from the column that holds them."""
+    if options.options_column is None:
+        return _column_or_none(batch, options.max_new_tokens_column)
+    return [(own or {}).get("max_new_tokens") for own in batch[options.options_column].to_pylist()]
 
 
 def _column_or_none(batch: pa.Table, column: str | None) -> list[int | None]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.data.commits import KEY_COLUMNS, commit_of, list_commits, read_results, run_id_of
-from specextend.data.fingerprint import num_input_rows, read_manifest
+from specextend.data.fingerprint import num_input_rows, read_manifest, text_column
 from specextend.data.parquet import damaged_as
 from specextend.data.run_folder import errors_folder, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA
@@ -48,8 +48,9 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
     files = [(is_done, file, columns) for is_done, folder, columns in folders for file in _files(folder)]
     if not files and not _had_nothing_to_do(output):
         raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
+    text = text_column(output)
     for is_done, file, columns in files:
-        yield from ((is_done, table) for table in _read_file(file, columns))
+        yield from ((is_done, table) for table in _read_file(file, columns, text))
 
 
 def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) -> tuple[bool, pa.Table]:
@@ -67,15 +68,19 @@ def _files(folder: Location) -> list[Location]:
     return [folder.child(name) for name in list_files(folder, recursive=True) if name.endswith(".parquet")]
 
 
-def _read_file(file: Location, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Read columns of a result file with the types of COMMIT_SCHEMA. Raises ValueError if it is damaged."""
+def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:
+    """Read columns of a result file with the names and types of COMMIT_SCHEMA. text: its name for `summary`.
+
+    Raises ValueError if it is damaged.
+    """
     schema = pa.schema([COMMIT_SCHEMA.field(name) for name in columns])
     with (
         damaged_as(ValueError, file, "run the job again to write it anew"),
         pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet,
     ):
-        for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns)):
-            table = pa.Table.from_batches([batch]).select(schema.names).cast(schema)
+        stored = [text if name == "summary" else name for name in columns]
+        for batch in parquet.iter_batches(BATCH_ROWS, columns=stored):
+            table = pa.Table.from_batches([batch]).select(stored).rename_columns(schema.names).cast(schema)
             yield table.append_column(RUN_ID, pa.nulls(len(batch), pa.string()))
 
 

@@ -60,7 +60,7 @@ def test_a_worker_and_a_plan_that_read_on_notice(
     """Also a worker that has the file open, and a plan that streams one too large to be read ahead."""
     assert source.read(DocumentKey(0, 0)).document.text == "one"
     large = (replace(source.files[0], largest_group_bytes=1 << 30),)
-    scanned = Source(source.options, source.root, large, ()).scan()
+    scanned = Source(source.reader, source.root, large, ()).scan()
     assert next(scanned).num_bytes == 3
     change(path, write)
     with pytest.raises(InputChangedError, match=r"a.parquet was (written to|removed)"):

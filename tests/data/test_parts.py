@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.data.inputs import DocumentError
+from specextend.data.instructions import around_document
 from specextend.data.parts import PartPrompts, TextSpan, split
 from specextend.data.prompts import PartOptions, PromptOptions, Prompts
 
@@ -66,7 +67,8 @@ def test_each_part_fits_and_has_the_instruction_of_parts_or_the_documents_own(ch
     assert all(len(part.prompt.token_ids) <= 400 - 40 for part in found)
     assert "".join(TEXT[part.span.begin : part.span.end] for part in found) == TEXT
     assert all("Shorten." in chat_tokenizer.decode(part.prompt.token_ids) for part in found)
-    asked = [prompts.parts(TEXT, 40, "Who?")[0].prompt, *prompts.merges(["one", "two"], 40, "Who?")]
+    who = around_document("Who?")
+    asked = [prompts.parts(TEXT, 40, who)[0].prompt, *prompts.merges(["one", "two"], 40, who)]
     assert all("Who?" in chat_tokenizer.decode(prompt.token_ids) for prompt in asked)
 
 

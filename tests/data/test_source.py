@@ -15,7 +15,8 @@ import pyarrow as pa
 import pytest
 
 from specextend.core import Document, DocumentKey
-from specextend.data.inputs import DocumentError, InputError, InputOptions, content_sha256
+from specextend.data.inputs import DocumentError, InputError, InputOptions
+from specextend.data.rows import content_sha256
 from specextend.data.source import Source, open_source
 
 Write = Callable[..., Path]
@@ -248,15 +249,15 @@ def test_no_text_passes_for_another_one_with_an_instruction() -> None:
 
 def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
     """Null and blank leave the run's; two places for the document are the row's error, not the run's."""
-    own = ["Count the words.", None, " ", "{document} {document}", "Again."]
+    own = ["Count the words.", None, " ", "{{ document }} {{document}}", "Again."]
     path = write("in.parquet", {"text": ["same"] * 5, "ask": own})
     source = open_source(InputOptions(path=str(path), instruction_column="ask"))
     rows = [source.read(DocumentKey(0, row)) for row in (0, 1, 2, 4)]
-    assert [row.instruction for row in rows] == ["Count the words.", None, None, "Again."]
+    assert [row.instruction for row in rows] == [("Count the words.\n\n", ""), None, None, ("Again.\n\n", "")]
     first, null, blank, again = (row.content_sha256 for row in rows)
     assert null == blank == hashlib.sha256(b"same").hexdigest()
     assert len({first, null, again}) == 3, "another question makes another summary"
-    with pytest.raises(DocumentError, match="BadInstruction: the instruction contains"):
+    with pytest.raises(DocumentError, match="BadInstruction: the instruction"):
         source.read(DocumentKey(0, 3))
     with pytest.raises(InputError, match=r"has no column 'asked' \(input.instruction_column\)"):
         open_source(InputOptions(path=str(path), instruction_column="asked"))
