@@ -1,11 +1,11 @@
 """Turn documents of many kinds into a data set of Parquet files for jobs/summarize.py.
 
-python jobs/prepare.py documents reports/ notes/ --output data/documents   # PDF, DOCX, HTML, Markdown, text, JSONL, CSV
-python jobs/prepare.py documents reports/ --pattern '*.md' --pattern '*.log' --encoding cp1252 --output data/documents
-python jobs/prepare.py hf ccdv/govreport-summarization --split test --text-field report --output data/govreport
-python jobs/prepare.py openai requests.jsonl --output data/requests.parquet
-python jobs/prepare.py repartition large.parquet --output data/smaller/
-python jobs/prepare.py model file.gguf --output models/mine
+specextend prepare documents reports/ notes/ --output data/documents   # PDF, DOCX, HTML, Markdown, text, JSONL, CSV
+specextend prepare documents reports/ --pattern '*.md' --pattern '*.log' --encoding cp1252 --output data/documents
+specextend prepare hf ccdv/govreport-summarization --split test --text-field report --output data/govreport
+specextend prepare openai requests.jsonl --output data/requests.parquet
+specextend prepare repartition large.parquet --output data/smaller/
+specextend prepare model file.gguf --output models/mine
 
 The same command again reads the files that are new, that have changed or that have failed. Exit 3: some could not be
 read; _errors.jsonl in the data set names each, with the reason.

@@ -113,7 +113,7 @@ def _check_group_size(name: str, num_bytes: int) -> None:
     if num_bytes > MAX_GROUP_BYTES:
         raise InputError(
             f"{name} has a row group that takes {num_bytes / (1 << 30):.1f} GiB to read; write it in smaller ones: "
-            "python jobs/prepare.py repartition INPUT --output FOLDER"
+            "specextend prepare repartition INPUT --output FOLDER"
         )
 
 

@@ -33,7 +33,7 @@ class InputUnreachableError(InputError):
 def unreadable(file: str, error: Exception) -> InputError:
     """Return the error for a file that is not Parquet, or is damaged."""
     is_named_so = file.lower().endswith((".parquet", ".pq", ".parq"))
-    todo = "repair it or take it out" if is_named_so else "`jobs/prepare.py documents` makes Parquet of other files"
+    todo = "repair it or take it out" if is_named_so else "`specextend prepare documents` makes Parquet of other files"
     return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); {todo}")
 
 
