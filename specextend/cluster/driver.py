@@ -14,7 +14,6 @@ from specextend.cluster.messages import (
     Died,
     Done,
     Draining,
-    Dying,
     Event,
     Failed,
     GivenUp,
@@ -198,11 +197,8 @@ class Driver:
         for worker in self.scheduler.stalled(now):
             reason = f"no step for {self.job.stall_s:.0f} s"
             self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
-            self.metrics.worker_lost("stalled")
             self.pool.kill(worker)
-            self.record.worker_gone(worker, reason)
-            self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
-            self.ledger.running(worker, {})
+            self._gone(worker, reason, "stalled")
             self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker)
         self._remember_charges()
 
@@ -232,13 +228,8 @@ class Driver:
                     self._auditing.discard(worker)
             case Draining(worker):
                 self._drain(worker)
-            case Dying(worker, reason):
-                self.record.worker_gone(worker, reason)
-                self._auditing.discard(worker)
-                self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
-                self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
-            case Died():
-                self._died(event)
+            case Died(worker, reason, with_node):
+                self._died(worker, reason, with_node=with_node or self.scheduler.is_draining(worker))
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
         """Let a worker take documents, unless its place is left out."""
@@ -313,16 +304,22 @@ class Driver:
             self.display.event("lease_taken_back", **lease_facts(worker, lease))
             self.pool.cancel(lease.lease_id)
 
-    def _died(self, event: Died) -> None:
-        with_node = event.with_node or self.scheduler.is_draining(event.worker)
-        self.metrics.worker_lost("node" if with_node else "died")
+    def _died(self, worker: str, reason: str, *, with_node: bool) -> None:
+        self._auditing.discard(worker)
+        self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
+        self._gone(worker, reason, "node" if with_node else "died")
         if with_node:
-            given_up = self.scheduler.lose(event.worker, f"the node was lost: {event.reason}")
+            given_up = self.scheduler.lose(worker, f"the node was lost: {reason}")
         else:
-            message = f"the worker died: {event.reason}"
-            given_up = self.scheduler.leave(event.worker, "WorkerDied", message)
-        self._give_up(given_up, event.worker)
-        self.ledger.running(event.worker, {})
+            given_up = self.scheduler.leave(worker, "WorkerDied", f"the worker died: {reason}")
+        self._give_up(given_up, worker)
+
+    def _gone(self, worker: str, reason: str, cause: str) -> None:
+        """Note that a worker is gone. cause: as for `Metrics.worker_lost`."""
+        self.record.worker_gone(worker, reason)
+        self.metrics.worker_lost(cause)
+        self.ledger.running(worker, {})
+        self.roster.died(worker, reason, is_explained=self.scheduler.holds_struck(worker))
 
     def _give_up(self, given_up: list[GivenUp], worker: str) -> None:
         for item in given_up:

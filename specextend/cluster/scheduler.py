@@ -160,7 +160,7 @@ class Scheduler:
 
     def _takes(self, worker: Holder, now: float) -> bool:
         """Return True if a worker may get a lease."""
-        is_ready = not (worker.is_gone or worker.is_draining or worker.is_alone)
+        is_ready = not (worker.is_draining or worker.is_alone)
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
     def _assign_alone(self, takers: dict[str, Holder], now: float) -> list[tuple[str, Lease]]:
@@ -325,7 +325,7 @@ class Scheduler:
 
     def spare(self, now: float) -> list[str]:
         """List the workers to be let go: empty draining ones, and idle ones of which more are left than are of use."""
-        empty = [name for name, worker in self._workers.items() if worker.is_empty and not worker.is_gone]
+        empty = [name for name, worker in self._workers.items() if worker.is_empty]
         self._idle_since = {name: self._idle_since.get(name, now) for name in empty}
         draining = [name for name in empty if self._workers[name].is_draining]
         kept = {name for name in empty if self._workers[name].place in self._left_out}.union(draining)
@@ -342,17 +342,12 @@ class Scheduler:
         return [
             name
             for name, worker in self._workers.items()
-            if not worker.is_gone and not worker.is_empty and now - worker.moved_at > self._job.stall_s
+            if not worker.is_empty and now - worker.moved_at > self._job.stall_s
         ]
 
-    def suspend(self, worker: str) -> bool:
-        """Grant nothing more to a worker that is gone, until `leave` or `lose` says why it is gone.
-
-        Returns True if its documents explain its end.
-        """
-        state = self._workers[worker]
-        state.is_gone = True
-        return state.holds_struck
+    def holds_struck(self, worker: str) -> bool:
+        """Return True if the documents of a worker that is gone explain its end."""
+        return self._workers[worker].holds_struck
 
     def leave(self, worker: str, error_class: str, message: str) -> list[GivenUp]:
         """Remove a worker that died: charge the documents that it had started, and free the others.

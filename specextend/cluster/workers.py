@@ -32,7 +32,6 @@ from specextend.cluster.messages import (
     CallLost,
     Died,
     Draining,
-    Dying,
     Event,
     Failed,
     Lease,
@@ -306,15 +305,18 @@ class Pool:
         return [Returned(call.worker, call.lease, value)]
 
     def _actor_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
+        """Note that a worker is gone; `_verdicts` reports it."""
         if call.kind in ("begun", "ready"):
             return self._start_failed(call.worker, actor, last_line(error))
+        is_first = actor.dying_since is None
+        if is_first:
+            actor.dying_since, actor.reason = self.clock(), "its process ended"
         if not isinstance(error, ActorUnavailableError):
             actor.is_out_of_reach = False
-            return self._dies(call.worker, actor, "its process ended")
-        if actor.dying_since is None:
-            actor.is_out_of_reach = True
+        elif is_first:
+            actor.is_out_of_reach, actor.reason = True, "it is out of reach"
             self._ask(call.worker, actor)  # shows if it is dead or far
-        return self._dies(call.worker, actor, "it is out of reach")
+        return []
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind in ("begun", "ready"):
@@ -339,12 +341,6 @@ class Pool:
         reason = f"its models were not loaded within {START_S:.0f} s"
         return [event for name, actor in late for event in self._start_failed(name, actor, reason)]
 
-    def _dies(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
-        if actor.dying_since is not None:
-            return []
-        actor.dying_since, actor.reason = self.clock(), reason
-        return [Dying(worker, reason)]
-
     def _drains(self) -> list[Event]:
         """Report, once each, the workers on nodes that are about to go."""
         if not self._drain_pace.is_due(self.clock()):
@@ -360,7 +356,7 @@ class Pool:
         return [Draining(name) for name, actor in found if actor.dying_since is None]
 
     def _verdicts(self) -> list[Event]:
-        """Forget the dying workers whose cause of death is known by now, and report it."""
+        """Forget the workers that are gone and whose cause of death is known by now, and report it."""
         dying = {name: actor for name, actor in self._actors.items() if actor.dying_since is not None}
         if not dying:
             return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -119,20 +118,13 @@ def drawn(size: int, *lengths: int, seed: int = 0) -> list[int]:
     return [estimates[key].num_prompt_tokens for key in draw_sample(estimates, size, seed)]
 
 
-def test_long_documents_are_represented_by_their_tokens():
+def test_long_documents_are_represented_by_their_tokens_longest_first():
     """Ten books among a thousand notes take half of the night; a plain draw would show none of them."""
-    for seed in range(20):
-        assert Counter(drawn(4, *[90] * 1000, *[9990] * 10, seed=seed)) == {9990: 2, 90: 2}
-    assert sorted(drawn(5, 1_000_000, *[100] * 20)) == [100, 100, 100, 100, 1_000_000], "one giant is drawn once"
+    books = sum(drawn(4, *[90] * 1000, *[9990] * 10, seed=seed).count(9990) for seed in range(50))
+    assert 60 < books < 140, "about half of 200"
+    assert drawn(5, *[100] * 20, 1_000_000) == [1_000_000, 100, 100, 100, 100], "one giant is drawn once"
     assert drawn(9, 5, 0, 7) == [7, 5], "a refused document shows nothing"
-
-
-def test_a_sample_is_seeded_and_longest_first():
-    """Two calibrations of one plan decode the same documents, in the order in which a run would."""
-    sample = drawn(8, *range(100, 1100), seed=7)
-    assert sample == drawn(8, *range(100, 1100), seed=7) != drawn(8, *range(100, 1100), seed=8)
-    assert sample == sorted(set(sample), reverse=True)
-    assert len(sample) == 8
+    assert drawn(8, *range(100, 1100), seed=7) == drawn(8, *range(100, 1100), seed=7) != drawn(8, *range(100, 1100))
 
 
 def calibrated(run: Job, size: int, factory: Any = FakeEngine, interrupt: Interrupt | None = None) -> Rates:
