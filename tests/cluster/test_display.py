@@ -73,14 +73,6 @@ def test_what_others_print_under_a_bar_is_text(monkeypatch: pytest.MonkeyPatch):
     assert "\x1b]8" not in stream.getvalue()
 
 
-def test_a_line_of_a_log_is_one_line():
-    """Otherwise an id could write a line of its own into it."""
-    stream = io.StringIO()
-    display = open_display(stream)
-    display.note(HOSTILE)
-    assert stream.getvalue() == SHOWN + "\n"
-
-
 def said_as_json(*calls) -> list[dict]:
     stream = io.StringIO()
     display = open_display(stream, "json")

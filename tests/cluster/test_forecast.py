@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from specextend.cluster.backlog import Estimates, TokenEstimate
-from specextend.cluster.exits import Interrupt, InterruptedRunError, RefusedError, WorkersFailError
+from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.forecast import (
-    DRIFT,
-    START_FACTOR,
     DocumentCost,
     Outlook,
     Rates,
@@ -57,15 +55,6 @@ def test_twice_the_workers_take_half_the_time_but_never_less_than_the_longest_do
     assert two == pytest.approx(one / 2, rel=0.02)
     assert all(corpus.lasts(workers).seconds - RATES.start_s >= 101 for workers in (8, 200, 10_000))
     assert corpus.lasts(10_000).workers == 4001, "a worker without a document is not started"
-
-
-def test_a_document_that_runs_alone_gains_nothing_from_a_batch():
-    """Rates are those of full batches. How much faster the last documents are when it empties is not known."""
-    alone = outlook(DOCUMENT, batch=4).lasts(1)
-    assert alone.seconds_low == pytest.approx(2 / (1 + DRIFT) + 30 / START_FACTOR, rel=0.01)
-    assert alone.seconds_high > (1 + 4 * 1) + 30
-    many = outlook(*[DOCUMENT] * 4000, batch=4).lasts(1)
-    assert many.seconds == pytest.approx(30 + 8000, rel=0.01), "in a long run the end does not count"
 
 
 def test_the_fewest_workers_that_are_done_in_time_are_found():
@@ -144,12 +133,3 @@ def test_a_worker_that_fails_is_said_in_one_line(job: Callable[..., Job]):
     """A model that does not fit the GPU is found out here, not in the night."""
     with pytest.raises(WorkersFailError, match=r"the worker of the calibration failed: .*the weights are gone"):
         calibrated(job(["one", "two"]), 3, NeverLoads())
-
-
-def test_a_calibration_can_be_interrupted(job: Callable[..., Job]):
-    """Ctrl-C, when somebody sees how long it takes."""
-    interrupt = Interrupt(600.0)
-    interrupt.tell("SIGINT received")
-    interrupt.disarm()
-    with pytest.raises(InterruptedRunError):
-        calibrated(job(["one", "two"]), 2, NeverLoads(), interrupt)

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
-from specextend.cluster.metrics import COUNTED, GAUGES, HISTOGRAMS, exported_names
+from specextend.cluster.metrics import COUNTED, COUNTERS, GAUGES, HISTOGRAMS
 from specextend.stats import PHASES
 from tests.cluster.conftest import ROOT
 from tests.cluster.fakes import SpeculatingEngine
@@ -28,12 +28,15 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and the labels that choose its series."""
 
 
-def dashboard() -> dict[str, Any]:
-    return json.loads(DASHBOARD.read_text(encoding="utf-8"))
+def exported_names() -> set[str]:
+    """The series that a scrape of Ray can find, as Prometheus writes them."""
+    names = {f"ray_specextend_{name}_total" for name in COUNTERS} | {f"ray_specextend_{name}" for name in GAUGES}
+    return names | {f"ray_specextend_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
 
 
 def queries() -> list[str]:
-    return [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
 
 
 def test_the_dashboard_asks_for_what_a_run_exports_and_for_all_of_it():

@@ -14,8 +14,8 @@ import yaml
 
 from specextend.cli.run import overrides, parse
 from specextend.cluster import exits
-from specextend.cluster.metrics import exported_names
 from specextend.config import RunConfig
+from tests.cluster.test_metrics import exported_names
 from tests.job.conftest import ROOT
 
 DEPLOY = ROOT / "deploy"
