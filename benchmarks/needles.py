@@ -99,7 +99,7 @@ class ProbeMaker:
     def __init__(self, tokenizer: Any, system: str, texts: Sequence[str]) -> None:
         """Take `prompt.system` and the texts; a probe uses whole texts, in seeded order, until it is long enough."""
         self._tokenizer = tokenizer
-        self._prompts = Prompts(tokenizer, PromptOptions(instruction="{document}", system=system), 1 << 30)
+        self._prompts = Prompts(tokenizer, PromptOptions(instruction="{{ document }}", system=system), 1 << 30)
         self._texts = [
             [(sentence, self._count(sentence)) for sentence in sentences_of(text)]
             for text in texts

@@ -51,11 +51,12 @@ from specextend.cluster.workers import Roster  # noqa: E402
 from specextend.config import JobOptions, RunConfig  # noqa: E402
 from specextend.core import Completion, DocumentKey  # noqa: E402
 from specextend.data.audit_rows import AuditWriter  # noqa: E402
+from specextend.data.commits import CommitWriter, read_commits  # noqa: E402
 from specextend.data.inputs import InputFile, InputOptions  # noqa: E402
-from specextend.data.parts import PartWriter, read_parts  # noqa: E402
 from specextend.data.prompts import Prompt  # noqa: E402
 from specextend.data.quality import Quality  # noqa: E402
-from specextend.data.run_folder import parts_folder  # noqa: E402
+from specextend.data.rows import RowReader  # noqa: E402
+from specextend.data.run_folder import commits_folder  # noqa: E402
 from specextend.data.schema import result_row  # noqa: E402
 from specextend.data.source import Source  # noqa: E402
 from specextend.data.storage import Location, resolve  # noqa: E402
@@ -123,7 +124,7 @@ class Corpus:
             InputFile(number, f"{number:05d}.parquet", 0, groups, 0, "", None)
             for number, groups in enumerate(self.groups)
         )
-        return Source(InputOptions(path=root.path), root, files, ())
+        return Source(RowReader(InputOptions(path=root.path)), root, files, ())
 
 
 def _cut(rows: int, size: int) -> list[int]:
@@ -183,7 +184,7 @@ def run_night(options: DriverScale) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, _night(options, Path(folder)) as (driver, cluster, corpus):
         took = _until_done(driver, cluster)
         output = resolve(str(Path(folder, "output")))
-        progress, attempts = read_parts(output), _attempts(output)
+        progress, attempts = read_commits(output), _attempts(output)
         work_s = int(corpus.estimates.totals.sum()) / BATCH
         speeds = [node.tokens_per_s for node in _nodes(options, corpus) for _ in range(node.workers)]
         return {
@@ -212,7 +213,7 @@ def _until_done(driver: Driver, cluster: SimulatedCluster) -> float:
 
 
 def _attempts(output: Location) -> Counter[int]:
-    files = sorted(Path(parts_folder(output).path).glob("*.parquet"))
+    files = sorted(Path(commits_folder(output).path).glob("*.parquet"))
     return Counter(value for path in files for value in pq.read_table(path, columns=["attempts"])[0].to_pylist())
 
 
@@ -259,7 +260,7 @@ def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location
     config = RunConfig.from_values(
         {"input": {"path": "in"}, "output": {"path": "out"}, "target": {"model": "m"}, "draft": {"kind": "ngram"}}
     )
-    writers = PartWriter(output, RUN_ID), AuditWriter(output, RUN_ID)
+    writers = CommitWriter(output, RUN_ID), AuditWriter(output, RUN_ID)
     record, num_leases = StartRecord(output, RUN_ID, config), BATCH + EXTRA_LEASES
     return Driver(
         scheduler=Scheduler(corpus.estimates, job, num_leases, group_rows=corpus.groups, num_extra=EXTRA_LEASES),

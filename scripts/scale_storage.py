@@ -2,7 +2,7 @@
 
     python -m scripts.scale_storage --documents 200000 --workers 1000 --latency-ms 20
 
-Writes input files, and the parts that a run of so many workers leaves, with made-up texts; nothing is decoded. Each
+Writes input files, and the commits that a run of so many workers leaves, with made-up texts; nothing is decoded. Each
 request to the store takes `--latency-ms` and is counted. Prints a row for each step: seconds, requests, bytes, the
 process's own seconds, the highest memory so far, and the seconds that ten million documents would take: requests and
 own seconds grow with the documents, and 32 requests are made at once.
@@ -33,18 +33,18 @@ from specextend.cluster.backlog import RowSet
 from specextend.cluster.plan import make_plan
 from specextend.cluster.records import rows_per_commit
 from specextend.core import Completion, DocumentKey
-from specextend.data.audit import audit
+from specextend.data.check import check_input
+from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
-from specextend.data.in_order import NUM_THREADS
 from specextend.data.inputs import InputOptions
 from specextend.data.listing import Listing
-from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.prompts import Prompt, PromptOptions, Prompts
 from specextend.data.quality import Quality
+from specextend.data.rows import RowReader
 from specextend.data.schema import result_row
 from specextend.data.selection import select_rows
 from specextend.data.source import Source
-from specextend.data.storage import Location, resolve
+from specextend.data.storage import NUM_THREADS, Location, resolve
 from specextend.models import load_tokenizer
 from specextend.report import RunFigures, write_report
 from specextend.stats import DecodingStats
@@ -115,10 +115,10 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
     with meter.step("audit of the input"):
         source = open_listing(Location(filesystem, str(root)), names)
     with meter.step("rows are chosen by a filter"):
-        select_rows(Source(replace(source.options, filter="title != ''"), source.root, source.files, ()))
+        select_rows(Source(RowReader(replace(source.options, filter="title != ''")), source.root, source.files, ()))
     there, prompts = Location(filesystem, str(output)), prompts_of(options)
     with meter.step("resume: commits are read"):
-        progress = read_parts(there)
+        progress = read_commits(there)
         rows = [file.num_rows for file in source.files]
         keys = RowSet(rows, pending(rows, progress))
     with meter.step("plan"):
@@ -135,9 +135,9 @@ def measure(options: StorageScale) -> list[dict[str, Any]]:
 def open_listing(root: Location, names: list[str]) -> Source:
     """Audit the input as `open_source` does, which takes no file system of ours."""
     sizes = tuple((Path(root.path) / name).stat().st_size for name in names)
-    options = InputOptions(path=root.path, passthrough=("title",))
+    reader = RowReader(InputOptions(path=root.path, passthrough=("title",)))
     listing = Listing(root, (), True, tuple(names), sizes)
-    return Source(options, root, *audit(listing, options))
+    return Source(reader, root, *check_input(listing, reader))
 
 
 def prompts_of(options: StorageScale) -> Prompts:
@@ -162,7 +162,7 @@ def write_commits(options: StorageScale, output: Location) -> None:
     draw = random.Random(2)
     keys = [DocumentKey(*divmod(number, options.rows_per_file)) for number in range(options.documents)]
     draw.shuffle(keys)
-    writer, num_rows = PartWriter(output, "0000000a"), rows_per_part(options)
+    writer, num_rows = CommitWriter(output, "0000000a"), rows_per_part(options)
     for begin in range(0, len(keys), num_rows):
         writer.commit([made_up_row(key, draw) for key in keys[begin : begin + num_rows]])
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from specextend.core import first_line
 from specextend.data.inputs import InputOptions, OutputOptions
-from specextend.data.prompts import ChunkOptions, PromptOptions
+from specextend.data.prompts import PartOptions, PromptOptions
 from specextend.data.quality import QualityOptions
 from specextend.decoding.decoding_options import (
     AttentionOptions,
@@ -136,7 +136,7 @@ class RunConfig(BaseModel):
     target: TargetOptions
     draft: DraftOptions | None = None
     prompt: PromptOptions = Field(default_factory=PromptOptions)
-    chunks: ChunkOptions = Field(default_factory=ChunkOptions)
+    parts: PartOptions = Field(default_factory=PartOptions)
     decoding: DecodingOptions = Field(default_factory=DecodingOptions)
     attention: AttentionOptions = Field(default_factory=AttentionOptions)
     tree: TreeOptions = Field(default_factory=TreeOptions)

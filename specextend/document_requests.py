@@ -13,9 +13,10 @@ from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, first_line
-from specextend.data.chunks import ChunkPrompts, Part, TextSpan
-from specextend.data.inputs import DocumentError, Row
+from specextend.data.inputs import DocumentError
+from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
+from specextend.data.rows import Row
 from specextend.decoding.device import is_out_of_memory
 from specextend.stats import DecodingStats, ratio
 
@@ -33,15 +34,6 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSummary:
-    """The summary of a part of a document."""
-
-    span: TextSpan
-    text: str
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """The summary of a document, with the counts of all that was decoded for it."""
 
@@ -52,24 +44,19 @@ class Summary:
     """Says how much of the document was read: all of it, in parts."""
     last: Completion
     """With the counts of that request alone."""
-    chunks: tuple[ChunkSummary, ...] = ()
-    """Of a document that was read in parts, in order."""
+    part_rows: list[dict[str, Any]] | None = None
+    """The parts as values of the column `part_summaries`; None for a document that fits into one prompt."""
     num_requests: int = 1
     """Parts and merges."""
-
-    @property
-    def chunk_rows(self) -> list[dict[str, Any]] | None:
-        """Return the parts as values of the column `chunk_summaries`; None for a document that fits into one prompt."""
-        return [
-            {**chunk.span._asdict(), "text": chunk.text, "finish_reason": chunk.finish_reason} for chunk in self.chunks
-        ] or None
+    reasoning: str | None = None
+    """What the model wrote while it thought, if it is of a kind that does; it is no part of the text."""
 
     def timed(self, total_s: float) -> Summary:
         """Return the summary of a document that took `total_s` seconds: in parts, several at a time.
 
         Those are divided as the engine's time for it was: into `ttft_s` for reading and `decode_s` for writing.
         """
-        if not self.chunks:
+        if self.part_rows is None:
             return self
         stats = self.completion.stats
         reading = stats.prefill_s + stats.draft_prefill_s
@@ -92,13 +79,15 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
     try:
         prompt = prompts.render(row.document.text, limit, row.instruction)
     except PromptTooLongError:
-        if prompts.options.length_policy != "chunk":
+        if prompts.options.length_policy != "parts":
             raise
-        return (yield from _Chunked(config, prompts, row, name).rounds())
+        return (yield from _InParts(config, prompts, row, name).rounds())
     request = document_request(config, row, prompt, name)
     [outcome] = yield Round((request,), is_last=True)
-    completion = _checked(outcome)
-    return Summary(request, completion, prompt, completion)
+    if isinstance(outcome, DocumentError):
+        raise outcome
+    answer, reasoning = prompts.told_apart(outcome.text)
+    return Summary(request, replace(outcome, text=answer), prompt, outcome, reasoning=reasoning)
 
 
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
@@ -110,38 +99,42 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
         return summary
 
 
-def check_chunks(config: RunConfig, prompts: Prompts) -> None:
+def check_parts(config: RunConfig, prompts: Prompts) -> None:
     """Raise ValueError if no document could be summarised in parts. Rows with limits of their own are not judged."""
-    if config.prompt.length_policy == "chunk" and config.input.max_new_tokens_column is None:
-        ChunkPrompts(prompts).check(config.decoding.max_new_tokens)
+    if config.prompt.length_policy == "parts" and not config.input.has_limits:
+        PartPrompts(prompts).check(config.decoding.max_new_tokens)
 
 
-class _Chunked:
+class _InParts:
     """A document that is summarised in parts."""
 
     def __init__(self, config: RunConfig, prompts: Prompts, row: Row, name: str) -> None:
         self._config, self._prompts, self._row, self._name = config, prompts, row, name
-        self._chunks = ChunkPrompts(prompts)
+        self._parts = PartPrompts(prompts)
         self._limit = max_new_tokens_of(config, row)
         self._stats = DecodingStats()
         self._num_requests = 0
+        self._reasoning: str | None = None
 
     def rounds(self) -> Rounds:
         """Yield the parts, then merges until one is left."""
         row = self._row
-        parts = self._chunks.parts(row.document.text, self._limit, row.instruction)
+        parts = self._parts.parts(row.document.text, self._limit, row.instruction)
         outcomes = yield self._round([part.prompt for part in parts], is_last=False)
-        summaries = [
-            self._counted(outcome, f"part {number} of {len(parts)} (characters {part.span.begin} to {part.span.end})")
-            for number, (part, outcome) in enumerate(zip(parts, outcomes, strict=True), 1)
-        ]
-        texts = [completion.text for completion in summaries]
+        part_rows: list[dict[str, Any]] = []
+        for part, outcome in zip(parts, outcomes, strict=True):
+            which = f"part {len(part_rows) + 1} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
+            summary = self._counted(outcome, which)
+            part_rows.append({**part.span._asdict(), "text": summary.text, "finish_reason": summary.finish_reason})
+        texts = [part["text"] for part in part_rows]
         while True:
-            prompts = self._chunks.merges(texts, self._limit, row.instruction)
+            prompts = self._parts.merges(texts, self._limit, row.instruction)
             step = self._round(prompts, is_last=len(prompts) == 1)
             merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
             if step.is_last:
-                return self._summary(step.requests[0], merged[0], parts, summaries)
+                [request], [last] = step.requests, merged
+                prompt, whole = Prompt(request.prompt_token_ids, 0, "parts"), replace(last, stats=self._stats)
+                return Summary(request, whole, prompt, last, part_rows, self._num_requests, self._reasoning)
             texts = [completion.text for completion in merged]
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
@@ -153,27 +146,15 @@ class _Chunked:
         return Round(tuple(requests), is_last)
 
     def _counted(self, outcome: Completion | DocumentError, step: str) -> Completion:
-        """Add the counts of a request to the document's. Raises DocumentError that names the step if it failed."""
+        """Add the counts of a request to the document's; leave what the model thought out of its text.
+
+        Raises DocumentError that names the step if it failed.
+        """
         if isinstance(outcome, DocumentError):
             raise DocumentError(outcome.error_class, f"{step}: {outcome.message}", outcome.stage, outcome.retryable)
         self._stats.add(outcome.stats)
-        return outcome
-
-    def _summary(
-        self, request: Request, last: Completion, parts: Sequence[Part], summaries: Sequence[Completion]
-    ) -> Summary:
-        chunks = tuple(
-            ChunkSummary(part.span, completion.text, completion.finish_reason)
-            for part, completion in zip(parts, summaries, strict=True)
-        )
-        prompt = Prompt(request.prompt_token_ids, 0, "chunk")
-        return Summary(request, replace(last, stats=self._stats), prompt, last, chunks, self._num_requests)
-
-
-def _checked(outcome: Completion | DocumentError) -> Completion:
-    if isinstance(outcome, DocumentError):
-        raise outcome
-    return outcome
+        answer, self._reasoning = self._prompts.told_apart(outcome.text)
+        return replace(outcome, text=answer)
 
 
 def document_seed(run_seed: int, doc_id: str) -> int:
@@ -192,7 +173,9 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
         max_new_tokens=max_new_tokens_of(config, row),
-        sampling=config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)),
+        sampling=replace(
+            config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)), **row.sampling
+        ),
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any
 from specextend.config import RunConfig
 from specextend.core import Completion, Request
 from specextend.data.batches import check_batch_options, read_batch, result_table
-from specextend.data.inputs import DocumentError, Row
+from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.quality import assess
+from specextend.data.rows import Row, RowReader
 from specextend.data.schema import result_row
 from specextend.decoding.device import is_device_error
 from specextend.decoding.engine import BatchError
@@ -24,7 +25,7 @@ from specextend.document_requests import (
     Summary,
     advance,
     as_document_error,
-    check_chunks,
+    check_parts,
     summarize,
 )
 from specextend.inbox import in_order
@@ -46,8 +47,8 @@ class Summarizer:
         """
         check_batch_options(config.input)
         self._config, self._engine = config, factory(config)
-        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
-        check_chunks(config, self._prompts)
+        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.parts)
+        check_parts(config, self._prompts)
         self._worker = f"{os.uname().nodename}:{os.getpid()}"
 
     def __call__(self, batch: Any) -> Any:
@@ -57,7 +58,7 @@ class Summarizer:
         unusable, such as a broken GPU.
         """
         received = time.monotonic()
-        found = read_batch(batch, self._config.input)
+        found = read_batch(batch, RowReader(self._config.input, self._config.prompt.template))
         rows = {number: row for number, row in enumerate(found) if isinstance(row, Row)}
         documents = {
             number: _OnItsWay(summarize(self._config, self._prompts, row, str(number))) for number, row in rows.items()
@@ -75,7 +76,7 @@ class Summarizer:
             else self._result(row, documents[number], received)
             for number, row in enumerate(found)
         ]
-        return result_table(results, batch, self._config.input.passthrough)
+        return result_table(results, batch, self._config.input.passthrough, self._config.output.column)
 
     def _decode(self, requests: Sequence[Request]) -> dict[str, tuple[Completion | DocumentError, float]]:
         """Decode requests; return each one's outcome and when it came. After a batch failed, its members run alone."""
@@ -116,8 +117,9 @@ class Summarizer:
             completion,
             summary.prompt,
             quality,
-            chunk_summaries=summary.chunk_rows,
+            part_summaries=summary.part_rows,
             num_requests=summary.num_requests,
+            reasoning=summary.reasoning,
             content_sha256=row.content_sha256,
             queue_s=max(0.0, document.ended - received - total_s),
             started_at=time.time() - (time.monotonic() - document.ended) - total_s,

@@ -62,7 +62,7 @@ OWNERS = {
     "xllamacpp": ("benchmarks/llama_server.py",),
     "matplotlib": ("benchmarks/tables.py",),
     "pandas": ("benchmarks/tables.py",),
-    "jinja2": ("specextend/report/page.py",),
+    "jinja2": ("specextend/report/page.py", "specextend/data/instructions.py"),
     "pydantic": ("specextend/config.py", "specextend/drafters/", "benchmarks/benchmark.py"),
     "yaml": ("specextend/config.py", "benchmarks/benchmark.py"),
     "regex": ("specextend/data/quality.py",),
@@ -102,7 +102,7 @@ def layer_of(part: str) -> int:
 
 
 def part_of(module: str) -> str | None:
-    """`data` of `specextend.data.parts`; None for the package's public names and for third parties."""
+    """`data` of `specextend.data.commits`; None for the package's public names and for third parties."""
     first, _, rest = module.partition(".")
     if first in ("benchmarks", "jobs"):
         return first

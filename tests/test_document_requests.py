@@ -10,14 +10,15 @@ import pytest
 
 from specextend import Summarizer, load_engine
 from specextend.core import Completion, Document, DocumentKey, Request
-from specextend.data.inputs import DocumentError, Row
+from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
+from specextend.data.rows import Row
 from specextend.document_requests import Round, Summary, advance, summarize
 from specextend.stats import DecodingStats
 from tests.tiny_models import random_prompt, tiny_config
 
 TEXT = " ".join(f"t{token_id}" for token_id in random_prompt(700))
-OPTIONS = {"prompt__length_policy": "chunk", "prompt__max_prompt_tokens": 160, "decoding__max_new_tokens": 20}
+OPTIONS = {"prompt__length_policy": "parts", "prompt__max_prompt_tokens": 160, "decoding__max_new_tokens": 20}
 """Parts of about 150 tokens, and merges of some five summaries."""
 Outcomes = Sequence[Completion | DocumentError]
 
@@ -34,7 +35,7 @@ def engine(config):
 
 @pytest.fixture
 def prompts(config, engine) -> Prompts:
-    return Prompts(engine.tokenizer, config.prompt, engine.max_tokens, config.chunks)
+    return Prompts(engine.tokenizer, config.prompt, engine.max_tokens, config.parts)
 
 
 def row(text: str = TEXT) -> Row:
@@ -65,15 +66,15 @@ def test_a_long_document_has_the_summary_that_its_parts_and_merges_give_one_by_o
     batch = pa.table({"name": ["book", "page"], "text": [TEXT, TEXT[:300]]})
     long, short = Summarizer(config, lambda _: engine)(batch).to_pylist()
     assert long["summary"] == summary.completion.text
-    assert [chunk["text"] for chunk in long["chunk_summaries"]] == [chunk.text for chunk in summary.chunks]
-    assert "".join(TEXT[chunk["begin"] : chunk["end"]] for chunk in long["chunk_summaries"]) == TEXT
+    assert [part["text"] for part in long["part_summaries"]] == [part["text"] for part in summary.part_rows]
+    assert "".join(TEXT[part["begin"] : part["end"]] for part in long["part_summaries"]) == TEXT
     requests = [request for each in rounds for request in each.requests]
     assert long["num_prompt_tokens"] == sum(len(request.prompt_token_ids) for request in requests)
     assert long["num_output_tokens"] == summary.completion.stats.num_output_tokens > 20
     assert long["num_accepted_tokens"] == sum(n * count for n, count in enumerate(long["acceptance_histogram"]))
     assert (long["coverage"], long["num_dropped_tokens"]) == (1.0, 0)
     assert 0 < long["decode_s"] < long["total_s"]
-    assert (short["chunk_summaries"], short["coverage"], short["length_policy"]) == (None, 1.0, "chunk")
+    assert (short["part_summaries"], short["coverage"], short["length_policy"]) == (None, 1.0, "parts")
 
 
 def test_summaries_that_do_not_fit_into_one_merge_are_merged_level_by_level(config, prompts):
@@ -87,4 +88,4 @@ def test_summaries_that_do_not_fit_into_one_merge_are_merged_level_by_level(conf
     assert [each.is_last for each in rounds] == [False] * (len(sizes) - 1) + [True]
     names = [request.request_id for each in rounds for request in each.requests]
     assert names == [f"book:{number}" for number in range(sum(sizes))]
-    assert len(summary.chunks) == sizes[0]
+    assert len(summary.part_rows) == sizes[0]

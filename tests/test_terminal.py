@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specextend.core import DocumentKey
-from specextend.data.parts import PartWriter
+from specextend.data.commits import CommitWriter
 from specextend.data.schema import error_row
 from specextend.data.storage import resolve
 from tests.job.conftest import in_process
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a hostile id and message, and figures that name a hostile device."""
     folder = tmp_path_factory.mktemp("streams")
     failed = {"error_class": "NullText", "stage": "read", "retryable": False, "attempts": 1}
-    PartWriter(resolve(str(folder / "out")), "00000001").commit(
+    CommitWriter(resolve(str(folder / "out")), "00000001").commit(
         [error_row(DocumentKey(0, 0), HOSTILE, message=HOSTILE, **failed)]
     )
     result = json.loads((ROOT / "benchmarks/results/ablation-smollm2-epyc.json").read_text()) | {"device": HOSTILE}

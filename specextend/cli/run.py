@@ -111,6 +111,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
 
 def conclude(output: str) -> None:
     """Print what people want to see of a finished run: what it did, where the rest is, and two summaries."""
+    from specextend.data.fingerprint import text_column as name_of_texts
     from specextend.data.parquet import open_parquet, stream
     from specextend.data.run_folder import list_results, summaries_folder
     from specextend.data.storage import resolve
@@ -119,11 +120,11 @@ def conclude(output: str) -> None:
     shown = printable(output)
     print(render_outcome(read_report(output)), end="")
     print(f"summaries: {shown}/summaries\nreport: {shown}/report.html; python jobs/report.py {shown} prints it")
-    folder = summaries_folder(resolve(output))
-    tables = (stream(open_parquet(folder.child(name)), ["doc_id", "summary"]) for name in list_results(folder))
+    folder, text_column = summaries_folder(resolve(output)), name_of_texts(resolve(output))
+    tables = (stream(open_parquet(folder.child(name)), ["doc_id", text_column]) for name in list_results(folder))
     found = (row for each in tables for table in each for row in table.slice(0, SHOWN).to_pylist())
     for row in islice(found, SHOWN):
-        print(f"\nSummary of {printable(row['doc_id'])}:\n{printable(row['summary'], keep=chr(10))}")
+        print(f"\nSummary of {printable(row['doc_id'])}:\n{printable(row[text_column], keep=chr(10))}")
 
 
 def _status(arguments: argparse.Namespace) -> int:

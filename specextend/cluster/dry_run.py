@@ -29,12 +29,12 @@ from specextend.cluster.prepare import (
 )
 from specextend.cluster.progress import describe_duration
 from specextend.core import counted
+from specextend.data.commits import Retry
 from specextend.data.listing import describe_skipped
-from specextend.data.parts import Retry
 
 WIDTH = 80
 """Columns of a terminal, within which tables stay."""
-_OVER_LENGTH = {"error": "error rows", "chunk": "summarised in parts"}
+_OVER_LENGTH = {"error": "error rows", "parts": "summarised in parts"}
 """What becomes of documents over the prompt limit; under all other policies they are cut."""
 _MEMORY = {
     "target_weights": "weights of the target",

@@ -139,7 +139,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of a document: a row of a part, and its counts."""
+    """The result of a document: a row of a commit, and its counts."""
 
     row: dict[str, Any]
     stats: DecodingStats

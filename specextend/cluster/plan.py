@@ -18,8 +18,8 @@ from specextend.cluster.backlog import Estimates
 from specextend.cluster.environment import is_local
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
-from specextend.data.chunks import ChunkPrompts
 from specextend.data.inputs import DocumentError
+from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
 from specextend.loading import (
@@ -122,9 +122,9 @@ def _estimate(lengths: NDArray[np.int64], prompts: Prompts, per_byte: float) -> 
     is_long = is_kept & (uncut > most)
     kept = np.where(is_kept, np.clip(uncut, 0, np.maximum(most, 0)), 0)
     outputs = np.maximum(limits, 0)
-    if prompts.options.length_policy == "chunk":
+    if prompts.options.length_policy == "parts":
         documents = uncut[is_long] - prompts.num_template_tokens
-        kept[is_long], outputs[is_long], _ = ChunkPrompts(prompts).work(documents, limits[is_long])
+        kept[is_long], outputs[is_long], _ = PartPrompts(prompts).work(documents, limits[is_long])
     rows = rows.copy()  # a view would keep all five columns
     return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
 
@@ -178,8 +178,8 @@ def _device(config: RunConfig) -> torch.device:
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> NDArray[np.int64]:
     """Return the tokens of each document that will be decoded, prompt and output; in parts, those of one request."""
     totals = plan.estimates.totals[plan.estimates.num_prompt_tokens > 0]
-    if config.prompt.length_policy != "chunk":
+    if config.prompt.length_policy != "parts":
         return totals
-    has_own_limits = config.input.max_new_tokens_column is not None
+    has_own_limits = config.input.has_limits
     longest = config.max_tokens(facts.context_length) if has_own_limits else longest_request(config, facts)
     return np.minimum(totals, longest)

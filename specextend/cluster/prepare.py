@@ -13,9 +13,9 @@ from specextend.cluster.environment import check_device, check_resources, is_loc
 from specextend.cluster.exits import OtherRunError, RefusedError, StoreError
 from specextend.config import RunConfig
 from specextend.core import counted, first_line
+from specextend.data.commits import DamagedCommitError, Progress, Retry, StrangeCommitError, pending, read_commits
 from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences, read_manifest
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
-from specextend.data.parts import DamagedPartError, Progress, Retry, StrangePartError, pending, read_parts
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
 from specextend.data.run_folder import check_kinds
@@ -23,7 +23,7 @@ from specextend.data.selection import find_earlier, recall_selection, select_row
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.decoding.retrieval import scored_layers
-from specextend.document_requests import check_chunks
+from specextend.document_requests import check_parts
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.model_files import HubUnreachableError, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, resolve_device
@@ -65,13 +65,14 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
     recorded = read_recorded(output)
     with _refusals():
         begun = _begun_selection(config, recorded)
-        source = open_source(config.input, config.output, only=None if begun is None else begun["identity"]["files"])
+        only = None if begun is None else begun["identity"]["files"]
+        source = open_source(config.input, config.output, only, config.prompt.template)
         config, models, notes = pin_models(config, (recorded or {}).get("models", {}))
         draft = config.active_draft
         facts = check_pair(config.target, draft)
         scored_layers(config.cache, facts.num_layers)
         tokenizer = load_tokenizer(config.target.model, config.target.revision)
-        prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length), config.chunks)
+        prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length), config.parts)
         _check_run(config, prompts)
         _check_cache(config, facts)
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
@@ -154,12 +155,12 @@ def pin_models(config: RunConfig, recorded: Mapping[str, Any]) -> tuple[RunConfi
 def _check_run(config: RunConfig, prompts: Prompts) -> None:
     """Raise ValueError for what would fail every row."""
     check_library(config.quality)
-    if config.input.max_new_tokens_column is None:
+    if not config.input.has_limits:
         try:
             prompts.room(config.decoding.max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"decoding.max_new_tokens or prompt.max_prompt_tokens: {error.message}") from error
-        check_chunks(config, prompts)
+        check_parts(config, prompts)
 
 
 def _check_cache(config: RunConfig, facts: ModelFacts) -> None:
@@ -197,27 +198,27 @@ def _say_other_input(prepared: Prepared) -> str:
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Turn errors about the input and the parts into those of a run.
+    """Turn errors about the input and the commits into those of a run.
 
-    RefusedError for an input that breaks off or changes and for damaged parts, OtherRunError for parts of another run,
-    StoreError for an input that is out of reach.
+    RefusedError for an input that breaks off or changes and for damaged commits, OtherRunError for those of another
+    run, StoreError for an input that is out of reach.
     """
     try:
         yield
     except InputUnreachableError as error:
         raise StoreError(f"{error}; what is done is kept") from error
-    except StrangePartError as error:
+    except StrangeCommitError as error:
         raise OtherRunError(str(error)) from error
-    except (InputError, DamagedPartError) as error:
+    except (InputError, DamagedCommitError) as error:
         raise RefusedError(str(error)) from error
 
 
 def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet]:
-    """Read what the parts hold; return it with the rows to do. Raises as `input_errors` says."""
+    """Read what the commits hold; return it with the rows to do. Raises as `input_errors` says."""
     source = prepared.source
     rows = [file.num_rows for file in source.files]
     with input_errors():
-        progress = read_parts(prepared.output, prepared.manifest["fingerprint"])
+        progress = read_commits(prepared.output, prepared.manifest["fingerprint"])
     return progress, RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
 
 

@@ -25,8 +25,8 @@ from specextend.cluster.lock import LockHolder, OutputLock, read_lock
 from specextend.cluster.messages import Place, Tried, WorkerInfo
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.audit_rows import AuditWriter
+from specextend.data.commits import CommitWriter, Progress, read_commits
 from specextend.data.fingerprint import num_input_rows, read_manifest
-from specextend.data.parts import PartWriter, Progress, read_parts
 from specextend.data.run_folder import (
     RELEASED,
     Start,
@@ -171,7 +171,7 @@ class Committer:
     def __init__(
         self,
         output: Location,
-        writer: PartWriter,
+        writer: CommitWriter,
         audit_writer: AuditWriter,
         record: StartRecord,
         lock: OutputLock,
@@ -294,7 +294,7 @@ def read_status(output: Location) -> dict[str, Any]:
     if manifest is None:
         what = f"no run yet: {driver} is reading its input" if is_alive else "no run (there is no _run/manifest.json)"
         raise ValueError(f"{output.path} holds {what}")
-    progress, starts, success = read_parts(output), read_starts(output), read_success(output)
+    progress, starts, success = read_commits(output), read_starts(output), read_success(output)
     num_rows = num_input_rows(manifest)
     num_left = num_rows - len(progress.done) - len(progress.errors)
     warnings = [f"_run/attempts/{start.run_id}.json cannot be read: {start.damage}" for start in starts if start.damage]

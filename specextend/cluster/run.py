@@ -51,9 +51,9 @@ from specextend.cluster.workers import Pool, Roster
 from specextend.config import RunConfig
 from specextend.core import DocumentKey, counted, first_line
 from specextend.data.audit_rows import AuditWriter
+from specextend.data.commits import CommitWriter, Progress, Retry
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import provenance, write_manifest
-from specextend.data.parts import PartWriter, Progress, Retry
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
@@ -244,7 +244,7 @@ class _LockedRun:
         group_rows = [file.group_rows for file in source.files]
         with writing(output):
             origin = provenance(manifest, [self.record.start], [self.run_id])
-            writer = PartWriter(output, self.run_id, manifest["fingerprint"], origin)
+            writer = CommitWriter(output, self.run_id, manifest["fingerprint"], origin)
             audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(

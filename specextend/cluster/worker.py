@@ -22,10 +22,11 @@ from specextend.cluster.environment import worker_device
 from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
-from specextend.data.inputs import DocumentError, InputError, Row
+from specextend.data.inputs import DocumentError, InputError
 from specextend.data.parquet import DAMAGED
 from specextend.data.prompts import Prompts
 from specextend.data.quality import assess
+from specextend.data.rows import Row
 from specextend.data.schema import result_row
 from specextend.data.source import Source
 from specextend.decoding.device import is_device_error
@@ -93,7 +94,7 @@ class Worker:
             torch.set_num_threads(self._config.job.num_cores)
         self._engine = self._factory(self._config)
         config = self._config
-        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.chunks)
+        self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.parts)
         self._limits = self._engine.limits()
         threading.Thread(target=self._serve, name="engine", daemon=True).start()
         return worker_device(self._config.job)
@@ -130,8 +131,9 @@ class Worker:
             completion,
             outcome.prompt,
             quality,
-            chunk_summaries=outcome.chunk_rows,
+            part_summaries=outcome.part_rows,
             num_requests=outcome.num_requests,
+            reasoning=outcome.reasoning,
             content_sha256=row.content_sha256,
             queue_s=queue_s,
             started_at=started_at,

@@ -1,1 +1,1 @@
-"""Documents in, summaries out: audits, prompts, schemas, atomic parts, finalize and the fingerprint."""
+"""Documents in, summaries out: checks, prompts, schemas, commits, finalize and the fingerprint."""

@@ -11,12 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.core import Completion, DocumentKey, one_line
-from specextend.data.in_order import in_order
-from specextend.data.parquet import DAMAGED, is_damaged
-from specextend.data.parts import DamagedPartError
+from specextend.core import Completion, DocumentKey
+from specextend.data.commits import DamagedCommitError
+from specextend.data.parquet import damaged_as, write_table
 from specextend.data.run_folder import audits_folder
-from specextend.data.storage import Location, list_files, write_bytes
+from specextend.data.storage import Location, in_order, list_files
 
 AUDIT_SCHEMA = pa.schema(
     [
@@ -87,28 +86,19 @@ class AuditWriter:
 
     def commit(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows, whole or not at all; the column `run_id` is filled in."""
-        if not rows:
-            return
-        table = pa.Table.from_pylist([{**row, "run_id": self._run_id} for row in rows], schema=AUDIT_SCHEMA)
-        sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd")
-        write_bytes(self._folder.child(f"audit-{self._run_id}-{self._next_seq:06d}.parquet"), sink.getvalue())
-        self._next_seq += 1
+        if rows:
+            table = pa.Table.from_pylist([{**row, "run_id": self._run_id} for row in rows], schema=AUDIT_SCHEMA)
+            write_table(self._folder.child(f"audit-{self._run_id}-{self._next_seq:06d}.parquet"), table)
+            self._next_seq += 1
 
 
 def read_audits(output: Location) -> pa.Table:
-    """Read the rows of all starts; none if nothing was audited. Raises DamagedPartError."""
+    """Read the rows of all starts; none if nothing was audited. Raises DamagedCommitError."""
     folder = audits_folder(output)
     files = [folder.child(name) for name in list_files(folder) if name.endswith(".parquet")]
     return pa.concat_tables([AUDIT_SCHEMA.empty_table(), *in_order(_read, files)])
 
 
 def _read(file: Location) -> pa.Table:
-    try:
+    with damaged_as(DamagedCommitError, file, "delete it to do without its rows"):
         return pq.read_table(file.path, filesystem=file.filesystem).select(AUDIT_SCHEMA.names).cast(AUDIT_SCHEMA)
-    except (*DAMAGED, KeyError) as error:
-        if not is_damaged(file, error):
-            raise
-        raise DamagedPartError(
-            f"{file.path} is damaged ({one_line(error)}); delete it to do without its rows"
-        ) from error

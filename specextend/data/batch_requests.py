@@ -27,7 +27,7 @@ _ALWAYS: dict[str, Any] = {
     "input.id_column": "id",
     "input.passthrough": [],
     "input.max_new_tokens_column": "max_new_tokens",
-    "prompt.instruction": "{document}",
+    "prompt.instruction": "{{ document }}",
 }
 
 

@@ -7,19 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from specextend.core import Document, DocumentKey
-from specextend.data.audit import check_columns
-from specextend.data.inputs import (
-    DocumentError,
-    InputError,
-    InputOptions,
-    Row,
-    check_max_new_tokens,
-    content_sha256,
-    decode_instruction,
-    decode_text,
-)
-from specextend.data.parquet import as_bytes
+from specextend.core import DocumentKey
+from specextend.data.check import check_columns
+from specextend.data.inputs import DocumentError, InputError, InputOptions
+from specextend.data.parquet import plain_values
+from specextend.data.rows import Row, RowReader
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
 
 BATCH_SCHEMA = pa.schema(
@@ -41,49 +33,40 @@ def check_batch_options(options: InputOptions) -> None:
         raise InputError(f"input.passthrough names {taken[0]}, which is a column of the result; rename it in the input")
 
 
-def read_batch(batch: pa.Table, options: InputOptions) -> list[Row | DocumentError]:
+def read_batch(batch: pa.Table, reader: RowReader) -> list[Row | DocumentError]:
     """Read the documents of a table; one that cannot be processed is its error. A row's key is its place in the table.
 
     Raises InputError for something else than a table, and if a configured column is missing or has a wrong type.
     """
     if not isinstance(batch, pa.Table | pa.RecordBatch):
         raise InputError(f'a batch must be a pyarrow.Table, got {type(batch).__name__}: give batch_format="pyarrow"')
-    assert options.id_column is not None
-    check_columns("the batch", batch.schema, options)
-    columns = {name: batch[name].to_pylist() for name in (options.id_column, options.max_new_tokens_column) if name}
-    for name in (options.text_column, options.reference_column, options.instruction_column):
-        if name is not None:
-            columns[name] = as_bytes(batch[name]).to_pylist()
-    return [_read_row(number, columns, options) for number in range(len(batch))]
+    assert reader.options.id_column is not None
+    check_columns("the batch", batch.schema, reader)
+    columns = plain_values(batch, reader.document_columns)
+    rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    return [_row_or_error(number, row, reader) for number, row in enumerate(rows)]
 
 
-def _read_row(number: int, columns: Mapping[str, Sequence[Any]], options: InputOptions) -> Row | DocumentError:
-    def value(column: str | None) -> Any:
-        return None if column is None else columns[column][number]
-
-    doc_id = value(options.id_column)
+def _row_or_error(number: int, values: Mapping[str, Any], reader: RowReader) -> Row | DocumentError:
+    doc_id = values[str(reader.options.id_column)]
     if doc_id is None:
-        return DocumentError("NullId", f"the id in column {options.id_column!r} is null")
+        return DocumentError("NullId", f"the id in column {reader.options.id_column!r} is null")
+    name = doc_id.decode() if isinstance(doc_id, bytes) else str(doc_id)
     try:
-        text = decode_text(value(options.text_column))
-        max_new_tokens = check_max_new_tokens(value(options.max_new_tokens_column))
-        instruction = decode_instruction(value(options.instruction_column))
+        return reader.read(DocumentKey(0, number), name, values)
     except DocumentError as error:
-        error.doc_id = str(doc_id)
         return error
-    reference = value(options.reference_column)
-    text_of_reference = None if reference is None else reference.decode("utf-8", errors="replace")
-    content = content_sha256(text.encode(), max_new_tokens, (instruction or "").encode())
-    document = Document(DocumentKey(0, number), str(doc_id), text)
-    return Row(document, max_new_tokens, text_of_reference, content, instruction)
 
 
-def result_table(results: Sequence[dict[str, Any]], batch: pa.Table, passthrough: Sequence[str]) -> pa.Table:
+def result_table(
+    results: Sequence[dict[str, Any]], batch: pa.Table, passthrough: Sequence[str], text_column: str = "summary"
+) -> pa.Table:
     """Make the table of a batch's results, in its order: BATCH_SCHEMA, then the passthrough columns.
 
-    results: of `result_row` or `error_row`, one for each row of the batch.
+    results: of `result_row` or `error_row`, one for each row of the batch. text_column: the name of `summary`.
     """
     table = pa.Table.from_pylist(list(results), schema=BATCH_SCHEMA)
+    table = table.rename_columns({"summary": text_column})
     for name in passthrough:
         table = table.append_column(batch.schema.field(name), batch[name])
     return table

@@ -10,7 +10,7 @@ from typing import Any
 from specextend.core import counted, printable
 from specextend.data.run_folder import Start, manifest_file
 from specextend.data.source import Source
-from specextend.data.storage import Location, create_bytes, read_bytes
+from specextend.data.storage import Location, exists, read_bytes, write_bytes
 
 VERSION = 1
 
@@ -74,6 +74,12 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def text_column(output: Location) -> str:
+    """Return the name of the column with a run's texts. Raises ValueError if its manifest cannot be read."""
+    manifest = read_manifest(output)
+    return "summary" if manifest is None else str(manifest["config"].get("output", {}).get("column", "summary"))
+
+
 def read_manifest(output: Location) -> dict[str, Any] | None:
     """Read the manifest of an output folder; None if there is none. Raises ValueError if it cannot be read."""
     location = manifest_file(output)
@@ -84,9 +90,9 @@ def read_manifest(output: Location) -> dict[str, Any] | None:
         manifest = json.loads(data)
         if manifest["version"] != VERSION or manifest["fingerprint"] != fingerprint(manifest["identity"]):
             raise ValueError("its version or fingerprint is wrong")
-        if not _is_whole(manifest):
+        if not isinstance(manifest["config"], dict) or not dict(_flat_identity(manifest)):
             raise ValueError("a section is missing")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{location.path} is not a manifest that this version can read ({error}); use another output folder"
         ) from error
@@ -108,8 +114,9 @@ ABOUT_INPUT = ("input file ", "selected rows: ")
 def write_manifest(output: Location, manifest: Mapping[str, Any]) -> None:
     """Write the manifest. Raises FileExistsError if there is one."""
     location = manifest_file(output)
-    if not create_bytes(location, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode()):
+    if exists(location):
         raise FileExistsError(location.path)
+    write_bytes(location, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
 
 
 def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -118,38 +125,18 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list
     A line names the value, what the output folder has, and what this run has.
     """
     before, after = dict(_flat_identity(recorded)), dict(_flat_identity(current))
-    names = [*before, *(name for name in after if name not in before)]
     return [
         printable(f"{name}: {_say(before, name)} there, {_say(after, name)} here")
-        for name in names
+        for name in dict.fromkeys((*before, *after))
         if _say(before, name) != _say(after, name)
     ]
 
 
 def other_configuration(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return one line for each model and option that lets two runs make different rows of the same document."""
-    before, after = (dict(_flat_configuration(manifest)) for manifest in (recorded, current))
-    return [
-        printable(f"{name}: {_say(before, name)} there, {_say(after, name)} here")
-        for name in dict.fromkeys((*before, *after))
-        if name not in _SELECTING and _say(before, name) != _say(after, name)
-    ]
-
-
-def _is_whole(manifest: Mapping[str, Any]) -> bool:
-    """Return True if everything that readers rely on is present and has the right type."""
-    identity, config = manifest["identity"], manifest["config"]
-    sections = (config, *(identity[name] for name in ("files", "hashes", "config")))
-    if "selection" in identity and not isinstance(identity["selection"]["rows"], int):
-        return False
-    if not all(isinstance(section, dict) for section in sections):
-        return False
-    is_text = all(isinstance(value, str) for value in identity["hashes"].values())
-    files = identity["files"].values()
-    return is_text and all(
-        isinstance(file["rows"], int) and isinstance(file["size"], int) and isinstance(file["footer_sha256"], str)
-        for file in files
-    )
+    """Return the lines of `differences` for models and options that let two runs make different rows of a document."""
+    identities = ({**manifest["identity"], "files": {}, "selection": None} for manifest in (recorded, current))
+    lines = differences(*({"identity": identity} for identity in identities))
+    return [line for line in lines if not line.startswith(tuple(f"{name}:" for name in _SELECTING))]
 
 
 def _binding(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,24 +157,15 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-def _flat_configuration(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    identity = manifest["identity"]
-    yield from _binding(identity["config"]).items()
-    for name, value in identity["hashes"].items():
-        yield f"weights of {name}", value[:12]
-
-
 def _flat_identity(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     identity = manifest["identity"]
-    yield from _flat_configuration(manifest)
-    if "selection" in identity:
-        selection = identity["selection"]
+    yield from _binding(identity["config"]).items()
+    yield from ((f"weights of {name}", value[:12]) for name, value in identity["hashes"].items())
+    if selection := identity.get("selection"):
         yield "selected rows", f"{counted(selection['rows'], 'row')}, {str(selection['sha256'])[:12]}"
     for path, file in identity["files"].items():
-        yield (
-            f"input file {path}",
-            f"{counted(file['rows'], 'row')}, {counted(file['size'], 'byte')}, footer {file['footer_sha256'][:12]}",
-        )
+        size = f"{counted(file['rows'], 'row')}, {counted(file['size'], 'byte')}"
+        yield f"input file {path}", f"{size}, footer {file['footer_sha256'][:12]}"
 
 
 def _say(values: Mapping[str, Any], name: str) -> str:
@@ -205,11 +183,13 @@ def provenance(manifest: Mapping[str, Any] | None, starts: Iterable[Start], run_
     the versions of the libraries and the git commit of the code.
     """
     known = {start.run_id: start for start in starts}
+    names = ("run_id", "begin", "versions", "git_commit")
+    found = [known.get(run_id, Start(run_id)) for run_id in run_ids]
     return json.dumps(
         {
             "fingerprint": None if manifest is None else manifest["fingerprint"],
             "models": {} if manifest is None else models_of(manifest),
-            "starts": [_start(known.get(run_id, Start(run_id))) for run_id in run_ids],
+            "starts": [{name: getattr(start, name) for name in names} for start in found],
         }
     ).encode()
 
@@ -218,8 +198,3 @@ def models_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Describe the models of a run by name: what was asked for, its commit, and the hash of its files."""
     asked, hashes = manifest.get("models") or {}, manifest["identity"]["hashes"]
     return {name: {**asked.get(name, {}), "sha256": hashes.get(name)} for name in sorted({*asked, *hashes})}
-
-
-def _start(start: Start) -> dict[str, Any]:
-    names = ("run_id", "begin", "versions", "git_commit")
-    return {name: getattr(start, name) for name in names}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
-from specextend.core import Document, one_line, printable
+from specextend.core import one_line, printable
 from specextend.data.row_filter import RowFilter
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
@@ -14,8 +13,6 @@ MOST_AHEAD_BYTES = 256 << 20
 _SMALL_BYTES = 16 << 20
 MOST_TOKENS = 1 << 40
 """More than any document has; an unsigned column may hold what overflows our sums."""
-PLACEHOLDER = "{document}"
-"""Stands for the document in an instruction."""
 
 
 class InputError(ValueError):
@@ -42,8 +39,7 @@ class DocumentError(Exception):
     """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
     error_class: `NullText`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadInstruction` (stage `read`) or
-    `PromptTooLong` (stage `prompt`). doc_id: set by `Source.read`, empty when raised by `Prompts.render`, which has no
-    id.
+    `PromptTooLong` (stage `prompt`). doc_id: set by `read_row`, empty when raised by `Prompts.render`, which has no id.
     """
 
     def __init__(
@@ -84,7 +80,11 @@ class InputOptions:
     reference_column: str | None = None
     """A string column with summaries to compare with; where it is not null, ROUGE is computed."""
     instruction_column: str | None = None
-    """A string column that takes the place of `prompt.instruction` where it is neither null nor blank."""
+    """A string column that takes the place of `prompt.instruction` where it is neither null nor blank. It is no
+    template, but may have one `{{ document }}`."""
+    options_column: str | None = None
+    """A struct column whose fields, each where it is not null, take the place of `decoding.*` for the row:
+    `max_new_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `stop` (a list of strings)."""
     filter: str | None = None
     """Only the rows that match, such as `lang == 'en' and pages > 2`; `docs/input-output.md` has the grammar."""
     sample: float | int | None = None
@@ -104,12 +104,15 @@ class InputOptions:
             "num_tokens_column",
             "reference_column",
             "instruction_column",
+            "options_column",
         ):
             if getattr(self, name) == "":
                 raise ValueError(f"input.{name} must not be empty")
         for name, path in [("path", self.path), *(("except_done_in", path) for path in self.except_done_in)]:
             if holds_secret(path):
                 raise ValueError(f"input.{name} {NO_CREDENTIALS}")
+        if self.options_column is not None and self.max_new_tokens_column is not None:
+            raise ValueError("input.options_column has max_new_tokens itself: leave out input.max_new_tokens_column")
         if not all(self.except_done_in):
             raise ValueError("input.except_done_in must not hold an empty path")
         self._check_selection()
@@ -132,21 +135,14 @@ class InputOptions:
         return bool(self.except_done_in) or any(each is not None for each in (self.filter, self.sample, self.limit))
 
     @property
+    def has_limits(self) -> bool:
+        """Return True if rows may have limits of their outputs themselves."""
+        return self.max_new_tokens_column is not None or self.options_column is not None
+
+    @property
     def filter_columns(self) -> tuple[str, ...]:
         """Return the columns that the filter reads."""
         return () if self.filter is None else RowFilter(self.filter).columns
-
-    @property
-    def content_columns(self) -> list[str]:
-        """Return the columns that `content_sha256` is made of."""
-        wanted = (self.text_column, self.max_new_tokens_column, self.instruction_column)
-        return list(dict.fromkeys(column for column in wanted if column is not None))
-
-    @property
-    def document_columns(self) -> list[str]:
-        """Return the columns that a row is read from."""
-        wanted = (*self.content_columns, self.id_column, self.reference_column)
-        return list(dict.fromkeys(column for column in wanted if column is not None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +151,12 @@ class OutputOptions:
 
     path: str
     """The folder of the run, a local path or a URI; created if it does not exist."""
+    column: str = "summary"
+    """The column with the texts that the model wrote."""
 
     def __post_init__(self) -> None:
+        if not self.column:
+            raise ValueError("output.column must not be empty")
         if not self.path:
             raise ValueError("output.path must not be empty")
         if holds_secret(self.path):
@@ -193,71 +193,3 @@ class InputFile:
     def bytes_ahead(self) -> int:
         """Return the most bytes that are in memory while the file is read beside others."""
         return min(self.largest_group_bytes * len(self.group_rows), _SMALL_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One input row, ready to be rendered into a prompt."""
-
-    document: Document
-    max_new_tokens: int | None
-    """Limit of the row itself; None: the run's limit applies."""
-    reference: str | None
-    """A summary to compare with, if there is one."""
-    content_sha256: str
-    instruction: str | None = None
-    """The row's own instruction; None: the run's applies."""
-
-
-_BEFORE_INSTRUCTION, _BEFORE_LIMIT, _BEFORE_LENGTHS = b"\0instruction=", b"\0max_new_tokens=", b"\0bytes="
-"""What stands between the parts of a row's content."""
-
-
-def content_sha256(text: bytes, max_new_tokens: int | None, instruction: bytes | None) -> str:
-    """Hash what a row says about its summary: its text, and its own limit and instruction if it has them.
-
-    A text or an instruction that holds one of the separators has its lengths hashed, too, so that it can pass for no
-    other row. Returns 64 hexadecimal digits.
-    """
-    own = instruction if instruction is not None and instruction.decode(errors="replace").strip() else b""
-    digest = hashlib.sha256(text)
-    if own:
-        digest.update(_BEFORE_INSTRUCTION + own)
-    if max_new_tokens is not None:
-        digest.update(_BEFORE_LIMIT + str(max_new_tokens).encode())
-    if any(mark in part for mark in (_BEFORE_INSTRUCTION, _BEFORE_LIMIT, _BEFORE_LENGTHS) for part in (text, own)):
-        digest.update(_BEFORE_LENGTHS + f"{len(text)},{len(own)}".encode())
-    return digest.hexdigest()
-
-
-def decode_text(data: bytes | None) -> str:
-    """Decode a document's text. Raises DocumentError if it is null, not UTF-8, or nothing but white space."""
-    if data is None:
-        raise DocumentError("NullText", "the text is null")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DocumentError(
-            "UndecodableText", f"the text is not UTF-8: {error.reason} at byte {error.start}"
-        ) from error
-    if not text or text.isspace():
-        raise DocumentError("EmptyText", "the text is empty or white space")
-    return text
-
-
-def decode_instruction(data: bytes | None) -> str | None:
-    """Decode a row's own instruction; None if it is null or blank. Raises DocumentError if it is no instruction."""
-    try:
-        text = (data or b"").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DocumentError("BadInstruction", f"the instruction is not UTF-8: {error.reason}") from error
-    if text.count(PLACEHOLDER) > 1:
-        raise DocumentError("BadInstruction", f"the instruction contains {PLACEHOLDER} more than once")
-    return text if text.strip() else None
-
-
-def check_max_new_tokens(value: int | None) -> int | None:
-    """Return a row's own limit. Raises DocumentError if it is below 1, or more than any model takes."""
-    if value is not None and not 1 <= value <= MOST_TOKENS:
-        raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1 and at most 2^40, got {value}")
-    return value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,15 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.data.storage import Location
+from specextend.core import one_line
+from specextend.data.storage import Location, write_bytes
 
 BATCH_BYTES = 16 << 20
 """Bytes of text that are read at a time."""
 _MAX_BATCH_ROWS = 256
-_UNMEASURED_ROWS = 16
-"""Rows that are read at a time if their size is unknown."""
-_SHARED_PREFIXES = "DELTA_BYTE_ARRAY"
-"""The encoding that stores only how each value differs from the one before."""
 _NOT_COMPACT = "Not yet implemented"
 """Part of pyarrow's message about an encoding that it cannot read as a dictionary."""
 
@@ -45,59 +44,58 @@ def is_damaged(location: Location, error: Exception) -> bool:
     return True
 
 
+@contextmanager
+def damaged_as(kind: type[Exception], location: Location, way_out: str) -> Iterator[None]:
+    """Raise `kind`, in one line, where a file cannot be read because of what it holds. way_out: what to do then."""
+    try:
+        yield
+    except (*DAMAGED, KeyError) as error:
+        if not is_damaged(location, error):
+            raise
+        raise kind(f"{location.path} is damaged ({one_line(error)}); {way_out}") from error
+
+
+def write_table(location: Location, table: pa.Table) -> None:
+    """Write a small table as a Parquet file, whole or not at all."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_bytes(location, sink.getvalue())
+
+
 def open_parquet(location: Location, compact: Sequence[str] = ()) -> pq.ParquetFile:
     """Open a file for streaming: pages are read when they are needed.
 
-    compact: text columns to read as dictionaries, in which a value that is stored once is held once.
+    compact: text columns to read as dictionaries, in which a value that is stored once is held once; not so in a file
+    whose encoding does not allow that.
     """
     options = {"filesystem": location.filesystem, "buffer_size": 1 << 20, "pre_buffer": False}
-    try:
-        return pq.ParquetFile(location.path, read_dictionary=list(compact), **options)
-    except KeyError:  # there is no such column, as reading will report
-        return pq.ParquetFile(location.path, **options)
+    if compact:
+        try:
+            parquet = pq.ParquetFile(location.path, read_dictionary=list(compact), **options)
+            next(parquet.iter_batches(1, columns=list(compact)), None)
+            return parquet
+        except KeyError:  # there is no such column, as reading will report
+            pass
+        except OSError as error:
+            if _NOT_COMPACT not in str(error):
+                raise
+    return pq.ParquetFile(location.path, **options)
 
 
-def stream(
-    parquet: pq.ParquetFile, columns: list[str], plain: Callable[[], pq.ParquetFile] | None = None
-) -> Iterator[pa.Table]:
+def stream(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[pa.Table]:
     """Yield tables of at most about 16 MiB and 256 rows, in row order; none spans two row groups.
 
-    Bytes are counted as if text were written out, not held in a dictionary. plain: opens the file again without compact
-    columns, for what cannot be read with them.
+    Bytes are counted as if text were written out, not held in a dictionary.
     """
     for group in range(parquet.metadata.num_row_groups):
-        num_rows = 0
-        try:
-            for table in _batches(parquet, group, columns, _rows_at_once(parquet, group, columns)):
-                num_rows += len(table)
-                yield from halved(table, BATCH_BYTES)
-        except OSError as error:
-            if plain is None or _NOT_COMPACT not in str(error):
-                raise
-            with plain() as readable:
-                for table in _batches(readable, group, columns, _UNMEASURED_ROWS):
-                    begin = min(num_rows, len(table))  # rows that the first try has yielded
-                    num_rows -= begin
-                    yield from halved(table.slice(begin), BATCH_BYTES)
+        for table in _batches(parquet, group, columns, _rows_at_once(parquet, group, columns)):
+            yield from halved(table, BATCH_BYTES)
 
 
 def rows_where(table: pa.Table, mask: NDArray[np.bool_]) -> pa.Table:
     """Select rows of a table as slices of it: Arrow's own filter does not know every type, such as string views."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
     return pa.concat_tables([table.slice(0, 0), *(table.slice(begin, end - begin) for begin, end in edges.tolist())])
-
-
-def read_group(
-    parquet: pq.ParquetFile, number: int, columns: list[str], plain: Callable[[], pq.ParquetFile]
-) -> pa.Table:
-    """Read columns of a row group. plain: as for `stream`."""
-    try:
-        return parquet.read_row_group(number, columns=columns, use_threads=False)
-    except OSError as error:
-        if _NOT_COMPACT not in str(error):
-            raise
-    with plain() as readable:
-        return readable.read_row_group(number, columns=columns, use_threads=False)
 
 
 def halved(table: pa.Table, most_bytes: int) -> Iterator[pa.Table]:
@@ -132,21 +130,14 @@ def _rows_at_once(parquet: pq.ParquetFile, group: int, columns: list[str]) -> in
 def largest_group_bytes(parquet: pq.ParquetFile, columns: list[str]) -> int:
     """Return the bytes that some columns of the largest row group take when they are read, with text compact.
 
-    The footer contains them, except for texts that share prefixes: such a column is read through. A file without any in
-    its first row group is assumed to have none in other small ones. Raises what reading raises.
+    The footer contains them. Raises what reading raises.
     """
-    largest = 0
-    has_shared = False
-    for number in range(parquet.metadata.num_row_groups):
-        group = parquet.metadata.row_group(number)
-        if number == 0 or has_shared or group.total_byte_size > BATCH_BYTES:
-            has_shared = _shares_prefixes(parquet, number, columns)
-        if has_shared:
-            num_bytes = sum(int(table.nbytes) for table in _batches(parquet, number, columns, _UNMEASURED_ROWS))
-        else:
-            num_bytes = _stored_bytes(parquet, number, columns) + 8 * group.num_rows * len(columns)  # and their offsets
-        largest = max(largest, num_bytes)
-    return largest
+    offsets = 8 * len(columns)
+    numbers = range(parquet.metadata.num_row_groups)
+    return max(
+        (_stored_bytes(parquet, n, columns) + offsets * parquet.metadata.row_group(n).num_rows for n in numbers),
+        default=0,
+    )
 
 
 def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> int:
@@ -157,24 +148,13 @@ def _stored_bytes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> i
     total = parquet.metadata.row_group(number).total_byte_size
     if total <= BATCH_BYTES:
         return max(0, total)
-    return sum(chunk.total_uncompressed_size for chunk in _chunks(parquet, number, columns))
-
-
-def _shares_prefixes(parquet: pq.ParquetFile, number: int, columns: list[str]) -> bool:
-    return any(_SHARED_PREFIXES in chunk.encodings for chunk in _chunks(parquet, number, columns))
-
-
-def _chunks(parquet: pq.ParquetFile, number: int, columns: list[str]) -> list[pq.ColumnChunkMetaData]:
-    """Return what the footer says of some columns of a row group; nothing if the group has no rows.
-
-    pyarrow ends the process when it is asked about a column whose entry in the footer is damaged, but raises when it
-    reads such a column. So it is asked only after it has read a row. Raises what reading raises.
-    """
+    # pyarrow ends the process when it is asked about a column whose entry in the footer is damaged, but raises when it
+    # reads such a column. So it is asked only after it has read a row.
     group = parquet.metadata.row_group(number)
     if next(_batches(parquet, number, columns, 1), None) is None:
-        return []
+        return 0
     paths = [parquet.schema.column(i).path for i in range(group.num_columns)]
-    return [group.column(i) for i, path in enumerate(paths) if _belongs(path, columns)]
+    return sum(group.column(i).total_uncompressed_size for i, path in enumerate(paths) if _belongs(path, columns))
 
 
 def _belongs(path: str, columns: list[str]) -> bool:
@@ -199,6 +179,11 @@ def as_bytes(values: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     return values.cast(pa.large_binary())
+
+
+def plain_values(table: pa.Table, columns: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the values of columns; those of text as bytes."""
+    return {name: (as_bytes(table[name]) if is_text(table[name].type) else table[name]).to_pylist() for name in columns}
 
 
 def plain_text(values: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -1,305 +1,199 @@
-"""Append-only commits, which are the only record of finished rows."""
+"""A document that is too long for one prompt: split where sections, paragraphs or sentences end, and merged again."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import DocumentKey, one_line
-from specextend.data.fingerprint import PROVENANCE, read_manifest
-from specextend.data.in_order import in_order
-from specextend.data.parquet import DAMAGED, is_damaged
-from specextend.data.run_folder import parts_folder
-from specextend.data.schema import ERROR_SCHEMA, PART_SCHEMA
-from specextend.data.storage import Location, file_sizes, remove_temporary_files, write_bytes
+from specextend.data.inputs import DocumentError
+from specextend.data.instructions import Around
+from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
 
-_NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
-_RUN_ID, _FINGERPRINT = b"specextend.run_id", b"specextend.fingerprint"
-_WHOLE_BYTES = 1 << 20
-"""A part up to this size is read in one request, also if few of its columns are wanted."""
-KEY_COLUMNS = ("file", "row", "error_class")
-"""The columns that name the row of a result, and whether it is done: then the last is null."""
-ORIGIN_SCHEMA = pa.schema([("origin", pa.dictionary(pa.int32(), pa.string())), ("origin_row", pa.int32())])
-"""Columns that are read of every part and stored in none: its name, and a row's place in it."""
-ORIGIN = tuple(ORIGIN_SCHEMA.names)
-_FIELDS = {field.name: field for field in (*PART_SCHEMA, *ORIGIN_SCHEMA)}
-
-
-class DamagedPartError(ValueError):
-    """A part that cannot be read."""
-
-
-class StrangePartError(ValueError):
-    """A part of another run."""
+LEAST_TOKENS = 64
+"""Tokens of a part for which there must be room."""
+_LEAST_SHARE = 0.75
+"""A part may end before its even share of what is left to end with a section, a paragraph, or so, but not before this
+part of the share."""
+_BREAKS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"\n(?=#{1,6}\s)|\n(?=[ \t]*(?:chapter|section|part|article|appendix|book)\s+(?:\d+|[ivxlc]+)\b)|\f"
+        r"|(?:\n[ \t]*){4}",
+        r"\n[ \t]*\n\s*",
+        r"[.!?\u2026][\"'\u201d\u2019)\]]*\s+|[\u3002\uff01\uff1f]\s*",
+        r"\n",
+        r"\s+",
+    )
+)
+"""Where a text may be cut, the best places first: sections, paragraphs, sentences, lines, words. A cut is at the end of
+a match."""
 
 
-class PartWriter:
-    """Commits rows to `_run/parts/part-<run id>-<seq>.parquet`; one writer per output folder, which holds its lock.
+class TextSpan(NamedTuple):
+    """A part of a text, in characters."""
 
-    `seq` continues after the highest in the folder, so the order of commits over all starts is the order of
-    (seq, run id): this is what "later" means. run_id: 8 hexadecimal digits. fingerprint: that of the run; origin: its
-    `provenance`. Both are written into every part.
+    begin: int
+    end: int
+
+
+def split(text: str, starts: Sequence[int] | NDArray[np.int64], most: int) -> list[TextSpan]:
+    """Split a text into parts of at most `most` tokens, all about as long; together they are the whole text.
+
+    Only a part of one character may have more of them. starts: the character at which each of its tokens starts,
+    rising.
     """
-
-    def __init__(self, output: Location, run_id: str, fingerprint: str = "", origin: bytes = b"") -> None:
-        if not re.fullmatch(r"[0-9a-f]{8}", run_id):
-            raise ValueError(f"a run id is 8 hexadecimal digits, got {run_id!r}")
-        self.run_id = run_id
-        self._schema = PART_SCHEMA.with_metadata(part_metadata(run_id, fingerprint, origin))
-        self._folder = parts_folder(output)
-        remove_temporary_files(self._folder)
-        names = list_parts(output)
-        self._next_seq = commit_order(names[-1])[0] + 1 if names else 0
-
-    def commit(self, rows: Sequence[dict[str, Any]]) -> str | None:
-        """Write rows of `result_row` and `error_row`, whole or not at all.
-
-        Returns the part's name; None if there are no rows.
-        """
-        if not rows:
-            return None
-        name = f"part-{self.run_id}-{self._next_seq:06d}.parquet"
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=self._schema), sink, compression="zstd")
-        write_bytes(self._folder.child(name), sink.getvalue())
-        self._next_seq += 1
-        return name
+    starts = np.asarray(starts, np.int64)
+    places = np.append(starts, len(text))
+    spans: list[TextSpan] = []
+    begin = first = 0
+    while (left := len(starts) - first) > most:
+        share = math.ceil(left / math.ceil(left / most))
+        least, wanted, last = (
+            places[min(first + count, len(starts))] for count in (max(1, int(_LEAST_SHARE * share)), share, most)
+        )
+        end = max(_best_cut(text, int(least), int(wanted), int(last)), begin + 1)  # a character may have many tokens
+        spans.append(TextSpan(begin, end))
+        begin, first = end, int(starts.searchsorted(end))
+    is_over = bool(spans) and begin == len(text)
+    return spans if is_over else [*spans, TextSpan(begin, len(text))]
 
 
-def part_metadata(run_id: str, fingerprint: str, origin: bytes) -> dict[bytes, bytes | str]:
-    """Return what a part says about itself. origin: its `provenance`; what is empty is left out."""
-    metadata: dict[bytes, bytes | str] = {_RUN_ID: run_id, _FINGERPRINT: fingerprint} if fingerprint else {}
-    return metadata | ({PROVENANCE: origin} if origin else {})
-
-
-def part_sizes(output: Location) -> dict[str, int]:
-    """Return the bytes of the parts by name, in the order of their commits."""
-    sizes = file_sizes(parts_folder(output))
-    return {name: sizes[name] for name in sorted(filter(_NAME.fullmatch, sizes), key=commit_order)}
-
-
-def list_parts(output: Location) -> list[str]:
-    """List the names of the parts in the order of their commits."""
-    return list(part_sizes(output))
-
-
-def recorded_fingerprint(output: Location) -> str:
-    """Return the fingerprint in an output folder's manifest; empty if there is none."""
-    manifest = read_manifest(output)
-    return "" if manifest is None else str(manifest["fingerprint"])
-
-
-def read_part(
-    output: Location, name: str, columns: Sequence[str], fingerprint: str = "", num_bytes: int = 0
-) -> pa.Table:
-    """Read columns of one part with the types of PART_SCHEMA and ORIGIN_SCHEMA.
-
-    num_bytes: size of the part; a large one is read by columns. Raises DamagedPartError if it cannot be read: none of
-    our writers leaves such a part. Raises StrangePartError if it names another run than `fingerprint`.
-    """
-    location = parts_folder(output).child(name)
-    try:
-        with location.filesystem.open_input_file(location.path) as file:
-            contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file
-            with pq.ParquetFile(contents, pre_buffer=True) as parquet:
-                found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
-                stored = parquet.read([column for column in columns if column not in ORIGIN])
-                table = _typed(name, stored, columns)
-    except (*DAMAGED, KeyError) as error:
-        if not is_damaged(location, error):
-            raise
-        raise DamagedPartError(
-            f"{location.path} is damaged ({one_line(error)}); delete it to do its documents again"
-        ) from error
-    if found and fingerprint and found != fingerprint:
-        which = f"fingerprint {found[:12]}, here {fingerprint[:12]}"
-        raise StrangePartError(f"{location.path} is a part of another run ({which}); move it away")
-    return table
-
-
-def _typed(name: str, table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Cast columns to their types, and add those of ORIGIN. Raises KeyError for a missing one, or ArrowException."""
-    num_rows = len(table)
-    first = pa.array(np.zeros(num_rows, np.int32))
-    made = {
-        "origin": pa.chunked_array([pa.DictionaryArray.from_arrays(first, pa.array([name]))]),
-        "origin_row": pa.chunked_array([pa.array(np.arange(num_rows, dtype=np.int32))]),
-    }
-    fields = [_FIELDS[column] for column in columns]
-    arrays = [made[field.name] if field.name in made else table[field.name].cast(field.type) for field in fields]
-    return pa.table(arrays, schema=pa.schema(fields))
-
-
-def run_id_of(name: str) -> str:
-    """Return the run id of the start that wrote a part, from the part's name."""
-    return commit_order(name)[1]
-
-
-def commit_order(name: str) -> tuple[int, str]:
-    """Return (seq, run id) of a part's name, by which parts are ordered."""
-    match = _NAME.fullmatch(name)
-    assert match is not None, name
-    return int(match["seq"]), match["run_id"]
-
-
-Retry = Literal["none", "retryable", "all"]
-"""The error rows that are done again."""
-MOST_BYTES = 64 << 20
-"""Bytes of parts, as they are stored, that are read ahead; in memory they take a few times as much."""
-_MOST_ROWS = 1 << 32
-"""No input file has so many rows."""
-_ERROR_COLUMNS = {*KEY_COLUMNS, *ORIGIN, *ERROR_SCHEMA.names}
-_OPEN, _FAILED, _DONE = 0, 1, 2
+def _best_cut(text: str, least: int, wanted: int, last: int) -> int:
+    """Find the best place to cut behind character `least`, up to `last`, and as near to `wanted` as it may be."""
+    for pattern in _BREAKS:
+        places = [found.end() for found in pattern.finditer(text, least, last) if least < found.end() <= last]
+        if places:
+            return min(places, key=lambda place: abs(place - wanted))
+    return wanted
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """The state of a run, as the parts of its output folder record it."""
+class Part:
+    """A part of a document and its prompt."""
 
-    done: frozenset[DocumentKey]
-    errors: dict[DocumentKey, str]
-    """Error rows that are not done: key -> error_class of the latest result."""
-    final: frozenset[DocumentKey] = frozenset()
-    """Those of `errors` that would fail again, because their latest result is not retryable."""
-    attempts: dict[DocumentKey, int] = field(default_factory=dict)
-    """Attempts of `errors`: key -> attempts of the latest result."""
+    span: TextSpan
+    prompt: Prompt
 
 
-def read_parts(output: Location, fingerprint: str = "") -> Progress:
-    """Read the keys of every part; without parts the progress is empty.
+class PartPrompts:
+    """The prompts of documents that do not fit into one: for each part, and for merges of the parts' summaries."""
 
-    fingerprint: that of the run to which the parts must belong; if empty, that of the folder's manifest.
-    """
-    done: set[DocumentKey] = set()
-    errors: dict[DocumentKey, str] = {}
-    final: set[DocumentKey] = set()
-    attempts: dict[DocumentKey, int] = {}
-    for table in read_results(output, (*KEY_COLUMNS, "retryable", "attempts"), fingerprint):
-        keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
-        if table["error_class"].null_count:
-            done.update(keys)
-            continue
-        for key, row in zip(keys, table.to_pylist(), strict=True):
-            errors[key] = row["error_class"]
-            attempts[key] = row["attempts"] or 0
-            if not row["retryable"]:
-                final.add(key)
-    return Progress(frozenset(done), errors, frozenset(final), attempts)
+    def __init__(self, prompts: Prompts) -> None:
+        """Take the prompts of the run, whose `parts` are the options."""
+        self._most_tokens = prompts.parts.tokens
+        self._part = prompts.with_instruction(prompts.parts.instruction)
+        self._merge = prompts.with_instruction(prompts.parts.merge_instruction)
 
+    def check(self, max_new_tokens: int) -> None:
+        """Raise ValueError if no document could be summarised in parts with summaries of `max_new_tokens`."""
+        try:
+            self._size(max_new_tokens, None)
+            room = self._merge.room(max_new_tokens)
+        except DocumentError as error:
+            raise ValueError(f"prompt.length_policy parts: {error.message}") from error
+        needed = 2 * (max_new_tokens + self._entry_size(_entry("", 999, 999)))
+        if needed > room:
+            raise ValueError(
+                f"prompt.length_policy parts: two summaries of parts may have {needed} tokens, but a prompt that "
+                f"merges them has room for {room}: lower decoding.max_new_tokens"
+            )
 
-def pending(
-    file_rows: Sequence[int],
-    progress: Progress,
-    *,
-    retry_errors: Retry = "none",
-    chosen: Callable[[int], Sequence[int]] | None = None,
-) -> Iterator[DocumentKey]:
-    """Yield the keys to do, in order.
+    def parts(self, text: str, max_new_tokens: int, instruction: Around | None) -> list[Part]:
+        """Split a document and render its parts. max_new_tokens, instruction: of the document.
 
-    file_rows: rows of each input file. retry_errors: the error rows to redo. chosen: gives the rows that are wanted of
-    a file, by its number; without it all are.
-    """
-    closed = {"none": progress.errors.keys(), "retryable": progress.final, "all": set[DocumentKey]()}[retry_errors]
-    for file, num_rows in enumerate(file_rows):
-        for row in range(num_rows) if chosen is None else chosen(file):
-            key = DocumentKey(file, row)
-            if key not in progress.done and key not in closed:
-                yield key
-
-
-def read_results(output: Location, columns: Sequence[str], fingerprint: str = "") -> Iterator[pa.Table]:
-    """Yield the results that count as tables of `columns`, in which the KEY_COLUMNS must be; each part is read once.
-
-    Done beats error, later beats earlier, and each input row has one result. A table holds rows done, or error rows:
-    first come those done, the latest commits first, then the error rows in the order of their commits. Memory: the
-    parts read ahead (MOST_BYTES), the error rows' own columns, and a byte for each input row. fingerprint: as for
-    `read_parts`. Raises DamagedPartError and StrangePartError.
-    """
-    sizes = part_sizes(output)
-    fingerprint = fingerprint or recorded_fingerprint(output)
-    settled, failed = _Settled(), list[tuple[str, pa.Table]]()
-    names = list(reversed(sizes))
-
-    def read(name: str) -> pa.Table:
-        return read_part(output, name, columns, fingerprint, sizes[name])
-
-    tables = in_order(read, names, cost=sizes.__getitem__, most=MOST_BYTES)
-    for name, table in zip(names, tables, strict=True):
-        path = parts_folder(output).child(name).path
-        places = settled.places(table, path)
-        is_done = table["error_class"].is_null().to_numpy()
-        if len(done := settled.settle(places, is_done, _DONE)):
-            yield table.take(pa.array(done))
-        if len(errors := settled.settle(places, ~is_done, _FAILED)):
-            own = table.select([column for column in columns if column in _ERROR_COLUMNS])
-            failed.append((path, own.take(pa.array(errors))))
-    while failed:
-        path, own = failed.pop()
-        own = own.filter(pa.array(settled.is_failed(settled.places(own, path))))
-        if len(own):
-            yield _with_nulls(own, columns, table.schema)
-
-
-def _with_nulls(table: pa.Table, columns: Sequence[str], schema: pa.Schema) -> pa.Table:
-    """Add the columns that error rows do not have."""
-    arrays = [
-        table[name] if name in table.column_names else pa.nulls(len(table), schema.field(name).type) for name in columns
-    ]
-    return pa.table(arrays, schema=schema)
-
-
-class _Settled:
-    """Remembers for each input row whether a result that counts was seen: one that is done, or only a failed one."""
-
-    def __init__(self) -> None:
-        self._room = np.zeros(0, np.int64)
-        self._begins = np.zeros(0, np.int64)
-        self._states = np.zeros(0, np.uint8)
-
-    def places(self, table: pa.Table, path: str) -> NDArray[np.int64]:
-        """Return the place of each row's state [N], until the next call. path: of the part, for messages.
-
-        Raises DamagedPartError.
+        What holds only white space has no prompt: it belongs to the part before it, at the beginning to the first one.
+        Raises DocumentError (`PromptTooLong`) if there is no room for parts.
         """
-        files, rows = (table[column].to_numpy() for column in ("file", "row"))
-        if not len(files):
-            return np.zeros(0, np.int64)
-        if min(files.min(), rows.min()) < 0 or rows.max() >= _MOST_ROWS:
-            raise DamagedPartError(f"{path} is damaged (it names a row that no input has); delete it to go on")
-        self._make_room(files, rows)
-        return self._begins[files] + rows
+        size = most = self._size(max_new_tokens, instruction)
+        starts = self._part.token_starts(text)
+        while True:
+            spans = split(text, starts, size)
+            pieces = [text[span.begin : span.end] for span in spans]
+            longest = max(len(self._part.encode_document(piece)) for piece in pieces)
+            if longest <= most:
+                break
+            size = min(size - 1, size * most // longest)  # cuts change tokens, and forged ones are spelled
+            if size < 1:
+                raise DocumentError("PromptTooLong", "a character of it has more tokens than fit", stage="prompt")
+        written = [number for number, piece in enumerate(pieces) if piece.strip()]
+        begins = [0, *(spans[number].begin for number in written[1:])]
+        ends = [spans[following - 1].end for following in [*written[1:], len(spans)]]
+        return [
+            Part(TextSpan(begin, end), self._part.render(pieces[number], max_new_tokens, instruction))
+            for begin, end, number in zip(begins, ends, written, strict=True)
+        ]
 
-    def settle(self, places: NDArray[np.int64], mask: NDArray[np.bool_], state: int) -> NDArray[np.int64]:
-        """Give rows a state if theirs is less; return which of the masked ones got it, the last of equal ones."""
-        chosen = np.flatnonzero(mask)
-        chosen = chosen[self._states[places[chosen]] < state]
-        _, last = np.unique(places[chosen][::-1], return_index=True)
-        chosen = np.sort(chosen[::-1][last])
-        self._states[places[chosen]] = state
-        return chosen
+    def merges(self, texts: Sequence[str], max_new_tokens: int, instruction: Around | None) -> list[Prompt]:
+        """Render the prompts that merge texts in order, as few as hold them all; if one does, it is the last merge.
 
-    def is_failed(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which rows have failed and were not done, before or afterwards."""
-        return self._states[places] == _FAILED
+        Where a number of texts cannot be halved, one of them is alone in its prompt. max_new_tokens, instruction: of
+        the document. Raises DocumentError (`PromptTooLong`) if two do not fit.
+        """
+        entries = [_entry(text, number, len(texts)) for number, text in enumerate(texts, 1)]
+        sizes = [self._entry_size(entry) for entry in entries]
+        room = self._merge.room(max_new_tokens, instruction)
+        for groups in _groupings(sizes, room):
+            joined = ["".join(entries[group.start : group.stop]).strip() for group in groups]
+            try:
+                return [self._merge.render(text, max_new_tokens, instruction) for text in joined]
+            except PromptTooLongError:
+                continue  # joined texts may have more tokens than they have alone
+        message = f"two summaries of parts have up to {2 * max(sizes)} tokens, a merge has room for {room}"
+        raise DocumentError("PromptTooLong", message, stage="prompt")
 
-    def _make_room(self, files: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Make room for the highest row of each file, and for twice as many where there was too little."""
-        room = np.zeros(max(len(self._room), int(files.max()) + 1), np.int64)
-        room[: len(self._room)] = self._room
-        needed = room.copy()
-        np.maximum.at(needed, files, rows + 1)
-        if np.array_equal(needed, self._room):
-            return
-        room = np.where(needed > room, 2 * needed, room)
-        begins = np.cumsum(room) - room
-        states = np.zeros(int(room.sum()), np.uint8)
-        moved = begins[: len(self._room)] - self._begins
-        states[np.arange(len(self._states)) + np.repeat(moved, self._room)] = self._states
-        self._room, self._begins, self._states = room, begins, states
+    def work(
+        self, num_tokens: NDArray[np.int64], max_new_tokens: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Estimate the prompt and output tokens of all requests for documents that do not fit, and their number.
+
+        num_tokens: of the documents [N]. max_new_tokens: of their summaries [N]. Returns three arrays [N].
+        """
+        limits, which = np.unique(max_new_tokens, return_inverse=True)
+        sizes = np.array([self._usual_size(limit) for limit in limits.tolist()], np.int64)[which]
+        num_parts = -(-np.maximum(1, num_tokens) // sizes)
+        templates = num_parts * self._part.num_template_tokens + self._merge.num_template_tokens
+        outputs = num_parts * max_new_tokens
+        return num_tokens + outputs + templates, outputs + max_new_tokens, num_parts + 1
+
+    def _entry_size(self, entry: str) -> int:
+        """Count the tokens of an entry, and one more at the joint with the next one."""
+        return len(self._merge.encode_document(entry)) + 1
+
+    def _usual_size(self, max_new_tokens: int) -> int:
+        try:
+            return self._size(max_new_tokens, None)
+        except DocumentError:
+            return LEAST_TOKENS
+
+    def _size(self, max_new_tokens: int, instruction: Around | None) -> int:
+        """Return the tokens of a part at most."""
+        room = self._part.room(max_new_tokens, instruction)
+        if room < LEAST_TOKENS:
+            message = f"a part has room for {room} tokens, but should have at least {LEAST_TOKENS}"
+            raise DocumentError("PromptTooLong", message, stage="prompt")
+        return min(self._most_tokens or room, room)
+
+
+def _entry(text: str, number: int, count: int) -> str:
+    """Return the summary of a part as it stands in a merge."""
+    return f"Part {number} of {count}:\n{text.strip()}\n\n"
+
+
+def _groupings(sizes: Sequence[int], room: int) -> Iterator[list[range]]:
+    """Yield ways to cut texts of some sizes into groups that fit, with about as many each; the fewest groups first.
+
+    There are at most half as many groups as texts, rounded up, so that each round of merges leaves fewer texts.
+    """
+    count = len(sizes)
+    for num_groups in range(1, (count + 1) // 2 + 1):
+        ends = [count * number // num_groups for number in range(num_groups + 1)]
+        groups = [range(begin, end) for begin, end in pairwise(ends)]
+        if all(sum(sizes[group.start : group.stop]) <= room for group in groups):
+            yield groups

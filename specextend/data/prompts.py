@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 import signal
 import threading
@@ -17,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from specextend.data.inputs import PLACEHOLDER, DocumentError
+from specextend.data.inputs import DocumentError
+from specextend.data.instructions import PLACE, Around, Instruction, around_document
 
-LengthPolicy = Literal["error", "head", "tail", "middle", "chunk"]
+LengthPolicy = Literal["error", "head", "tail", "middle", "parts"]
 PIECE_CHARACTERS = 1 << 18
 """Length of the pieces in which a long document is tokenized; a call takes about a hundred bytes per character."""
 _LEAST_PIECES = 4
@@ -33,8 +33,18 @@ TEMPLATE_S = 10.0
 """Seconds that a chat template may take, which needs milliseconds; one made to never end is given up."""
 
 _SENTINEL = "\u2063DOCUMENT\u2063"
+THINKING_BEGINS, THINKING_ENDS = "<think>", "</think>"
+"""What models that think write around it; a template may write the first for them, or both, to have none."""
 _ANCHOR = "\n"
 """Text that a piece is tokenized behind, because tokenizers may treat the start of a text specially."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """A turn that shows what is wanted: the user message with its document, and the answer."""
+
+    user: str
+    assistant: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +52,17 @@ class PromptOptions:
     """`prompt.*`: The prompt, and how a document that is too long is shortened."""
 
     instruction: str = "Summarize the following document."
-    """The user message. `{document}` is replaced by the document; without it the document is appended after a blank
-    line."""
+    """The user message, a jinja2 template: `{{ document }}` is the document, which is appended after a blank line if it
+    is not there; any other name is a column of the row."""
+    examples: tuple[Example, ...] = ()
+    """Turns before the user message that show what is wanted: a list of `user` and `assistant`."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables for the model's chat template, such as `enable_thinking: false`."""
     system: str = ""
     """The system message; empty sends none."""
     length_policy: LengthPolicy = "middle"
     """What to do with a document that is too long: `head` keeps its beginning, `tail` keeps its end, `middle` keeps
-    both ends and drops the middle, `chunk` summarises it in parts and merges their summaries (`chunks.*`), `error`
+    both ends and drops the middle, `parts` summarises it in parts and merges their summaries (`parts.*`), `error`
     makes it an error row."""
     max_prompt_tokens: int | None = None
     """Maximum number of tokens in the rendered prompt; if unset, what the model's context leaves room for."""
@@ -59,12 +73,17 @@ class PromptOptions:
             raise ValueError(f"prompt.length_policy must be one of {allowed}, got {self.length_policy!r}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"prompt.max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
-        _check_instruction("prompt.instruction", self.instruction)
+        _ = self.template
+
+    @property
+    def template(self) -> Instruction:
+        """Return the instruction as a template. Raises ValueError if it is none."""
+        return Instruction("prompt.instruction", self.instruction)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkOptions:
-    """`chunks.*`: Documents under `prompt.length_policy: chunk` that do not fit into one prompt.
+class PartOptions:
+    """`parts.*`: Documents under `prompt.length_policy: parts` that do not fit into one prompt.
 
     Such a document is split into parts where sections, paragraphs or sentences end, each part is summarised, and the
     summaries are merged: all at once or, if they do not fit into one prompt, group by group until one is left.
@@ -72,28 +91,21 @@ class ChunkOptions:
 
     tokens: int | None = None
     """Tokens of a part at most; if unset, what fits into a prompt. Parts of a document are all about as long."""
-    instruction: str = "{document}\n\nSummarize this part of a longer document."
-    """The user message for a part, with `{document}` as in `prompt.instruction`. In a document with an instruction of
-    its own that is used for parts and merges."""
+    instruction: str = "{{ document }}\n\nSummarize this part of a longer document."
+    """The user message for a part, with `{{ document }}` as in `prompt.instruction`, but no columns. In a document with
+    an instruction of its own that is used for parts and merges."""
     merge_instruction: str = (
-        "{document}\n\nThese are summaries of the consecutive parts of one document. Write one summary of the whole."
+        "{{ document }}\n\n"
+        "These are summaries of the consecutive parts of one document. Write one summary of the whole."
     )
-    """The user message for the summaries of parts, which take the place of `{document}`."""
+    """The user message for the summaries of parts, which take the place of `{{ document }}`."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 64:
-            raise ValueError(f"chunks.tokens must be at least 64, got {self.tokens}")
+            raise ValueError(f"parts.tokens must be at least 64, got {self.tokens}")
         for name in ("instruction", "merge_instruction"):
-            _check_instruction(f"chunks.{name}", getattr(self, name))
-
-
-def _check_instruction(name: str, text: str) -> None:
-    """Raise ValueError for an instruction with two places for the document, or with a misspelt one."""
-    if text.count(PLACEHOLDER) > 1:
-        raise ValueError(f"{name} must contain {PLACEHOLDER} at most once")
-    words = re.findall(r"\{\s*(\w+)\s*\}", text.replace(PLACEHOLDER, ""))
-    if close := difflib.get_close_matches(PLACEHOLDER[1:-1], words):
-        raise ValueError(f"{name} contains {{{close[0]}}}, which would be read as text; write {PLACEHOLDER}")
+            if columns := Instruction(f"parts.{name}", getattr(self, name)).columns:
+                raise ValueError(f"parts.{name} names {columns[0]}; it takes {PLACE} alone, and no columns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +128,7 @@ class Prompts:
     """Renders documents for one tokenizer.
 
     tokenizer: a transformers fast tokenizer. limit: tokens that prompt and new tokens may take together
-    (`Engine.max_tokens`). chunks: for the length policy `chunk`. piece_characters: length of the pieces of a long
+    (`Engine.max_tokens`). parts: for the length policy `parts`. piece_characters: length of the pieces of a long
     document, above 2,048. Raises ValueError for a template that cannot take the options.
     """
 
@@ -125,44 +137,57 @@ class Prompts:
         tokenizer: Any,
         options: PromptOptions,
         limit: int,
-        chunks: ChunkOptions | None = None,
+        parts: PartOptions | None = None,
         *,
         piece_characters: int = PIECE_CHARACTERS,
     ) -> None:
         assert piece_characters > _WINDOW, "a cut is looked for in the last window of a piece"
         self.options = options
         self.limit = limit
-        self.chunks = chunks or ChunkOptions()
+        self.parts = parts or PartOptions()
         self._piece_characters = piece_characters
         self._tokenizer = tokenizer
         self._documents = _document_tokenizer(tokenizer)
         self._control_ids = control_token_ids(tokenizer)
         self._around = self._encode_template(options)
-        self._frame = self._encode_template(replace(options, instruction=PLACEHOLDER))
+        self._thinks = THINKING_ENDS in (tokenizer.chat_template or "")
+        self._begins_thinking = _template(tokenizer, options)[1].rstrip().endswith(THINKING_BEGINS)
+        self._frame = self._encode_template(replace(options, instruction=PLACE))
 
     @property
     def num_template_tokens(self) -> int:
         """Return the number of tokens of a prompt that are not the document's."""
         return sum(map(len, self._around))
 
-    def render(self, text: str, max_new_tokens: int, instruction: str | None = None) -> Prompt:
+    def render(self, text: str, max_new_tokens: int, instruction: Around | None = None) -> Prompt:
         """Render template and document as token ids, with the length policy applied.
 
-        instruction: of the document, in the place of the run's; `{document}` as there. Raises DocumentError
+        instruction: of the document, in the place of the run's. Raises DocumentError
         (`PromptTooLong`, stage `prompt`) if the template alone does not fit, and PromptTooLongError, which is one,
-        under the policies `error` and `chunk`. Control tokens written in the document or in its own instruction remain
+        under the policies `error` and `parts`. Control tokens written in the document or in its own instruction remain
         text.
         """
         before, after = self._around if instruction is None else self._encode_instruction(instruction)
         num_template = len(before) + len(after)
         policy, room = self.options.length_policy, self._room(max_new_tokens, num_template)
         kept, num_tokens = keep(self.encode_pieces(text), room, policy)
-        if policy in ("error", "chunk") and len(kept) < num_tokens:
+        if policy in ("error", "parts") and len(kept) < num_tokens:
             size, limit = num_template + num_tokens, self._limit(max_new_tokens)
             message = f"the prompt has {size} tokens, the limit is {limit}"
             raise PromptTooLongError("PromptTooLong", message, stage="prompt")
         coverage = len(kept) / num_tokens if num_tokens else 1.0
         return Prompt(before + kept + after, num_tokens - len(kept), policy, coverage)
+
+    def told_apart(self, text: str) -> tuple[str, str | None]:
+        """Return the answer in a model's output, and what it wrote before while it thought; None if it does not think.
+
+        Output that ends within the thinking has an empty answer.
+        """
+        thought, ends, answer = text.partition(THINKING_ENDS)
+        begins = self._begins_thinking or text.lstrip().startswith(THINKING_BEGINS)
+        if not self._thinks or not (ends or begins):
+            return text, None
+        return answer.lstrip(), thought.strip().removeprefix(THINKING_BEGINS).strip()
 
     def with_instruction(self, instruction: str) -> Prompts:
         """Return prompts with another instruction, for the same tokenizer and limit."""
@@ -171,7 +196,7 @@ class Prompts:
         other._around = other._encode_template(other.options)
         return other
 
-    def room(self, max_new_tokens: int, instruction: str | None = None) -> int:
+    def room(self, max_new_tokens: int, instruction: Around | None = None) -> int:
         """Return the number of a document's tokens that fit. Raises DocumentError (`PromptTooLong`) if none do.
 
         instruction: of the document, as for `render`.
@@ -204,13 +229,10 @@ class Prompts:
     def token_starts(self, text: str) -> NDArray[np.int64]:
         """Return the character at which each token of a document starts [N]; forged control tokens count as one."""
         starts: list[int] = []
-        begin = 0
-        while begin < len(text):
-            is_last = len(text) - begin <= self._piece_characters
-            end = len(text) if is_last else self._cut(text, begin + self._piece_characters)
-            offsets = self._documents.encode(text[begin:end], add_special_tokens=False).offsets
-            starts += [begin + first for first, _ in offsets]
-            begin = end
+        for begin, end in self._pieces(text):
+            starts += [
+                begin + first for first, _ in self._documents.encode(text[begin:end], add_special_tokens=False).offsets
+            ]
         return np.array(starts, np.int64)
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
@@ -219,13 +241,18 @@ class Prompts:
         Together they are the tokens of the whole text if no token depends on text more than 2,048 characters away. In a
         text without any such place to cut (one endless word), tokens beside a cut may differ.
         """
+        for begin, end in self._pieces(text):
+            yield self._encode_piece(text[begin:end], is_first=begin == 0)
+
+    def _pieces(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield the first character and the one behind the last of each piece of a document."""
         size = self._piece_characters if len(text) > _LEAST_PIECES * self._piece_characters else len(text)
         begin = 0
         while len(text) - begin > size:
             end = self._cut(text, begin + size)
-            yield self._encode_piece(text[begin:end], is_first=begin == 0)
+            yield begin, end
             begin = end
-        yield self._encode_piece(text[begin:], is_first=begin == 0)
+        yield begin, len(text)
 
     def _cut(self, text: str, end: int) -> int:
         """Find the last place up to `end` where a cut changes no token around it; `end` if there is none."""
@@ -261,10 +288,9 @@ class Prompts:
         prefix, suffix = _template(self._tokenizer, options)
         return _bos(self._tokenizer) + self._encode(prefix), self._encode_continuation(suffix)
 
-    def _encode_instruction(self, instruction: str) -> tuple[list[int], list[int]]:
+    def _encode_instruction(self, instruction: Around) -> tuple[list[int], list[int]]:
         """Tokenize what stands before and behind a document that has its own instruction, which is data as it is."""
-        before, after = _split_instruction(instruction)
-        pieces = [self._encode_piece(part, is_first=False) if part else [] for part in (before, after)]
+        pieces = [self._encode_piece(part, is_first=False) if part else [] for part in instruction]
         return self._frame[0] + pieces[0], pieces[1] + self._frame[1]
 
     def _encode(self, text: str) -> list[int]:
@@ -315,9 +341,9 @@ def control_token_ids(tokenizer: Any) -> frozenset[int]:
 
 def _template(tokenizer: Any, options: PromptOptions) -> tuple[str, str]:
     """Render the template; return the text before and after the document."""
-    before, after = _split_instruction(options.instruction)
+    before, after = around_document(options.instruction) if options.template.columns else options.template.around({})
     content = before + _SENTINEL + after
-    rendered = _chat(tokenizer, options.system, content) if tokenizer.chat_template else _plain(options.system, content)
+    rendered = _chat(tokenizer, options, content) if tokenizer.chat_template else _plain(options, content)
     if rendered.count(_SENTINEL) != 1:
         raise ValueError(
             f"the chat template renders the document {rendered.count(_SENTINEL)} times, but must render it once"
@@ -326,20 +352,16 @@ def _template(tokenizer: Any, options: PromptOptions) -> tuple[str, str]:
     return prefix, suffix
 
 
-def _split_instruction(instruction: str) -> tuple[str, str]:
-    """Return what an instruction puts before and behind the document."""
-    if PLACEHOLDER not in instruction:
-        return f"{instruction}\n\n" if instruction else "", ""
-    before, _, after = instruction.partition(PLACEHOLDER)
-    return before, after
-
-
-def _chat(tokenizer: Any, system: str, content: str) -> str:
-    messages = [{"role": "system", "content": system}] if system else []
+def _chat(tokenizer: Any, options: PromptOptions, content: str) -> str:
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    for example in options.examples:
+        messages += [{"role": "user", "content": example.user}, {"role": "assistant", "content": example.assistant}]
     messages.append({"role": "user", "content": content})
     try:
         with _at_most(TEMPLATE_S):
-            rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            rendered: str = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options.template_options
+            )
     except TimeoutError:
         raise ValueError(f"the chat template does not end within {TEMPLATE_S:g} s") from None
     except Exception as error:
@@ -371,8 +393,11 @@ def _at_most(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _plain(system: str, content: str) -> str:
-    return f"{system}\n\n{content}\n\nSummary:" if system else f"{content}\n\nSummary:"
+def _plain(options: PromptOptions, content: str) -> str:
+    """Write the prompt of a model that has no chat template."""
+    shown = [f"{example.user}\n\nSummary: {example.assistant}" for example in options.examples]
+    said = [options.system] if options.system else []
+    return "\n\n".join([*said, *shown, f"{content}\n\nSummary:"])
 
 
 def _document_tokenizer(tokenizer: Any) -> Tokenizer:

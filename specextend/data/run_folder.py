@@ -34,7 +34,7 @@ def lock_file(output: Location) -> Location:
     return Location(output.filesystem, output.child("_run", "lock").path)
 
 
-def parts_folder(output: Location) -> Location:
+def commits_folder(output: Location) -> Location:
     """Return the folder of the commits."""
     return output.child("_run", "parts")
 
@@ -79,7 +79,7 @@ def check_kinds(output: Location) -> None:
     if not output.is_local:
         return
     folders = [records_folder(output), summaries_folder(output), errors_folder(output)]
-    folders += [each(output) for each in (parts_folder, audits_folder, starts_folder)]
+    folders += [each(output) for each in (commits_folder, audits_folder, starts_folder)]
     files = [each(output) for each in (manifest_file, lock_file, selection_file, success_file)]
     files += [report_file(output, ending) for ending in ("json", "md", "html")]
     for places, wrong, right in ((folders, FileType.File, "folder"), (files, FileType.Directory, "file")):
@@ -170,9 +170,8 @@ class Start:
     charges: dict[str, Any] = field(default_factory=dict)
     """Documents that the start had charged with an attempt, as the driver wrote them."""
     seen: float | None = None
-    """When the record was last written, in seconds since the epoch; older versions did not say."""
+    """When the record was last written, in seconds since the epoch."""
     workers: tuple[WorkerRecord, ...] | None = None
-    """None if the version that wrote the record did not follow its workers."""
     gpus_per_worker: float | None = None
     price_per_worker_hour: float | None = None
     git_commit: str | None = None
@@ -222,61 +221,42 @@ def _parse(name: str, content: bytes) -> Start:
     return parse_start(record, name)
 
 
+_START = {"begin": str, "end": str, "exit_code": int, "git_commit": str, "versions": dict}
+_WORKER = {"worker": str, "seat": int, "reason": str, "device": str}
+_TIMES = ("asked", "begun", "ready", "gone")
+
+
 def parse_start(record: dict[str, Any], name: str) -> Start:
     """Parse the record of a start; what has another type than it should is None. name: of the file, without `.json`."""
     job, report = (_typed(record.get(section), dict) or {} for section in ("job", "report"))
-    seen = parse_time(record.get("seen"))
+    seen, workers = parse_time(record.get("seen")), _typed(record.get("workers"), list) or []
+    found = (_worker(entry) for entry in workers if isinstance(entry, dict))
     return Start(
         run_id=_typed(record.get("run_id"), str) or name,
-        begin=_typed(record.get("begin"), str),
-        end=_typed(record.get("end"), str),
-        exit_code=_typed(record.get("exit_code"), int),
-        versions=_versions(record.get("versions")),
+        **{name: _typed(record.get(name), kind) for name, kind in _START.items()},
         charges=_typed(record.get("charges"), dict) or {},
         seen=seen,
-        workers=None if seen is None else _workers(_typed(record.get("workers"), list) or []),
+        workers=None if seen is None else tuple(worker for worker in found if worker is not None),
         gpus_per_worker=_number(job.get("gpus_per_worker")),
         price_per_worker_hour=_number(report.get("price_per_worker_hour")),
-        git_commit=_typed(record.get("git_commit"), str),
         took_over=_heartbeat(record.get("took_over")),
     )
 
 
-def _workers(entries: list[Any]) -> tuple[WorkerRecord, ...]:
-    """Parse the workers of a record; entries without a name, a seat or a beginning are left out."""
-    found = (_worker(entry) for entry in entries if isinstance(entry, dict))
-    return tuple(worker for worker in found if worker is not None)
-
-
 def _worker(entry: dict[str, Any]) -> WorkerRecord | None:
-    worker, seat, asked = (
-        _typed(entry.get("worker"), str),
-        _typed(entry.get("seat"), int),
-        parse_time(entry.get("asked")),
-    )
-    if worker is None or seat is None or asked is None:
+    """Parse a worker of a record; None without a name, a seat or a beginning."""
+    facts = {name: _typed(entry.get(name), kind) for name, kind in _WORKER.items()}
+    times: dict[str, Any] = {name: parse_time(entry.get(name)) for name in _TIMES}
+    if None in (facts["worker"], facts["seat"], times["asked"]):
         return None
     host, pid = _typed(entry.get("host"), str), _typed(entry.get("pid"), int)
+    limits = _typed(entry.get("limits"), dict) or {}
     return WorkerRecord(
-        worker=worker,
-        seat=seat,
-        asked=asked,
-        begun=parse_time(entry.get("begun")),
-        ready=parse_time(entry.get("ready")),
-        gone=parse_time(entry.get("gone")),
-        reason=_typed(entry.get("reason"), str),
+        **facts,
+        **times,
         name=None if host is None or pid is None else f"{host}:{pid}",
-        device=_typed(entry.get("device"), str),
-        limits=_limits(entry.get("limits")),
+        limits=limits if limits and all(_is_measured(value) for value in limits.values()) else None,
     )
-
-
-def _limits(value: Any) -> dict[str, float] | None:
-    """Parse positive numbers by name; None if any of them is none."""
-    if not isinstance(value, dict):
-        return None
-    numbers = [each for each in value.values() if isinstance(each, int | float) and 0 < each < math.inf]
-    return value if len(numbers) == len(value) else None
 
 
 def _heartbeat(value: Any) -> tuple[str, float] | None:
@@ -291,11 +271,11 @@ def _typed(value: Any, kind: type) -> Any:
     return value if isinstance(value, kind) else None
 
 
+def _is_measured(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
 def _number(value: Any) -> float | None:
     """Return a number that a clock or a price may show; None for anything else, such as NaN."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < _MOST else None
-
-
-def _versions(value: Any) -> dict[str, str] | None:
-    return {name: str(version) for name, version in value.items()} if isinstance(value, dict) else None

@@ -14,7 +14,7 @@ from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.stats import DecodingStats
 
-CHUNK_SUMMARY = pa.struct(
+PART_SUMMARY = pa.struct(
     [("begin", pa.int64()), ("end", pa.int64()), ("text", pa.string()), ("finish_reason", pa.string())]
 )
 """The summary of a part: its first character in the document, the one behind its last, text and reason of its end."""
@@ -28,7 +28,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("num_output_tokens", pa.int32()),
         ("num_dropped_tokens", pa.int32()),
         ("length_policy", pa.string()),
-        ("chunk_summaries", pa.list_(CHUNK_SUMMARY)),
+        ("part_summaries", pa.list_(PART_SUMMARY)),
         ("num_spec_steps", pa.int32()),
         ("num_plain_steps", pa.int32()),
         ("num_draft_tokens", pa.int32()),
@@ -66,6 +66,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("coverage", pa.float64()),
         ("num_requests", pa.int32()),
         ("num_cached_tokens", pa.int32()),
+        ("reasoning", pa.string()),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""
@@ -83,7 +84,7 @@ ERROR_SCHEMA = pa.schema(
 )
 """Columns of `errors/`."""
 
-PART_SCHEMA = pa.schema(
+COMMIT_SCHEMA = pa.schema(
     [
         ("file", pa.int32()),
         ("row", pa.int64()),
@@ -108,10 +109,11 @@ def result_row(
     started_at: float,
     worker: str,
     attempts: int,
-    chunk_summaries: list[dict[str, Any]] | None = None,
+    part_summaries: list[dict[str, Any]] | None = None,
     num_requests: int = 1,
+    reasoning: str | None = None,
 ) -> dict[str, Any]:
-    """Make the row of a part for a document that is done. started_at: in seconds since the epoch."""
+    """Make the row of a commit for a document that is done. started_at: in seconds since the epoch."""
     stats = completion.stats
     return {
         "file": key.file,
@@ -122,8 +124,9 @@ def result_row(
         "num_dropped_tokens": prompt.num_dropped_tokens,
         "length_policy": prompt.length_policy,
         "coverage": prompt.coverage,
-        "chunk_summaries": chunk_summaries,
+        "part_summaries": part_summaries,
         "num_requests": num_requests,
+        "reasoning": reasoning,
         **{name: getattr(stats, name) for name in _FROM_STATS},
         "acceptance_histogram": stats.acceptance_histogram or None,
         "queue_s": queue_s,
@@ -138,7 +141,7 @@ def result_row(
 def error_row(
     key: DocumentKey, doc_id: str, *, error_class: str, message: str, stage: str, retryable: bool, attempts: int
 ) -> dict[str, Any]:
-    """Make the row of a part for a document that is given up. stage: what failed: `read`, `prompt`, `decode`, ..."""
+    """Make the row of a commit for a document that is given up. stage: what failed: `read`, `prompt`, `decode`, ..."""
     return {
         "file": key.file,
         "row": key.row,
@@ -151,6 +154,11 @@ def error_row(
     }
 
 
-def summary_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of a run's summaries."""
-    return pa.schema([*SUMMARY_SCHEMA, *passthrough])
+def summary_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:
+    """Return the schema of a run's summaries. text_column: `output.column`."""
+    return pa.schema([*summary_fields(text_column), *passthrough])
+
+
+def summary_fields(text_column: str) -> list[pa.Field]:
+    """Return our columns of `summaries/`, with the name of the texts that the run was given."""
+    return [field.with_name(text_column) if field.name == "summary" else field for field in SUMMARY_SCHEMA]

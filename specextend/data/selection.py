@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -19,13 +19,12 @@ from pyarrow import fs
 
 from specextend.core import counted, one_line
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
-from specextend.data.in_order import in_order
-from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile, InputOptions, content_sha256
-from specextend.data.parquet import DAMAGED, as_bytes, is_damaged
+from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
+from specextend.data.parquet import DAMAGED, damaged_as, plain_values, write_table
 from specextend.data.row_filter import RowFilter
 from specextend.data.run_folder import list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
-from specextend.data.storage import Location, read_bytes, resolve, write_bytes
+from specextend.data.storage import Location, in_order, read_bytes, resolve
 
 Value = TypeVar("Value")
 Rows = list[NDArray[np.int64]]
@@ -171,12 +170,14 @@ def _compare(
     states[at[same[origins, files]]] = _UNCHANGED
     in_doubt = states[at] == _CHANGED
 
-    def unchanged(file: InputFile) -> NDArray[np.int64]:
+    def unchanged(file: InputFile) -> list[int]:
         mine = np.flatnonzero((files == file.number) & in_doubt)
         begin = int(ends[file.number]) - len(rows[file.number])
-        before = _by_row(rows[file.number][at[mine] - begin], contents.take(pa.array(mine)).to_pylist())
-        found = _unchanged(source, file.number, before, checkpoint)
-        return begin + np.searchsorted(rows[file.number], np.array(found, np.int64))
+        before: dict[int, set[tuple[int, str]]] = {}
+        for place, content in zip(at[mine].tolist(), contents.take(pa.array(mine)).to_pylist(), strict=True):
+            before.setdefault(int(rows[file.number][place - begin]), set()).add((place, content))
+        found = _contents(source, file.number, before.keys(), checkpoint)
+        return [place for row, now in found for place, content in before[row] if content == now]
 
     written = [source.files[number] for number in np.unique(files[in_doubt]).tolist()]
     for places in _of_each_file(written, unchanged):
@@ -188,38 +189,20 @@ def _ids(source: Source, rows: Rows, file: InputFile) -> pa.ChunkedArray:
     return source.ids(file.number).take(pa.array(rows[file.number]))
 
 
-def _by_row(rows: NDArray[np.int64], contents: list[str | None]) -> dict[int, set[str | None]]:
-    grouped: dict[int, set[str | None]] = {}
-    for row, content in zip(rows.tolist(), contents, strict=True):
-        grouped.setdefault(row, set()).add(content)
-    return grouped
-
-
-def _unchanged(
-    source: Source, number: int, before: Mapping[int, set[str | None]], checkpoint: Callable[[], object]
-) -> list[int]:
-    """Return the rows of a file whose content is one of those that earlier runs had."""
-    contents = _contents(source, number, source.options, before, checkpoint)
-    return [row for row, content in contents if content in before[row]]
-
-
 def _contents(
-    source: Source,
-    number: int,
-    options: InputOptions,
-    wanted: Mapping[int, object],
-    checkpoint: Callable[[], object],
+    source: Source, number: int, wanted: Collection[int], checkpoint: Callable[[], object]
 ) -> Iterator[tuple[int, str]]:
     """Yield the wanted rows of a file that have a text, in order, each with the hash of its content."""
-    begin = 0
-    for batch in source.batches(number, options.content_columns):
+    reader, begin = source.reader, 0
+    for batch in source.batches(number, reader.content_columns):
         checkpoint()
-        texts, missing = as_bytes(batch[options.text_column]), pa.nulls(len(batch))
-        limits = batch[options.max_new_tokens_column] if options.max_new_tokens_column else missing
-        instructions = as_bytes(batch[options.instruction_column]) if options.instruction_column else missing
         for i in range(len(batch)):
-            if begin + i in wanted and (text := texts[i].as_py()) is not None:
-                yield begin + i, content_sha256(text, limits[i].as_py(), instructions[i].as_py())
+            if begin + i not in wanted:
+                continue
+            row = plain_values(batch.slice(i, 1), reader.content_columns)
+            values = {name: value for name, [value] in row.items()}
+            if values[reader.options.text_column] is not None:
+                yield begin + i, reader.content(values)
         begin += len(batch)
 
 
@@ -233,9 +216,7 @@ def write_selection(source: Source, output: Location) -> None:
     numbers = [np.full(len(rows), number, np.int32) for number, rows in chosen.items()]
     columns = {"file": np.concatenate([nothing.astype(np.int32), *numbers])}
     columns["row"] = np.concatenate([nothing, *chosen.values()])
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), sink, compression="zstd")
-    write_bytes(selection_file(output), sink.getvalue())
+    write_table(selection_file(output), pa.table(columns))
 
 
 def recall_selection(source: Source, output: Location, recorded: Mapping[str, int], sha256: str) -> Source:
@@ -281,14 +262,12 @@ class EarlierOutput:
 
     def _read(self, name: str) -> pa.Table:
         location = summaries_folder(self.location).child(name)
-        try:
-            with location.filesystem.open_input_file(location.path) as file, pq.ParquetFile(file) as parquet:
-                return parquet.read(columns=_DONE_SCHEMA.names).select(_DONE_SCHEMA.names).cast(_DONE_SCHEMA)
-        except (*DAMAGED, KeyError) as error:
-            if not is_damaged(location, error):
-                raise
-            why = f"{location.path} is damaged ({one_line(error)})"
-            raise InputError(f"{why}; repair it, or leave it out of input.except_done_in") from error
+        with (
+            damaged_as(InputError, location, "repair it, or leave it out of input.except_done_in"),
+            location.filesystem.open_input_file(location.path) as file,
+            pq.ParquetFile(file) as parquet,
+        ):
+            return parquet.read(columns=_DONE_SCHEMA.names).select(_DONE_SCHEMA.names).cast(_DONE_SCHEMA)
 
 
 def find_earlier(
@@ -310,36 +289,27 @@ def find_earlier(
             checkpoint()
             if location == own or any(location == each.location for each in found):
                 continue
-            recorded = _read_manifest(location, is_named)
+            try:
+                recorded = read_manifest(location)
+            except ValueError as error:
+                raise InputError(f"input.except_done_in: {error}") from error
+            if recorded is None and is_named:
+                what = f"{location.path} is no output folder; name one, or a glob of them"
+                raise InputError(f"input.except_done_in: {what}")
             if recorded is None or not num_input_rows(recorded):
                 continue
-            if reason := _why_not(location, recorded, manifest):
-                left_out.setdefault(reason, []).append(location)
+            if lines := other_configuration(recorded, manifest):
+                left_out.setdefault(f", of another configuration: {lines[0]}", []).append(location)
+            elif not list_results(summaries_folder(location)):
+                left_out.setdefault(", which is not finished", []).append(location)
             else:
                 found.append(EarlierOutput(location, recorded))
     return found, tuple(f"not counted as done: rows of {_name(each)}{reason}" for reason, each in left_out.items())
 
 
-def _why_not(location: Location, recorded: Mapping[str, Any], manifest: Mapping[str, Any]) -> str | None:
-    """Return why an output has done nothing that this run would do; None if it may have."""
-    if lines := other_configuration(recorded, manifest):
-        return f", of another configuration: {lines[0]}"
-    return None if list_results(summaries_folder(location)) else ", which is not finished"
-
-
 def _name(locations: Sequence[Location]) -> str:
     first, last = locations[0], locations[-1]
     return first.path if first == last else f"{len(locations)} outputs ({first.path} to {last.name})"
-
-
-def _read_manifest(location: Location, is_named: bool) -> dict[str, Any] | None:
-    try:
-        manifest = read_manifest(location)
-    except ValueError as error:
-        raise InputError(f"input.except_done_in: {error}") from error
-    if manifest is None and is_named:
-        raise InputError(f"input.except_done_in: {location.path} is no output folder; name one, or a glob of them")
-    return manifest
 
 
 def _folders(path: str) -> list[tuple[Location, bool]]:

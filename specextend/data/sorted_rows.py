@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from types import TracebackType
 from typing import IO
 
@@ -17,64 +15,25 @@ from pyarrow import ipc
 from specextend.core import first_line
 
 BUFFER_BYTES = 128 << 20
-"""Bytes of rows that are sorted in memory; if there are more, they go to a temporary file."""
+"""Bytes of rows that are sorted in memory; if there are more, they go to temporary files."""
+_BATCH_BYTES = 512 << 10
+"""Bytes of a temporary file that are in memory at a time, about."""
 _FILE_BITS = 32
 """A key is one number: that of the file, and in so many lower bits that of the row."""
 
 
-def keys_of(files: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return one number for each row [N], by which rows are sorted."""
-    return (files.astype(np.int64) << _FILE_BITS) + rows
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Neighbouring rows of the input that are taken at once: some whole files, or a part of a large one."""
-
-    files: range
-    first_row: int = 0
-    """Row of the file with which it begins, if it is a part of one; whole files begin with row 0."""
-
-
-def cut(file_rows: Iterable[Sequence[int]], most_rows: int) -> list[Window]:
-    """Cut the input into windows of at most `most_rows`; only a file with more of them is in several windows.
-
-    file_rows: numbers of the rows that are wanted of each file, in order.
-    """
-    windows: list[Window] = []
-    begin = end = num_rows = 0
-    for number, rows in enumerate(file_rows):
-        end = number + 1
-        if begin < number and num_rows + len(rows) > most_rows:
-            windows.append(Window(range(begin, number)))
-            begin, num_rows = number, 0
-        if len(rows) > most_rows:
-            windows += [Window(range(number, end), first) for first in rows[::most_rows]]
-            begin = end
-        else:
-            num_rows += len(rows)
-    if begin < end:
-        windows.append(Window(range(begin, end)))
-    return windows
-
-
 class SortedRows:
-    """Rows of one schema, added in any order and taken window by window in the order of the input.
+    """Rows of one schema, which has columns `file` and `row`, added in any order and taken in the order of the input.
 
-    Holds `buffer_bytes` of rows and a sorted copy of them. More go to temporary files without a name, each of which has
-    a batch for each window; the system removes them when the process ends, however it ends.
+    Holds `buffer_bytes` of rows and a sorted copy of them. More go to temporary files without a name, each sorted; the
+    system removes them when the process ends, however it ends.
     """
 
-    def __init__(self, schema: pa.Schema, windows: Sequence[Window], buffer_bytes: int = BUFFER_BYTES) -> None:
-        """Take the schema, which has columns `file` and `row`, and the windows in which the rows will be taken."""
+    def __init__(self, schema: pa.Schema, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._schema, self._buffer_bytes = schema, buffer_bytes
-        firsts = np.array([(window.files.start, window.first_row) for window in windows], np.int64).reshape(-1, 2)
-        self._begins = keys_of(firsts[:, 0], firsts[:, 1])
         self._waiting: list[pa.Table] = []
         self._num_bytes = 0
         self._files: list[IO[bytes]] = []
-        self._runs: list[Callable[[int], pa.Table]] = []
-        self._lock = threading.Lock()
 
     def __enter__(self) -> SortedRows:
         return self
@@ -88,57 +47,81 @@ class SortedRows:
         self._waiting.append(rows.select(self._schema.names))
         self._num_bytes += rows.nbytes
         if self._num_bytes >= self._buffer_bytes:
-            self._runs.append(self._stored(self._sorted()))
+            self._store()
 
-    def take(self, window: int) -> pa.Table:
-        """Return the rows of a window, sorted; thread-safe. Nothing can be added any more."""
-        with self._lock:
-            if self._waiting:
-                self._runs.append(self._sorted())
-            tables = [run(window) for run in self._runs]
-        table = pa.concat_tables([self._schema.empty_table(), *tables])
-        return table.take(pa.array(np.argsort(_keys(table), kind="stable"))).combine_chunks()
+    def tables(self) -> Iterator[pa.Table]:
+        """Yield the rows in order, as tables of a few hundred kilobytes. Nothing can be added any more."""
+        runs = [*map(_stored_batches, self._files), _batches(self._sorted())]
+        heads = [_Head(run) for run in runs]
+        while heads := [head for head in heads if len(head.keys)]:
+            bound = min(head.keys[-1] for head in heads)
+            yield _in_order(pa.concat_tables([head.take(bound) for head in heads]))
 
-    def _sorted(self) -> Callable[[int], pa.Table]:
-        """Sort the rows that wait; return what gives those of a window."""
-        table = pa.concat_tables(self._waiting)
+    def _sorted(self) -> pa.Table:
+        """Sort the rows that wait, and forget them."""
+        table = pa.concat_tables([self._schema.empty_table(), *self._waiting])
         self._waiting, self._num_bytes = [], 0
-        keys = _keys(table)
-        order = np.argsort(keys, kind="stable")
-        table = table.take(pa.array(order)).combine_chunks()
-        ends = [*np.searchsorted(keys[order], self._begins[1:]).tolist(), len(table)]
-        return lambda window: _between(table, ends[window - 1] if window else 0, ends[window])
+        return _in_order(table)
 
-    def _stored(self, run: Callable[[int], pa.Table]) -> Callable[[int], pa.Table]:
-        """Write a sorted run to a temporary file; return what reads a window of it."""
+    def _store(self) -> None:
+        """Write the rows that wait to a temporary file."""
         try:
             file = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
             self._files.append(file)
             options = ipc.IpcWriteOptions(compression="lz4")
-            with ipc.new_file(pa.PythonFile(file, mode="w"), self._schema, options=options) as writer:
-                for window in range(len(self._begins)):
-                    writer.write_batch(_batch(run(window)))
+            with ipc.new_stream(pa.PythonFile(file, mode="w"), self._schema, options=options) as writer:
+                for batch in _batches(self._sorted()):
+                    writer.write_table(batch)
         except OSError as error:
             folder = tempfile.gettempdir()
             raise OSError(
                 f"{folder} takes no more temporary rows ({first_line(error)}); set TMPDIR to another"
             ) from error
-        reader = ipc.open_file(pa.PythonFile(file, mode="r"))
-        return lambda window: pa.Table.from_batches([reader.get_batch(window)])
+
+
+class _Head:
+    """The next rows of a sorted run: `keys` [N], without any at its end."""
+
+    def __init__(self, run: Iterator[pa.Table]) -> None:
+        self._run = run
+        self._table: pa.Table
+        self.keys = np.zeros(0, np.int64)
+        self._advance()
+
+    def take(self, bound: int) -> pa.Table:
+        """Return the next rows with keys up to `bound`, which is not beyond the last one at hand."""
+        count = int(np.searchsorted(self.keys, bound, side="right"))
+        taken = self._table.slice(0, count)
+        self._table, self.keys = self._table.slice(count), self.keys[count:]
+        if not len(self.keys):
+            self._advance()
+        return taken
+
+    def _advance(self) -> None:
+        if (table := next(self._run, None)) is not None:
+            self._table, self.keys = table, _keys(table)
 
 
 def _keys(table: pa.Table) -> NDArray[np.int64]:
-    return keys_of(table["file"].to_numpy(), table["row"].to_numpy())
+    """Return one number for each row [N], by which rows are sorted."""
+    keys: NDArray[np.int64] = (table["file"].to_numpy().astype(np.int64) << _FILE_BITS) + table["row"].to_numpy()
+    return keys
 
 
-def _between(table: pa.Table, begin: int, end: int) -> pa.Table:
-    return table.slice(begin, end - begin)
+def _in_order(table: pa.Table) -> pa.Table:
+    return table.take(pa.array(np.argsort(_keys(table), kind="stable"))).combine_chunks()
 
 
-def _batch(table: pa.Table) -> pa.RecordBatch:
-    """Return a table of one chunk as a batch; `to_batches` gives none for a table without rows."""
-    batches = table.to_batches()
-    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
+def _batches(table: pa.Table) -> Iterator[pa.Table]:
+    """Cut a table into small ones, of at least one row."""
+    num_rows = max(1, len(table) * _BATCH_BYTES // max(1, table.nbytes))
+    yield from (table.slice(begin, num_rows) for begin in range(0, len(table), num_rows))
+
+
+def _stored_batches(file: IO[bytes]) -> Iterator[pa.Table]:
+    file.seek(0)
+    with ipc.open_stream(pa.PythonFile(file, mode="r")) as reader:
+        yield from (pa.Table.from_batches([batch]) for batch in reader)
 
 
 class Tables:
@@ -148,14 +131,11 @@ class Tables:
         self._tables = tables
         self._rest: pa.Table | None = None
 
-    def take(self, num_rows: int) -> pa.Table:
-        """Return the next rows; there must be as many."""
-        pieces: list[pa.Table] = []
-        while True:
+    def take(self, num_rows: int) -> Iterator[pa.Table]:
+        """Yield the next rows in tables as they come; there must be as many."""
+        while num_rows:
             table = next(self._tables) if self._rest is None else self._rest
-            pieces.append(table.slice(0, num_rows))
-            num_rows -= len(pieces[-1])
-            self._rest = table.slice(len(pieces[-1]))
-            if not num_rows:
-                return pa.concat_tables(pieces)
-            self._rest = None
+            taken = table.slice(0, num_rows)
+            num_rows -= len(taken)
+            self._rest = table.slice(len(taken)) if len(taken) < len(table) else None
+            yield taken

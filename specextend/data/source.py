@@ -1,25 +1,23 @@
-"""The input of a run: opened and audited once, then streamed column by column, or read row by row."""
+"""The input of a run: opened and checked once, then streamed column by column, or read row by row."""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specextend.core import Document, DocumentKey, counted
-from specextend.data.audit import ask, audit, partition_column, partition_types
-from specextend.data.in_order import in_order
+from specextend.core import DocumentKey, counted
+from specextend.data.check import ask, check_input, partition_column, partition_types
 from specextend.data.inputs import (
     MOST_AHEAD_BYTES,
+    MOST_TOKENS,
     DocumentError,
     InputChangedError,
     InputError,
@@ -27,13 +25,9 @@ from specextend.data.inputs import (
     InputOptions,
     InputUnreachableError,
     OutputOptions,
-    Row,
-    check_max_new_tokens,
-    content_sha256,
-    decode_instruction,
-    decode_text,
     unreadable,
 )
+from specextend.data.instructions import Instruction
 from specextend.data.listing import check_apart, describe_skipped, list_input
 from specextend.data.parquet import (
     DAMAGED,
@@ -41,17 +35,14 @@ from specextend.data.parquet import (
     is_text,
     open_parquet,
     plain_text,
-    read_group,
+    plain_values,
     rows_where,
     stream,
 )
-from specextend.data.scanning import ScannedRow, count_columns, lacks_counts, scanned_rows, text_columns
-from specextend.data.storage import Location, check_writable, resolve
+from specextend.data.rows import Row, RowReader, check_max_new_tokens, decode_text
+from specextend.data.storage import Location, check_writable, in_order, resolve
 
-_OPEN_FILES = 8
 _CACHED_GROUPS = 2
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +58,29 @@ class ChosenRows:
     """Lines for the user about outputs of earlier runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScannedRow:
+    """The facts about a row that planning needs."""
+
+    key: DocumentKey
+    text: bytes | None
+    """None if it is null, or if `num_tokens_column` makes reading it unnecessary."""
+    num_bytes: int | None
+    """Bytes of the text, 0 if it is null; None if `num_tokens_column` makes reading it unnecessary."""
+    num_tokens: int | None
+    """Value of `num_tokens_column`; None without that column, and if it cannot be a document's length."""
+    max_new_tokens: int | None
+    """None, too, if it is not a limit."""
+    error_class: str | None
+    """The error that `Source.read` will raise for the row, as far as the scanned columns can tell; or None."""
+
+
 class Source:
     """The input of a run. Pickles small (file list and row counts, no data), reads lazily, and is thread-safe."""
 
     def __init__(
         self,
-        options: InputOptions,
+        reader: RowReader,
         root: Location,
         files: tuple[InputFile, ...],
         passthrough_fields: tuple[pa.Field, ...],
@@ -81,7 +89,8 @@ class Source:
         selection: ChosenRows | None = None,
         num_repeated: int = 0,
     ) -> None:
-        self.options = options
+        self.reader = reader
+        self.options = reader.options
         self.root = root
         self.files = files
         self.passthrough_fields = passthrough_fields
@@ -90,11 +99,10 @@ class Source:
         self.partitions = dict(partitions or {})  # type of each column in the files' paths
         self.selection = selection  # the driver's: workers get the keys of single rows
         self._lock = threading.Lock()
-        self._open: OrderedDict[Hashable, pq.ParquetFile] = OrderedDict()
-        self._groups: OrderedDict[Hashable, pa.Table] = OrderedDict()
+        self._groups: dict[Hashable, pa.Table] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Source, (self.options, self.root, self.files, self.passthrough_fields)
+        return Source, (self.reader, self.root, self.files, self.passthrough_fields)
 
     @property
     def num_rows(self) -> int:
@@ -120,26 +128,9 @@ class Source:
         Raises DocumentError for null, empty or undecodable text or a bad `max_new_tokens`, OSError if the file cannot
         be read at that place, and InputChangedError if it has been written to.
         """
-        values = self._row(key, self.options.document_columns)
-        doc_id = self._id(key, values)
-        try:
-            text = decode_text(as_bytes(values[self.options.text_column]).to_pylist()[0])
-            column = self.options.max_new_tokens_column
-            max_new_tokens = None if column is None else check_max_new_tokens(values[column].to_pylist()[0])
-            instruction = decode_instruction(self._bytes(values, self.options.instruction_column))
-        except DocumentError as error:
-            raise DocumentError(error.error_class, error.message, error.stage, error.retryable, doc_id) from error
-        content = content_sha256(text.encode(), max_new_tokens, (instruction or "").encode())
-        return Row(Document(key, doc_id, text), max_new_tokens, self._reference(values), content, instruction)
-
-    def _reference(self, values: pa.Table) -> str | None:
-        """Return a row's reference summary. What is not UTF-8 in it is replaced: no document is lost by it."""
-        data = self._bytes(values, self.options.reference_column)
-        return None if data is None else data.decode("utf-8", errors="replace")
-
-    def _bytes(self, values: pa.Table, column: str | None) -> bytes | None:
-        """Return a row's text in a column; None if it is null, or without such a column."""
-        return None if column is None else as_bytes(values[column]).to_pylist()[0]
+        row = self._row(key, self.reader.document_columns)
+        values = {name: value for name, [value] in plain_values(row, row.column_names).items()}
+        return self.reader.read(key, self._id(key, row), values)
 
     @property
     def warning(self) -> str:
@@ -165,7 +156,7 @@ class Source:
             return self.place(key)
 
     def check_unchanged(self, number: int) -> None:
-        """Raise InputChangedError if a file is gone, or has another size or time than when it was audited.
+        """Raise InputChangedError if a file is gone, or has another size or time than when it was checked.
 
         Raises InputUnreachableError if its store does not answer.
         """
@@ -198,7 +189,7 @@ class Source:
         for file, batches in zip(self.files, tables, strict=True):
             keys = (DocumentKey(file.number, row) for row in self.rows(file.number))
             for batch in batches:
-                yield from scanned_rows(batch, keys, self.options)
+                yield from _scanned_rows(batch, keys, self.options)
 
     def batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
         """Stream columns of a file as small tables, in row order.
@@ -208,10 +199,9 @@ class Source:
         """
         file, num_rows = self.files[number], 0
         try:
-            location = self.location(number)
-            with open_parquet(location, self._compact(columns)) as parquet:
+            with open_parquet(self.location(number), self._compact(columns)) as parquet:
                 stored = [name for name in columns if name in parquet.schema_arrow.names or name not in self.partitions]
-                for batch in stream(parquet, stored, plain=lambda: open_parquet(location)):
+                for batch in stream(parquet, stored):
                     num_rows += len(batch)
                     yield self._with_partitions(batch, number, columns)
             if num_rows != file.num_rows:
@@ -251,7 +241,7 @@ class Source:
         """
         files = tuple(replace(self.files[number], number=i) for i, number in enumerate(numbers))
         facts = (self.skipped, self.partitions, selection, self.num_repeated)
-        return Source(self.options, self.root, files, self.passthrough_fields, *facts)
+        return Source(self.reader, self.root, files, self.passthrough_fields, *facts)
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
         """Add the columns that the file's path holds, and put all into the order of `columns`."""
@@ -268,7 +258,7 @@ class Source:
         Before them, the columns that nobody reads before the end are read and dropped, so that nothing is decoded if
         they are damaged.
         """
-        beside = (self.options.instruction_column, self.options.reference_column)
+        beside = (self.options.instruction_column, self.options.reference_column, *self.reader.template_columns)
         unread = dict.fromkeys([*(field.name for field in self.passthrough_fields), *filter(None, beside)])
         if unread:
             for _ in self.batches(file.number, list(unread)):
@@ -278,15 +268,18 @@ class Source:
 
     def _scanned_columns(self, number: int) -> list[str]:
         """Choose the columns to scan: without the text in a file where every document has a token count."""
-        column = self.options.num_tokens_column
-        if column is None or any(lacks_counts(batch[column]) for batch in self.chosen_batches(number, [column])):
-            return text_columns(self.options)
-        return count_columns(self.options)
+        options, column = self.options, self.options.num_tokens_column
+        counts = [column, options.max_new_tokens_column, options.options_column]
+        reads_text = column is None or any(
+            _lacks_counts(batch[column]) for batch in self.chosen_batches(number, [column])
+        )
+        wanted = [*counts, options.text_column] if reads_text else counts
+        return list(dict.fromkeys(name for name in wanted if name is not None))
 
     def _compact(self, columns: list[str]) -> list[str]:
         """Choose the columns that hold text: a file of a kilobyte may repeat a text a million times."""
         fields = [field for field in self.passthrough_fields if not pa.types.is_dictionary(field.type)]
-        own = {self.options.text_column, self.options.reference_column, self.options.instruction_column}
+        own = {*self.reader.document_columns} - {self.options.id_column}
         texts = {*own, *(field.name for field in fields if is_text(field.type))}
         return [column for column in columns if column in texts]
 
@@ -297,22 +290,24 @@ class Source:
         group_rows = self.files[key.file].group_rows
         ends = list(accumulate(group_rows))
         group = bisect_right(ends, key.row)
+        name = (key.file, group, *columns)
         with self._lock:
-            name = (key.file, group, *columns)
-            table = _cached(self._groups, name, _CACHED_GROUPS, lambda: self._read_group(key.file, group, columns))
+            table = self._groups.get(name)
+            if table is None:
+                while len(self._groups) >= _CACHED_GROUPS:
+                    self._groups.pop(next(iter(self._groups)))
+                table = self._groups[name] = self._read_group(key.file, group, columns)
         return table.slice(key.row - (ends[group] - group_rows[group]), 1)
 
     def _read_group(self, number: int, group: int, columns: list[str]) -> pa.Table:
         num_rows = self.files[number].group_rows[group]
         try:
-            location, texts = self.location(number), self._compact(self.options.document_columns)
-            parquet = _cached(self._open, number, _OPEN_FILES, lambda: open_parquet(location, texts))
-            table = read_group(parquet, group, columns, plain=lambda: open_parquet(location))
+            with open_parquet(self.location(number), self._compact(columns)) as parquet:
+                table = parquet.read_row_group(group, columns=columns, use_threads=False)
             if len(table) != num_rows:
                 held = counted(len(table), "row")
                 raise pa.ArrowInvalid(f"row group {group} holds {held}, the footer says {num_rows:,}")
         except (pa.ArrowException, OSError) as error:
-            self._open.pop(number, None)  # its handle may belong to a mount that is gone
             self.check_unchanged(number)
             raise OSError(str(unreadable(self.files[number].relative_path, error))) from error
         self.check_unchanged(number)
@@ -325,24 +320,28 @@ class Source:
 
 
 def open_source(
-    options: InputOptions, output: OutputOptions | None = None, only: Collection[str] | None = None
+    options: InputOptions,
+    output: OutputOptions | None = None,
+    only: Collection[str] | None = None,
+    template: Instruction | None = None,
 ) -> Source:
-    """List and audit the input; reads footers and the id column only. Selects no rows: `select_rows` does.
+    """List and check the input; reads footers and the id column only. Selects no rows: `select_rows` does.
 
     output: checked too, if given: it must be writable and apart from the input. only: relative paths of the files that
-    are wanted; others are left out.
+    are wanted; others are left out. template: the run's instruction.
 
     Raises InputError (a run error, exit 2) before anything is loaded or written.
     """
+    reader = RowReader(options, template)
     listing = list_input(options.path)
     if output is not None:
         check_apart(listing, output.path)
         _check_writable(output.path)
     if only is not None:
         listing = listing.only(only)
-    files, passthrough_fields = audit(listing, options)
+    files, passthrough_fields = check_input(listing, reader, "summary" if output is None else output.column)
     return Source(
-        options,
+        reader,
         listing.root,
         files,
         passthrough_fields,
@@ -359,11 +358,55 @@ def _check_writable(output: str) -> None:
         raise InputError(f"output.path {output}: {error}; give another folder") from None
 
 
-def _cached(cache: OrderedDict[Hashable, Value], key: Hashable, size: int, make: Callable[[], Value]) -> Value:
-    """Return the cached value, or make one in place of the least recently used."""
-    if key not in cache:
-        while len(cache) >= size:
-            cache.popitem(last=False)
-        cache[key] = make()
-    cache.move_to_end(key)
-    return cache[key]
+def _lacks_counts(counts: pa.ChunkedArray) -> bool:
+    """Return True if a value of `num_tokens_column` cannot be a document's length."""
+    return any(_usable(count) is None for count in counts.to_pylist())
+
+
+def _scanned_rows(batch: pa.Table, keys: Iterator[DocumentKey], options: InputOptions) -> Iterator[ScannedRow]:
+    """Yield the facts about a table's rows, whose keys are the next ones of `keys`. A bad row raises nothing."""
+    limits = _limits(batch, options)
+    counts = [_usable(count) for count in _column_or_none(batch, options.num_tokens_column)]
+    texts = _texts_without(counts, batch, options.text_column)
+    for count, text, limit in zip(counts, texts, limits, strict=True):
+        yield _scanned(next(keys), count, text, limit)
+
+
+def _limits(batch: pa.Table, options: InputOptions) -> list[int | None]:
+    """Return the rows' own limits of their outputs, from the column that holds them."""
+    if options.options_column is None:
+        return _column_or_none(batch, options.max_new_tokens_column)
+    return [(own or {}).get("max_new_tokens") for own in batch[options.options_column].to_pylist()]
+
+
+def _column_or_none(batch: pa.Table, column: str | None) -> list[int | None]:
+    return [None] * len(batch) if column is None else batch[column].to_pylist()
+
+
+def _usable(num_tokens: int | None) -> int | None:
+    """Return a document's own token count; None if it has none or an impossible one."""
+    return None if num_tokens is None or not 1 <= num_tokens <= MOST_TOKENS else num_tokens
+
+
+def _texts_without(counts: list[int | None], batch: pa.Table, column: str) -> list[bytes | None]:
+    """Return the texts of documents without a token count, and None for the others."""
+    if all(count is not None for count in counts):
+        return [None] * len(counts)
+    texts = as_bytes(batch[column])
+    return [texts[i].as_py() if count is None else None for i, count in enumerate(counts)]
+
+
+def _scanned(key: DocumentKey, num_tokens: int | None, text: bytes | None, limit: int | None) -> ScannedRow:
+    """Collect what the plan needs of a row; `text` was not read if `num_tokens` is known."""
+    error_class = None
+    try:
+        check_max_new_tokens(limit)
+    except DocumentError as error:
+        error_class, limit = error.error_class, None
+    try:
+        if num_tokens is None:
+            decode_text(text)
+    except DocumentError as error:
+        error_class = error.error_class
+    num_bytes = len(text or b"") if num_tokens is None else None
+    return ScannedRow(key, text, num_bytes, num_tokens, limit, error_class)

@@ -1,4 +1,4 @@
-"""Files on local paths and on any `pyarrow.fs` URI, written whole or not at all."""
+"""Files on local paths and on any `pyarrow.fs` URI: read many at once, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import parse_qsl, quote, unquote
 
 import pyarrow as pa
@@ -17,6 +19,8 @@ from pyarrow import fs
 
 from specextend.core import first_line
 
+NUM_THREADS = 32
+"""Requests to a store that are under way at once: each waits for milliseconds and needs no processor meanwhile."""
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 _PARAMETERS = {
     *("scheme", "endpoint_override", "region", "tls_ca_file_path", "allow_bucket_creation", "allow_bucket_deletion"),
@@ -34,6 +38,10 @@ _GCS_RETRY_S = 60
 _BLOCK_BYTES = 16 << 20
 _S3_COPY_BYTES = 5 << 30
 """Most bytes that S3 copies in one request."""
+
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
 
 
 class Gate(Protocol):
@@ -188,29 +196,19 @@ def check_writable(folder: Location) -> None:
 
     On an object store only the bucket is looked for; whether it accepts files shows with the first one.
     """
-    if not folder.is_local:
-        _check_bucket(folder)
-        return
-    there = folder
-    while not exists(there) and there.path != "/":
-        there = there.parent
-    if not is_folder(there):
-        raise ValueError(f"{there.path} is not a folder")
-    if not os.access(there.path, os.W_OK | os.X_OK):
-        raise ValueError(f"{there.path} cannot be written to")
-
-
-def _check_bucket(folder: Location) -> None:
-    """Raise ValueError if there certainly is no bucket; rights on a prefix need not hold for its bucket."""
-    bucket = Location(folder.filesystem, folder.path.split("/", 1)[0])
-    if folder.filesystem.type_name not in _OBJECT_STORES:
-        return
-    try:
-        is_there = exists(bucket)
-    except OSError:
-        return
-    if not is_there:
-        raise ValueError(f"there is no bucket {bucket.path}")
+    if folder.is_local:
+        there = folder
+        while not exists(there) and there.path != "/":
+            there = there.parent
+        if not is_folder(there):
+            raise ValueError(f"{there.path} is not a folder")
+        if not os.access(there.path, os.W_OK | os.X_OK):
+            raise ValueError(f"{there.path} cannot be written to")
+    elif folder.filesystem.type_name in _OBJECT_STORES:
+        bucket = Location(folder.filesystem, folder.path.split("/", 1)[0])
+        with suppress(OSError):  # rights on a prefix need not hold for its bucket
+            if not exists(bucket):
+                raise ValueError(f"there is no bucket {bucket.path}")
 
 
 def read_bytes(location: Location) -> bytes | None:
@@ -225,34 +223,10 @@ def read_bytes(location: Location) -> bytes | None:
 def write_bytes(location: Location, data: bytes) -> None:
     """Write a file whole or not at all, in place of one that may be there; make its folder."""
     if not location.is_local:
-        _put(location, data)
+        _upload(location, pa.py_buffer(data), is_small=True)
         return
     with atomic_output(location) as path, open(path, "wb") as file:
         file.write(data)
-
-
-def create_bytes(location: Location, data: bytes) -> bool:
-    """Write a file only if there is none; return False if there is. Atomic locally, best effort on object stores."""
-    if not location.is_local:
-        if exists(location):
-            return False
-        _put(location, data)
-        return True
-    location.check()
-    os.makedirs(location.parent.path, exist_ok=True)
-    temporary = _temporary_path(location)
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-        _sync(temporary)
-        location.check()
-        os.link(temporary, location.path)
-    except FileExistsError:
-        return False
-    finally:
-        _unlink(temporary)
-    _sync(location.parent.path)
-    return True
 
 
 def delete(location: Location) -> None:
@@ -296,18 +270,20 @@ def atomic_output(location: Location) -> Iterator[str]:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = os.path.join(folder, "output")
             yield path
-            _upload(path, location)
+            data = pa.memory_map(path).read_buffer() if os.path.getsize(path) else pa.py_buffer(b"")
+            _upload(location, data, is_small=not len(data))
         return
     location.check()
     os.makedirs(location.parent.path, exist_ok=True)
-    temporary = _temporary_path(location)
+    temporary = _temporary(location).path
     try:
         yield temporary
         _sync(temporary)
         location.check()
         os.replace(temporary, location.path)
     except BaseException:
-        _unlink(temporary)
+        if os.path.exists(temporary):
+            os.unlink(temporary)
         raise
     _sync(location.parent.path)
 
@@ -317,10 +293,6 @@ def remove_temporary_files(folder: Location, *, recursive: bool = False) -> None
     for name in _sizes(folder, recursive):
         if name.rpartition("/")[2].startswith(".") and name.endswith(".tmp"):
             delete(folder.child(name))
-
-
-def _temporary_path(location: Location) -> str:
-    return _temporary(location).path
 
 
 def _temporary(location: Location) -> Location:
@@ -337,58 +309,28 @@ def _sync(path: str) -> None:
         os.close(handle)
 
 
-def _unlink(path: str) -> None:
-    if os.path.exists(path):
-        os.unlink(path)
+def _upload(location: Location, data: pa.Buffer, *, is_small: bool) -> None:
+    """Write a whole file to another file system; what is there remains as it was until all of it has arrived.
 
-
-def _make_folder(folder: Location) -> None:
-    """Make a folder; object stores have none to make."""
-    if folder.filesystem.type_name not in _OBJECT_STORES:
-        folder.filesystem.create_dir(folder.path, recursive=True)
-
-
-def _put(location: Location, data: bytes) -> None:
-    """Write the whole content: in one request if that is all or nothing, otherwise under another name first."""
-    _make_folder(location.parent)
-    if location.filesystem.type_name in _OBJECT_STORES:
-        location.check()
-        _send(location, pa.py_buffer(data))
-    else:
-        _send_and_move(location, pa.py_buffer(data))
-
-
-def _upload(path: str, location: Location) -> None:
-    """Copy a local file to another file system; what is there remains as it was until all of it has arrived."""
-    _make_folder(location.parent)
-    size = os.path.getsize(path)
-    if size == 0:
-        _put(location, b"")
-        return
-    with pa.memory_map(path) as file:
-        if _moves_whole(location.filesystem, size):
-            _send_and_move(location, file.read_buffer())
-        else:
-            location.check()
-            _send(location, file.read_buffer())
-
-
-def _moves_whole(filesystem: fs.FileSystem, size: int) -> bool:
-    """Return True if a file of that size can be given its name in one request."""
-    return filesystem.type_name != "abfs" and (filesystem.type_name != "s3" or size <= _S3_COPY_BYTES)
-
-
-def _send_and_move(location: Location, data: pa.Buffer) -> None:
-    """Write under a hidden name, then rename."""
+    is_small: an object store takes it in one request. Other data is written under a hidden name, then renamed, if the
+    store renames such a file in one request.
+    """
+    kind = location.filesystem.type_name
+    is_store = kind in _OBJECT_STORES
+    moves = not is_store or not (is_small or kind == "abfs" or (kind == "s3" and len(data) > _S3_COPY_BYTES))
     location.check()
-    temporary = _temporary(location)
+    if not is_store:
+        location.filesystem.create_dir(location.parent.path, recursive=True)
+    target = _temporary(location) if moves else location
     try:
-        _send(temporary, data)
-        location.check()
-        location.filesystem.move(temporary.path, location.path)
+        _send(target, data)
+        if moves:
+            location.check()
+            location.filesystem.move(target.path, location.path)
     except BaseException:
-        with suppress(OSError):  # it is no data to anybody, and the next start removes it
-            location.filesystem.delete_file(temporary.path)
+        if moves:
+            with suppress(OSError):  # it is no data to anybody, and the next start removes it
+                location.filesystem.delete_file(target.path)
         raise
 
 
@@ -397,3 +339,35 @@ def _send(location: Location, data: pa.Buffer) -> None:
     with location.filesystem.open_output_stream(location.path, compression=None) as stream:
         for begin in range(0, len(data), _BLOCK_BYTES):
             stream.write(data.slice(begin, min(_BLOCK_BYTES, len(data) - begin)))
+
+
+def in_order(
+    function: Callable[[Item], Value],
+    items: Iterable[Item],
+    *,
+    cost: Callable[[Item], int] = lambda item: 0,
+    most: int = 0,
+    num_threads: int = NUM_THREADS,
+) -> Iterator[Value]:
+    """Yield what `function` returns for each item, in their order; it is called in a bounded pool of threads.
+
+    cost: of an item; those that are under way, or whose results were not taken yet, cost at most `most` together, or
+    are a single one. An exception is raised where the result would be; what has not begun by then never does.
+    """
+    started: deque[tuple[Future[Value], int]] = deque()
+    total = 0
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for item in items:
+                price = cost(item)
+                while started and (len(started) >= num_threads or total + price > most > 0):
+                    yield started[0][0].result()
+                    total -= started.popleft()[1]
+                started.append((pool.submit(function, item), price))
+                total += price
+            while started:
+                yield started[0][0].result()
+                started.popleft()
+        finally:
+            for future, _ in started:
+                future.cancel()

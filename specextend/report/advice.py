@@ -67,7 +67,7 @@ def dropped(report: Report) -> Finding | None:
     says = (
         f"{share:.0%} of the documents' tokens were dropped because prompts were too long: the texts cannot say what "
         "was there. Raise prompt.max_prompt_tokens, take a target with a longer context, or set "
-        "prompt.length_policy to chunk, which reads long documents in parts."
+        "prompt.length_policy to parts, which reads long documents in parts."
     )
     return says, {"dropped_share": share}
 

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from specextend.data.audit_rows import read_audits
+from specextend.data.commits import list_commits
 from specextend.data.fingerprint import models_of, num_input_rows, read_manifest
-from specextend.data.parts import list_parts
 from specextend.data.run_folder import Start, read_heartbeat, read_starts, report_file, time_text
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
@@ -81,7 +81,7 @@ def build_report(
     were read already. Raises ValueError if the folder holds no run or a damaged one.
     """
     location = folder or resolve(output)
-    source = "parts" if figures or list_parts(location) else "summaries"
+    source = "parts" if figures or list_commits(location) else "summaries"
     figures = figures or _read(location, checkpoint)
     done = figures.done
     manifest = read_manifest(location)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from specextend.data.run_folder import Start
-from specextend.data.schema import PART_SCHEMA
+from specextend.data.schema import COMMIT_SCHEMA
 from specextend.decoding.measurements import MachineLimits, ModelWork
 from specextend.report.rows import BATCH_ROWS, RUN_ID, told_apart
 from specextend.stats import PHASES, ratio
@@ -62,7 +62,7 @@ DONE_COLUMNS = tuple(
 """Columns of a finished document that the report needs: no text, but a few hundred bytes."""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
-_DONE_SCHEMA = pa.schema([*(PART_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, pa.string())])
+_DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, pa.string())])
 
 
 class RunFigures:
@@ -74,7 +74,7 @@ class RunFigures:
         self._errors: dict[tuple[str, str, bool], dict[str, Any]] = {}
 
     def add(self, results: pa.Table) -> None:
-        """Add results as `read_results` yields them, with all columns and ORIGIN."""
+        """Add results as `read_results` yields them, with all columns."""
         self.take(*told_apart(results, DONE_COLUMNS, ERROR_COLUMNS))
 
     def take(self, is_done: bool, rows: pa.Table) -> None:

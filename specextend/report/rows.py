@@ -10,12 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.core import one_line
-from specextend.data.fingerprint import num_input_rows, read_manifest
-from specextend.data.parquet import DAMAGED, is_damaged
-from specextend.data.parts import KEY_COLUMNS, ORIGIN, list_parts, read_results, run_id_of
+from specextend.data.commits import KEY_COLUMNS, commit_of, list_commits, read_results, run_id_of
+from specextend.data.fingerprint import num_input_rows, read_manifest, text_column
+from specextend.data.parquet import damaged_as
 from specextend.data.run_folder import errors_folder, summaries_folder
-from specextend.data.schema import PART_SCHEMA
+from specextend.data.schema import COMMIT_SCHEMA
 from specextend.data.storage import Location, atomic_output, list_files
 
 RUN_ID = "run_id"
@@ -41,16 +40,17 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
     complete at any time; a copy of the folder without them from `summaries/` and `errors/`. Raises ValueError if the
     folder has neither.
     """
-    if list_parts(output):
-        for table in read_results(output, [*dict.fromkeys([*KEY_COLUMNS, *ORIGIN, *done, *errors])]):
+    if list_commits(output):
+        for table in read_results(output, [*dict.fromkeys([*KEY_COLUMNS, *done, *errors])]):
             yield told_apart(table, done, errors)
         return
     folders = (True, summaries_folder(output), done), (False, errors_folder(output), errors)
     files = [(is_done, file, columns) for is_done, folder, columns in folders for file in _files(folder)]
     if not files and not _had_nothing_to_do(output):
         raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
+    text = text_column(output)
     for is_done, file, columns in files:
-        yield from ((is_done, table) for table in _read_file(file, columns))
+        yield from ((is_done, table) for table in _read_file(file, columns, text))
 
 
 def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) -> tuple[bool, pa.Table]:
@@ -59,30 +59,29 @@ def told_apart(results: pa.Table, done: Sequence[str], errors: Sequence[str]) ->
     RUN_ID is added.
     """
     is_done = results["error_class"].null_count > 0
-    run_ids = [
-        pa.array(map(run_id_of, chunk.dictionary.to_pylist()), pa.string()).take(chunk.indices)
-        for chunk in results["origin"].chunks
-    ]
     selected = results.select(list(done if is_done else errors))
-    return is_done, selected.append_column(RUN_ID, pa.chunked_array(run_ids, pa.string()))
+    run_ids = pa.repeat(pa.scalar(run_id_of(commit_of(results)), pa.string()), len(results))
+    return is_done, selected.append_column(RUN_ID, run_ids)
 
 
 def _files(folder: Location) -> list[Location]:
     return [folder.child(name) for name in list_files(folder, recursive=True) if name.endswith(".parquet")]
 
 
-def _read_file(file: Location, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Read columns of a result file with the types of PART_SCHEMA. Raises ValueError if it is damaged."""
-    schema = pa.schema([PART_SCHEMA.field(name) for name in columns])
-    try:
-        with pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet:
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=list(columns)):
-                table = pa.Table.from_batches([batch]).select(schema.names).cast(schema)
-                yield table.append_column(RUN_ID, pa.nulls(len(batch), pa.string()))
-    except (*DAMAGED, KeyError) as error:
-        if not is_damaged(file, error):
-            raise
-        raise ValueError(f"{file.path} is damaged ({one_line(error)}); run the job again to write it anew") from error
+def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa.Table]:
+    """Read columns of a result file with the names and types of COMMIT_SCHEMA. text: its name for `summary`.
+
+    Raises ValueError if it is damaged.
+    """
+    schema = pa.schema([COMMIT_SCHEMA.field(name) for name in columns])
+    with (
+        damaged_as(ValueError, file, "run the job again to write it anew"),
+        pq.ParquetFile(file.path, filesystem=file.filesystem) as parquet,
+    ):
+        stored = [text if name == "summary" else name for name in columns]
+        for batch in parquet.iter_batches(BATCH_ROWS, columns=stored):
+            table = pa.Table.from_batches([batch]).select(stored).rename_columns(schema.names).cast(schema)
+            yield table.append_column(RUN_ID, pa.nulls(len(batch), pa.string()))
 
 
 def _had_nothing_to_do(output: Location) -> bool:

@@ -17,7 +17,7 @@ from specextend.cluster.progress import Snapshot
 from specextend.cluster.run import run
 from specextend.cluster.worker import EngineFactory
 from specextend.config import RunConfig
-from specextend.data.parts import Retry
+from specextend.data.commits import Retry
 from tests.cluster.fakes import FakeEngine
 from tests.job.conftest import kept_handlers
 

@@ -27,8 +27,8 @@ from specextend.cluster.records import read_status
 from specextend.cluster.run import run
 from specextend.config import RunConfig
 from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter
 from specextend.data.fingerprint import write_manifest
-from specextend.data.parts import PartWriter
 from specextend.data.storage import resolve
 from specextend.report import write_report
 from tests.cluster.conftest import MODELS, Screen
@@ -54,7 +54,7 @@ class Ended:
         self.commit([done(key) for key in keys[1:]] + [failed(keys[0])], self.fingerprint)
 
     def commit(self, rows: list[dict], fingerprint: str) -> None:
-        PartWriter(resolve(str(self.output)), "0000000a", fingerprint).commit(rows)
+        CommitWriter(resolve(str(self.output)), "0000000a", fingerprint).commit(rows)
 
     def config(self) -> RunConfig:
         return RunConfig.from_values(
@@ -130,7 +130,7 @@ def test_a_part_of_another_run_is_refused(ended: Ended, has_manifest: bool):
         (ended.output / "_run" / "manifest.json").unlink()
     which = f"fingerprint f00df00df00d, here {ended.fingerprint[:12]}"
     with pytest.raises(
-        OtherRunError, match=rf"part-0000000a-000001.parquet is a part of another run \({which}\); move it away$"
+        OtherRunError, match=rf"part-0000000a-000001.parquet is a commit of another run \({which}\); move it away$"
     ) as said:
         ended.run()
     assert exit_code(said.value) == EXIT_OTHER_RUN

@@ -48,7 +48,7 @@ def test_estimates_are_close_to_what_a_prompt_takes(tmp_path: Path, tokenizer: A
 def test_an_over_long_document_in_parts_counts_as_all_that_is_decoded_for_it(tmp_path: Path, tokenizer: Any):
     """Its parts, their summaries and the merge: deadlines follow from it, and the longest documents begin first."""
     corpus = source(tmp_path, {"text": ["word " * 2_000, "word"]})
-    plan = planned(corpus, tokenizer, limit=210, length_policy="chunk")
+    plan = planned(corpus, tokenizer, limit=210, length_policy="parts")
     num_tokens = len(Prompts(tokenizer, PromptOptions(), 1 << 20).render("word " * 2_000, 10).token_ids)
     long, short = (plan.estimates[DocumentKey(0, row)] for row in (0, 1))
     assert plan.num_over_length == 1

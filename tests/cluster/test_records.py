@@ -21,9 +21,9 @@ from specextend.cluster.records import (
     tried_before,
 )
 from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter, read_commits
 from specextend.data.fingerprint import build_manifest, write_manifest
 from specextend.data.inputs import InputOptions
-from specextend.data.parts import PartWriter, read_parts
 from specextend.data.schema import error_row
 from specextend.data.source import open_source
 from specextend.data.storage import Location, resolve, write_bytes
@@ -51,7 +51,7 @@ def held_by(output: Location, **fields: object) -> None:
 
 def fail(output: Location, classes: list[str], run_id: str = "00000001") -> None:
     """Commit error rows from the first row on."""
-    PartWriter(output, run_id).commit(
+    CommitWriter(output, run_id).commit(
         [
             error_row(DocumentKey(0, row), "d", error_class=name, message="", stage="read", retryable=False, attempts=1)
             for row, name in enumerate(classes)
@@ -108,8 +108,8 @@ def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_pat
     once = Tried(1, frozenset({GPU}))
     StartRecord(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), once))
     StartRecord(output, "0000000b", config).charged({FIRST: Tried(2, frozenset({OTHER}))})
-    PartWriter(output, "0000000a").commit([failed(SECOND), done(THIRD)])
-    assert tried_before(output, read_parts(output)) == {
+    CommitWriter(output, "0000000a").commit([failed(SECOND), done(THIRD)])
+    assert tried_before(output, read_commits(output)) == {
         FIRST: Tried(2, frozenset({GPU, OTHER})),
         SECOND: Tried(3, frozenset({GPU}), forgiven=3),
     }

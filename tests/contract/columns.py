@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 TYPES = {
-    "doc_id summary finish_reason length_policy worker content_sha256": pa.string(),
+    "doc_id summary finish_reason length_policy worker content_sha256 reasoning": pa.string(),
     "num_prompt_tokens num_output_tokens num_dropped_tokens num_cached_tokens num_requests": pa.int32(),
     "num_spec_steps num_plain_steps num_draft_tokens num_accepted_tokens num_hybrid_steps num_fallbacks": pa.int32(),
     "num_retrievals num_memory_retries attempts": pa.int32(),

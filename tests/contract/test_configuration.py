@@ -22,10 +22,10 @@ LEAST = {
 }
 KEYS = {
     "input": "path text_column id_column passthrough max_new_tokens_column num_tokens_column reference_column "
-    "instruction_column filter sample except_done_in limit",
-    "output": "path",
-    "prompt": "instruction system length_policy max_prompt_tokens",
-    "chunks": "tokens",
+    "instruction_column options_column filter sample except_done_in limit",
+    "output": "path column",
+    "prompt": "instruction examples template_options system length_policy max_prompt_tokens",
+    "parts": "tokens",
     "target": "model revision dtype device",
     "draft": "kind model revision ngram",
     "decoding": "mode max_new_tokens temperature top_k top_p seed stop stop_repetition repetition_penalty "

@@ -61,7 +61,7 @@ def assert_refused(ended: Ended, said: str, output: Path) -> None:
         (["input.num_tokens_column=doc"], "doc"),
         (["tree.nods=5"], "did you mean nodes?"),
         (["job.workers=99999999999999999999"], "job.workers must be at most 10000"),
-        (["prompt.instruction='{document} and {document}'"], "prompt.instruction"),
+        (["prompt.instruction='{{ document }} and {{ document }}'"], "prompt.instruction"),
         (["target.model=/nowhere/at/all"], "/nowhere/at/all does not exist"),
         (["draft.model=/nowhere/at/all"], "/nowhere/at/all"),
         (["decoding.max_new_tokens=100000"], "decoding.max_new_tokens or prompt.max_prompt_tokens: the template takes"),

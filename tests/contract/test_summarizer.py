@@ -68,7 +68,7 @@ def test_questions_about_a_document_read_it_once(pairs, engine):
     )
     asked = {"report-1": "t7", "report-2": "t8 t9", "report-3": "t11"}
     texts = {"report-1": text(400), "other": text(401), "report-2": text(400), "report-3": text(400)}
-    questions = [f"{{document}} {asked[name]}" if name in asked else None for name in texts]
+    questions = [f"{{{{ document }}}} {asked[name]}" if name in asked else None for name in texts]
     batch = pa.table({"name": list(texts), "text": list(texts.values()), "ask": pa.array(questions, pa.string())})
     summarizer = Summarizer(config, lambda _: engine)
     rows = summarizer(batch).to_pylist()

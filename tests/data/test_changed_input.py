@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputChangedError, InputOptions
-from specextend.data.parts import PartWriter
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, list_files
 from tests.job.conftest import LONGEST_S, pausing_command, rows, start, wait_for_pause, write_corpus
@@ -60,7 +60,7 @@ def test_a_worker_and_a_plan_that_read_on_notice(
     """Also a worker that has the file open, and a plan that streams one too large to be read ahead."""
     assert source.read(DocumentKey(0, 0)).document.text == "one"
     large = (replace(source.files[0], largest_group_bytes=1 << 30),)
-    scanned = Source(source.options, source.root, large, ()).scan()
+    scanned = Source(source.reader, source.root, large, ()).scan()
     assert next(scanned).num_bytes == 3
     change(path, write)
     with pytest.raises(InputChangedError, match=r"a.parquet was (written to|removed)"):
@@ -75,7 +75,7 @@ def test_finalize_notices_before_it_writes(
     source: Source, path: Path, write: Write, output: Location, done: Callable[..., Any], change: Callable[..., None]
 ) -> None:
     """Passthrough columns are read again at the end: they must belong to the texts that were summarised."""
-    PartWriter(output, "0000000a").commit([done(0, row) for row in range(4)])
+    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(4)])
     change(path, write)
     with pytest.raises(InputChangedError):
         finalize(source, output)

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
-from specextend.data.parts import PartWriter
 from specextend.data.source import open_source
 from specextend.data.storage import Location
 
@@ -55,7 +55,7 @@ def test_passthrough_keeps_types_and_values(tmp_path: Path, output: Location, do
     path = tmp_path / "a.parquet"
     pq.write_table(table.append_column("text", text["text"]), path, compression="zstd", row_group_size=300)
     source = open_source(InputOptions(path=str(path), passthrough=tuple(COLUMNS)))
-    PartWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
+    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
     finalize(source, output)
     written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")
     for name in COLUMNS:
@@ -79,7 +79,7 @@ def test_text_is_read_in_every_encoding(
     assert [row.text and row.text.decode() for row in source.scan()] == texts
     for row in range(0, NUM_ROWS, 7):
         assert source.read(DocumentKey(0, row)).document.text == texts[row]
-    PartWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
+    CommitWriter(output, "0000000a").commit([done(0, row) for row in range(NUM_ROWS)])
     finalize(source, output)
     written = pq.read_table(f"{output.path}/summaries/part-00000.parquet")["text"]
     assert (written.type, written.to_pylist()) == (kind, texts)

@@ -13,9 +13,9 @@ import pytest
 from pyarrow import fs
 
 from scripts.simulated_store import SimulatedStore
+from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
-from specextend.data.parts import PartWriter
 from specextend.data.run_folder import Counts
 from specextend.data.schema import summary_schema
 from specextend.data.source import Source, open_source
@@ -56,7 +56,7 @@ def files(output: Location, folder: str) -> list[str]:
 def test_rows_stand_in_input_order_one_file_for_one_file(
     source: Source, output: Location, done: MakeRow, failed: MakeRow
 ) -> None:
-    writer = PartWriter(output, "0000000a")
+    writer = CommitWriter(output, "0000000a")
     writer.commit([done(2, 1), done(0, 2)])
     writer.commit([failed(2, 0), done(0, 0), done(0, 1)])
     assert finalize(source, output) == Counts(rows=5, done=4, errors=1)
@@ -77,7 +77,7 @@ def test_rows_stand_in_input_order_one_file_for_one_file(
 @pytest.mark.parametrize("where", ["end", "footer"])
 def test_damaged_summaries_are_written_again(where: str, source: Source, output: Location, done: MakeRow) -> None:
     """The parts are whole, so nothing is lost, and nobody has to find out which file to delete."""
-    PartWriter(output, "ffffffff").commit([done(*key) for key in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]])
+    CommitWriter(output, "ffffffff").commit([done(*key) for key in [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1)]])
     finalize(source, output)
     whole = read(output, "summaries", 2)
     damage(Path(output.path) / "summaries" / "part-00002.parquet", where)
@@ -92,7 +92,7 @@ def test_the_end_of_a_run_reads_each_commit_once(tmp_path: Path, write: Write, d
     for num_parts in (20, 60):
         store, figures = SimulatedStore(latency_s=0.0), RunFigures()
         output = Location(fs.PyFileSystem(store), str(tmp_path / f"output-{num_parts}"))
-        writer = PartWriter(output, "0000000a")
+        writer = CommitWriter(output, "0000000a")
         for part in range(num_parts):
             writer.commit([done(0, row) for row in range(part, 60, num_parts)])
         before = store.tally.requests
@@ -113,7 +113,7 @@ def test_dictionaries_of_many_row_groups_are_not_made_one(tmp_path: Path, done: 
             writer.write_table(pa.table({"text": ["x"] * 100, "topic": group}, schema=schema))
     source = open_source(InputOptions(path=str(tmp_path / "in.parquet"), passthrough=("topic",)))
     output = resolve(str(tmp_path / "out"))
-    PartWriter(output, "0123abcd").commit([done(0, row) for row in range(300)])
+    CommitWriter(output, "0123abcd").commit([done(0, row) for row in range(300)])
     finalize(source, output)
     topics = pq.read_table(tmp_path / "out" / "summaries" / "part-00000.parquet", columns=["topic"])["topic"]
     assert topics.to_pylist() == [f"{group}-{n}" for group in range(3) for n in range(100)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from specextend.core import DocumentKey
-from specextend.data.parts import PartWriter
+from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
 from tests.properties.rows import done
 
@@ -25,7 +25,7 @@ for number in range(num_files):
 draw = random.Random(1)
 keys = [DocumentKey(file, row) for file in range(num_files) for row in range(num_rows)]
 draw.shuffle(keys)
-writer = PartWriter(resolve(str(folder / "out")), "0000000a")
+writer = CommitWriter(resolve(str(folder / "out")), "0000000a")
 for begin in range(0, len(keys), 2000):
     writer.commit([done(key, draw.randbytes(size // 2).hex()) for key in keys[begin : begin + 2000]])
 """

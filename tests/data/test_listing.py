@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specextend.data.inputs import InputError, InputOptions, OutputOptions
-from specextend.data.listing import glob_matches, list_input
+from specextend.data.listing import list_input
 from specextend.data.source import open_source
 
 Write = Callable[..., Path]
@@ -53,22 +53,6 @@ def test_a_glob_is_relative_to_the_folder_before_its_first_wildcard(tmp_path: Pa
     assert list_input(f"{tmp_path}/in/20*/x.parquet").relative_paths == ("2024/x.parquet", "2025/x.parquet")
     assert list_input(f"{tmp_path}/in/2025/**/x.parquet").relative_paths == ("deep/x.parquet", "x.parquet")
     assert list_input(f"{tmp_path}/in/2025/?.parquet").relative_paths == ("x.parquet",)
-
-
-@pytest.mark.parametrize(
-    ("path", "pattern", "matches"),
-    [
-        ("a/b/c", "**", True),
-        ("a/_b/c", "**", False),
-        ("c", "**/c", True),
-        ("a/b/c", "**/c", True),
-        ("a/b", "*", False),
-        ("_a", "*", False),
-        ("_a", "_*", True),
-    ],
-)
-def test_double_stars_cross_folders_and_single_ones_do_not(path: str, pattern: str, matches: bool) -> None:
-    assert glob_matches(tuple(path.split("/")), tuple(pattern.split("/"))) is matches
 
 
 @pytest.mark.parametrize("pattern", ["", "/**/*.parquet"])

@@ -1,127 +1,134 @@
-"""The parts are the only record of what is done."""
+"""Documents in parts: how a text is split, and the prompts of its parts and of merges."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import re
+from itertools import pairwise
 
-import pyarrow.parquet as pq
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from specextend.core import DocumentKey
-from specextend.data.parts import (
-    DamagedPartError,
-    PartWriter,
-    StrangePartError,
-    list_parts,
-    pending,
-    read_part,
-    read_parts,
+from specextend.data.inputs import DocumentError
+from specextend.data.instructions import around_document
+from specextend.data.parts import PartPrompts, TextSpan, split
+from specextend.data.prompts import PartOptions, PromptOptions, Prompts
+
+WORDS = st.lists(
+    st.sampled_from(["word", "a", "end.", "\n", "\n\n", "# head", "Chapter 2", "\f", "。", "é"]), min_size=1
 )
-from specextend.data.schema import PART_SCHEMA
-from specextend.data.storage import Location
-from tests.damage import DAMAGES, damage
-
-MakeRow = Callable[..., dict[str, Any]]
 
 
-def test_parts_are_named_by_run_and_counted_on_over_runs(output: Location, done: MakeRow) -> None:
-    first = PartWriter(output, "ffffffff")
-    assert first.commit([done(0, 0)]) == "part-ffffffff-000000.parquet"
-    assert first.commit([]) is None
-    assert first.commit([done(0, 1)]) == "part-ffffffff-000001.parquet"
-    assert PartWriter(output, "00000000").commit([done(0, 2)]) == "part-00000000-000002.parquet"
-    assert [name[5:13] for name in list_parts(output)] == ["ffffffff", "ffffffff", "00000000"]
-    assert pq.read_schema(f"{output.path}/_run/parts/{list_parts(output)[0]}").equals(PART_SCHEMA)
+def starts_of(text: str) -> list[int]:
+    """A token for each word, and for each character between words."""
+    return [found.start() for found in re.finditer(r"\w+|\W", text)]
 
 
-def test_done_beats_error_and_later_beats_earlier(output: Location, done: MakeRow, failed: MakeRow) -> None:
-    """A run id is random: order by it and a retried row would be an error again in half of all runs."""
-    PartWriter(output, "ffffffff").commit([done(0, 0), failed(0, 1, "Early"), failed(0, 2), failed(1, 0, "Early")])
-    PartWriter(output, "00000000").commit([failed(0, 0), failed(0, 1, "Late"), done(0, 2)])
-    progress = read_parts(output)
-    assert progress.done == {DocumentKey(0, 0), DocumentKey(0, 2)}
-    assert progress.errors == {DocumentKey(0, 1): "Late", DocumentKey(1, 0): "Early"}
+def sizes(text: str, spans: list[TextSpan]) -> list[int]:
+    return [sum(span.begin <= start < span.end for start in starts_of(text)) for span in spans]
 
 
-def test_what_is_pending_is_neither_done_nor_given_up(output: Location, done: MakeRow, failed: MakeRow) -> None:
-    PartWriter(output, "0000000a").commit([done(0, 1), failed(1, 0)])
-    progress = read_parts(output)
-    assert list(pending([2, 0, 1], progress)) == [DocumentKey(0, 0), DocumentKey(2, 0)]
-    assert list(pending([2, 1], progress, retry_errors="all")) == [DocumentKey(0, 0), DocumentKey(1, 0)]
+@given(words=WORDS, most=st.integers(1, 40))
+@settings(max_examples=200)
+def test_the_parts_are_the_whole_text_in_order_and_none_is_too_long(words, most):
+    text = " ".join(words)
+    spans = split(text, starts_of(text), most)
+    assert (spans[0].begin, spans[-1].end) == (0, len(text))
+    assert all(before.end == after.begin < after.end for before, after in pairwise(spans))
+    assert all(size <= most for size in sizes(text, spans))
 
 
-def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_asked_for(
-    output: Location, done: MakeRow, failed: MakeRow
-) -> None:
-    """A null text fails every night; what its latest row says of it counts, not what an earlier one said."""
-    outage = {"retryable": True}
-    rows = [failed(0, 0), failed(0, 1) | outage, failed(0, 2), failed(0, 3) | outage, failed(0, 4)]
-    PartWriter(output, "ffffffff").commit(rows)
-    PartWriter(output, "00000000").commit([failed(0, 2) | outage, failed(0, 3), done(0, 4)])
-    progress = read_parts(output)
-    assert list(pending([5], progress)) == []
-    assert list(pending([5], progress, retry_errors="retryable")) == [DocumentKey(0, 1), DocumentKey(0, 2)]
-    assert list(pending([5], progress, retry_errors="all")) == [DocumentKey(0, row) for row in range(4)]
+SENTENCE = "one two three four. "
 
 
-def test_a_driver_killed_before_the_rename_leaves_no_part(output: Location, done: MakeRow) -> None:
-    """What has no final name was never committed: its rows are done again, and the litter goes."""
-    PartWriter(output, "0000000a").commit([done(0, 0)])
-    script = (
-        "import os, sys\n"
-        "from specextend.data.parts import PartWriter\n"
-        "from specextend.data.storage import resolve\n"
-        "os.replace = lambda source, target: os._exit(9)\n"
-        "PartWriter(resolve(sys.argv[1]), '0000000b').commit([{'file': 0, 'row': 1}])\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    died = subprocess.run([sys.executable, "-c", script, output.path], env=environment, check=False)
-    assert died.returncode == 9
-    assert read_parts(output).done == {DocumentKey(0, 0)}
-    folder = Path(output.path) / "_run" / "parts"
-    assert len(os.listdir(folder)) == 2
-    PartWriter(output, "0000000c").commit([done(0, 1)])
-    assert len(os.listdir(folder)) == 2
-    assert read_parts(output).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
+@pytest.mark.parametrize(("separator", "begins"), [("\nChapter IV\n", "Chapter IV"), ("\n\n", "one"), (" ", "one")])
+def test_a_part_ends_where_the_text_does_best(separator: str, begins: str):
+    """What is better than a sentence's end wins although it is farther from the middle."""
+    text = SENTENCE * 9 + separator + SENTENCE * 11
+    [first, second] = split(text, starts_of(text), len(starts_of(text)) * 2 // 3)
+    assert text[second.begin :].startswith(begins)
+    assert text[first.begin : first.end].rstrip().endswith(".")
 
 
-def test_a_part_without_keys_is_damaged(output: Location, done: MakeRow) -> None:
-    """Nobody could say whose results those are."""
-    name = PartWriter(output, "0000000a").commit([done(0, 0)])
-    path = f"{output.path}/_run/parts/{name}"
-    pq.write_table(pq.read_table(path).drop_columns(["row"]), path)
-    with pytest.raises(DamagedPartError, match=f"{name} is damaged .*row"):
-        read_parts(output)
+TEXT = "A sentence of some words. " * 60
 
 
-def test_a_part_says_which_run_it_is_of(output: Location, done: MakeRow) -> None:
-    """One of another run is refused."""
-    name = PartWriter(output, "0000000a", "beef" * 16).commit([done(0, 0)])
-    PartWriter(output, "0000000b").commit([done(0, 1)])
-    metadata = pq.read_schema(f"{output.path}/_run/parts/{name}").metadata
-    assert metadata[b"specextend.run_id"] == b"0000000a"
-    assert read_parts(output, "beef" * 16).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
-    with pytest.raises(StrangePartError, match=f"{name} is a part of another run"):
-        read_parts(output, "cafe" * 16)
+def part_prompts(tokenizer, limit: int = 400, **options) -> PartPrompts:
+    options = {"instruction": "Shorten.", "merge_instruction": "Merge."} | options
+    return PartPrompts(Prompts(tokenizer, PromptOptions(length_policy="parts"), limit, PartOptions(**options)))
 
 
-@pytest.mark.parametrize("where", DAMAGES)
-def test_a_damaged_part_is_named(where: str, output: Location, done: MakeRow) -> None:
-    """A run that took it for a store that is away was to be tried again for ever, and named no file."""
-    name = PartWriter(output, "0000000a").commit([done(0, 0)])
-    damage(Path(output.path) / "_run" / "parts" / str(name), where)
-    with pytest.raises(DamagedPartError, match=f"{name} is damaged"):
-        read_parts(output)
+def test_each_part_fits_and_has_the_instruction_of_parts_or_the_documents_own(chat_tokenizer):
+    """A question about the document must be asked of every part and of every merge."""
+    prompts = part_prompts(chat_tokenizer)
+    found = prompts.parts(TEXT, 40, None)
+    assert len(found) > 3
+    assert all(len(part.prompt.token_ids) <= 400 - 40 for part in found)
+    assert "".join(TEXT[part.span.begin : part.span.end] for part in found) == TEXT
+    assert all("Shorten." in chat_tokenizer.decode(part.prompt.token_ids) for part in found)
+    who = around_document("Who?")
+    asked = [prompts.parts(TEXT, 40, who)[0].prompt, *prompts.merges(["one", "two"], 40, who)]
+    assert all("Who?" in chat_tokenizer.decode(prompt.token_ids) for prompt in asked)
 
 
-def test_a_part_out_of_reach_is_not_damaged(output: Location, done: MakeRow) -> None:
-    """It must not be deleted: its store is away."""
-    name = str(PartWriter(output, "0000000a").commit([done(0, 0)]))
-    (Path(output.path) / "_run" / "parts" / name).unlink()
-    with pytest.raises(FileNotFoundError):
-        read_part(output, name, ["row"])
+@pytest.mark.parametrize("text", [" " * 900 + TEXT, TEXT + "\n" * 900 + TEXT], ids=len)
+def test_what_holds_only_white_space_is_not_summarised(chat_tokenizer, text):
+    """A model asked for the summary of nothing invents one. A scanned page may be blank, a table's filling endless."""
+    prompts = part_prompts(chat_tokenizer, tokens=200)
+    found = prompts.parts(text, 40, None)
+    assert len(found) <= 2 * len(prompts.parts(TEXT, 40, None)) + 1
+    assert all("sen" in chat_tokenizer.decode(part.prompt.token_ids) for part in found)
+    assert "".join(text[part.span.begin : part.span.end] for part in found) == text
+
+
+def test_summaries_that_do_not_fit_together_are_merged_group_by_group(chat_tokenizer):
+    """In groups of about as many, so that no summary is summarised alone; two that do not fit are an error row."""
+    prompts = part_prompts(chat_tokenizer)
+    texts = [f"summary {number} " + "x" * 50 for number in range(9)]
+    merges = [chat_tokenizer.decode(prompt.token_ids) for prompt in prompts.merges(texts, 40, None)]
+    counts = [sum(text in merge for text in texts) for merge in merges]
+    assert len(merges) > 1
+    assert (sum(counts), min(counts) >= 2) == (9, True)
+    assert len(prompts.merges(texts[:2], 40, None)) == 1
+    with pytest.raises(DocumentError, match="two summaries of parts have up to"):
+        prompts.merges(["x" * 300, "y" * 300], 40, None)
+
+
+def test_what_the_start_accepts_can_be_merged_and_what_could_not_be_is_refused(chat_tokenizer):
+    """Summaries as long as they may be, with the line that numbers each."""
+    with pytest.raises(ValueError, match=r"lower decoding\.max_new_tokens"):
+        part_prompts(chat_tokenizer).check(190)
+    with pytest.raises(ValueError, match="a part has room for"):
+        part_prompts(chat_tokenizer).check(350)
+    accepted = 0
+    for limit in range(250, 420, 10):
+        for new in (20, 60):
+            prompts = part_prompts(chat_tokenizer, limit)
+            try:
+                prompts.check(new)
+            except ValueError:
+                continue  # refused at the start, so nothing is promised
+            accepted += 1
+            assert len(prompts.merges(["x" * new] * 5, new, None)) <= 3
+    assert accepted > 5
+
+
+def test_forged_control_tokens_make_smaller_parts(chat_tokenizer):
+    """Each is spelled out in its prompt, so it takes a multiple of the tokens that it takes in the text."""
+    text = "A sentence. " * 20 + "<think>" * 200
+    found = part_prompts(chat_tokenizer).parts(text, 40, None)
+    assert "".join(text[part.span.begin : part.span.end] for part in found) == text
+    assert all(len(part.prompt.token_ids) <= 400 - 40 for part in found)
+
+
+def test_the_work_of_a_document_is_estimated_closely(chat_tokenizer):
+    """By it deadlines are set and the longest documents begin first."""
+    prompts = part_prompts(chat_tokenizer)
+    parts = prompts.parts(TEXT, 40, None)
+    merge = prompts.merges(["x" * 40 for _ in parts], 40, None)
+    true = sum(len(prompt.token_ids) for prompt in [*(part.prompt for part in parts), *merge])
+    [prompt_tokens], [outputs], [requests] = prompts.work(np.array([len(TEXT)]), np.array([40]))
+    assert prompt_tokens == pytest.approx(true, rel=0.25)
+    assert outputs == 40 * (len(parts) + 1)
+    assert requests == len(parts) + 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import Completion
-from specextend.data.quality import Quality, QualityOptions, assess, copied_fraction, split_words
+from specextend.data.quality import Quality, QualityOptions, assess, copied_fraction
 from specextend.stats import DecodingStats
 
 FLAGS = [
@@ -72,20 +72,6 @@ def test_flags_of_the_text(text: str, flags: list[str]) -> None:
     assert assessed(text).quality_flags == flags
 
 
-@pytest.mark.parametrize(
-    ("text", "document", "flags"),
-    [
-        ("委員会は月曜日に会った。", "委員会は予算について話した。", []),
-        ("委员会星期一开会。", "委員会は予算について話した。", []),  # Japanese is written with both
-        ("The committee met.", "委員会は予算について話した。", ["wrong_script"]),
-        ("The committee met.", "ab дж", []),  # half and half is nobody's
-    ],
-)
-def test_the_script_is_the_documents(text: str, document: str, flags: list[str]) -> None:
-    """Names in another script are usual, and a document without letters has no script."""
-    assert assessed(text, document).quality_flags == flags
-
-
 ENGLISH = "The committee met on Monday in the old town hall. It spoke about the schools and what their roofs cost."
 GERMAN = "Der Ausschuss tagte am Montag im alten Rathaus. Er sprach über die Schulen und über die Kosten ihrer Dächer."
 FRENCH = "Le comité s'est réuni lundi à l'ancienne mairie. Il a parlé des écoles et de ce que coûtent leurs toits."
@@ -105,13 +91,6 @@ def test_the_language_is_the_documents_if_that_is_asked_for(text: str, document:
     asked = QualityOptions(language=True)
     assert [flag for flag in assessed(text, document, asked).quality_flags if flag != "copied"] == flags
     assert "wrong_language" not in assessed(text, document).quality_flags
-
-
-def test_the_copied_share_is_null_where_there_is_no_run_of_eight_words() -> None:
-    """0 would say that nothing was copied."""
-    text = "w0 w1 w2 w3 w4 w5 w6 w7"
-    assert copied_fraction(split_words(text), text) == 1.0
-    assert copied_fraction(split_words(text[:-3]), text[:-3]) is None
 
 
 @pytest.mark.parametrize("gap", [" ", ""])
@@ -142,14 +121,6 @@ def test_rouge_is_that_of_the_package_that_papers_use(
     """Else nobody could compare with a published figure."""
     found = assessed(summary, reference=reference)
     assert (found.rouge1, found.rouge2, found.rougeL) == pytest.approx(scores)
-
-
-def test_words_of_scripts_without_spaces_are_characters() -> None:
-    """Else a Chinese sentence would be one word, and nothing that is not a whole sentence could be copied."""
-    assert split_words("The_ Board's 月曜日: ไทย naïve हिन्दी 3.5") == [
-        *["the", "board", "s", "月", "曜", "日", "ไ", "ท", "ย"],
-        *["naïve", "हिन्दी", "3", "5"],
-    ]
 
 
 ANY_TEXT = st.text(st.characters(), max_size=200)

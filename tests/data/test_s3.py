@@ -21,10 +21,10 @@ from specextend.cluster.lock import OutputLock, held, read_lock
 from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
+from specextend.data.commits import CommitWriter, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, read_manifest, write_manifest
 from specextend.data.inputs import InputError, InputOptions, InputUnreachableError, OutputOptions
-from specextend.data.parts import PartWriter, read_parts
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.source import Source, open_source
 from specextend.data.storage import (
@@ -80,11 +80,11 @@ def two_files() -> Source:
 
 def test_a_commit_is_one_put(s3: Endpoint, output: Location, done: MakeRow) -> None:
     """A multipart upload that a death leaves open is paid for and never seen; one request is there or is not."""
-    writer = PartWriter(output, "0000000a")
+    writer = CommitWriter(output, "0000000a")
     s3.requests.clear()
     name = writer.commit([done(0, row, "a summary of some length " * 200) for row in range(64)])
     assert set(s3.changes()) == {("PUT", f"/corpus/runs/one night/_run/parts/{name}")}, "sent again if it takes long"
-    assert read_parts(output).done == {DocumentKey(0, row) for row in range(64)}
+    assert read_commits(output).done == {DocumentKey(0, row) for row in range(64)}
 
 
 def test_keys_are_named_as_they_are(s3: Endpoint, output: Location, done: MakeRow) -> None:
@@ -108,8 +108,8 @@ def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, d
     write_manifest(output, manifest)
     with pytest.raises(FileExistsError):
         write_manifest(output, manifest)
-    PartWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
-    PartWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
+    CommitWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
+    CommitWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
     assert finalize(source, output) == Counts(5, 4, 1)
     write_success(output, Counts(5, 4, 1))
     folder = output.child("summaries")
@@ -121,20 +121,6 @@ def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, d
     s3.requests.clear()
     finalize(source, output)
     assert [path for method, path in s3.changes() if method == "PUT"] == [], "what has not changed is not rewritten"
-
-
-def test_an_output_that_fails_halfway_leaves_nothing(s3: Endpoint, output: Location) -> None:
-    """Also no upload that is open for ever."""
-
-    def write_half() -> None:
-        with atomic_output(output.child("summaries", "part-00000.parquet")) as path:
-            Path(path).write_bytes(b"half" * 5_000_000)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        write_half()
-    assert s3.files() == {}
-    assert s3.open_uploads() == []
 
 
 REFUSALS: dict[str, Callable[[str, str], bool]] = {

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
 from specextend.data.inputs import InputError, InputOptions
-from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.schema import error_row
 from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
 from specextend.data.source import Source, open_source
@@ -89,8 +89,8 @@ def night(options: InputOptions, output: Location, *, failing: str = "", max_new
     source = select_rows(whole, earlier, notes)
     write_selection(source, output)
     write_manifest(output, manifest_of(source, max_new_tokens))
-    PartWriter(output, "0" * 8).commit([result_of(source, key, failing) for key in keys_of(source)])
-    assert not list(pending([file.num_rows for file in source.files], read_parts(output), chosen=source.rows))
+    CommitWriter(output, "0" * 8).commit([result_of(source, key, failing) for key in keys_of(source)])
+    assert not list(pending([file.num_rows for file in source.files], read_commits(output), chosen=source.rows))
     counts = finalize(source, output)
     assert (counts.rows, counts.errors) == (source.num_rows, int(bool(failing)))
     return source

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specextend.data.sorted_rows import SortedRows, cut
+from specextend.data.sorted_rows import SortedRows
 
 SCHEMA = pa.schema([("file", pa.int32()), ("row", pa.int64()), ("text", pa.string())])
 
@@ -21,31 +21,38 @@ def text_of(file: int, row: int) -> str:
 
 
 @settings(max_examples=40)
-@given(
-    st.lists(st.sets(st.integers(0, 99), max_size=9), max_size=8), st.integers(1, 6), st.integers(1, 2000), st.randoms()
-)
-def test_every_window_has_its_rows_in_order(
-    wanted: list[set[int]], most: int, buffer_bytes: int, draw: random.Random
-) -> None:
-    """In memory, in a temporary file, or in many of them; whether the run is about all rows of a file or a few."""
-    windows = cut(map(sorted, wanted), most)
-    keys = [(file, row) for file, rows in enumerate(wanted) for row in sorted(rows)]
+@given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=60), st.integers(1, 4000), st.randoms())
+def test_rows_come_in_order(wanted: set[tuple[int, int]], buffer_bytes: int, draw: random.Random) -> None:
+    """From memory, from a temporary file, or from many of them."""
+    keys = sorted(wanted)
     order = draw.sample(keys, len(keys))
-    with SortedRows(SCHEMA, windows, buffer_bytes) as rows:
+    with SortedRows(SCHEMA, buffer_bytes) as rows:
         for begin in range(0, len(order), 3):
             some = [{"file": file, "row": row, "text": text_of(file, row)} for file, row in order[begin : begin + 3]]
             rows.add(pa.Table.from_pylist(some, SCHEMA))
-        taken = [rows.take(number).to_pylist() for number in range(len(windows))]
-    assert [(row["file"], row["row"]) for window in taken for row in window] == keys
-    assert all(row["text"] == text_of(row["file"], row["row"]) for window in taken for row in window)
-    assert all(len(window) <= most for window in taken)
+        taken = [row for table in rows.tables() for row in table.to_pylist()]
+    assert [(row["file"], row["row"], row["text"]) for row in taken] == [(*key, text_of(*key)) for key in keys]
+
+
+def test_runs_of_many_batches_are_merged() -> None:
+    """Each temporary file has more than is read of it at once."""
+    keys = [(row % 3, row) for row in range(3000)]
+    random.Random(1).shuffle(keys)
+    with SortedRows(SCHEMA, 1 << 21) as rows:
+        for begin in range(0, len(keys), 100):
+            some = [{"file": file, "row": row, "text": "x" * 4000} for file, row in keys[begin : begin + 100]]
+            rows.add(pa.Table.from_pylist(some, SCHEMA))
+        tables = list(rows.tables())
+    assert [(row["file"], row["row"]) for table in tables for row in table.to_pylist()] == sorted(keys)
+    assert len(tables) > 12
+    assert max(table.nbytes for table in tables) < 5 << 20
 
 
 def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not the output folder that is full, and freeing that would not help."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with (
-        SortedRows(SCHEMA, cut([range(1)], 1), buffer_bytes=1) as rows,
+        SortedRows(SCHEMA, buffer_bytes=1) as rows,
         pytest.raises(OSError, match=r"gone takes no more .*TMPDIR"),
     ):
         rows.add(pa.Table.from_pylist([{"file": 0, "row": 0, "text": "x"}], SCHEMA))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -12,12 +12,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from specextend.core import Document, DocumentKey
-from specextend.data.inputs import DocumentError, InputError, InputOptions, content_sha256
-from specextend.data.parquet import stream
+from specextend.data.inputs import DocumentError, InputError, InputOptions
+from specextend.data.rows import content_sha256
 from specextend.data.source import Source, open_source
 
 Write = Callable[..., Path]
@@ -27,21 +26,6 @@ NOT_UTF8 = pa.array([b"\xff\xfe"]).cast(pa.string(), safe=False)
 
 def keys(source: Source) -> list[DocumentKey]:
     return [DocumentKey(file.number, row) for file in source.files for row in range(file.num_rows)]
-
-
-def test_rows_are_read_by_key_over_files_and_row_groups(tmp_path: Path, write: Write) -> None:
-    write("in/b.parquet", {"text": ["four", "five"]})
-    write("in/a.parquet", {"text": ["one", "two", "three"]})
-    write("in/none.parquet", {"text": []}, types={"text": pa.string()})
-    source = open_source(InputOptions(path=str(tmp_path / "in")))
-    assert source.num_rows == 5
-    assert [source.read(key).document for key in reversed(keys(source))][::-1] == [
-        Document(DocumentKey(0, 0), "a.parquet:0", "one"),
-        Document(DocumentKey(0, 1), "a.parquet:1", "two"),
-        Document(DocumentKey(0, 2), "a.parquet:2", "three"),
-        Document(DocumentKey(1, 0), "b.parquet:0", "four"),
-        Document(DocumentKey(1, 1), "b.parquet:1", "five"),
-    ]
 
 
 def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path, write: Write) -> None:
@@ -129,47 +113,17 @@ def test_a_mistyped_column_is_a_run_error(write: Write, option: str, column: str
     assert f"column '{column}' (input.{option}) is " in run_error(path, **options)
 
 
-def test_two_columns_of_one_name_are_a_run_error(tmp_path: Path) -> None:
-    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    assert "2 columns named 'text'" in run_error(tmp_path / "a.parquet")
-
-
 def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker reads all of it for one document. Only columns of documents count; a name with dots is one of them."""
     path = write("a.parquet", {"a.text": [f"{i}" * 300_000 for i in range(60)], "a": [b"y" * 999_999] * 60}, 60)
     options = InputOptions(path=str(path), text_column="a.text")
-    monkeypatch.setattr("specextend.data.audit.MAX_GROUP_BYTES", 100 << 20)
+    monkeypatch.setattr("specextend.data.check.MAX_GROUP_BYTES", 100 << 20)
     assert open_source(options).num_rows == 60
-    monkeypatch.setattr("specextend.data.audit.MAX_GROUP_BYTES", 20 << 20)
+    monkeypatch.setattr("specextend.data.check.MAX_GROUP_BYTES", 20 << 20)
     with pytest.raises(InputError, match=r"a.parquet has a row group that takes 0\.0 GiB to read; .*repartition INPUT"):
         open_source(options)
-
-
-@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
-def test_what_a_row_group_takes_is_what_reading_it_takes(tmp_path: Path, encoding: str) -> None:
-    """A repeated text is held once where it is in a dictionary, and as often as it is there where it is a prefix."""
-    options = {"column_encoding": {"text": encoding}} if encoding == "DELTA_BYTE_ARRAY" else {}
-    table = pa.table({"text": ["a text " * 500] * 60})
-    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=not options, **options)
-    source = open_source(InputOptions(path=str(tmp_path / "a.parquet")))
-    assert (source.files[0].largest_group_bytes > 60 * 3500) is bool(options)
-
-
-def test_a_column_that_turns_out_not_to_be_a_dictionary_is_read_from_there_on(tmp_path: Path) -> None:
-    """Some writers begin with one encoding and go on with another."""
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": [f"text {row}" for row in range(1000)]}), path)
-
-    class TurnsOut(pq.ParquetFile):
-        def iter_batches(self, *arguments: Any, **options: Any) -> Iterator[pa.RecordBatch]:
-            yield next(super().iter_batches(*arguments, **options))
-            raise OSError("Not yet implemented: DecodeArrow")
-
-    tables = stream(TurnsOut(path), ["text"], plain=lambda: pq.ParquetFile(path))
-    assert [text for table in tables for text in table["text"].to_pylist()] == [f"text {row}" for row in range(1000)]
 
 
 def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
@@ -186,19 +140,6 @@ def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, wri
     )
     write("in/b.parquet", {"text": ["x"], "id": NOT_UTF8})
     assert "not UTF-8" in run_error(tmp_path / "in", id_column="id")
-
-
-def test_a_passthrough_column_may_not_have_a_name_of_ours(write: Write) -> None:
-    path = write("a.parquet", {"text": ["x"], "summary": ["y"]})
-    assert "names summary, which summaries have already" in run_error(path, passthrough=("summary",))
-
-
-def test_passthrough_takes_its_type_from_the_file_that_has_values(tmp_path: Path, write: Write) -> None:
-    """A column without values may have the type null: that is how pandas writes it."""
-    write("in/a.parquet", {"text": ["x"], "topic": [None]})
-    write("in/b.parquet", {"text": ["x"], "topic": [["law"]]})
-    source = open_source(InputOptions(path=str(tmp_path / "in"), passthrough=("topic",)))
-    assert source.passthrough_fields == (pa.field("topic", pa.list_(pa.string())),)
 
 
 @pytest.mark.parametrize(
@@ -248,19 +189,6 @@ def test_a_bad_text_costs_its_row_and_no_more(write: Write, text: pa.Array, erro
     error = caught.value
     assert (error.error_class, error.stage, error.retryable, error.doc_id) == (error_class, "read", False, "one")
     assert [row.error_class for row in source.scan()] == [error_class]
-
-
-def test_a_row_may_set_its_own_limit(write: Write) -> None:
-    path = write("a.parquet", {"text": ["x", "y", "z"], "limit": [16, None, 0]})
-    source = open_source(InputOptions(path=str(path), max_new_tokens_column="limit"))
-    assert [source.read(DocumentKey(0, row)).max_new_tokens for row in (0, 1)] == [16, None]
-    with pytest.raises(DocumentError, match="BadMaxNewTokens"):
-        source.read(DocumentKey(0, 2))
-    assert [(row.max_new_tokens, row.error_class) for row in source.scan()] == [
-        (16, None),
-        (None, None),
-        (None, "BadMaxNewTokens"),
-    ]
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())], ids=str)
@@ -321,15 +249,15 @@ def test_no_text_passes_for_another_one_with_an_instruction() -> None:
 
 def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
     """Null and blank leave the run's; two places for the document are the row's error, not the run's."""
-    own = ["Count the words.", None, " ", "{document} {document}", "Again."]
+    own = ["Count the words.", None, " ", "{{ document }} {{document}}", "Again."]
     path = write("in.parquet", {"text": ["same"] * 5, "ask": own})
     source = open_source(InputOptions(path=str(path), instruction_column="ask"))
     rows = [source.read(DocumentKey(0, row)) for row in (0, 1, 2, 4)]
-    assert [row.instruction for row in rows] == ["Count the words.", None, None, "Again."]
+    assert [row.instruction for row in rows] == [("Count the words.\n\n", ""), None, None, ("Again.\n\n", "")]
     first, null, blank, again = (row.content_sha256 for row in rows)
     assert null == blank == hashlib.sha256(b"same").hexdigest()
     assert len({first, null, again}) == 3, "another question makes another summary"
-    with pytest.raises(DocumentError, match="BadInstruction: the instruction contains"):
+    with pytest.raises(DocumentError, match="BadInstruction: the instruction"):
         source.read(DocumentKey(0, 3))
     with pytest.raises(InputError, match=r"has no column 'asked' \(input.instruction_column\)"):
         open_source(InputOptions(path=str(path), instruction_column="asked"))

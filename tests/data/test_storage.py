@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +13,6 @@ from pyarrow import fs
 from specextend.data.storage import (
     Location,
     atomic_output,
-    create_bytes,
     delete,
     exists,
     list_files,
@@ -37,21 +33,16 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     return Location(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "folder")
 
 
-def test_what_was_written_is_read_back_and_replaced_whole_unless_it_was_created(folder: Location) -> None:
-    """The manifest is created: a second writer must notice the first."""
+def test_what_was_written_is_read_back_and_replaced_whole(folder: Location) -> None:
     location = folder.child("a", "b.json")
     assert read_bytes(location) is None
     write_bytes(location, b"first, and longer")
     write_bytes(location, b"second")
     assert read_bytes(location) == b"second"
-    assert not create_bytes(location, b"theirs")
-    assert read_bytes(location) == b"second"
     assert list_files(folder.child("a")) == ["b.json"]
     delete(location)
     delete(location)
     assert not exists(location)
-    assert create_bytes(location, b"mine")
-    assert read_bytes(location) == b"mine"
 
 
 def test_a_failure_while_writing_leaves_what_was_there(folder: Location) -> None:
@@ -69,24 +60,6 @@ def test_a_failure_while_writing_leaves_what_was_there(folder: Location) -> None
     assert list_files(folder) == ["summary"]
 
 
-def test_a_death_between_writing_and_renaming_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
-    """The crash is real: the writing process ends at the rename, without any clean-up."""
-    script = (
-        "import os, sys\n"
-        "from specextend.data.storage import resolve, write_bytes\n"
-        "os.replace = lambda source, target: os._exit(9)\n"
-        "write_bytes(resolve(sys.argv[1]).child('part.parquet'), b'whole')\n"
-    )
-    died = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], env=os.environ | {"PYTHONPATH": ROOT}, check=False
-    )
-    assert died.returncode == 9
-    assert len(os.listdir(tmp_path)) == 1, "the temporary file is there"
-    assert list_files(resolve(str(tmp_path))) == []
-    remove_temporary_files(resolve(str(tmp_path)))
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path: Path) -> None:
     """A file URI comes from a program, a path from a person; neither has parameters or fragments."""
     name = "date=2026-01-01%2000%3A00#1?x=y"
@@ -102,16 +75,6 @@ def test_a_file_uri_is_percent_encoded_and_a_path_is_not(tmp_path: Path) -> None
 def test_the_path_of_a_uri_is_taken_as_it_is_written(scheme: str, parameters: str, key: str) -> None:
     """`out#1` and `out#2` were one folder, and what Spark escapes could not be named."""
     assert resolve(f"{scheme}://bucket/{key}{parameters}").path == f"bucket/{key}"
-
-
-def test_parameters_of_a_uri_are_no_part_of_its_path() -> None:
-    location = resolve("s3://bucket/a#1?region=eu-west-1&endpoint_override=http%3A%2F%2Fhost%3A9000")
-    assert location.path == "bucket/a#1"
-    assert location.filesystem.region == "eu-west-1"
-    with pytest.raises(ValueError, match="an unknown parameter counts as one"):
-        resolve("s3://bucket/a?regoin=x")
-    with pytest.raises(ValueError, match=r"^cannot open nowhere://x: .*pyarrow.fs$"):
-        resolve("nowhere://x")
 
 
 @dataclass(eq=False)
@@ -136,7 +99,6 @@ def write_through(location: Location) -> None:
 
 CHANGES: dict[str, Callable[[Location], object]] = {
     "write_bytes": lambda location: write_bytes(location, b"new"),
-    "create_bytes": lambda location: create_bytes(location.parent.child("another"), b"new"),
     "atomic_output": write_through,
     "delete": delete,
 }

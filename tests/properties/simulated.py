@@ -36,7 +36,7 @@ from specextend.cluster.workers import Roster
 from specextend.config import JobOptions, RunConfig
 from specextend.core import DocumentKey
 from specextend.data.audit_rows import AuditWriter
-from specextend.data.parts import PartWriter
+from specextend.data.commits import CommitWriter
 from specextend.data.source import Source
 from specextend.data.storage import Location
 from specextend.stats import DecodingStats
@@ -236,7 +236,7 @@ def driver_of(
         roster=Roster(job.workers),
         committer=Committer(
             output,
-            PartWriter(output, run_id),
+            CommitWriter(output, run_id),
             AuditWriter(output, run_id),
             record,
             lock,

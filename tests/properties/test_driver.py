@@ -19,8 +19,8 @@ from specextend.cluster.exits import Interrupt, WorkersFailError
 from specextend.cluster.records import tried_before
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
+from specextend.data.commits import pending, read_commits
 from specextend.data.finalize import finalize
-from specextend.data.parts import pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import resolve
@@ -77,7 +77,7 @@ class Night:
         return f"summary of {name_of(key)}"
 
     def driver(self, pool: SimulatedPool) -> Driver:
-        progress = read_parts(self.output)
+        progress = read_commits(self.output)
         job = JobOptions(
             workers=self.workers,
             document_deadline_s=300.0 if self.trouble else 1e5,

@@ -19,9 +19,9 @@ from specextend.cluster import lock
 from specextend.cluster.exits import EXIT_DONE, EXIT_FAILED, EXIT_LOCKED, RunError, exit_code, writing
 from specextend.cluster.lock import OutputLock, read_lock
 from specextend.core import DocumentKey
-from specextend.data import parts
+from specextend.data import parquet
+from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
-from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts, read_success, write_success
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from tests.properties.rows import done, in_a_folder, rows_of, source_of
@@ -97,8 +97,8 @@ class Start:
     def wait(self) -> None:
         if self.lock.try_take():
             self.beat_at = self.machine.steady()
-            self.left = list(pending(SIZES, read_parts(self.output)))
-            self.writer = PartWriter(self.output, self.run_id)
+            self.left = list(pending(SIZES, read_commits(self.output)))
+            self.writer = CommitWriter(self.output, self.run_id)
 
     def work(self, left: list[DocumentKey]) -> None:
         """What either thread does next: the one that beats, or the one that writes."""
@@ -221,7 +221,7 @@ def play(seed: int, where: Callable[[Path], Location], num_schedulers: int) -> l
         with pytest.MonkeyPatch.context() as patch:
             for module, name, call in ((lock, "read_bytes", read_bytes), (lock, "write_bytes", write_bytes)):
                 patch.setattr(module, name, asking(night.world, call))
-            patch.setattr(parts, "write_bytes", asking(night.world, write_bytes))
+            patch.setattr(parquet, "write_bytes", asking(night.world, write_bytes))
             night.pass_by()
         total = sum(SIZES)
         assert read_success(night.output) == Counts(total, total, 0), "whoever should try again did, and it was enough"

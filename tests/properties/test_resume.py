@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specextend.core import DocumentKey
+from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
-from specextend.data.parts import PartWriter, pending, read_parts
 from specextend.data.run_folder import Counts
 from specextend.data.source import Source
 from specextend.data.storage import Location, resolve
@@ -46,8 +46,8 @@ class History:
     def start(self, *, retry_errors: bool, to_its_end: bool) -> None:
         """A start that does some of what is open, in any order, and commits in pieces of any size."""
         self.num_starts += 1
-        writer = PartWriter(self.output, self.data.draw(st.from_regex(r"\A[0-9a-f]{8}\Z")))
-        keys = list(pending(self.sizes, read_parts(self.output), retry_errors="all" if retry_errors else "none"))
+        writer = CommitWriter(self.output, self.data.draw(st.from_regex(r"\A[0-9a-f]{8}\Z")))
+        keys = list(pending(self.sizes, read_commits(self.output), retry_errors="all" if retry_errors else "none"))
         assert set(keys) == {key for key in self.keys if self.is_open(key, retry_errors)}
         order = self.data.draw(st.permutations(keys))
         while order:
@@ -67,7 +67,7 @@ class History:
         self.expected[key] = f"by start {self.num_starts}" if is_done else ""
         return done(key, self.expected[key]) if is_done else failed(key, f"in start {self.num_starts}")
 
-    def die_in_a_commit(self, writer: PartWriter, keys: list[DocumentKey]) -> None:
+    def die_in_a_commit(self, writer: CommitWriter, keys: list[DocumentKey]) -> None:
         """Killed before the part has its name: none of its rows counts."""
         rows = [done(key, "never seen") for key in keys]
         with pytest.MonkeyPatch.context() as patch:
@@ -91,10 +91,6 @@ def killed(*arguments: Any) -> None:
     raise Killed
 
 
-WINDOW_ROWS = 4
-"""So few that files and windows overlap in every way."""
-
-
 @settings(max_examples=20)
 @given(st.data(), st.lists(st.booleans(), max_size=4))
 def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.DataObject, starts: list[bool]) -> None:
@@ -107,9 +103,7 @@ def test_however_its_starts_ended_a_resumed_run_has_every_row_once(data: st.Data
         history.start(retry_errors=False, to_its_end=True)
         num_done = sum(map(bool, history.expected.values()))
         rows = len(history.keys)
-        assert finalize(history.source, history.output, window_rows=WINDOW_ROWS) == Counts(
-            rows, num_done, rows - num_done
-        )
+        assert finalize(history.source, history.output) == Counts(rows, num_done, rows - num_done)
         history.check()
 
     in_a_folder(check)
@@ -133,10 +127,10 @@ def test_a_finalize_that_was_killed_anywhere_is_made_good_by_the_next(data: st.D
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "replace", replace)
             try:
-                finalize(history.source, history.output, window_rows=WINDOW_ROWS)
+                finalize(history.source, history.output)
             except Killed:
                 assert not (history.folder / "_SUCCESS").exists()
-        finalize(history.source, history.output, window_rows=WINDOW_ROWS)
+        finalize(history.source, history.output)
         history.check()
         assert not list(history.folder.rglob(".*")), "no litter of the killed one is left"
 

@@ -16,7 +16,7 @@ from specextend.cluster.scheduler import MAX_DEATHS
 from specextend.cluster.workers import MAX_FRUITLESS_DEATHS
 from specextend.config import JobOptions
 from specextend.core import DocumentKey
-from specextend.data.parts import read_parts
+from specextend.data.commits import read_commits
 from specextend.data.storage import resolve
 from tests.cluster.conftest import Screen
 from tests.properties.rows import rows_of, source_of
@@ -63,7 +63,7 @@ def night(
     estimates = {key: TokenEstimate(draw.randint(1, 100), 5) for key in keys}
     driver = driver_of(source, output, job, pool, estimates, interrupt)
     driver.run()
-    progress = read_parts(output)
+    progress = read_commits(output)
     assert len(progress.done) + len(progress.errors) == num_documents
     attempts = Counter(row["attempts"] for row in rows_of(folder / "output" / "_run" / "parts"))
     assert isinstance(driver.display, Screen)

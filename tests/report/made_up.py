@@ -13,8 +13,8 @@ from specextend.cluster.messages import WorkerInfo
 from specextend.cluster.records import StartRecord
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey
+from specextend.data.commits import CommitWriter
 from specextend.data.fingerprint import fingerprint
-from specextend.data.parts import PartWriter
 from specextend.data.prompts import Prompt
 from specextend.data.quality import QualityOptions, assess
 from specextend.data.schema import error_row, result_row
@@ -195,14 +195,14 @@ def write_run(folder: Path, **report: Any) -> str:
     config = config_of(str(folder), **report)
     write_manifest_file(output, config, NUM_DOCUMENTS)
     first_night(output, config)
-    writer = PartWriter(output, FIRST)
+    writer = CommitWriter(output, FIRST)
     early = rows_of_worker(range(60), "host:1", NIGHT_S + 12, draw)
     writer.commit([*early[:40], failed_row(290), failed_row(291, "WorkerDied")])
     dying = rows_of_worker(range(60, 85), "host:2", NIGHT_S + 21, draw)
     writer.commit([*dying, *early[40:], *rows_of_worker(range(85, 100), "host:3", NIGHT_S + 81, draw)])
     writer.commit([failed_row(0), failed_row(292)])  # the first of which is done, and stays so
     second_night(output, config)
-    writer = PartWriter(output, SECOND)
+    writer = CommitWriter(output, SECOND)
     late = rows_of_worker(range(100, 250), "host:11", NEXT_NIGHT_S + 21, draw)
     later = rows_of_worker(range(250, 292), "host:12", NEXT_NIGHT_S + 22, draw)
     writer.commit([*late[:100], *later])

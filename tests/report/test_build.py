@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specextend.cli.report import main
-from specextend.data.parts import PartWriter
+from specextend.data.commits import CommitWriter
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import resolve
 from specextend.report import build_report, render_outcome, write_report
@@ -25,7 +25,7 @@ DONE = rows_of_worker(range(2), "host:1", NIGHT_S, random.Random(1))
 
 
 def commit(folder: Path, rows: list[dict[str, Any]]) -> str:
-    PartWriter(resolve(str(folder)), FIRST).commit(rows)
+    CommitWriter(resolve(str(folder)), FIRST).commit(rows)
     return str(folder)
 
 

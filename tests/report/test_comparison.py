@@ -9,7 +9,7 @@ import pytest
 
 from specextend.cli.report import main
 from specextend.core import DocumentKey
-from specextend.data.parts import PartWriter
+from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
 from specextend.report import compare
 from tests.properties.rows import done
@@ -20,7 +20,7 @@ def run_of(folder: Path, texts: dict[int, str], digest: str = "a" * 64, **decodi
     output, config = resolve(str(folder)), config_of("/same")
     values = config.model_copy(update={"decoding": type(config.decoding)(mode="autoregressive", **decoding)})
     write_manifest_file(output, values, len(texts), digest)
-    PartWriter(output, "0000000a").commit([done(DocumentKey(0, row), text) for row, text in texts.items()])
+    CommitWriter(output, "0000000a").commit([done(DocumentKey(0, row), text) for row, text in texts.items()])
     return str(folder)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specextend.cluster.records import StartRecord
-from specextend.data.parts import PartWriter
+from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
 from specextend.report import build_report
 from tests.report.made_up import FIRST, NIGHT_S, SECOND, SetClock, config_of, info, rows_of_worker
@@ -27,7 +27,7 @@ def one_worker(folder: Path, workers: bool = True) -> str:
         clock.now = NIGHT_S + 10
         record.worker_ready("worker-1", info(1))
         record.write()
-    PartWriter(output, FIRST).commit(rows_of_worker(range(5), "host:1", NIGHT_S + 11, random.Random(1)))
+    CommitWriter(output, FIRST).commit(rows_of_worker(range(5), "host:1", NIGHT_S + 11, random.Random(1)))
     return str(folder)
 
 

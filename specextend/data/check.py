@@ -1,25 +1,26 @@
-"""The audit of the input before a model is loaded: its files, and whether their columns and ids are usable."""
+"""The check of the input before a model is loaded: its files, and whether their columns and ids are usable."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
 from specextend.core import counted, one_line
-from specextend.data.in_order import in_order
 from specextend.data.inputs import InputError, InputFile, InputOptions, InputUnreachableError, unreadable
 from specextend.data.listing import Listing
 from specextend.data.parquet import DAMAGED, is_text, largest_group_bytes, open_parquet, plain_text
-from specextend.data.schema import SUMMARY_SCHEMA
-from specextend.data.storage import Location
+from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
+from specextend.data.schema import summary_fields
+from specextend.data.storage import Location, in_order
 
 MAX_GROUP_BYTES = 1 << 30
 """Most bytes that the columns of a document may take when they are read from a row group: a worker holds it."""
@@ -37,17 +38,20 @@ def ask(location: Location, name: str) -> fs.FileInfo:
         raise InputUnreachableError(f"{name} cannot be reached ({one_line(error)}); run again") from error
 
 
-def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
-    """Audit the files; return them with their row counts, and the fields of the passthrough columns.
+def check_input(
+    listing: Listing, reader: RowReader, text_column: str = "summary"
+) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
+    """Check the files; return them with their row counts, and the fields of the passthrough columns.
 
     Several files are read at once, of which each takes the memory of a row and of its ids. The first file whose store
-    does not answer ends the audit: it will not answer for the next one either.
+    does not answer ends the check: it will not answer for the next one either.
 
     Raises InputError in one line, which tells of all unusable files, or else of repeated ids.
     """
-    _check_passthrough_names(options)
+    options = reader.options
+    _check_names(options, text_column)
     files, fields, ids, problems = [], [], [], []
-    look = partial(_audit_or_problem, listing, options)
+    look = partial(_check_or_problem, listing, reader)
     for found in in_order(look, range(len(listing.relative_paths))):
         if isinstance(found, str):
             problems.append(found)
@@ -63,31 +67,29 @@ def audit(listing: Listing, options: InputOptions) -> tuple[tuple[InputFile, ...
     return tuple(files), _unify(fields, options, listing)
 
 
-def _audit_or_problem(
-    listing: Listing, options: InputOptions, number: int
+def _check_or_problem(
+    listing: Listing, reader: RowReader, number: int
 ) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray] | str:
-    """Return what `_audit_file` does, or what is wrong with the file. Raises InputUnreachableError."""
+    """Return what `_check_file` does, or what is wrong with the file. Raises InputUnreachableError."""
     try:
-        return _audit_file(listing, number, options)
+        return _check_file(listing, number, reader)
     except InputUnreachableError:
         raise
     except InputError as error:
         return str(error)
 
 
-def _audit_file(
-    listing: Listing, number: int, options: InputOptions
-) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray]:
-    """Audit one file; return it, its passthrough fields, and its ids if it has a column of them. Raises InputError."""
-    name, size = listing.relative_paths[number], listing.sizes[number]
+def _check_file(listing: Listing, number: int, reader: RowReader) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray]:
+    """Check one file; return it, its passthrough fields, and its ids if it has a column of them. Raises InputError."""
+    options, name, size = reader.options, listing.relative_paths[number], listing.sizes[number]
     location = listing.root.child(name)
     try:
         with open_parquet(location) as parquet:
-            check_columns(name, parquet.schema_arrow, options)
+            check_columns(name, parquet.schema_arrow, reader)
             fields = [_passthrough_field(parquet.schema_arrow, column) for column in options.passthrough]
             ids = _read_ids(name, parquet, options.id_column)
             rows = _group_rows(parquet.metadata)
-            largest = largest_group_bytes(parquet, options.document_columns)
+            largest = largest_group_bytes(parquet, reader.document_columns)
             _check_group_size(name, largest)
         modified_ns = ask(location, name).mtime_ns
         return InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns), fields, ids
@@ -135,25 +137,33 @@ def _is_id(kind: pa.DataType) -> bool:
     return is_text(kind) or _is_count(kind)
 
 
-def _check_passthrough_names(options: InputOptions) -> None:
-    ours = [name for name in options.passthrough if name in SUMMARY_SCHEMA.names]
+def _check_names(options: InputOptions, text_column: str) -> None:
+    """Raise InputError if two columns of the summaries would have one name."""
+    names = [field.name for field in summary_fields(text_column)]
+    if names.count(text_column) > 1:
+        raise InputError(f"output.column {text_column} is another column of the summaries; give another name")
+    ours = [name for name in options.passthrough if name in names]
     if ours:
         raise InputError(f"input.passthrough names {', '.join(ours)}, which summaries have already; rename it")
 
 
-def check_columns(file: str, schema: pa.Schema, options: InputOptions) -> None:
+def check_columns(file: str, schema: pa.Schema, reader: RowReader) -> None:
     """Raise InputError for a configured column that a file, or a batch, does not have, or that has a wrong type."""
-    wanted = [
+    options = reader.options
+    own = [
         ("text_column", options.text_column, is_text, "a string column"),
         ("id_column", options.id_column, _is_id, "a string or integer column"),
         ("max_new_tokens_column", options.max_new_tokens_column, _is_count, "an integer column"),
         ("num_tokens_column", options.num_tokens_column, _is_count, "an integer column"),
         ("reference_column", options.reference_column, is_text, "a string column"),
         ("instruction_column", options.instruction_column, is_text, "a string column"),
+        ("options_column", options.options_column, is_options, f"a struct of {', '.join(ROW_OPTIONS)}"),
     ]
-    also_in_path = [("passthrough", name) for name in options.passthrough]
-    also_in_path += [("filter", name) for name in options.filter_columns]
-    wanted += [(option, name, lambda kind: True, "any column") for option, name in also_in_path]
+    also_in_path = [("input.passthrough", name) for name in options.passthrough]
+    also_in_path += [("input.filter", name) for name in options.filter_columns]
+    of_any_type = [*also_in_path, *(("prompt.instruction", name) for name in reader.template_columns)]
+    wanted = [(f"input.{option}", column, is_right, what) for option, column, is_right, what in own]
+    wanted += [(option, name, lambda kind: True, "any column") for option, name in of_any_type]
     for option, column, is_right, what in wanted:
         if column is None:
             continue
@@ -162,12 +172,12 @@ def check_columns(file: str, schema: pa.Schema, options: InputOptions) -> None:
             continue
         if not found:
             names = ", ".join(schema.names[:12]) + (", ..." if len(schema.names) > 12 else "")
-            raise InputError(f"{file} has no column {column!r} (input.{option}); it has {names or 'none'}")
+            raise InputError(f"{file} has no column {column!r} ({option}); it has {names or 'none'}")
         if len(found) > 1:
-            raise InputError(f"{file} has {len(found)} columns named {column!r} (input.{option}); rename all but one")
+            raise InputError(f"{file} has {len(found)} columns named {column!r} ({option}); rename all but one")
         kind = schema.field(found[0]).type
         if not is_right(kind):
-            raise InputError(f"{file}: column {column!r} (input.{option}) is {kind}, but must be {what}")
+            raise InputError(f"{file}: column {column!r} ({option}) is {kind}, but must be {what}")
 
 
 def _read_ids(file: str, parquet: pq.ParquetFile, column: str | None) -> pa.ChunkedArray:
@@ -194,24 +204,15 @@ def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:
         return
     counts = every.value_counts()
     repeated = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy() > 1))].as_py()
-    places = [
-        f"{listing.relative_paths[number]} row {row}"
-        for number, column in enumerate(ids)
-        for row in _rows_with(column, repeated)
-    ]
+    ends = np.cumsum([len(column) for column in ids])
+    places = []
+    for place in pc.indices_nonzero(pc.equal(every, repeated)).to_pylist()[:2]:
+        number = int(np.searchsorted(ends, place, side="right"))
+        places.append(f"{listing.relative_paths[number]} row {place - (ends[number] - len(ids[number]))}")
     raise InputError(
         f"ids must be unique over all files: {num_repeated:,} repeated, the first is {repeated!r} in "
-        f"{' and '.join(places[:2])}; make them different, or leave out input.id_column"
+        f"{' and '.join(places)}; make them different, or leave out input.id_column"
     )
-
-
-def _rows_with(column: pa.ChunkedArray, value: str) -> Iterator[int]:
-    row = 0
-    for chunk in column.chunks:
-        for item in chunk:
-            if item.as_py() == value:
-                yield row
-            row += 1
 
 
 def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:

@@ -11,8 +11,8 @@ from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS
 from tests.cluster.conftest import Job
 
 SECTIONS: dict[str, dict[str, Any]] = {
-    "prompt": {"length_policy": "chunk", "max_prompt_tokens": 240},
-    "chunks": {"instruction": "Shorten.", "merge_instruction": "Merge."},
+    "prompt": {"length_policy": "parts", "max_prompt_tokens": 240},
+    "parts": {"instruction": "Shorten.", "merge_instruction": "Merge."},
 }
 SENTENCES = "".join(f"Rain fell on roof {number} all night. " for number in range(24))
 OTHERS = SENTENCES.replace("Rain", "Snow")
@@ -30,4 +30,4 @@ def test_a_part_that_fails_is_found_and_named_and_a_worker_that_dies_loses_none(
     assert (error["doc_id"], error["error_class"]) == ("d0", "ValueError")
     assert error["message"].startswith("part ")
     assert error["message"].endswith("this document cannot be done")
-    assert len(run.summaries()["d1"]["chunk_summaries"]) > 2
+    assert len(run.summaries()["d1"]["part_summaries"]) > 2

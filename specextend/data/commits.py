@@ -1,0 +1,298 @@
+"""Append-only commits, which are the only record of finished rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from specextend.core import DocumentKey
+from specextend.data.fingerprint import PROVENANCE, read_manifest
+from specextend.data.parquet import damaged_as, write_table
+from specextend.data.run_folder import commits_folder
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA
+from specextend.data.storage import Location, file_sizes, in_order, remove_temporary_files
+
+_NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
+_RUN_ID, _FINGERPRINT = b"specextend.run_id", b"specextend.fingerprint"
+_WHOLE_BYTES = 1 << 20
+"""A commit up to this size is read in one request, also if few of its columns are wanted."""
+KEY_COLUMNS = ("file", "row", "error_class")
+"""The columns that name the row of a result, and whether it is done: then the last is null."""
+_NAME_OF = b"specextend.commit"
+
+
+class DamagedCommitError(ValueError):
+    """A commit that cannot be read."""
+
+
+class StrangeCommitError(ValueError):
+    """A commit of another run."""
+
+
+class CommitWriter:
+    """Commits rows to `_run/parts/part-<run id>-<seq>.parquet`; one writer per output folder, which holds its lock.
+
+    `seq` continues after the highest in the folder, so the order of commits over all starts is the order of
+    (seq, run id): this is what "later" means. run_id: 8 hexadecimal digits. fingerprint: that of the run; origin: its
+    `provenance`. Both are written into every commit.
+    """
+
+    def __init__(self, output: Location, run_id: str, fingerprint: str = "", origin: bytes = b"") -> None:
+        if not re.fullmatch(r"[0-9a-f]{8}", run_id):
+            raise ValueError(f"a run id is 8 hexadecimal digits, got {run_id!r}")
+        self.run_id = run_id
+        metadata = {_RUN_ID: run_id, _FINGERPRINT: fingerprint, PROVENANCE: origin}
+        self._schema = COMMIT_SCHEMA.with_metadata({name: value for name, value in metadata.items() if value})
+        self._folder = commits_folder(output)
+        remove_temporary_files(self._folder)
+        names = list_commits(output)
+        self._next_seq = commit_order(names[-1])[0] + 1 if names else 0
+
+    def commit(self, rows: Sequence[dict[str, Any]]) -> str | None:
+        """Write rows of `result_row` and `error_row`, whole or not at all.
+
+        Returns the commit's name; None if there are no rows.
+        """
+        if not rows:
+            return None
+        name = f"part-{self.run_id}-{self._next_seq:06d}.parquet"
+        write_table(self._folder.child(name), pa.Table.from_pylist(list(rows), schema=self._schema))
+        self._next_seq += 1
+        return name
+
+
+def commit_sizes(output: Location) -> dict[str, int]:
+    """Return the bytes of the commits by name, the earliest first."""
+    sizes = file_sizes(commits_folder(output))
+    return {name: sizes[name] for name in sorted(filter(_NAME.fullmatch, sizes), key=commit_order)}
+
+
+def list_commits(output: Location) -> list[str]:
+    """List the names of the commits, the earliest first."""
+    return list(commit_sizes(output))
+
+
+def recorded_fingerprint(output: Location) -> str:
+    """Return the fingerprint in an output folder's manifest; empty if there is none."""
+    manifest = read_manifest(output)
+    return "" if manifest is None else str(manifest["fingerprint"])
+
+
+def read_commit(
+    output: Location, name: str, columns: Sequence[str], fingerprint: str = "", num_bytes: int = 0
+) -> pa.Table:
+    """Read columns of one commit with the types of COMMIT_SCHEMA; `commit_of` returns its name.
+
+    num_bytes: its size; a large one is read by columns. Raises DamagedCommitError if it cannot be read: none of our
+    writers leaves such a commit. Raises StrangeCommitError if it names another run than `fingerprint`.
+    """
+    location = commits_folder(output).child(name)
+    with (
+        damaged_as(DamagedCommitError, location, "delete it to do its documents again"),
+        location.filesystem.open_input_file(location.path) as file,
+    ):
+        contents = pa.BufferReader(file.read_buffer()) if num_bytes <= _WHOLE_BYTES else file
+        with pq.ParquetFile(contents, pre_buffer=True) as parquet:
+            found = (parquet.schema_arrow.metadata or {}).get(_FINGERPRINT, b"").decode()
+            wanted = pa.schema([COMMIT_SCHEMA.field(column) for column in columns], {_NAME_OF: name})
+            table = parquet.read(list(columns)).select(wanted.names).cast(wanted)
+    if found and fingerprint and found != fingerprint:
+        which = f"fingerprint {found[:12]}, here {fingerprint[:12]}"
+        raise StrangeCommitError(f"{location.path} is a commit of another run ({which}); move it away")
+    return table
+
+
+def commit_of(table: pa.Table) -> str:
+    """Return the name of the commit that a table of `read_commit` or `read_results` was read from."""
+    name: bytes = table.schema.metadata[_NAME_OF]
+    return name.decode()
+
+
+def run_id_of(name: str) -> str:
+    """Return the run id of the start that wrote a commit, from the commit's name."""
+    return commit_order(name)[1]
+
+
+def commit_order(name: str) -> tuple[int, str]:
+    """Return (seq, run id) of a commit's name, by which commits are ordered."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match["seq"]), match["run_id"]
+
+
+Retry = Literal["none", "retryable", "all"]
+"""The error rows that are done again."""
+MOST_BYTES = 64 << 20
+"""Bytes of commits, as they are stored, that are read ahead; in memory they take a few times as much."""
+_MOST_ROWS = 1 << 32
+"""No input file has so many rows."""
+_ERROR_COLUMNS = {*KEY_COLUMNS, *ERROR_SCHEMA.names}
+OPEN, FAILED, DONE = 0, 1, 2
+"""States of an input row: without a result, or with one that counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of a run, as the commits of its output folder record it."""
+
+    done: frozenset[DocumentKey]
+    errors: dict[DocumentKey, str]
+    """Error rows that are not done: key -> error_class of the latest result."""
+    final: frozenset[DocumentKey] = frozenset()
+    """Those of `errors` that would fail again, because their latest result is not retryable."""
+    attempts: dict[DocumentKey, int] = field(default_factory=dict)
+    """Attempts of `errors`: key -> attempts of the latest result."""
+
+
+def read_commits(output: Location, fingerprint: str = "") -> Progress:
+    """Read the keys of every commit; without commits the progress is empty.
+
+    fingerprint: that of the run to which the commits must belong; if empty, that of the folder's manifest.
+    """
+    done: set[DocumentKey] = set()
+    errors: dict[DocumentKey, str] = {}
+    final: set[DocumentKey] = set()
+    attempts: dict[DocumentKey, int] = {}
+    for table in read_results(output, (*KEY_COLUMNS, "retryable", "attempts"), fingerprint):
+        keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
+        if table["error_class"].null_count:
+            done.update(keys)
+            continue
+        for key, row in zip(keys, table.to_pylist(), strict=True):
+            errors[key] = row["error_class"]
+            attempts[key] = row["attempts"] or 0
+            if not row["retryable"]:
+                final.add(key)
+    return Progress(frozenset(done), errors, frozenset(final), attempts)
+
+
+def pending(
+    file_rows: Sequence[int],
+    progress: Progress,
+    *,
+    retry_errors: Retry = "none",
+    chosen: Callable[[int], Sequence[int]] | None = None,
+) -> Iterator[DocumentKey]:
+    """Yield the keys to do, in order.
+
+    file_rows: rows of each input file. retry_errors: the error rows to redo. chosen: gives the rows that are wanted of
+    a file, by its number; without it all are.
+    """
+    closed = {"none": progress.errors.keys(), "retryable": progress.final, "all": set[DocumentKey]()}[retry_errors]
+    for file, num_rows in enumerate(file_rows):
+        for row in range(num_rows) if chosen is None else chosen(file):
+            key = DocumentKey(file, row)
+            if key not in progress.done and key not in closed:
+                yield key
+
+
+def read_results(
+    output: Location, columns: Sequence[str], fingerprint: str = "", settled: Settled | None = None
+) -> Iterator[pa.Table]:
+    """Yield the results that count as tables of `columns`, in which the KEY_COLUMNS must be; each commit is read once.
+
+    Done beats error, later beats earlier, and each input row has one result. A table is of one commit, and holds rows
+    done or error rows: first come those done, the latest commits first, then the error rows in the order of their
+    commits. Memory: the commits read ahead (MOST_BYTES), the error rows' own columns, and a byte for each input row.
+    fingerprint: as for `read_commits`. settled: filled in. Raises DamagedCommitError and StrangeCommitError.
+    """
+    sizes = commit_sizes(output)
+    fingerprint = fingerprint or recorded_fingerprint(output)
+    settled, failed = settled or Settled(), list[tuple[str, pa.Table]]()
+    names = list(reversed(sizes))
+
+    def read(name: str) -> pa.Table:
+        return read_commit(output, name, columns, fingerprint, sizes[name])
+
+    tables = in_order(read, names, cost=sizes.__getitem__, most=MOST_BYTES)
+    for name, table in zip(names, tables, strict=True):
+        path = commits_folder(output).child(name).path
+        places = settled.places(table, path)
+        is_done = table["error_class"].is_null().to_numpy()
+        if len(done := settled.settle(places, is_done, DONE)):
+            yield table.take(pa.array(done))
+        if len(errors := settled.settle(places, ~is_done, FAILED)):
+            own = table.select([column for column in columns if column in _ERROR_COLUMNS])
+            failed.append((path, own.take(pa.array(errors))))
+    while failed:
+        path, own = failed.pop()
+        own = own.filter(pa.array(settled.is_failed(settled.places(own, path))))
+        if len(own):
+            yield _with_nulls(own, columns, table.schema.with_metadata(own.schema.metadata))
+
+
+def _with_nulls(table: pa.Table, columns: Sequence[str], schema: pa.Schema) -> pa.Table:
+    """Add the columns that error rows do not have."""
+    arrays = [
+        table[name] if name in table.column_names else pa.nulls(len(table), schema.field(name).type) for name in columns
+    ]
+    return pa.table(arrays, schema=schema)
+
+
+class Settled:
+    """Remembers for each input row whether a result that counts was seen: one that is done, or only a failed one."""
+
+    def __init__(self) -> None:
+        self._room = np.zeros(0, np.int64)
+        self._begins = np.zeros(0, np.int64)
+        self._states = np.zeros(0, np.uint8)
+
+    def places(self, table: pa.Table, path: str) -> NDArray[np.int64]:
+        """Return the place of each row's state [N], until the next call. path: of the commit, for messages.
+
+        Raises DamagedCommitError.
+        """
+        files, rows = (table[column].to_numpy() for column in ("file", "row"))
+        if not len(files):
+            return np.zeros(0, np.int64)
+        if min(files.min(), rows.min()) < 0 or rows.max() >= _MOST_ROWS:
+            raise DamagedCommitError(f"{path} is damaged (it names a row that no input has); delete it to go on")
+        self._make_room(files, rows)
+        return self._begins[files] + rows
+
+    def settle(self, places: NDArray[np.int64], mask: NDArray[np.bool_], state: int) -> NDArray[np.int64]:
+        """Give rows a state if theirs is less; return which of the masked ones got it, the last of equal ones."""
+        chosen = np.flatnonzero(mask)
+        chosen = chosen[self._states[places[chosen]] < state]
+        _, last = np.unique(places[chosen][::-1], return_index=True)
+        chosen = np.sort(chosen[::-1][last])
+        self._states[places[chosen]] = state
+        return chosen
+
+    def states(self, file: int, num_rows: int) -> NDArray[np.uint8]:
+        """Return the states of the first rows of an input file [num_rows]."""
+        states = np.zeros(num_rows, np.uint8)
+        if file < len(self._room):
+            known = self._states[self._begins[file] :][: min(num_rows, self._room[file])]
+            states[: len(known)] = known
+        return states
+
+    def count(self) -> tuple[int, int]:
+        """Count the rows done and the error rows."""
+        return int((self._states == DONE).sum()), int((self._states == FAILED).sum())
+
+    def is_failed(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which rows have failed and were not done, before or afterwards."""
+        return self._states[places] == FAILED
+
+    def _make_room(self, files: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Make room for the highest row of each file, and for twice as many where there was too little."""
+        room = np.zeros(max(len(self._room), int(files.max()) + 1), np.int64)
+        room[: len(self._room)] = self._room
+        needed = room.copy()
+        np.maximum.at(needed, files, rows + 1)
+        if np.array_equal(needed, self._room):
+            return
+        room = np.where(needed > room, 2 * needed, room)
+        begins = np.cumsum(room) - room
+        states = np.zeros(int(room.sum()), np.uint8)
+        moved = begins[: len(self._room)] - self._begins
+        states[np.arange(len(self._states)) + np.repeat(moved, self._room)] = self._states
+        self._room, self._begins, self._states = room, begins, states

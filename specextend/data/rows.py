@@ -1,0 +1,180 @@
+"""A row of the input: its document, and what it says itself about its prompt and its sampling."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from specextend.core import Document, DocumentKey, SamplingParams, first_line
+from specextend.data.inputs import MOST_TOKENS, DocumentError, InputOptions
+from specextend.data.instructions import Around, Instruction, around_document
+
+ROW_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+"""Fields that `input.options_column` may have."""
+_BEFORE_INSTRUCTION, _BEFORE_LIMIT, _BEFORE_LENGTHS = b"\0instruction=", b"\0max_new_tokens=", b"\0bytes="
+_BEFORE_OWN = b"\0own="
+_MARKS = (_BEFORE_INSTRUCTION, _BEFORE_LIMIT, _BEFORE_LENGTHS, _BEFORE_OWN)
+"""What stands between the parts of a row's content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input row, ready to be rendered into a prompt."""
+
+    document: Document
+    max_new_tokens: int | None
+    """Limit of the row itself; None: the run's limit applies."""
+    reference: str | None
+    """A summary to compare with, if there is one."""
+    content_sha256: str
+    instruction: Around | None = None
+    """The row's own instruction, or the run's with the row's values in it; None: the run's applies as it is."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of SamplingParams in which the row differs from the run."""
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Makes rows of values of columns, of which texts are bytes. template: the run's instruction."""
+
+    options: InputOptions
+    template: Instruction | None = None
+
+    @property
+    def template_columns(self) -> tuple[str, ...]:
+        """Return the columns that the run's instruction names."""
+        return () if self.template is None else self.template.columns
+
+    @property
+    def content_columns(self) -> list[str]:
+        """Return the columns that `content_sha256` is made of."""
+        options = self.options
+        wanted = (options.text_column, options.max_new_tokens_column, options.instruction_column)
+        return _named(*wanted, options.options_column, *self.template_columns)
+
+    @property
+    def document_columns(self) -> list[str]:
+        """Return the columns that a row is read from."""
+        return _named(*self.content_columns, self.options.id_column, self.options.reference_column)
+
+    def read(self, key: DocumentKey, doc_id: str, values: Mapping[str, Any]) -> Row:
+        """Make a row. What is not UTF-8 in a reference is replaced.
+
+        Raises DocumentError for null, empty or undecodable text, and for a bad limit, instruction or options.
+        """
+        options = self.options
+        try:
+            text = decode_text(values[options.text_column])
+            own = own_options(values[options.options_column] if options.options_column else None)
+            limit = values[options.max_new_tokens_column] if options.max_new_tokens_column else None
+            max_new_tokens = check_max_new_tokens(own.pop("max_new_tokens", limit))
+            instruction = self._instruction(values)
+        except DocumentError as error:
+            error.doc_id = doc_id
+            raise
+        reference = values[options.reference_column] if options.reference_column else None
+        summary = None if reference is None else reference.decode("utf-8", errors="replace")
+        return Row(Document(key, doc_id, text), max_new_tokens, summary, self.content(values), instruction, own)
+
+    def content(self, values: Mapping[str, Any]) -> str:
+        """Hash what a row with a text says about its summary: the text, and its own values where it has them."""
+        options = self.options
+        own = values[options.options_column] if options.options_column else None
+        used = {} if self._own_text(values) else {name: values[name] for name in self.template_columns}
+        return content_sha256(
+            values[options.text_column],
+            values[options.max_new_tokens_column] if options.max_new_tokens_column else None,
+            values[options.instruction_column] if options.instruction_column else None,
+            {name: value for name, value in (own or {}).items() if value is not None} | used,
+        )
+
+    def _own_text(self, values: Mapping[str, Any]) -> str | None:
+        """Return the row's own instruction; None if it is null or blank. Raises DocumentError if it is not UTF-8."""
+        data = values[self.options.instruction_column] if self.options.instruction_column else None
+        try:
+            text = (data or b"").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DocumentError("BadInstruction", f"the instruction is not UTF-8: {error.reason}") from error
+        return text if text.strip() else None
+
+    def _instruction(self, values: Mapping[str, Any]) -> Around | None:
+        text = self._own_text(values)
+        if text is not None:
+            return around_document(text)
+        return self.template.around(values) if self.template is not None and self.template.columns else None
+
+
+def own_options(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of a row that are not null. Raises DocumentError (`BadOptions`) for a value out of range."""
+    own = {name: value for name, value in (values or {}).items() if value is not None}
+    if "stop" in own:
+        own["stop"] = tuple(own["stop"])
+    try:
+        SamplingParams(**{name: value for name, value in own.items() if name != "max_new_tokens"})
+    except (TypeError, ValueError) as error:
+        raise DocumentError("BadOptions", first_line(error)) from error
+    return own
+
+
+def is_options(kind: pa.DataType) -> bool:
+    """Return True if a column may be `input.options_column`: a struct of known fields of the right kinds."""
+    kinds = {
+        "temperature": pa.types.is_floating,
+        "top_p": pa.types.is_floating,
+        "stop": lambda of: pa.types.is_list(of) and pa.types.is_string(of.value_type),
+    }
+    return pa.types.is_struct(kind) and all(
+        each.name in ROW_OPTIONS and kinds.get(each.name, pa.types.is_integer)(each.type) for each in kind
+    )
+
+
+def content_sha256(
+    text: bytes, max_new_tokens: int | None, instruction: bytes | None, own: Mapping[str, Any] | None = None
+) -> str:
+    """Hash what a row says about its summary: its text, and its own limit, instruction and values if it has them.
+
+    A text or an instruction that holds one of the separators has its lengths hashed, too, so that it can pass for no
+    other row. own: options, and values that go into the run's instruction. Returns 64 hexadecimal digits.
+    """
+    asked = instruction if instruction is not None and instruction.decode(errors="replace").strip() else b""
+    digest = hashlib.sha256(text)
+    if asked:
+        digest.update(_BEFORE_INSTRUCTION + asked)
+    if max_new_tokens is not None:
+        digest.update(_BEFORE_LIMIT + str(max_new_tokens).encode())
+    if own:
+        digest.update(_BEFORE_OWN + json.dumps(own, sort_keys=True, default=repr).encode())
+    if any(mark in part for mark in _MARKS for part in (text, asked)):
+        digest.update(_BEFORE_LENGTHS + f"{len(text)},{len(asked)}".encode())
+    return digest.hexdigest()
+
+
+def decode_text(data: bytes | None) -> str:
+    """Decode a document's text. Raises DocumentError if it is null, not UTF-8, or nothing but white space."""
+    if data is None:
+        raise DocumentError("NullText", "the text is null")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            "UndecodableText", f"the text is not UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    if not text or text.isspace():
+        raise DocumentError("EmptyText", "the text is empty or white space")
+    return text
+
+
+def check_max_new_tokens(value: int | None) -> int | None:
+    """Return a row's own limit. Raises DocumentError if it is below 1, or more than any model takes."""
+    if value is not None and not 1 <= value <= MOST_TOKENS:
+        raise DocumentError("BadMaxNewTokens", f"max_new_tokens must be at least 1 and at most 2^40, got {value}")
+    return value
+
+
+def _named(*columns: str | None) -> list[str]:
+    return list(dict.fromkeys(column for column in columns if column is not None))

@@ -1,0 +1,90 @@
+"""Tasks other than a summary: instructions over the columns of a row, options of a row, examples, and thinking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from specextend import RunConfig, Summarizer, load_engine
+from tests.tiny_models import random_prompt, tiny_config
+
+TEXT = " ".join(f"t{token_id}" for token_id in random_prompt(150))
+
+
+@pytest.fixture(scope="module")
+def engine(pairs):
+    return load_engine(tiny_config(pairs("llama")))
+
+
+@pytest.fixture
+def answers(pairs, engine):
+    """The rows of a table, by a pair that is loaded once."""
+
+    def ask(table: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+        config = tiny_config(pairs("llama"), **{"input__id_column": "name", "decoding__max_new_tokens": 12} | options)
+        given = {"name": [f"d{number}" for number in range(len(next(iter(table.values()))))]} | table
+        return Summarizer(config, lambda _: engine)(pa.table(given)).to_pylist()
+
+    return ask
+
+
+def test_an_instruction_takes_the_columns_of_its_row(answers):
+    """And gives what the same words written out give; null is empty, and a place for the document in data is none."""
+    table = {"text": [TEXT] * 3, "topic": ["t5 t6", None, "{{ document }}"], "n": [1, 2, 3]}
+    template = "t3 {{ topic }} {% if n > 1 %}t9 {{ n }}{% endif %} {{ document }}"
+    found = answers(table, prompt__instruction=template)
+    written = ["t3 t5 t6  {{ document }}", "t3  t9 2 {{ document }}"]
+    for row, instruction in zip(found, written, strict=False):
+        [expected] = answers({"text": [TEXT]}, prompt__instruction=instruction)
+        assert (row["summary"], row["num_prompt_tokens"]) == (expected["summary"], expected["num_prompt_tokens"])
+    assert found[2]["error_class"] is None
+    assert len({row["content_sha256"] for row in found}) == 3, "another topic makes another answer"
+
+
+def test_a_value_that_does_not_fit_is_the_error_of_its_row(answers):
+    rows = answers({"text": [TEXT] * 2, "n": [1, 0]}, prompt__instruction="t{{ 10 // n }} {{ document }}")
+    assert [row["error_class"] for row in rows] == [None, "BadInstruction"]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "message"),
+    [
+        ("Ask {title}", r"has \{title\}, which would be read as text; write \{\{ title \}\}"),
+        ("{% if %}", "prompt.instruction is not a template"),
+        ("{{ document }} {{ document }}", "more than once"),
+        ("{{ ''.__class__.__mro__ }}", "prompt.instruction"),
+    ],
+)
+def test_a_bad_instruction_is_refused_before_anything_is_loaded(instruction: str, message: str):
+    sections = {
+        "input": {"path": "in"},
+        "output": {"path": "out"},
+        "target": {"model": "a"},
+        "draft": {"kind": "ngram"},
+        "prompt": {"instruction": instruction},
+    }
+    with pytest.raises(ValueError, match=message):
+        RunConfig.from_values(sections)
+
+
+def test_a_row_may_have_options_of_its_own(answers):
+    """Null takes the run's; a value out of range is the row's error."""
+    kind = pa.struct(
+        [("max_new_tokens", pa.int32()), ("temperature", pa.float64()), ("seed", pa.int64()), ("top_p", pa.float64())]
+    )
+    own = [
+        None,
+        {"max_new_tokens": 3},
+        {"temperature": 5.0, "seed": 1},
+        {"temperature": 5.0, "seed": 2},
+        {"top_p": 7.0},
+    ]
+    rows = answers({"text": [TEXT] * 5, "own": pa.array(own, kind)}, input__options_column="own")
+    assert rows[4]["error_class"] == "BadOptions"
+    assert rows[1]["num_output_tokens"] == 3
+    assert rows[0]["summary"].startswith(rows[1]["summary"].rstrip())
+    assert rows[2]["summary"] != rows[3]["summary"]
+    [plain] = answers({"text": [TEXT]})
+    assert plain["summary"] == rows[0]["summary"]

@@ -1,0 +1,121 @@
+"""The parts are the only record of what is done."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.core import DocumentKey
+from specextend.data.commits import (
+    KEY_COLUMNS,
+    CommitWriter,
+    DamagedCommitError,
+    StrangeCommitError,
+    commit_of,
+    list_commits,
+    pending,
+    read_commit,
+    read_commits,
+    read_results,
+)
+from specextend.data.schema import COMMIT_SCHEMA
+from specextend.data.storage import Location
+from tests.damage import DAMAGES, damage
+
+MakeRow = Callable[..., dict[str, Any]]
+
+
+def test_parts_are_named_by_run_and_counted_on_over_runs(output: Location, done: MakeRow) -> None:
+    first = CommitWriter(output, "ffffffff")
+    assert first.commit([done(0, 0)]) == "part-ffffffff-000000.parquet"
+    assert first.commit([]) is None
+    assert first.commit([done(0, 1)]) == "part-ffffffff-000001.parquet"
+    assert CommitWriter(output, "00000000").commit([done(0, 2)]) == "part-00000000-000002.parquet"
+    assert [name[5:13] for name in list_commits(output)] == ["ffffffff", "ffffffff", "00000000"]
+    assert pq.read_schema(f"{output.path}/_run/parts/{list_commits(output)[0]}").equals(COMMIT_SCHEMA)
+
+
+def test_done_beats_error_and_later_beats_earlier(output: Location, done: MakeRow, failed: MakeRow) -> None:
+    """A run id is random: order by it and a retried row would be an error again in half of all runs."""
+    CommitWriter(output, "ffffffff").commit([done(0, 0), failed(0, 1, "Early"), failed(0, 2), failed(1, 0, "Early")])
+    CommitWriter(output, "00000000").commit([failed(0, 0), failed(0, 1, "Late"), done(0, 2)])
+    progress = read_commits(output)
+    assert progress.done == {DocumentKey(0, 0), DocumentKey(0, 2)}
+    assert progress.errors == {DocumentKey(0, 1): "Late", DocumentKey(1, 0): "Early"}
+    origins = {
+        key: commit_of(table)[5:13]
+        for table in read_results(output, KEY_COLUMNS)
+        for key in zip(table["file"].to_pylist(), table["row"].to_pylist(), strict=True)
+    }
+    late, early = "0" * 8, "f" * 8
+    assert origins == {(0, 0): early, (0, 2): late, (0, 1): late, (1, 0): early}
+
+
+def test_only_error_rows_that_another_try_may_mend_are_retried_unless_all_are_asked_for(
+    output: Location, done: MakeRow, failed: MakeRow
+) -> None:
+    """A null text fails every night; what its latest row says of it counts, not what an earlier one said."""
+    outage = {"retryable": True}
+    rows = [failed(0, 0), failed(0, 1) | outage, failed(0, 2), failed(0, 3) | outage, failed(0, 4)]
+    CommitWriter(output, "ffffffff").commit(rows)
+    CommitWriter(output, "00000000").commit([failed(0, 2) | outage, failed(0, 3), done(0, 4)])
+    progress = read_commits(output)
+    assert list(pending([5], progress)) == []
+    assert list(pending([5], progress, retry_errors="retryable")) == [DocumentKey(0, 1), DocumentKey(0, 2)]
+    assert list(pending([5], progress, retry_errors="all")) == [DocumentKey(0, row) for row in range(4)]
+
+
+def test_a_driver_killed_before_the_rename_leaves_no_part(output: Location, done: MakeRow) -> None:
+    """What has no final name was never committed: its rows are done again, and the litter goes."""
+    CommitWriter(output, "0000000a").commit([done(0, 0)])
+    script = (
+        "import os, sys\n"
+        "from specextend.data.commits import CommitWriter\n"
+        "from specextend.data.storage import resolve\n"
+        "os.replace = lambda source, target: os._exit(9)\n"
+        "CommitWriter(resolve(sys.argv[1]), '0000000b').commit([{'file': 0, 'row': 1}])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    died = subprocess.run([sys.executable, "-c", script, output.path], env=environment, check=False)
+    assert died.returncode == 9
+    assert read_commits(output).done == {DocumentKey(0, 0)}
+    folder = Path(output.path) / "_run" / "parts"
+    assert len(os.listdir(folder)) == 2
+    CommitWriter(output, "0000000c").commit([done(0, 1)])
+    assert len(os.listdir(folder)) == 2
+    assert read_commits(output).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
+
+
+def test_a_part_says_which_run_it_is_of(output: Location, done: MakeRow) -> None:
+    """One of another run is refused."""
+    name = CommitWriter(output, "0000000a", "beef" * 16).commit([done(0, 0)])
+    CommitWriter(output, "0000000b").commit([done(0, 1)])
+    metadata = pq.read_schema(f"{output.path}/_run/parts/{name}").metadata
+    assert metadata[b"specextend.run_id"] == b"0000000a"
+    assert read_commits(output, "beef" * 16).done == {DocumentKey(0, 0), DocumentKey(0, 1)}
+    with pytest.raises(StrangeCommitError, match=f"{name} is a commit of another run"):
+        read_commits(output, "cafe" * 16)
+
+
+@pytest.mark.parametrize("where", DAMAGES)
+def test_a_damaged_part_is_named(where: str, output: Location, done: MakeRow) -> None:
+    """A run that took it for a store that is away was to be tried again for ever, and named no file."""
+    name = CommitWriter(output, "0000000a").commit([done(0, 0)])
+    damage(Path(output.path) / "_run" / "parts" / str(name), where)
+    with pytest.raises(DamagedCommitError, match=f"{name} is damaged"):
+        read_commits(output)
+
+
+def test_a_part_out_of_reach_is_not_damaged(output: Location, done: MakeRow) -> None:
+    """It must not be deleted: its store is away."""
+    name = str(CommitWriter(output, "0000000a").commit([done(0, 0)]))
+    (Path(output.path) / "_run" / "parts" / name).unlink()
+    with pytest.raises(FileNotFoundError):
+        read_commit(output, name, ["row"])
