@@ -28,7 +28,7 @@ from specextend.cluster.messages import (
     WorkerInfo,
 )
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, StallGuard
+from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, stalled_error
 from specextend.cluster.records import Committer, StartRecord
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
@@ -64,7 +64,8 @@ class Driver:
     is_auditing: bool = False
     """True if workers decode some documents again (`decoding.audit_fraction`)."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
-    _guard: StallGuard = field(init=False)
+    _moved_at: float = field(init=False)
+    """When a worker last read or wrote a token, or a document had its outcome."""
     _errors: ErrorGuard = field(init=False)
     _hosts: dict[str, str] = field(default_factory=dict)
     """Hosts of the workers that were ready once."""
@@ -74,7 +75,7 @@ class Driver:
     """Workers that have documents to audit after the last lease."""
 
     def __post_init__(self) -> None:
-        self._guard = StallGuard(self.job.silence_s, self.clock())
+        self._moved_at = self.clock()
         limit = max(self.job.stop_error_fraction, self.job.max_error_fraction)
         self._errors = ErrorGuard(limit, self.scheduler.num_open)
 
@@ -157,9 +158,9 @@ class Driver:
         """Let the workers audit what they still hold, after the last document. One that hangs is not waited for."""
         self.display.event("audit_ends", workers=self.roster.num_ready)
         self.pool.is_ending = True
-        self._auditing = set(self.roster.ready_workers())
-        guard = self._guard = StallGuard(self.job.stall_s, self.clock())
-        while self._auditing and not guard.is_stalled(self.clock()):
+        self._auditing = set(self.roster.ready_workers)
+        self._moved_at = self.clock()
+        while self._auditing and self.clock() - self._moved_at <= self.job.stall_s:
             self.interrupt.check()
             self._collect(TICK_S)
             self.committer.commit_if_due(self.clock())
@@ -178,11 +179,12 @@ class Driver:
             self.committer.remember(charges)
 
     def _check_silence(self) -> None:
-        if self._guard.is_stalled(self.clock()):
+        if self.clock() - self._moved_at > self.job.silence_s:
             leased = [held.lease.key for held in self.scheduler.held.values()]
             waiting = self.scheduler.first_waiting(MOST_NAMES)
             num_waiting = self.scheduler.num_waiting
-            raise self._guard.error(self.roster.num_ready, leased, waiting, num_waiting, self.source.place)
+            place = self.source.place
+            raise stalled_error(self.job.silence_s, self.roster.num_ready, leased, waiting, num_waiting, place)
 
     def _enforce(self, now: float) -> None:
         """Cancel overdue documents and kill workers that hang."""
@@ -218,8 +220,8 @@ class Driver:
             case CallLost(worker, lease, reason):
                 self._lost(worker, lease, reason)
             case Polled(worker, report):
-                self.scheduler.report(worker, report.num_steps, report.outputs, now)
-                self._guard.stepped(worker, report.num_steps, now)
+                if self.scheduler.report(worker, report.num_steps, report.outputs, now):
+                    self._moved_at = now
                 held = self.scheduler.held
                 outputs = {held[name].lease.key: num for name, num in report.outputs.items() if name in held}
                 self.metrics.running(worker, self.ledger.running(worker, outputs))
@@ -264,7 +266,7 @@ class Driver:
             self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker)
             return
         self.scheduler.finish(lease.lease_id, is_done=isinstance(outcome, Done))
-        self._guard.ended(now)
+        self._moved_at = now
         if isinstance(outcome, Done):
             self._errors.done()
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
@@ -285,7 +287,7 @@ class Driver:
                 self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=failed.message)
             return
         for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message):
-            self._guard.ended(now)
+            self._moved_at = now
             self._fail(item.key, item.attempts, failed, worker)
 
     def _lost(self, worker: str, lease: Lease, reason: str) -> None:

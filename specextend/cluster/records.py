@@ -273,17 +273,6 @@ def code_commit() -> str | None:
         return None
 
 
-def version_changes(output: Location) -> list[str]:
-    """List the libraries that have changed since the last start, one line each."""
-    before = next((start.versions for start in reversed(read_starts(output)) if start.versions), {})
-    now = library_versions()
-    return [
-        f"{name} was {before[name]} and is {version}"
-        for name, version in now.items()
-        if before.get(name, version) != version
-    ]
-
-
 def read_status(output: Location) -> dict[str, Any]:
     """Read state, rows and starts. Raises ValueError, in one line, if there is no run or its rows cannot be counted.
 

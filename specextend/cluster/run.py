@@ -44,7 +44,7 @@ from specextend.cluster.prepare import (
     say_left_out,
 )
 from specextend.cluster.progress import Ledger
-from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before, version_changes
+from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
@@ -141,15 +141,12 @@ class _LockedRun:
         """Do what `run` does, and record its beginning and its end."""
         output, display = self.prepared.output, self.display
         with writing(output):
-            changes = version_changes(output)
             _sweep(output)
             self.record.write()
         display.begin(self.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         for note in self.prepared.notes:
             display.note(note, "model_revision")
-        for change in changes:
-            display.note(f"warning: since the last start, {change}")
         for note in describe_selection(self.prepared.source):
             display.note(note, "selection")
         if self.prepared.source.warning:

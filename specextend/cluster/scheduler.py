@@ -138,16 +138,21 @@ class Scheduler:
             self._left_out.add(place)
         return (self._deaths[place], self._last_words[place]) if place in self._left_out else None
 
-    def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> None:
-        """Note a worker's step counter and its leases whose prefill has begun; its other leases wait."""
+    def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> bool:
+        """Note a worker's counter of prefill chunks and steps, and its leases whose prefill has begun; the others wait.
+
+        Returns True if the counter moved, so that tokens were read or written.
+        """
         if (state := self._workers.get(worker)) is None:
-            return
+            return False
+        has_moved = num_steps > max(0, state.num_steps)
         if num_steps != state.num_steps:
             state.num_steps, state.moved_at = num_steps, now
         begun = set(started)
         for lease_id, held in state.leases.items():
             if held.started_at is None and lease_id in begun:
                 held.started_at = now
+        return has_moved
 
     # Documents go to workers
 

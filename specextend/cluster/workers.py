@@ -90,6 +90,7 @@ class Roster:
         """Count the workers that take leases."""
         return len(self._ready)
 
+    @property
     def ready_workers(self) -> list[str]:
         """Name the workers that take leases."""
         return list(self._ready)
@@ -326,7 +327,10 @@ class Pool:
             return []
         assert call.lease is not None
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
-            return [Returned(call.worker, call.lease, unexpected(error))]
+            cause = error.cause  # of our own code, or of Ray about a result that finds no room
+            no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
+            failed = Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
+            return [Returned(call.worker, call.lease, failed)]
         return [CallLost(call.worker, call.lease, first_line(error))]
 
     def _start_failed(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
@@ -390,13 +394,6 @@ class Pool:
 def poll_every_s(num_workers: int) -> float:
     """Return the seconds from a worker's answer to its next poll."""
     return max(POLL_S, num_workers / POLLS_PER_S)
-
-
-def unexpected(error: RayTaskError) -> Failed:
-    """Turn an exception of our own code, or of Ray about a result that finds no room, into the document's outcome."""
-    cause = error.cause
-    no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
-    return Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
 
 
 def last_line(error: BaseException) -> str:
