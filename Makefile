@@ -23,14 +23,13 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.models/.done: scripts/make_models.py scripts/tiny_models.py | $(VENV)/.done
+.models/.done: scripts/make_models.py scripts/tiny_models.py specextend/cli/demo.py | $(VENV)/.done
 	$(PY) -m scripts.make_models
 	touch $@
 
 demo: setup models
 	rm -rf $(DEMO)
-	$(PY) jobs/summarize.py --config configs/smollm2.yaml --input examples/demo --output $(DEMO) \
-		--set input.id_column=doc_id --set 'input.passthrough=[reference_summary, length_bucket]'
+	$(PY) -m specextend demo --output $(DEMO)
 
 # One test process for each core, with one thread each.
 test test-slow test-all: export HF_HUB_OFFLINE := 1

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from specextend import RunConfig
+from specextend.core import how_to_install
 from specextend.models import load_causal_lm, read_facts, resolve_device
 
 LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
@@ -167,7 +168,7 @@ class LlamaCpp:
         target = config.target
         facts = read_facts(target.model, target.revision)
         if importlib.util.find_spec(WHEEL) is None:
-            raise ValueError(f"llama.cpp needs the package {WHEEL}: pip install 'specextend[bench]'")
+            raise ValueError(f"llama.cpp needs the package {WHEEL}: {how_to_install('bench')}")
         if resolve_device(target.device).type != "cpu":
             raise ValueError(f"llama.cpp is measured on the CPU only, and target.device is {target.device!r}")
         if not 1 <= len(facts.eos_token_ids) <= _MOST_EOS:

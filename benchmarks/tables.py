@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from specextend.core import counted
+from specextend.core import counted, how_to_install
 
 Result = dict[str, Any]
 CONDITIONS = "conditions"
@@ -174,7 +174,7 @@ def draw(result: Result, name: str) -> bytes:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ValueError(f"a drawing needs {error.name}: pip install 'specextend[bench]'") from None
+        raise ValueError(f"a drawing needs {error.name}: {how_to_install('bench')}") from None
     table = make_table(result, name)
     with mpl.rc_context({"svg.hashsalt": "specextend", "svg.fonttype": "none"}):
         figure = Figure(figsize=(2 + 1.6 * len(table.columns), 3.5), layout="constrained")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from specextend.cli.run import end, main
+from specextend.cli.command import end
+from specextend.cli.run import main
 from specextend.terminal import guard_streams
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ python -m scripts.configuration_page > docs/configuration.md
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
 import sys
-import textwrap
 from typing import Any, get_args
 
+from specextend.cli.settings import field_docs
 from specextend.config import RunConfig
 
 HEAD = """\
@@ -23,8 +22,10 @@ This page lists what a configuration file may hold. It is generated from the cod
 
 A configuration is YAML with one section for each heading below. An unknown key is refused, and the nearest known one is
 suggested. On the command line `--set key.path=value` changes one value; `--input` and `--output` are short for
-`input.path` and `output.path`. The default "none" means that the key is unset. Local paths are relative to the current
-folder and are resolved when the file is read; in a job that is submitted to a cluster they must be absolute.
+`input.path` and `output.path`. The default "none" means that the key is unset. A relative path in a file is relative to
+the file's folder; on the command line, and in a shipped configuration, to the current folder. In a job that is
+submitted to a cluster local paths must be absolute. In paths and models `{models}` is the folder of `make models` and
+`specextend demo`, and `{shipped}` that of what comes with the package.
 """
 TABLE = ["| key | default | meaning |", "|---|---|---|"]
 
@@ -37,7 +38,7 @@ def page() -> str:
 
 def _section(name: str) -> str:
     owner = _owner(name)
-    docs = _field_docs(owner)
+    docs = field_docs(owner)
     rows = [_row(name, field, docs.get(field.name, "")) for field in dataclasses.fields(owner)]
     return "\n".join([f"## `{name}`", "", _lead(owner), "", *TABLE, *rows, ""])
 
@@ -65,17 +66,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
     value = list(field.default) if isinstance(field.default, tuple) else field.default
     known = {None: "none", True: "`true`", False: "`false`", "": "empty"}
     return known[value] if isinstance(value, (str, bool, type(None))) and value in known else f"`{value}`"
-
-
-def _field_docs(owner: Any) -> dict[str, str]:
-    """Return the docstring of each field, which stands below it in the source."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(node, ast.ClassDef)
-    docs = {}
-    for field, text in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return docs
 
 
 if __name__ == "__main__":

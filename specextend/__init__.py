@@ -1,4 +1,4 @@
-"""Offline summarisation of long documents with SpecExtend decoding."""
+"""Offline summarisation of long documents with SpecExtend decoding: `run` a job, or call a `Summarizer`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from specextend.config import RunConfig
     from specextend.core import Completion, Request, SamplingParams
+    from specextend.job import RunResult, run
     from specextend.loading import load_engine
     from specextend.summarizer import Summarizer
 
-__all__ = ["Completion", "Request", "RunConfig", "SamplingParams", "Summarizer", "load_engine"]
+__all__ = ["Completion", "Request", "RunConfig", "RunResult", "SamplingParams", "Summarizer", "load_engine", "run"]
 
 _OWNERS = {
     "Completion": "specextend.core",
     "Request": "specextend.core",
     "RunConfig": "specextend.config",
+    "RunResult": "specextend.job",
     "SamplingParams": "specextend.core",
     "Summarizer": "specextend.summarizer",
     "load_engine": "specextend.loading",
+    "run": "specextend.job",
 }
 
 
@@ -28,3 +31,8 @@ def __getattr__(name: str) -> object:
     if name not in _OWNERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_OWNERS[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names too, for `help` and for completion."""
+    return sorted({*globals(), *__all__})

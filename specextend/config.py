@@ -30,6 +30,7 @@ from specextend.decoding.decoding_options import (
 from specextend.drafters.draft_options import DraftOptions
 from specextend.model_files import looks_like_path
 from specextend.models import TargetOptions
+from specextend.shipped import CONFIGS, SHIPPED, config_names, find_config, models_folder
 
 
 class ConfigError(ValueError):
@@ -186,22 +187,30 @@ class RunConfig(BaseModel):
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        config: RunConfig | Mapping[str, Any] | str | Path,
         overrides: Iterable[str] = (),
         *,
         allow_relative: bool = True,
         run_date: date | None = None,
     ) -> RunConfig:
-        """Read a YAML file, apply `key.path=value` overrides, check everything, and make local paths absolute.
+        """Read a configuration, apply `key.path=value` overrides, check everything, and make local paths absolute.
 
+        config: a YAML file, the name of a shipped one, the values of one, or one that was made already. Relative paths
+        of a file are relative to its folder; all others, and those of a shipped file, to the current folder.
         Values of overrides are YAML. allow_relative: if False, a relative local path is refused instead. run_date:
         stands for `{run_date}` in the paths of input and output; None: today. Raises ConfigError.
         """
-        values = read_yaml(Path(path))
+        overrides = list(overrides)
+        if isinstance(config, RunConfig) and not overrides:
+            return config
+        values, folder = _read(config)
+        _drop_other_draft(values, overrides)
         for override in overrides:
             _apply(values, override)
-        _expand_paths(values, {"run_date": (run_date or date.today()).isoformat()})
-        return cls.from_values(values)._with_absolute_paths(allow_relative)
+        known = {"run_date": (run_date or date.today()).isoformat(), "models": models_folder(), "shipped": SHIPPED}
+        _expand_paths(values, {name: str(value) for name, value in known.items()})
+        given = {override.partition("=")[0].strip() for override in overrides}
+        return cls.from_values(values)._with_absolute_paths(allow_relative, folder, given)
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> RunConfig:
@@ -211,21 +220,34 @@ class RunConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError("; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))) from None
 
-    def _with_absolute_paths(self, allow_relative: bool) -> RunConfig:
+    def _with_absolute_paths(self, allow_relative: bool, folder: str, given: set[str]) -> RunConfig:
+        """Make local paths absolute: those of `given` keys from the current folder, all others from `folder`."""
         changed: dict[str, Any] = {}
-        for section, key in (*_PATHS, ("target", "model"), ("draft", "model")):
+        for section, key in (*_PATHS, *_MODELS):
             options = changed.get(section, getattr(self, section))
             value = getattr(options, key, ())
+            base = os.getcwd() if {section, f"{section}.{key}"} & given else folder
             paths = value if isinstance(value, tuple) else (value,)
-            relative = [path for path in paths if _is_relative(section, options, path)]
+            relative = [path for path in paths if _is_relative(section, options, path, base)]
             if relative and not allow_relative:
                 raise ConfigError(
                     f"{section}.{key} must be an absolute path or a URI inside a submitted job, got {relative[0]!r}"
                 )
             if relative:
-                absolute = [os.path.abspath(os.path.expanduser(path)) if path in relative else path for path in paths]
+                absolute = [_joined(base, path) if path in relative else path for path in paths]
                 changed[section] = replace(options, **{key: tuple(absolute) if value is paths else absolute[0]})
         return self.model_copy(update=changed)
+
+
+def _read(config: RunConfig | Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
+    """Return the values of a configuration, and the folder that its paths are relative to. Raises ConfigError."""
+    if isinstance(config, RunConfig):
+        return config.model_dump(mode="json"), os.getcwd()
+    if isinstance(config, Mapping):
+        return json.loads(_as_json(dict(config))), os.getcwd()
+    path = find_config(config)
+    is_shipped = path.resolve().parent == CONFIGS.resolve()
+    return read_yaml(path), os.getcwd() if is_shipped else os.path.abspath(path.parent)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -233,7 +255,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path} cannot be read: {error}") from None
+        hint = "" if path.suffix else f"; the names of shipped ones are {', '.join(config_names())}"
+        raise ConfigError(f"configuration {path} cannot be read: {error}{hint}") from None
     try:
         values = yaml.load(text, _PlainValues)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -295,14 +318,29 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 _PATHS = (("input", "path"), ("input", "except_done_in"), ("output", "path"))
-"""Keys in whose values variables are replaced."""
+_MODELS = (("target", "model"), ("draft", "model"))
+"""Keys in whose values variables are replaced, with those before."""
+_OF_OTHER_DRAFTS = {"eagle": ("revision",), "self": ("model", "revision"), "ngram": ("model", "revision", "ngram")}
+"""By kind of draft: the keys that it does not take."""
+
+
+def _drop_other_draft(values: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Take out of the draft's section what the kind that an override names does not take."""
+    kinds = [
+        text.strip() for key, _, text in (each.partition("=") for each in overrides) if key.strip() == "draft.kind"
+    ]
+    draft = values.get("draft")
+    if kinds and isinstance(draft, dict) and draft.get("kind") != kinds[-1]:
+        values["draft"] = {key: draft[key] for key in draft if key not in _OF_OTHER_DRAFTS.get(kinds[-1], ())}
+
+
 _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w*)")
 """`${NAME}`, `{name}`, and what was meant as a variable: a `${` that is not closed, and `$NAME`."""
 
 
 def _expand_paths(values: dict[str, Any], known: Mapping[str, str]) -> None:
-    """Replace `${NAME}`, of the environment, and `{name}`, one of `known`, in the paths of input and output."""
-    for section, key in _PATHS:
+    """Replace `${NAME}`, of the environment, and `{name}`, one of `known`, in the paths of input, output and models."""
+    for section, key in (*_PATHS, *_MODELS):
         options = values.get(section)
         if not isinstance(options, dict):
             continue
@@ -332,13 +370,18 @@ def _expanded(key: str, text: str, known: Mapping[str, str]) -> str:
     return _VARIABLE.sub(value_of, text)
 
 
-def _is_relative(section: str, options: Any, value: str) -> bool:
-    """Return True if a value is a local path that depends on the current directory."""
+def _joined(folder: str, path: str) -> str:
+    return os.path.abspath(os.path.join(folder, os.path.expanduser(path)))
+
+
+def _is_relative(section: str, options: Any, value: str, folder: str) -> bool:
+    """Return True if a value is a local path that depends on a folder."""
     if not value or "://" in value or os.path.isabs(value):
         return False
     if section in ("input", "output") or value.endswith(".gguf"):
         return True
-    return getattr(options, "kind", None) == "eagle" or looks_like_path(value)
+    is_path = looks_like_path(value) or os.path.exists(os.path.join(folder, value))
+    return is_path or getattr(options, "kind", None) == "eagle"
 
 
 def _sentence(detail: ErrorDetails) -> str:

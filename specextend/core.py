@@ -149,3 +149,8 @@ def one_line(error: BaseException) -> str:
 
 def _is_unsafe(character: str) -> bool:
     return unicodedata.category(character) in _UNSAFE and character not in _NEEDED
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that adds an extra of this package, which no package index has."""
+    return f"pip install '.[{extra}]' in the clone, or 'WHEEL[{extra}]' with the path of the wheel"

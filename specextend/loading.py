@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,16 +30,17 @@ _WIDTH = 16
 """Numbers that a layer of a prefill forward holds for each token, in hidden sizes, if its MLP is 3.5 times as wide."""
 
 
-def load_engine(config: RunConfig) -> Engine:
-    """Load the models of a configuration into an engine.
+def load_engine(config: RunConfig | Mapping[str, Any] | str | Path) -> Engine:
+    """Load the models of a configuration (what `RunConfig.load` takes) into an engine.
 
     `decoding.mode` decides which options count: `tree` runs dense tree attention and the full cache whatever the
     configuration says, `autoregressive` loads no draft. Raises ValueError if a model cannot be found or served, or the
     draft does not fit its target.
     """
+    config = RunConfig.load(config)
+    device = resolve_device(config.target.device)  # first: a GPU that is not there makes all else moot
     facts = check_pair(config.target, config.active_draft)
     scored_layers(config.cache, facts.num_layers)
-    device = resolve_device(config.target.device)
     config = with_batch_size(config, facts, longest_request(config, facts), device, usable_bytes(config, device))
     check_memory(config, facts, device)
     num_rows = target_rows(config, facts)

@@ -94,7 +94,7 @@ def find_folder(model: str, revision: str | None, *, weights: bool, also: str | 
     if Path(model).is_dir():
         return Path(model)
     if model.endswith(".gguf") and Path(model).is_file():
-        command = f"python jobs/prepare.py model {shlex.quote(model)} --output FOLDER"
+        command = f"specextend prepare model {shlex.quote(model)} --output FOLDER"
         raise ModelError(f"{model} must be unpacked once, into a folder to name instead: {command}")
     if looks_like_path(model):
         raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder")

@@ -45,7 +45,7 @@ class TargetOptions:
     """`target.*`: The large model, whose output the run produces."""
 
     model: str
-    """A name on the Hugging Face Hub, or a local folder; `jobs/prepare.py model` makes one of a GGUF file."""
+    """A name on the Hugging Face Hub, or a local folder; `specextend prepare model` makes one of a GGUF file."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub; if unset, the default branch. A run keeps the commit that it began
     with."""

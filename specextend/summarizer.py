@@ -1,17 +1,18 @@
-"""Summaries of batches of documents, for pipelines other than the job: `ray.data.Dataset.map_batches` among them."""
+"""Summaries in a pipeline or a notebook: of a text, some documents, or batches (`ray.data.Dataset.map_batches`)."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request
-from specextend.data.batches import check_batch_options, read_batch, result_table
+from specextend.data.batches import as_table, check_batch_options, read_batch, result_table
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.quality import assess
@@ -33,31 +34,39 @@ from specextend.loading import load_engine
 
 
 class Summarizer:
-    """Summarises Arrow tables of documents. Loads its models once, when it is made; one process needs one.
+    """Summarises documents. Loads its models once, when it is made; one process needs one.
 
-    A call takes a table with the columns of `config.input` and returns one with a row for each of its rows, in the same
-    order: `data.batches.BATCH_SCHEMA`, then the passthrough columns. A document that fails has its error in
-    `error_class`, `message`, `stage` and `retryable`. `input.path`, `output` and `job` are not used.
+    A call takes a text, a dictionary, a list of either, a dictionary of columns, a data frame or an Arrow table, with
+    the columns of `config.input`, and returns its results in the same form and order: the columns of a summary, then
+    the passthrough columns. A document that fails has its error in `error_class`, `message`, `stage` and `retryable`.
+    `input.path`, `output` and `job` are not used.
     """
 
-    def __init__(self, config: RunConfig, factory: Callable[[RunConfig], Any] = load_engine) -> None:
-        """Load the models. Raises ValueError if they cannot be found or served, or do not fit each other.
+    def __init__(
+        self,
+        config: RunConfig | Mapping[str, Any] | str | Path,
+        factory: Callable[[RunConfig], Any] = load_engine,
+    ) -> None:
+        """Load the models of a configuration: what `RunConfig.load` takes.
 
-        Also for options that no batch can follow: `input.id_column` must be set, and what selects rows must not.
+        Raises ValueError if they cannot be found or served, or do not fit each other, and for options that choose rows,
+        which no batch can follow.
         """
+        config = RunConfig.load(config)
         check_batch_options(config.input)
         self._config, self._engine = config, factory(config)
         self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.parts)
         check_parts(config, self._prompts)
         self._worker = f"{os.uname().nodename}:{os.getpid()}"
 
-    def __call__(self, batch: Any) -> Any:
-        """Summarise the documents of a `pyarrow.Table`; larger ones keep the engine's batch fuller.
+    def __call__(self, documents: Any) -> Any:
+        """Summarise documents; many at once keep the engine's batch full.
 
-        Raises InputError for something else than a table and for missing or mistyped columns, and what makes the engine
-        unusable, such as a broken GPU.
+        Raises InputError for missing or mistyped columns, and if `input.id_column` is not set for documents other than
+        texts; and what makes the engine unusable, such as a broken GPU.
         """
         received = time.monotonic()
+        batch, given_back = as_table(documents, self._config.input)
         found = read_batch(batch, RowReader(self._config.input, self._config.prompt.template))
         rows = {number: row for number, row in enumerate(found) if isinstance(row, Row)}
         documents = {
@@ -76,7 +85,7 @@ class Summarizer:
             else self._result(row, documents[number], received)
             for number, row in enumerate(found)
         ]
-        return result_table(results, batch, self._config.input.passthrough, self._config.output.column)
+        return given_back(result_table(results, batch, self._config.input.passthrough, self._config.output.column))
 
     def _decode(self, requests: Sequence[Request]) -> dict[str, tuple[Completion | DocumentError, float]]:
         """Decode requests; return each one's outcome and when it came. After a batch failed, its members run alone."""

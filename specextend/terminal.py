@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any, TextIO, cast
 
 from specextend.core import printable
@@ -24,7 +25,9 @@ class PlainStream:
         self._bars = bars
 
     def write(self, text: str) -> int:
-        """Write text with its control characters escaped."""
+        """Write text with its control characters escaped. Raises TypeError for bytes, as a stream of text does."""
+        if not isinstance(text, str):
+            raise TypeError(f"a stream of text takes no {type(text).__name__}")
         try:
             self.unescaped.write(_plain_bar(text) if self._bars else _plain(text))
         except BrokenPipeError:
@@ -69,9 +72,10 @@ def raw_stream(stream: TextIO) -> TextIO:
 
 
 def complain(error: BaseException) -> None:
-    """Write an error to stderr as one line."""
+    """Write an error to stderr as one line, if it takes one: the exit code says it, too."""
     message = str(error).strip() or type(error).__name__
-    sys.stderr.write(f"error: {printable(' '.join(message.splitlines()))}\n")
+    with suppress(OSError):
+        sys.stderr.write(f"error: {printable(message.replace(chr(10), ' '))}\n")
 
 
 def _plain(text: str) -> str:

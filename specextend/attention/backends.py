@@ -24,6 +24,7 @@ from specextend.attention.flash import attend_with, find_flash_attn
 from specextend.attention.plan import Attend, HostReadError, KeySpan
 from specextend.attention.reference import LayerKernels, attend_reference
 from specextend.attention.torch_kernels import CPU_KERNELS, TORCH, attend_by_head, attend_cuda, attend_matmul
+from specextend.core import how_to_install
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
 KERNELS_VERSION = 4
@@ -97,7 +98,7 @@ def load_compiled() -> Attend:
     try:
         from specextend.attention.compiled.attend import attend_compiled, serves
     except ImportError as error:
-        raise ValueError("attention.backend compiled needs the cpu extra: pip install 'specextend[cpu]'") from error
+        raise ValueError(f"attention.backend compiled needs the cpu extra: {how_to_install('cpu')}") from error
 
     def compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float) -> tuple[Tensor, Tensor]:
         kernel = attend_compiled if serves(q.shape[3], q.dtype) else attend_matmul
@@ -126,7 +127,7 @@ def load_flash(device: torch.device) -> Attend:
         ValueError: flash-attn is not installed, or the device is a CPU.
     """
     if (kernel := find_flash_attn()) is None:
-        raise ValueError("attention.backend flash needs the flash extra: pip install 'specextend[flash]'")
+        raise ValueError(f"attention.backend flash needs the flash extra: {how_to_install('flash')}")
     if device.type == "cpu":
         raise ValueError("attention.backend flash runs on a GPU only; choose auto")
     return attend_with(kernel, attend_cuda)

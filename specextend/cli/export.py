@@ -1,33 +1,33 @@
-"""Write the results of a run as JSON Lines in the output format of OpenAI's Batch API.
-
-    python jobs/export.py OUTPUT --to results.jsonl
-
-Exits with 2 if the folder holds no run, or the file cannot be written.
-"""
+"""The command `export`: the results of a run in another format."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+import click
+
+from specextend.cli.command import OUTPUT, call, in_one_line, show
 from specextend.core import counted, printable
-from specextend.terminal import complain
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("output", help="output folder of a run: a path or a URI")
-    parser.add_argument("--to", required=True, metavar="FILE", help="the file to write, a path or a URI")
-    options = parser.parse_args(argv)
+@click.command()
+@OUTPUT
+@click.option("--to", required=True, metavar="FILE", help="the file to write, a path or a URI")
+@in_one_line
+def export(output: str, to: str) -> int:
+    """Write the results of a run as JSON Lines.
+
+    They have the output format of OpenAI's Batch API.
+    """
     from specextend.data.storage import resolve
     from specextend.report.rows import write_responses  # seconds: not for --help
 
-    try:
-        written, errors, rows = write_responses(resolve(options.output), resolve(options.to))
-    except (ValueError, OSError) as error:
-        complain(error)
-        return 2
+    written, errors, rows = write_responses(resolve(output), resolve(to))
     what = counted(written, "document") if rows is None else f"{written:,} of {counted(rows, 'document')}"
-    print(printable(f"{what} in {options.to}, {errors:,} of them as errors"))
+    show(printable(f"{what} in {to}, {errors:,} of them as errors"))
     return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `jobs/export.py`. Returns the exit code."""
+    return call(export, argv, "export.py")

@@ -1,44 +1,69 @@
-"""Report on a run folder: write report.json and report.html into it and print their tables.
-
-    python jobs/report.py OUTPUT
-    python jobs/report.py OUTPUT --against OTHER
-
-With --against it writes nothing and prints how two runs differ: figures, texts, configuration.
-
-Exits with 2 if a folder holds no run, and with 1 if stdout cannot be written.
-"""
+"""The commands `report` and `compare`: one run, or two side by side."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from typing import Any
 
-from specextend.terminal import complain
+import click
+
+from specextend.cli.command import OUTPUT, call, in_one_line, show, takes, write_json
+
+EXIT_OVER_LIMIT = 3
+_OTHER = click.argument("other", type=click.Path())
+_GATE = takes(
+    click.option("--json", metavar="FILE", help="write the comparison there, too; -: print it in place of the tables"),
+    click.option("--max-differing", type=click.FloatRange(0, 1), help="exit 3 if a larger share of the texts differs"),
+    click.option("--max-slower", type=click.FloatRange(0, 1), help="exit 3 if a worker is slower by a larger share"),
+)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write and print the report, or print a comparison. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("output", help="output folder of a run: a path or a URI")
-    parser.add_argument("--against", metavar="OTHER", help="compare with another run's folder; write nothing")
-    options = parser.parse_args(argv)
-    try:
-        text = _text(options)
-    except (ValueError, OSError) as error:
-        complain(error)
-        return 2
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        complain(OSError(f"stdout cannot be written: {error}; report.html has the tables of a report"))
-        return 1
+@click.command()
+@OUTPUT
+@click.option("--against", metavar="OTHER", help="compare with another run's folder; write nothing")
+@in_one_line
+def report(output: str, against: str | None) -> int:
+    """Print the report of a run.
+
+    It is written into the run's folder, too, as report.json and report.html.
+    """
+    from specextend.report import compare, render, render_comparison, write_report  # seconds: not for --help
+
+    show(render(write_report(output)) if against is None else render_comparison(compare(output, against)), end="")
     return 0
 
 
-def _text(options: argparse.Namespace) -> str:
-    """Return what to print. Raises ValueError and OSError."""
-    from specextend.report import compare, render, render_comparison, write_report  # seconds: not for --help
+@click.command()
+@OUTPUT
+@_OTHER
+@_GATE
+@in_one_line
+def compare(output: str, other: str, json: str | None, max_differing: float | None, max_slower: float | None) -> int:
+    """Compare a run with another: figures, texts, configuration.
 
-    if options.against is not None:
-        return render_comparison(compare(options.output, options.against))
-    return render(write_report(options.output))
+    Nothing is written into their folders. With a limit the exit code says whether it is kept.
+    """
+    from specextend.report import compare, render_comparison
+
+    found = compare(output, other)
+    if json != "-":
+        show(render_comparison(found), end="")
+    if json is not None:
+        write_json(json, found)
+    limits = {"differing": max_differing, "slower": max_slower}
+    is_over = any(limit is not None and _share(found, of) > limit for of, limit in limits.items())
+    return EXIT_OVER_LIMIT if is_over else 0
+
+
+def _share(comparison: dict[str, Any], of: str) -> float:
+    """Return the share of the texts that differ, or by which a worker is slower; a share that is unknown is 1."""
+    if of == "differing":
+        texts = comparison["texts"]
+        return texts["differing"] / texts["common"] if texts["common"] else 1.0
+    here, there = comparison["figures"]["output tokens per second of a worker"]
+    return 1.0 if here is None or not there else 1 - here / there
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `jobs/report.py`. Returns the exit code."""
+    return call(report, argv, "report.py")

@@ -1,71 +1,111 @@
-"""Distil a draft for a target from text in Parquet files.
-
-    python jobs/train_draft.py --config configs/smollm2.yaml --text books.parquet --output models/mine --kind eagle
-    python jobs/train_draft.py --config configs/smollm2.yaml --text books.parquet --output models/small --kind model
-
-The target of the configuration reads pieces of the documents and summarises them; the draft learns its choices. Kind
-`eagle` is a head over the target's last hidden state with copy heads, `model` a small standalone LM. One document in
-ten is held out; OUTPUT/README.md says how often the draft agrees with the target on those. After an interruption (exit
-code 75) the same command resumes. OUTPUT/work can be deleted afterwards. Exit code 2: the configuration, the text or
-the output folder cannot be used.
-"""
+"""The command `train`: distil a draft for a target from text in Parquet files."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any
 
-from specextend.config import RunConfig
-from specextend.data.source import open_source
+import click
+
+from specextend.cli.command import SET, call, config_option, takes
 from specextend.terminal import complain
-from specextend.training.distil import distil
-from specextend.training.fit import FitOptions
-from specextend.training.recording import SampleOptions, SummaryOptions
-from specextend.training.task import LanguageModelOptions, TrainedKind, TrainOptions
+
+if TYPE_CHECKING:  # it imports torch
+    from specextend.training.task import TrainOptions
 
 INTERRUPTED = 75
+_PARTS = {
+    "sample": {"min_tokens": "min_tokens", "max_tokens": "max_tokens", "seed": "seed"},
+    "summary": {"summary_tokens": "max_new_tokens"},
+    "fit": {"passes": "passes", "learning_rate": "learning_rate", "seed": "seed"},
+    "language_model": {"hidden_size": "hidden_size", "layers": "num_layers"},
+    "": {name: name for name in ("kind", "start_from", "vocabulary", "copy_heads", "text_passes")}
+    | {"samples": "num_samples"},
+}
+"""By part of TrainOptions: the arguments that it takes, and the names of their fields."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train the draft and write it with `training.json`. Returns the exit code."""
+@click.command()
+@config_option(default="smollm2")
+@SET
+@click.option("--text", required=True, metavar="PATH", help="Parquet file or folder with the documents to learn from")
+@click.option("--text-column", default="text", help="column that holds the text")
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="folder to write the draft to")
+@click.option("--kind", type=click.Choice(["eagle", "model"]), help="kind of draft")
+@click.option("--start-from", metavar="FOLDER", help="eagle: continue from the head in this folder")
+@takes(
+    click.option("--samples", type=int, help="number of prompts to record"),
+    click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document"),
+    click.option("--max-tokens", type=int, help="tokens of the longest piece of a document"),
+    click.option("--summary-tokens", type=int, help="most tokens of a summary"),
+    click.option("--vocabulary", type=int, help="number of tokens that the draft can propose"),
+    click.option("--copy-heads", type=int, help="eagle: number of KV heads that copy"),
+    click.option("--text-passes", type=int, help="model: passes over the text alone"),
+    click.option("--hidden-size", type=int, help="model: hidden size"),
+    click.option("--layers", type=int, help="model: number of layers"),
+    click.option("--passes", type=int, help="passes over the recordings"),
+    click.option("--learning-rate", type=float, help="peak learning rate"),
+    click.option("--seed", type=int, help="seed of samples and training"),
+)
+def train(config: str, settings: tuple[str, ...], text: str, text_column: str, output: Path, **options: Any) -> int:
+    """Distil a draft for the target of a configuration.
+
+    The target reads pieces of the documents and summarises them; the draft learns its choices. Kind `eagle` is a head
+    over the target's last hidden state with copy heads, `model` a small standalone LM. One document in ten is held out;
+    OUTPUT/README.md says how often the draft agrees with the target on those. After an interruption (exit code 75) the
+    same command resumes. OUTPUT/work can be deleted afterwards. Exit code 2: the configuration, the text or the output
+    folder cannot be used.
+    """
     for stop in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us in the background, with SIGINT ignored
         signal.signal(stop, signal.default_int_handler)
-    given = _parser().parse_args(argv)
     try:
-        config = RunConfig.load(given.config, [*given.set, f"input.path={json.dumps(given.text)}"])
-        text = replace(config.input, text_column=given.text_column, id_column=None, passthrough=())
-        figures = distil(config, open_source(text), _options(given), given.output, _say)
+        written = json.dumps(_train(config, settings, text, text_column, output, options), indent=1, sort_keys=True)
     except (ValueError, OSError) as error:
         complain(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted; run the same command again to resume", file=sys.stderr)
         return INTERRUPTED
-    written = json.dumps(figures, indent=1, sort_keys=True)
-    (given.output / "training.json").write_text(written + "\n")
+    (output / "training.json").write_text(written + "\n")
     print(written)
-    print(f"draft: {given.output}")
+    print(f"draft: {output}")
     return 0
 
 
-def _options(given: argparse.Namespace) -> TrainOptions:
+def _train(
+    config: str, settings: tuple[str, ...], text: str, text_column: str, output: Path, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Train and write the draft. Returns its figures; raises ValueError and OSError."""
+    from specextend.config import RunConfig
+    from specextend.data.source import open_source
+    from specextend.training.distil import distil
+
+    loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
+    documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
+    return distil(loaded, open_source(documents), _options(options), output, _say)
+
+
+def _options(given: dict[str, Any]) -> TrainOptions:
+    """Make the options of a training of those arguments that were given."""
+    from specextend.training.fit import FitOptions
+    from specextend.training.recording import SampleOptions, SummaryOptions
+    from specextend.training.task import LanguageModelOptions, TrainOptions
+
+    known = {
+        part: {field: given[name] for name, field in fields.items() if given[name] is not None}
+        for part, fields in _PARTS.items()
+    }
     return TrainOptions(
-        kind=given.kind,
-        start_from=given.start_from,
-        num_samples=given.samples,
-        vocabulary=given.vocabulary,
-        copy_heads=given.copy_heads,
-        text_passes=given.text_passes,
-        sample=SampleOptions(min_tokens=given.min_tokens, max_tokens=given.max_tokens, seed=given.seed),
-        summary=SummaryOptions(max_new_tokens=given.summary_tokens),
-        fit=FitOptions(passes=given.passes, learning_rate=given.learning_rate, seed=given.seed),
-        language_model=LanguageModelOptions(hidden_size=given.hidden_size, num_layers=given.layers),
+        sample=SampleOptions(**known["sample"]),
+        summary=SummaryOptions(**known["summary"]),
+        fit=FitOptions(**known["fit"]),
+        language_model=LanguageModelOptions(**known["language_model"]),
+        **known[""],
     )
 
 
@@ -73,40 +113,6 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    train, sample, model = TrainOptions(), SampleOptions(), LanguageModelOptions()
-    parser.add_argument("--config", default="configs/smollm2.yaml", help="configuration with the target and the prompt")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="override a value of the configuration"
-    )
-    parser.add_argument(
-        "--text", required=True, metavar="PATH", help="Parquet file or folder with the documents to learn from"
-    )
-    parser.add_argument("--text-column", default="text", help="column that holds the text")
-    parser.add_argument("--output", required=True, type=Path, help="folder to write the draft to")
-    parser.add_argument("--kind", choices=get_args(TrainedKind), default=train.kind, help="kind of draft")
-    parser.add_argument("--start-from", metavar="FOLDER", help="eagle: continue from the head in this folder")
-    parser.add_argument("--samples", type=int, default=train.num_samples, help="number of prompts to record")
-    parser.add_argument(
-        "--min-tokens", type=int, default=sample.min_tokens, help="tokens of the shortest piece of a document"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=sample.max_tokens, help="tokens of the longest piece of a document"
-    )
-    parser.add_argument(
-        "--summary-tokens", type=int, default=train.summary.max_new_tokens, help="most tokens of a summary"
-    )
-    parser.add_argument(
-        "--vocabulary", type=int, default=train.vocabulary, help="number of tokens that the draft can propose"
-    )
-    parser.add_argument("--copy-heads", type=int, default=train.copy_heads, help="eagle: number of KV heads that copy")
-    parser.add_argument("--text-passes", type=int, default=train.text_passes, help="model: passes over the text alone")
-    parser.add_argument("--hidden-size", type=int, default=model.hidden_size, help="model: hidden size")
-    parser.add_argument("--layers", type=int, default=model.num_layers, help="model: number of layers")
-    parser.add_argument("--passes", type=int, default=train.fit.passes, help="passes over the recordings")
-    parser.add_argument("--learning-rate", type=float, default=train.fit.learning_rate, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="seed of samples and training")
-    return parser
+def main(argv: Sequence[str]) -> int:
+    """Run `jobs/train_draft.py`. Returns the exit code."""
+    return call(train, argv, "train_draft.py")

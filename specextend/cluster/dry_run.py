@@ -21,6 +21,7 @@ from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_s
 from specextend.cluster.prepare import (
     Prepared,
     check_machine,
+    check_retry,
     check_same_run,
     describe_selection,
     input_errors,
@@ -58,7 +59,7 @@ def dry_run(
     OutputError, RefusedError and StoreError, and what `calibrate` raises.
     """
     with reading(prepared.output):
-        check_same_run(prepared)
+        check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
         progress, keys = open_rows(prepared, retry_errors)
     with input_errors():
         decoding = prepared.config.decoding
@@ -124,7 +125,7 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
         *_table(("input", "rows", "they are"), checks),
         f"about {prompt_tokens}, {output_tokens} at most",
         *_table(("prompt tokens", "rows"), lengths),
-        *_describe_memory(plan),
+        *describe_memory(plan),
         *(_wrap(plan["this_machine"]) if plan["this_machine"] else []),
         *_describe_time(plan),
     ]
@@ -198,7 +199,8 @@ def _checks(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
     return [{"check": check, "rows": rows, "outcome": outcome} for check, rows, outcome in found]
 
 
-def _describe_memory(plan: dict[str, Any]) -> list[str]:
+def describe_memory(plan: dict[str, Any]) -> list[str]:
+    """Describe `memory_gib` and `cache` of a plan in lines."""
     sizes = plan["memory_gib"]
     rows = [(title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items()]
     lines = _table(("memory of a worker", "GiB"), [*rows, ("together", f"{sum(sizes.values()):.3f}")])

@@ -50,6 +50,7 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("RAY_ADDRESS", "local")
     if environment["RAY_ADDRESS"] != "local":
         return
+    environment.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 leaves the cores to anything else that runs
     environment.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only, on Linux too, despite its name
     if "RAY_AUTH_MODE" not in environment:
         environment["RAY_AUTH_MODE"] = "token"
@@ -108,7 +109,8 @@ def check_device(target: TargetOptions, job: JobOptions) -> None:
 
 def check_resources(job: JobOptions) -> None:
     """Raise RefusedError if this machine could never give a worker what it needs: a private Ray would wait for ever."""
-    for key, count in zip(("cpus_per_worker", "gpus_per_worker"), this_machine(), strict=True):
+    cores, gpus = this_machine()
+    for key, count in (("gpus_per_worker", gpus), ("cpus_per_worker", cores)):  # of both it is the GPU that matters
         wanted = getattr(job, key)
         if wanted != "auto" and wanted > count:
             raise RefusedError(f"job.{key} is {wanted:g} but this machine has {count:g}")

@@ -200,8 +200,8 @@ def _say_other_input(prepared: Prepared) -> str:
 def input_errors() -> Iterator[None]:
     """Turn errors about the input and the commits into those of a run.
 
-    RefusedError for an input that breaks off or changes and for damaged commits, OtherRunError for those of another
-    run, StoreError for an input that is out of reach.
+    RefusedError for an input that breaks off or changes and for damaged commits, OtherRunError for another run's,
+    StoreError for an input that is out of reach.
     """
     try:
         yield
@@ -220,6 +220,14 @@ def open_rows(prepared: Prepared, retry_errors: Retry) -> tuple[Progress, RowSet
     with input_errors():
         progress = read_commits(prepared.output, prepared.manifest["fingerprint"])
     return progress, RowSet(rows, pending(rows, progress, retry_errors=retry_errors, chosen=source.rows))
+
+
+def check_retry(prepared: Prepared, retry_errors: Retry, *, is_begun: bool) -> None:
+    """Raise RefusedError for a retry where nothing has been tried: it would do every row."""
+    if retry_errors != "none" and not is_begun:
+        raise RefusedError(
+            f"--retry-errors: {prepared.output.path} holds no run with error rows; leave it out to begin one"
+        )
 
 
 def say_left_out(num_final: int) -> str:

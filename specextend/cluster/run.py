@@ -36,6 +36,7 @@ from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_s
 from specextend.cluster.prepare import (
     Prepared,
     check_machine,
+    check_retry,
     check_same_run,
     describe_selection,
     input_errors,
@@ -96,7 +97,7 @@ def run(
     interrupt.check()
     run_id = secrets.token_hex(4)
     with reading(prepared.output):
-        check_same_run(prepared)
+        check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
     lock = OutputLock(prepared.output, run_id)
     with held(lock, display.note, interrupt.check):
         prepared = replace(prepared, output=prepared.output.behind(lock))
@@ -140,11 +141,16 @@ class _LockedRun:
     def run_recorded(self, retry_errors: Retry) -> int:
         """Do what `run` does, and record its beginning and its end."""
         output, display = self.prepared.output, self.display
+        display.begin(self.run_id)
+        display.event("run_started", host=socket.gethostname(), pid=os.getpid())
+        if (counts := self._complete(retry_errors)) is not None:
+            display.note(f"complete already, {_say(counts)}")
+            display.event("run_ended", exit_code=EXIT_DONE)
+            self.interrupt.disarm()
+            return EXIT_DONE
         with writing(output):
             _sweep(output)
             self.record.write()
-        display.begin(self.run_id)
-        display.event("run_started", host=socket.gethostname(), pid=os.getpid())
         for note in self.prepared.notes:
             display.note(note, "model_revision")
         for note in describe_selection(self.prepared.source):
@@ -164,6 +170,14 @@ class _LockedRun:
         self.interrupt.disarm()
         return code
 
+    def _complete(self, retry_errors: Retry) -> Counts | None:
+        """Return the counts of a run of which nothing is left to do; None for any other."""
+        with reading(self.prepared.output):
+            counts = read_success(self.prepared.output)
+            if counts is None or not self._accepts(counts) or open_rows(self.prepared, retry_errors)[1]:
+                return None
+            return counts if is_finalized(self.prepared.source, self.prepared.output) else None
+
     def _record_failure(self, error: BaseException) -> None:
         """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
         with suppress(OSError, OutputError, LockHeldError, LockGoneError):
@@ -177,10 +191,6 @@ class _LockedRun:
             progress, keys = open_rows(self.prepared, retry_errors)
             if retry_errors == "retryable" and progress.final:
                 self.display.note(say_left_out(len(progress.final)))
-            counts = read_success(output)
-            if not keys and counts and self._accepts(counts) and is_finalized(source, output):
-                self.display.note(f"complete already, {_say(counts)}")
-                return EXIT_DONE
         plan = self._plan(keys) if keys else None
         with writing(output):
             if not is_begun:
@@ -279,9 +289,14 @@ class _LockedRun:
         if code == EXIT_TOO_MANY_ERRORS:
             share = self.prepared.config.job.max_error_fraction
             allowed = counted(int(share * counts.rows), "failed row")
+            progress, _ = open_rows(self.prepared, "none")
+            num_retryable = len(progress.errors) - len(progress.final)
+            hint = "a retry would mend none of them"
+            if num_retryable:
+                hint = f"--retry-errors does {num_retryable:,} of them again"
             self.display.note(
                 f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows {allowed}; "
-                "see errors/, --retry-errors does the retryable ones again"
+                f"see errors/, {hint}"
             )
             return code
         self.lock.confirm()

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specextend.data.importers import check_characters, parse_json
-from specextend.data.inputs import InputError
+import pyarrow as pa
+import pyarrow.parquet as pq
 
+from specextend.data.formats import UnreadableError, json_value
+from specextend.data.inputs import InputError
+from specextend.data.storage import atomic_output, is_folder, resolve
+
+_COLUMNS = pa.schema([("id", pa.string()), ("text", pa.string()), ("max_new_tokens", pa.int32())])
+_GROUP_ROWS = 64
 URL = "/v1/chat/completions"
 _SHARED = {
     "temperature": "decoding.temperature",
@@ -76,7 +83,6 @@ class BatchRequests:
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InputError(f"{place}: body.max_tokens must be a whole number from 1, got {limit!r}")
-        check_characters(place, text, values["custom_id"], system or "")
         return {"id": values["custom_id"], "text": text, "max_new_tokens": limit}
 
     def _check_unique(self, place: str, custom_id: str, number: int) -> None:
@@ -97,7 +103,10 @@ class BatchRequests:
 
 
 def _parse(place: str, line: str) -> dict[str, Any]:
-    values = parse_json(place, line)
+    try:
+        values = json_value(line)
+    except UnreadableError as error:
+        raise InputError(f"{place} {error.message}") from error
     if not isinstance(values, dict) or not isinstance(values.get("custom_id"), str) or not values["custom_id"]:
         raise InputError(f"{place} has no custom_id; every request needs one, a string")
     if (values.get("method"), values.get("url")) != ("POST", URL):
@@ -129,3 +138,20 @@ def _text(place: str, content: Any) -> str:
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise InputError(f"{place}: a message's content must be text; images and sounds are not served")
     return "".join(part["text"] for part in parts)
+
+
+def write_requests(requests: Iterable[dict[str, Any]], output: str, limit: int | None = None) -> int:
+    """Write requests with their own limits as one Parquet file, whole or not at all; return how many.
+
+    Raises InputError if there are none, or if the output is a folder.
+    """
+    place, written, rows = resolve(output), 0, islice(requests, limit)
+    if is_folder(place):
+        raise InputError(f"{output} is a folder; name the file to write, such as {output}/requests.parquet")
+    with atomic_output(place) as path, pq.ParquetWriter(path, _COLUMNS, compression="zstd") as writer:
+        while group := list(islice(rows, _GROUP_ROWS)):
+            writer.write_table(pa.Table.from_pylist(group, schema=_COLUMNS))
+            written += len(group)
+        if not written:
+            raise InputError("there are no requests to write; give a file that has some")
+    return written

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -22,8 +22,6 @@ BATCH_SCHEMA = pa.schema(
 
 def check_batch_options(options: InputOptions) -> None:
     """Raise InputError for options that batches cannot follow, before a model is loaded for them."""
-    if options.id_column is None:
-        raise InputError("input.id_column must be set: a document of a batch has no place in a file to be its id")
     if options.selects:
         chosen = [name for name in ("filter", "sample", "except_done_in", "limit") if getattr(options, name)]
         raise InputError(
@@ -33,14 +31,47 @@ def check_batch_options(options: InputOptions) -> None:
         raise InputError(f"input.passthrough names {taken[0]}, which is a column of the result; rename it in the input")
 
 
+def as_table(documents: Any, options: InputOptions) -> tuple[pa.Table, Callable[[pa.Table], Any]]:
+    """Return documents as a table, and what gives results back in the form that they came in.
+
+    documents: a table or data frame; one text or document (a dictionary), or a list of them; a dictionary of columns.
+    Texts alone have their number as id. Raises InputError for anything else, and if `input.id_column` is not set.
+    """
+    if isinstance(documents, str):
+        return _of_texts([documents], options), _first
+    if isinstance(documents, list) and all(each is None or isinstance(each, str) for each in documents):
+        return _of_texts(documents, options), pa.Table.to_pylist
+    if options.id_column is None:
+        raise InputError("input.id_column must be set: a document of a batch has no place in a file to be its id")
+    if isinstance(documents, pa.Table | pa.RecordBatch):
+        return documents, lambda table: table
+    if isinstance(documents, list) and all(isinstance(each, Mapping) for each in documents):
+        return pa.Table.from_pylist(documents), pa.Table.to_pylist
+    if isinstance(documents, Mapping) and isinstance(documents.get(options.text_column), str | None):
+        return pa.Table.from_pylist([documents]), _first
+    if isinstance(documents, Mapping):
+        return pa.table(dict(documents)), pa.Table.to_pydict
+    if hasattr(documents, "__arrow_c_stream__"):
+        return pa.table(documents), pa.Table.to_pandas if hasattr(documents, "iloc") else lambda table: table
+    raise InputError(f"documents must be texts, dictionaries, a table or a data frame, got {type(documents).__name__}")
+
+
+def _first(results: pa.Table) -> dict[str, Any]:
+    return results.to_pylist()[0]
+
+
+def _of_texts(texts: Sequence[str | None], options: InputOptions) -> pa.Table:
+    columns: dict[str, Any] = {options.text_column: pa.array(texts, pa.string())}
+    if options.id_column is not None:
+        columns[options.id_column] = pa.array(map(str, range(len(texts))), pa.string())
+    return pa.table(columns)
+
+
 def read_batch(batch: pa.Table, reader: RowReader) -> list[Row | DocumentError]:
     """Read the documents of a table; one that cannot be processed is its error. A row's key is its place in the table.
 
-    Raises InputError for something else than a table, and if a configured column is missing or has a wrong type.
+    Without `input.id_column` that place is its id. Raises InputError if a configured column is missing or mistyped.
     """
-    if not isinstance(batch, pa.Table | pa.RecordBatch):
-        raise InputError(f'a batch must be a pyarrow.Table, got {type(batch).__name__}: give batch_format="pyarrow"')
-    assert reader.options.id_column is not None
     check_columns("the batch", batch.schema, reader)
     columns = plain_values(batch, reader.document_columns)
     rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
@@ -48,9 +79,10 @@ def read_batch(batch: pa.Table, reader: RowReader) -> list[Row | DocumentError]:
 
 
 def _row_or_error(number: int, values: Mapping[str, Any], reader: RowReader) -> Row | DocumentError:
-    doc_id = values[str(reader.options.id_column)]
+    column = reader.options.id_column
+    doc_id = number if column is None else values[column]
     if doc_id is None:
-        return DocumentError("NullId", f"the id in column {reader.options.id_column!r} is null")
+        return DocumentError("NullId", f"the id in column {column!r} is null")
     name = doc_id.decode() if isinstance(doc_id, bytes) else str(doc_id)
     try:
         return reader.read(DocumentKey(0, number), name, values)

@@ -1,4 +1,4 @@
-"""The check of the input before a model is loaded: its files, and whether their columns and ids are usable."""
+"""The check of the input before a model is loaded, and the rewriting of files whose row groups are too large."""
 
 from __future__ import annotations
 
@@ -16,11 +16,20 @@ from pyarrow import fs
 
 from specextend.core import counted, one_line
 from specextend.data.inputs import InputError, InputFile, InputOptions, InputUnreachableError, unreadable
-from specextend.data.listing import Listing
-from specextend.data.parquet import DAMAGED, is_text, largest_group_bytes, open_parquet, plain_text
+from specextend.data.listing import Listing, check_apart, list_input
+from specextend.data.parquet import (
+    DAMAGED,
+    gathered,
+    is_damaged,
+    is_text,
+    largest_group_bytes,
+    open_parquet,
+    plain_text,
+    stream,
+)
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
 from specextend.data.schema import summary_fields
-from specextend.data.storage import Location, in_order
+from specextend.data.storage import Location, atomic_output, in_order, resolve
 
 MAX_GROUP_BYTES = 1 << 30
 """Most bytes that the columns of a document may take when they are read from a row group: a worker holds it."""
@@ -104,7 +113,7 @@ def _check_group_size(name: str, num_bytes: int) -> None:
     if num_bytes > MAX_GROUP_BYTES:
         raise InputError(
             f"{name} has a row group that takes {num_bytes / (1 << 30):.1f} GiB to read; write it in smaller ones: "
-            "python jobs/prepare.py repartition INPUT --output FOLDER"
+            "specextend prepare repartition INPUT --output FOLDER"
         )
 
 
@@ -274,3 +283,26 @@ def partition_column(relative_path: str, column: str, kind: pa.DataType, num_row
     """Return a file's value of a column in its path, once for each row. Raises ArrowException for another type."""
     value = pa.array([partition_values(relative_path)[column]], pa.string()).cast(kind)[0]
     return pa.repeat(value, num_rows)
+
+
+def repartition(path: str, output: str) -> int:
+    """Write the Parquet files of `input.path` anew in small row groups, under the same names in a folder; count them.
+
+    Streams: a row group ends at about 16 MiB. Raises InputError for files that cannot be read.
+    """
+    listing = list_input(path)
+    check_apart(listing, output)
+    for name in listing.relative_paths:
+        source = listing.root.child(name)
+        try:
+            with open_parquet(source) as parquet, atomic_output(resolve(output).child(name)) as written:
+                schema = parquet.schema_arrow
+                tables = ((table, table.nbytes) for table in stream(parquet, schema.names))
+                with pq.ParquetWriter(written, schema, compression="zstd") as writer:
+                    for table in gathered(schema, tables):
+                        writer.write_table(table, row_group_size=len(table))
+        except DAMAGED as error:
+            if not is_damaged(source, error):
+                raise
+            raise unreadable(name, error) from error
+    return len(listing.relative_paths)

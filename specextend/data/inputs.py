@@ -32,7 +32,9 @@ class InputUnreachableError(InputError):
 
 def unreadable(file: str, error: Exception) -> InputError:
     """Return the error for a file that is not Parquet, or is damaged."""
-    return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); repair it or take it out")
+    is_named_so = file.lower().endswith((".parquet", ".pq", ".parq"))
+    todo = "repair it or take it out" if is_named_so else "`specextend prepare documents` makes Parquet of other files"
+    return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); {todo}")
 
 
 class DocumentError(Exception):

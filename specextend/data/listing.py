@@ -78,7 +78,7 @@ def _list_folder(path: str, folder: Location) -> Listing:
         there = f", only {describe_skipped(skipped)}" if skipped else ""
         raise InputError(
             f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a folder that holds some, "
-            "or a glob (jobs/prepare.py makes Parquet of JSONL and text)"
+            "or a glob (specextend prepare documents makes Parquet of PDF, DOCX, HTML, text, JSONL and CSV)"
         )
     return _listing(folder, (), True, files, skipped)
 

@@ -44,7 +44,9 @@ class Example:
     """A turn that shows what is wanted: the user message with its document, and the answer."""
 
     user: str
+    """The message, with its document in it."""
     assistant: str
+    """What the model should have answered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import regex
 from rapidfuzz.distance import LCSseq
 
-from specextend.core import Completion, printable
+from specextend.core import Completion, how_to_install, printable
 from specextend.decoding.stopping import is_loop
 
 REPEATED_WORDS = 4
@@ -149,7 +149,7 @@ def _script_of(character: str) -> str | None:
 def check_library(options: QualityOptions) -> None:
     """Raise ValueError if languages are to be determined and the library for it is not installed."""
     if options.language and find_spec("py3langid") is None:
-        raise ValueError("quality.language needs the extra `language`: pip install 'specextend[language]'")
+        raise ValueError(f"quality.language needs the extra `language`: {how_to_install('language')}")
 
 
 def language_of(text: str) -> str | None:

@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from specextend.cluster.environment import cores_per_worker, prepare_environment, say_room
+from specextend.cluster.environment import check_resources, cores_per_worker, prepare_environment, say_room
+from specextend.cluster.exits import RefusedError
 from specextend.config import JobOptions
 
 
@@ -20,6 +22,7 @@ def test_a_ray_of_our_own_is_closed_to_others():
     environment = prepared()
     assert environment["RAY_ADDRESS"] == "local"
     assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert environment["RAY_worker_niceness"] == "0", "at Ray's own 15 workers waited for everything else that ran"
     assert environment["RAY_AUTH_MODE"] == "token"
     assert environment["RAY_AUTH_TOKEN"] != prepared()["RAY_AUTH_TOKEN"]
 
@@ -32,6 +35,13 @@ def test_a_cluster_is_joined_as_it_is_and_what_the_user_has_set_stays():
     environment = prepared(**mine)
     assert mine.items() <= environment.items()
     assert "RAY_AUTH_TOKEN" not in environment
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_of_all_that_a_machine_lacks_the_gpu_is_named_first():
+    """With a configuration for GPUs on a laptop, the number of cores is no use to know."""
+    with pytest.raises(RefusedError, match=r"job.gpus_per_worker is 1 but this machine has 0"):
+        check_resources(JobOptions(gpus_per_worker=1, cpus_per_worker=4096))
 
 
 @pytest.mark.parametrize(

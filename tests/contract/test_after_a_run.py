@@ -93,6 +93,32 @@ def test_a_retry_says_which_error_rows_it_leaves_out(call, finished: Path):
     assert call(*arguments(finished, "--retry-errors=some")).code == 2
 
 
+def test_the_last_line_advises_a_retry_only_where_it_may_help(call, folder: Path):
+    """It did right after saying that no row is retryable."""
+    for flags in ((), ("--retry-errors",)):
+        said = call(*arguments(folder, *flags)).stderr.splitlines()[-1]
+        assert said.endswith("allows 0 failed rows; see errors/, a retry would mend none of them")
+
+
+@pytest.mark.parametrize("flags", [("--retry-errors",), ("--retry-errors=all", "--dry-run")])
+def test_a_retry_of_nothing_is_refused(call, folder: Path, flags: tuple[str, ...]):
+    """With a mistyped output folder it did every row again, for a night."""
+    ended = call(*arguments(folder, *flags, "--output", str(folder / "nowhere")))
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert "--retry-errors: " in ended.stderr
+    assert not (folder / "nowhere").exists()
+
+
+def test_a_run_that_is_complete_is_not_started_again(call, folder: Path):
+    """An hourly cron job filled the report with starts that did nothing."""
+    allowed = arguments(folder, "--set", "job.max_error_fraction=0.5")
+    assert call(*allowed).code == 0
+    before = sorted((folder / "out" / "_run" / "attempts").iterdir()), stamps(folder)
+    ended = call(*allowed)
+    assert (ended.code, ended.stderr) == (0, "complete already, 5 rows: 3 done, 2 failed\n")
+    assert (sorted((folder / "out" / "_run" / "attempts").iterdir()), stamps(folder)) == before
+
+
 def test_errors_that_are_allowed_make_the_run_a_success(call, folder: Path):
     """The limit may be set when the errors have been looked at."""
     ended = call(*arguments(folder, "--set", "job.max_error_fraction=0.5"))
@@ -201,7 +227,7 @@ def test_documents_of_another_format_become_parquet(tmp_path: Path):
     fields = ["--text-field", "body", "--id-field", "n"]
     ended = in_process("prepare.py", "jsonl", str(tmp_path / "in.jsonl"), *fields, "--output", str(tmp_path / "a"))
     assert (ended.code, ended.stdout) == (0, f"2 documents in {tmp_path / 'a'}\n"), ended.stderr
-    assert pq.read_table(tmp_path / "a").to_pylist() == [
+    assert pq.read_table(tmp_path / "a").select(["id", "text", "reference"]).to_pylist() == [
         {"id": "7", "text": "one", "reference": None},
         {"id": "8", "text": "two", "reference": "2"},
     ]

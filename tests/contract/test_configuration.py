@@ -113,7 +113,7 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file: Path):
         ("tree=16", "tree must be a section (nodes"),
         ("target.dtype=int8", "target.dtype must be 'bfloat16', 'float16' or 'float32', got 'int8'"),
         ("draft={kind: model}", "draft.model must not be empty with draft.kind model"),
-        ("draft.kind=ngram", "draft.model must not be set with draft.kind ngram, which has no model"),
+        ("draft={kind: ngram, model: m}", "draft.model must not be set with draft.kind ngram, which has no model"),
         ("draft=null", "draft.kind and draft.model are missing: decoding.mode specextend needs a draft"),
         ("job.max_error_fraction=2", "job.max_error_fraction must be in [0, 1], got 2.0"),
         ("job.workers=0", "job.workers must be at least 1, got 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import ray
@@ -61,6 +62,28 @@ def test_a_table_comes_back_with_a_row_for_each_row(config, engine):
     assert summarizer(documents().slice(2, 1)).to_pylist()[0]["summary"] == rows[2]["summary"]
 
 
+def test_results_come_in_the_form_of_the_documents(pairs, engine):
+    """Who has a text in a notebook wants no schema first; all forms give what the table gives."""
+    columns = {"input__id_column": "name", "input__passthrough": ["year"]}
+    config = tiny_config(pairs("llama"), decoding__max_new_tokens=20, **columns)
+    summarizer = Summarizer(config, lambda _: engine)
+    table = documents().select(["text", "name", "year"])
+    expected = summarizer(table)["summary"].to_pylist()
+    rows, by_column = table.to_pylist(), table.to_pydict()
+    assert [row["summary"] for row in summarizer(rows)] == expected
+    assert summarizer(by_column)["summary"] == expected
+    arrays = {name: np.array(values, object) for name, values in by_column.items()}
+    assert summarizer(arrays)["summary"] == expected
+    frame = pa.Table.from_pandas(summarizer(table.to_pandas())).to_pydict()
+    assert (frame["summary"], frame["year"]) == (expected, by_column["year"])
+    assert (summarizer(rows[2])["summary"], summarizer(rows[2])["year"]) == (expected[2], 2003)
+    alone = Summarizer(tiny_config(pairs("llama"), decoding__max_new_tokens=20), lambda _: engine)
+    assert alone(TEXTS["b"])["summary"] == expected[2]
+    found = alone([TEXTS["b"], None, TEXTS["c"]])
+    assert [(row["doc_id"], row["summary"]) for row in found] == [("0", expected[2]), ("1", None), ("2", expected[5])]
+    assert alone([]) == []
+
+
 def test_questions_about_a_document_read_it_once(pairs, engine):
     """In the middle of other documents, and with the answers that each question alone gets."""
     config = tiny_config(
@@ -103,7 +126,6 @@ def test_a_document_that_fails_alone_is_an_error_in_its_row(config, engine):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"id_column": None}, "input.id_column must be set"),
         ({"filter": "year > 2003"}, "input.filter chooses rows of files, not of batches: leave it out"),
         ({"passthrough": ["stage"]}, "input.passthrough names stage, which is a column of the result"),
     ],
@@ -128,11 +150,12 @@ def test_options_that_no_batch_can_follow_are_refused_before_a_model_is_loaded(c
             documents(),
             "is string, but must be an integer column",
         ),
-        ({}, {"text": ["a"]}, 'a batch must be a pyarrow.Table, got dict: give batch_format="pyarrow"'),
+        ({"id_column": None, "max_new_tokens_column": None}, documents(), "input.id_column must be set"),
+        ({}, 7, "documents must be texts, dictionaries, a table or a data frame, got int"),
     ],
 )
 def test_a_batch_that_does_not_fit_its_configuration_is_refused(changes, batch, message, pairs, engine):
-    """In one line, and before anything is decoded; Ray Data's default are dictionaries."""
+    """In one line, and before anything is decoded."""
     options = INPUT | {f"input__{key}": value for key, value in changes.items()}
     with pytest.raises(ValueError, match=message):
         Summarizer(tiny_config(pairs("llama"), **options), lambda _: engine)(batch)

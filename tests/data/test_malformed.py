@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,15 @@ from pyarrow.parquet.encryption import CryptoFactory, EncryptionConfiguration, K
 from transformers import PreTrainedTokenizerFast
 
 from specextend.core import DocumentKey
-from specextend.data.importers import read_jsonl, read_text_folder
+from specextend.data.formats import DocumentOptions, UnreadableError, as_row, rows_of
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import Source, open_source
 from tests.job.conftest import rows, summarize
 
 Write = Callable[..., Path]
+
+LONG = b'\n{"text": "' + b"word " * 200_000 + b'"}'
 
 NAMED_A_COLUMN_IN_LATIN_1, ENDED_THE_PROCESS, LOST_A_ROW = 67, 1444, 1589
 """Seeds of what was found among six thousand files; the last two before the job had learnt to expect them."""
@@ -225,9 +228,6 @@ def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path, write: Write) 
     path.rename(tmp_path / "in" / "caf\udce9.parquet")
     with pytest.raises(InputError, match="contains a name that is not UTF-8"):
         open_source(InputOptions(path=str(tmp_path / "in")))
-    (tmp_path / "in" / "caf\udce9.txt").write_text("text")
-    with pytest.raises(InputError, match="is not UTF-8, so it cannot be an id"):
-        list(read_text_folder(tmp_path / "in", "*.txt"))
 
 
 @pytest.mark.parametrize(
@@ -236,18 +236,24 @@ def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path, write: Write) 
         (rb'{"text": "\ud800"}', "half of a surrogate pair"),
         (b"[" * (1 << 20), "is not JSON"),
         (b'{"text": "' + b"x" * (1 << 20), "is not JSON"),
-        (b'{"text": "caf\xe9"}', "cannot be read"),
-        ('{"text": "x"}'.encode("utf-16"), "cannot be read"),
+        (b'{"text": "a\x00b"}', "is not JSON"),
+        (b'{"text": "caf\xe9"}', "is not UTF-8"),
+        ('{"text": "x"}'.encode("utf-16"), "is not UTF-8"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "is not JSON"),
         (b'{"text": ["x"]}', "has no string 'text'"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
-def test_a_malformed_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(InputError, match=said) as caught:
-        list(read_jsonl(tmp_path / "a.jsonl", "text", None))
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 500
+def test_a_malformed_line_is_named_and_the_others_are_read(line: bytes, said: str) -> None:
+    options = DocumentOptions()
+    (_, fine), (number, wrong), (_, long) = rows_of("jsonl", io.BytesIO(b'{"text": "x"}\n' + line + LONG), options)
+    assert (number, as_row(fine, "1", 1, options)["text"]) == (2, "x")
+    assert as_row(long, "3", 3, options)["text"] == "word " * 200_000
+    with pytest.raises(UnreadableError) as caught:
+        as_row(wrong, "2", 2, options)
+    assert said in caught.value.message
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 500
 
 
 @pytest.mark.slow

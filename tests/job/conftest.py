@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from specextend.cli.run import Arguments
+from specextend.cli.run import summarize as summarize_command
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny-random.yaml"
@@ -63,6 +66,13 @@ def wait_for_pause(process: subprocess.Popen[str]) -> None:
     """Wait until the job has suspended itself; SIGCONT lets it go on."""
     wait_for(lambda: process.poll() is not None or is_paused(process.pid), "pause")
     assert process.poll() is None, process.communicate()
+
+
+def parse(words: Sequence[str]) -> tuple[str | None, Arguments]:
+    """What the job makes of a command line: the folder of `--status`, and all others."""
+    given = summarize_command.make_context("summarize.py", list(words)).params
+    status, _ = given.pop("status"), given.pop("dry_run")
+    return status, Arguments(**given)
 
 
 def environment() -> dict[str, str]:
@@ -114,16 +124,24 @@ def kept_handlers() -> Iterator[None]:
 
 def in_process(script: str, *arguments: str) -> Ended:
     """Run a script of `jobs/` in this process, to which torch and Ray are known already, as if it were the main one."""
+    return _as_main(lambda: runpy.run_path(str(ROOT / "jobs" / script), run_name="__main__"), script, *arguments)
 
+
+def specextend(*arguments: str) -> Ended:
+    """Run the command `specextend` in this process."""
+    return _as_main(lambda: runpy.run_module("specextend", run_name="__main__"), "specextend", *arguments)
+
+
+def _as_main(run: Callable[[], object], *argv: str) -> Ended:
     def leave(code: int) -> NoReturn:
         raise SystemExit(code)
 
     streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch, kept_handlers():
-        patch.setattr(sys, "argv", [script, *arguments])
+        patch.setattr(sys, "argv", [*argv])
         patch.setattr(os, "_exit", leave)
         with redirect_stdout(streams[0]), redirect_stderr(streams[1]), pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "jobs" / script), run_name="__main__")
+            run()
     stdout, stderr = (stream.buffer.getvalue().decode() for stream in streams)
     return Ended(ended.value.code or 0, stdout, stderr)
 

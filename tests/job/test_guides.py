@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from specextend.cli.run import overrides, parse
+from specextend.cli.demo import SETTINGS
 from specextend.config import RunConfig
-from tests.job.conftest import ROOT
+from tests.job.conftest import ROOT, parse
 
 GUIDES = sorted(ROOT / "docs" / name for name in ("choosing-a-pair.md", "first-run.md", "tuning.md"))
 RECORDS = {"decisions.md", "log.md", "CHANGELOG.md"}  # what was true on its day
@@ -30,22 +30,22 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_the_job_takes_the_commands_of_a_guide(page: Path):
+def test_the_job_takes_the_commands_of_a_guide(page: Path, monkeypatch: pytest.MonkeyPatch):
     """A reader who copies a command that is refused stops reading."""
-    lines = re.findall(r"jobs/summarize\.py (.*)$", page.read_text().replace("\\\n", ""), re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    called = r"(?:jobs/summarize\.py|bin/specextend (?:plan|run)) (.*)$"
+    lines = re.findall(called, page.read_text().replace("\\\n", ""), re.MULTILINE)
     assert lines
     for line in lines:
-        parsed = parse(shlex.split(line, comments=True))
-        assert parsed.status or RunConfig.load(ROOT / parsed.config, overrides(parsed))
+        status, parsed = parse(shlex.split(line, comments=True))
+        assert status or RunConfig.load(parsed.config, parsed.overrides)
 
 
 def test_the_demo_names_its_own_columns():
     """The configuration that it uses is everybody's, and knows no column but `text`."""
-    [line] = re.findall(r"jobs/summarize\.py (.*)$", (ROOT / "Makefile").read_text().replace("\\\n", ""), re.MULTILINE)
-    parsed = parse(shlex.split(line, comments=True))
-    config = RunConfig.load(ROOT / parsed.config, overrides(parsed))
+    config = RunConfig.load("smollm2", SETTINGS)
     assert (config.input.id_column, config.input.passthrough) == ("doc_id", ("reference_summary", "length_bucket"))
-    plain = RunConfig.load(ROOT / parsed.config)
+    plain = RunConfig.load("smollm2")
     assert (plain.input.id_column, plain.input.passthrough, plain.job.cpus_per_worker) == (None, (), "auto")
 
 
@@ -66,7 +66,7 @@ def test_the_keys_that_a_page_names_exist(page: Path):
     """Keys are renamed, and a guide that says to turn one of the old ones is worse than none."""
     sections = "|".join(RunConfig.model_fields)
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\.)", prose(page)))
-    files = {"report.json", "report.html", "report.py"}
+    files = {"report.json", "report.html", "report.py", "job.py"}
     assert named - KEYS - files == set()
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from specextend.cli.run import overrides, parse
 from specextend.cluster.exits import GRACE_S
 from specextend.config import RunConfig
-from tests.job.conftest import ROOT
+from tests.job.conftest import ROOT, parse
 
 FOLDER = ROOT / "deploy" / "kuberay"
 START_S = 900
@@ -40,8 +39,8 @@ def config(spec: dict[str, Any]) -> RunConfig:
     """What the job makes of the entrypoint, as a submitted job reads it."""
     python, _, *command = shlex.split(spec["entrypoint"].replace("/home/ray/specextend/", f"{ROOT}/"))
     assert python == "python"
-    arguments = parse(command)
-    return RunConfig.load(arguments.config, overrides(arguments), allow_relative=False)
+    _, arguments = parse(command)
+    return RunConfig.load(arguments.config, arguments.overrides, allow_relative=False)
 
 
 def test_a_failed_job_is_resumed_by_a_new_cluster_and_none_stays_behind(spec: dict[str, Any]):

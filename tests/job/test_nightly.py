@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from specextend.cli.run import overrides, parse
 from specextend.cluster import exits
 from specextend.config import RunConfig
 from tests.cluster.test_metrics import exported_names
-from tests.job.conftest import ROOT
+from tests.job.conftest import ROOT, parse
 
 DEPLOY = ROOT / "deploy"
 CLUSTER, _, REST = (ROOT / "docs" / "cluster.md").read_text().partition("## Every night")
@@ -75,8 +74,8 @@ def test_the_job_takes_the_command(command: str, monkeypatch: pytest.MonkeyPatch
     command = command.replace("/etc/specextend/nightly.yaml", str(own)).replace("/home/ray/specextend", str(ROOT))
     command = command.partition("jobs/summarize.py ")[2].partition(" 2>>")[0]
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
-    parsed = parse(words.stdout.split("\0")[:-1])
-    config = RunConfig.load(parsed.config, overrides(parsed), allow_relative=False, run_date=parsed.run_date)
+    _, parsed = parse(words.stdout.split("\0")[:-1])
+    config = RunConfig.load(parsed.config, parsed.overrides, allow_relative=False, run_date=parsed.run_date)
     assert re.search(r"/\d{4}-\d\d-\d\d$", config.output.path)
     assert config.input.except_done_in == (config.output.path[:-10] + "*",)
     assert config.input.id_column == "id"
@@ -118,8 +117,8 @@ def test_an_alert_asks_for_what_a_run_exports(rule: dict[str, Any]):
 def test_a_submitted_job_takes_its_commands(arguments: str):
     """Files that exist, keys that are known, paths that a submitted job takes."""
     assert len(COMMANDS) == 3
-    parsed = parse(shlex.split(arguments))
-    config = RunConfig.load(ROOT / parsed.config, overrides(parsed), allow_relative=False)
+    _, parsed = parse(shlex.split(arguments))
+    config = RunConfig.load(ROOT / parsed.config, parsed.overrides, allow_relative=False)
     assert config.job.gpus_per_worker == 1
 
 

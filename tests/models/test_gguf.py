@@ -110,7 +110,7 @@ def test_a_gguf_file_as_a_target_is_refused_with_the_command_that_works(folder_a
     with pytest.raises(ModelError, match="must be unpacked once") as refused:
         check_model(str(file))
     monkeypatch.chdir(tmp_path)
-    command = shlex.split(str(refused.value).partition("python jobs/prepare.py ")[2])
+    command = shlex.split(str(refused.value).partition("specextend prepare ")[2])
     assert prepare.main(command) == 0
     assert check_model("./FOLDER").num_layers == 2
 

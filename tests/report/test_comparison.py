@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
 from specextend.report import compare
+from tests.job.conftest import specextend
 from tests.properties.rows import done
 from tests.report.made_up import config_of, write_manifest_file
 
@@ -58,3 +60,14 @@ def test_figures_stand_side_by_side(pair: tuple[str, str], capsys: pytest.Captur
     assert "Done only here: 1 document." in printed
     assert "decoding.max_new_tokens" in printed
     assert (sorted(Path(here).rglob("*")), sorted(Path(there).rglob("*"))) == before
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [((), 0), (("--max-differing", "0.34"), 0), (("--max-differing", "0.33"), 3), (("--max-slower", "0.1"), 3)],
+)
+def test_a_comparison_is_a_gate(pair: tuple[str, str], limits: tuple[str, ...], code: int):
+    """For a pipeline that takes a new draft only if texts stay the same; a speed that is not known is none."""
+    ended = specextend("compare", *pair, "--json", "-", *limits)
+    assert ended.code == code, ended.stderr
+    assert json.loads(ended.stdout)["texts"]["differing"] == 1

@@ -1,0 +1,102 @@
+"""The command `check`: what this machine has, and whether a configuration fits it."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specextend.cli.command import SET, config_option, in_one_line, show, write_json
+
+if TYPE_CHECKING:  # it imports torch
+    from specextend.config import RunConfig
+
+_EXTRAS = {"numba": "compiled CPU kernels (cpu)", "flash_attn": "flash-attn (flash)", "pypdf": "PDF files (pdf)"}
+"""Packages of the extras that a machine may lack, and what they bring."""
+
+
+@click.command()
+@config_option()
+@SET
+@click.option("--json", metavar="FILE", help="write it there, too; -: print it in place of the lines")
+@in_one_line
+def check(config: str | None, settings: tuple[str, ...], json: str | None) -> int:
+    """Say what this machine has and what fits it.
+
+    With a configuration: the memory of a worker, and exit code 2 if it does not fit. No weights are loaded.
+    """
+    from specextend.config import RunConfig
+
+    found = _machine() | ({} if config is None else {"worker": _worker(RunConfig.load(config, settings))})
+    if json != "-":
+        show(_describe(found))
+    if json is not None:
+        write_json(json, found)
+    return 2 if found.get("worker", {}).get("problem") else 0
+
+
+def _machine() -> dict[str, Any]:
+    """Describe this machine as JSON values; sizes are in GiB."""
+    import torch
+
+    from specextend.cluster.environment import num_cores
+    from specextend.cluster.records import library_versions
+    from specextend.decoding.device import device_bytes, device_name
+    from specextend.loading import GIB
+
+    gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    return {
+        "processor": device_name(torch.device("cpu")),
+        "cores": num_cores(),
+        "memory_gib": _memory_bytes() / GIB,
+        "gpus": [{"name": device_name(gpu), "memory_gib": (device_bytes(gpu) or 0) / GIB} for gpu in gpus],
+        "installed": {what: find_spec(package) is not None for package, what in _EXTRAS.items()},
+        "versions": library_versions(),
+    }
+
+
+def _worker(config: RunConfig) -> dict[str, Any]:
+    """Return the memory that a worker takes, in GiB, and the problem with running all of them here; None if none."""
+    import torch
+
+    from specextend.cluster.prepare import check_machine
+    from specextend.loading import GIB, longest_request, memory_bytes, usable_bytes, with_batch_size
+    from specextend.pairing import check_pair
+
+    os.environ["RAY_ADDRESS"] = "local"  # what is asked is whether it fits this machine
+    facts = check_pair(config.target, config.active_draft)
+    device = torch.device("cuda" if config.job.gpus_per_worker else "cpu")
+    problem = of_gpu = None
+    try:
+        check_machine(config)
+        of_gpu = usable_bytes(config, device)
+    except ValueError as error:
+        problem = str(error)
+    sized = with_batch_size(config, facts, longest_request(config, facts), device, of_gpu)
+    sizes = {name: size / GIB for name, size in memory_bytes(sized, facts, device).items()}
+    has = (of_gpu or _memory_bytes() // max(1, config.job.workers)) / GIB
+    if problem is None and sum(sizes.values()) > has:
+        problem = f"a worker takes {sum(sizes.values()):.1f} GiB and has {has:.1f}: lower decoding.cache_gib"
+    return {"memory_gib": sizes, "batch_size": sized.decoding.batch_size, "problem": problem}
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _describe(found: dict[str, Any]) -> str:
+    from specextend.cluster.dry_run import describe_memory
+
+    gpus = [f"{gpu['name']}, {gpu['memory_gib']:.1f} GiB" for gpu in found["gpus"]] or ["none"]
+    lines = [
+        f"processor: {found['processor']}, {found['cores']} cores, {found['memory_gib']:.1f} GiB",
+        *(f"GPU: {gpu}" for gpu in gpus),
+        *(f"{what}: {'installed' if is_there else 'not installed'}" for what, is_there in found["installed"].items()),
+        "versions: " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+    ]
+    if worker := found.get("worker"):
+        lines += describe_memory(worker | {"cache": None})
+        lines.append(f"does not fit: {worker['problem']}" if worker["problem"] else "fits this machine")
+    return "\n".join(lines)

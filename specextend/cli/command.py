@@ -1,0 +1,116 @@
+"""What all commands share: options, how a command is called, and how its process ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from specextend.shipped import config_names
+from specextend.terminal import complain
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ConfigFile(click.Path):
+    """A configuration: the name of a shipped one, or a file."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete the names, and let the shell complete files."""
+        names = [CompletionItem(name) for name in config_names() if name.startswith(incomplete)]
+        return names + super().shell_complete(ctx, param, incomplete)
+
+
+def config_option(**attributes: Any) -> Callable[[Function], Function]:
+    """Make the option `--config`."""
+    help_text = "a YAML file, or the name of a configuration that `specextend configs` lists"
+    return click.option("--config", type=ConfigFile(), metavar="NAME|FILE", help=help_text, **attributes)
+
+
+SET = click.option("settings", "--set", multiple=True, metavar="KEY.PATH=VALUE", help="override one value")
+OUTPUT = click.argument("output", type=click.Path())
+
+
+def takes(*options: Callable[[Any], Any]) -> Callable[[Function], Function]:
+    """Give a command several options, in this order."""
+
+    def decorate(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def call(command: click.Command, argv: Sequence[str], name: str) -> int:
+    """Run a command. Returns the exit code: 2, with one line on stderr, if the arguments are wrong."""
+    try:
+        return command.main(list(argv), prog_name=name, standalone_mode=False) or 0
+    except click.Abort:
+        return 1
+    except click.ClickException as error:
+        path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
+        complain(ValueError(f"{error.format_message()} See: {path} --help"))
+        return error.exit_code
+
+
+def end(code: int) -> NoReturn:
+    """End the process with that code at once.
+
+    Python's own exit takes a second, in which SIGTERM would change the code. It also waits for libraries whose store
+    has never answered, and ends with another code if stdout is closed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)
+
+
+def in_one_line(function: Callable[..., int]) -> Callable[..., int]:
+    """Let a command say its errors in one line each, and return their exit codes; 2 for what a user got wrong."""
+
+    @wraps(function)
+    def wrapped(**given: Any) -> int:
+        from specextend.cluster import exits  # it imports pyarrow: not for --help
+
+        try:
+            return function(**given)
+        except exits.RunError as error:
+            complain(error)
+            return exits.exit_code(error)
+        except (ValueError, OSError) as error:
+            complain(error)
+            return exits.EXIT_REFUSED
+
+    return wrapped
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Print what was asked for. Raises OutputError if stdout takes no more."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        from specextend.cluster.exits import OutputError
+
+        raise OutputError(f"stdout cannot be written: {error}; make room and run the command again") from error
+
+
+def write_json(path: str, value: object) -> None:
+    """Write the value of `--json`, or print it if the path is `-`. Raises RefusedError and OutputError."""
+    from specextend.cluster.exits import RefusedError
+
+    text = json.dumps(value, indent=2)
+    if path == "-":
+        return show(text)
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RefusedError(f"--json {path} cannot be written: {error}; name another file") from error

@@ -1,0 +1,58 @@
+"""The command `specextend`. Its modules import what takes long when they are called, so that `--help` takes no time."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import click
+
+from specextend.cli.check import check
+from specextend.cli.command import call, end
+from specextend.cli.demo import demo
+from specextend.cli.export import export
+from specextend.cli.init import init
+from specextend.cli.report import compare, report
+from specextend.cli.run import plan, run, status
+from specextend.cli.settings import config, configs
+from specextend.cli.train import train
+from specextend.terminal import guard_streams
+
+
+class InOrder(click.Group):
+    """A group whose help lists its commands in the order in which a user meets them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """List the names."""
+        return list(self.commands)
+
+
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def prepare(arguments: tuple[str, ...]) -> int:
+    """Turn files and data sets into Parquet."""
+    from specextend.cli.prepare import main
+
+    sys.argv[0] = "specextend prepare"  # the name that its usage shows
+    return main(arguments)
+
+
+@click.group(cls=InOrder)
+@click.version_option(package_name="specextend", message="%(prog)s %(version)s")
+def specextend() -> None:
+    """Summarise long documents offline: Parquet in, Parquet out.
+
+    COMMAND --help says what each takes. For completion in bash:
+
+    eval "$(_SPECEXTEND_COMPLETE=bash_source specextend)"
+    """
+
+
+for command in (demo, prepare, init, run, plan, status, report, compare, export, train, check, configs, config):
+    specextend.add_command(command)
+
+
+def main() -> NoReturn:
+    """Run the command line of this process."""
+    guard_streams()
+    end(call(specextend, sys.argv[1:] or ["--help"], "specextend"))

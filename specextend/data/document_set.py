@@ -1,0 +1,224 @@
+"""A folder of Parquet files to which documents are added, each with an id of its own.
+
+A row names its file with size and time of modification, so that the data set itself says which files it has.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import tempfile
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from specextend.data.inputs import InputError
+from specextend.data.storage import Location, atomic_output, delete, file_sizes
+
+_COLUMNS = {
+    "id": pa.string(),
+    "title": pa.string(),
+    "text": pa.string(),
+    "source_path": pa.string(),
+    "source_row": pa.int64(),
+    "source_size": pa.int64(),
+    "source_modified": pa.timestamp("us", "UTC"),
+}
+_SMALL_BYTES = 32 << 20
+"""Parts that are smaller are joined."""
+_GROUP_ROWS = 1024
+_GROUP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A file, or a row of one, that is not in the data set."""
+
+    path: str
+    row: int | None
+    reason: str
+    """Two words that are counted."""
+    message: str
+
+
+def write_rows(rows: Iterable[dict[str, Any]], target: Location) -> int:
+    """Write rows as one Parquet file in small row groups, whole or not at all; return how many. None make no file.
+
+    The types are those of the values: Booleans, numbers or text. Lists, objects and mixed values become JSON.
+    """
+    num_rows = 0
+    with tempfile.TemporaryDirectory() as scratch:  # the last row may widen a type
+        groups = []
+        for number, group in enumerate(_groups(rows)):
+            names = dict.fromkeys([*_COLUMNS, *(name for row in group for name in row)])
+            table = pa.table({name: _column([row.get(name) for row in group], _COLUMNS.get(name)) for name in names})
+            groups.append(f"{scratch}/{number}.parquet")
+            pq.write_table(table, groups[-1])
+            num_rows += len(table)
+        if groups:
+            schema = _joint_schema([pq.read_schema(group) for group in groups])
+            _write((pq.read_table(group) for group in groups), schema, target)
+    return num_rows
+
+
+def _groups(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    group: list[dict[str, Any]] = []
+    num_bytes = 0
+    for row in rows:
+        group.append(row)
+        num_bytes += len(row["text"])
+        if len(group) == _GROUP_ROWS or num_bytes >= _GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _column(values: list[Any], kind: pa.DataType | None) -> pa.Array:
+    if not any(isinstance(value, list | dict) for value in values):
+        try:
+            return pa.array(values, kind)
+        except (pa.ArrowException, OverflowError, TypeError, ValueError):
+            kind = pa.string()
+    texts = [value if value is None or isinstance(value, str) else json.dumps(value, default=str) for value in values]
+    return pa.array(texts, kind)
+
+
+def _joint_schema(schemas: list[pa.Schema]) -> pa.Schema:
+    """Return the columns of all, each with a type that holds the values of all."""
+    types = defaultdict(set)
+    for schema in dict.fromkeys(schemas):
+        for field in schema:
+            types[field.name].add(field.type)
+    return pa.schema([(name, reduce(_joint_type, kinds)) for name, kinds in types.items()])
+
+
+def _joint_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    try:
+        schemas = [pa.schema([("", kind)]) for kind in (one, other)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return pa.string()
+
+
+def _write(tables: Iterable[pa.Table], schema: pa.Schema, target: Location) -> None:
+    """Write tables as row groups of a schema that holds their values."""
+    with atomic_output(target) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in tables:
+            columns = [
+                table[field.name].cast(field.type)
+                if field.name in table.column_names
+                else pa.nulls(len(table), field.type)
+                for field in schema
+            ]
+            writer.write_table(pa.table(columns, schema=schema))
+
+
+def list_parts(folder: Location) -> dict[str, int]:
+    """Return the files of a data set with their bytes. Raises InputError if the folder has others."""
+    sizes = {name: size for name, size in file_sizes(folder).items() if not name.startswith("_")}
+    for name in sizes:
+        if not (name.startswith("part-") and name.endswith(".parquet")):
+            raise InputError(f"{folder.path} holds {name}, which is no part of a data set; name a folder of its own")
+    return dict(sorted(sizes.items()))
+
+
+def new_part(folder: Location) -> Location:
+    """Return the place of a file behind all that are there; another process that adds one chooses another name."""
+    last = max((int(name.split("-")[1]) for name in list_parts(folder)), default=0)
+    return folder.child(f"part-{last + 1:06}-{secrets.token_hex(4)}.parquet")
+
+
+def known_files(folder: Location) -> dict[str, tuple[int, Any]]:
+    """Return size and time of modification of each file that has a row. Raises InputError for another data set."""
+    names = ["source_path", "source_size", "source_modified"]
+    tables = [_read(folder.child(part), names).group_by(names).aggregate([]) for part in list_parts(folder)]
+    return {
+        row["source_path"]: (row["source_size"], row["source_modified"]) for each in tables for row in each.to_pylist()
+    }
+
+
+def _read(part: Location, names: list[str]) -> pa.Table:
+    try:
+        with pq.ParquetFile(part.path, filesystem=part.filesystem) as parquet:
+            return parquet.read(names).select(names)
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise InputError(f"{part.path} is no part of such a data set: {error}; name a folder of its own") from error
+
+
+def settle(folder: Location, without: Collection[str] = ()) -> tuple[int, list[Failure]]:
+    """Remove the rows of some files and those whose id another has; give all parts one schema, and join small ones.
+
+    Returns the number of rows, and a failure for each whose id is that of another. A part is deleted when its rows are
+    in another one: if the process ends in between, the next call finds some rows twice, and removes them.
+    """
+    sizes = list_parts(folder)
+    parts = [folder.child(name) for name in sizes]
+    if not parts:
+        return 0, []
+    rows = _numbered_rows(parts)
+    kept, failures = _without_repeated(rows.filter(~_is_in("source_path", list(without))))
+    numbers = [kept.filter(pc.field("part") == i)["row"].to_numpy() for i in range(len(parts))]
+    schemas = [pq.read_schema(part.path, filesystem=part.filesystem).remove_metadata() for part in parts]
+    schema = _joint_schema(schemas)
+    totals = [pq.read_metadata(part.path, filesystem=part.filesystem).num_rows for part in parts]
+    stale = {i for i in range(len(parts)) if len(numbers[i]) < totals[i] or not schemas[i].equals(schema)}
+    small = {i for i, size in enumerate(sizes.values()) if size < _SMALL_BYTES}
+    groups = [{i} for i in stale - small] + ([small] if len(small) > 1 or small & stale else [])
+    for group in groups:
+        if any(len(numbers[i]) for i in group):
+            tables = (table for i in sorted(group) for table in _rows_of(parts[i], numbers[i]))
+            _write(tables, schema, new_part(folder))
+        for i in group:
+            delete(parts[i])
+    return len(kept), failures
+
+
+def _numbered_rows(parts: list[Location]) -> pa.Table:
+    """Return what tells rows apart, with the number of their part and their number in it."""
+    tables = []
+    for i, part in enumerate(parts):
+        table = _read(part, ["id", "source_path", "source_row"])
+        numbers = {"part": np.full(len(table), i), "row": np.arange(len(table))}
+        tables.append(pa.table({**dict(zip(table.column_names, table.columns, strict=True)), **numbers}))
+    return pa.concat_tables(tables)
+
+
+def _without_repeated(rows: pa.Table) -> tuple[pa.Table, list[Failure]]:
+    """Return the rows that keep their id, which are the first in order of the files, and a failure for each other."""
+    counts = rows.group_by("id").aggregate([([], "count_all")])
+    repeated = _is_in("id", counts.filter(pc.field("count_all") > 1)["id"].to_pylist())
+    order = [(name, "ascending") for name in ("source_path", "source_row", "part", "row")]
+    first: dict[str, dict[str, Any]] = {}
+    failures = []
+    for row in rows.filter(repeated).sort_by(order).to_pylist():
+        owner = first.setdefault(row["id"], row)
+        if (row["source_path"], row["source_row"]) != (owner["source_path"], owner["source_row"]):
+            line = "" if owner["source_row"] is None else f", line {owner['source_row']}"
+            message = f"has the id {row['id']!r} of {owner['source_path']}{line}"
+            failures.append(Failure(row["source_path"], row["source_row"], "repeated id", message))
+    owners = pa.Table.from_pylist(list(first.values()), schema=rows.schema)
+    return pa.concat_tables([rows.filter(~repeated), owners]), failures
+
+
+def _is_in(column: str, values: list[str]) -> pc.Expression:
+    return pc.field(column).isin(pa.array(values, pa.string()))
+
+
+def _rows_of(part: Location, numbers: np.ndarray) -> Iterator[pa.Table]:
+    """Yield the row groups of a part with the rows of these numbers."""
+    begin = 0
+    with pq.ParquetFile(part.path, filesystem=part.filesystem) as parquet:
+        for group in range(parquet.num_row_groups):
+            table = parquet.read_row_group(group)
+            is_kept = np.isin(np.arange(begin, begin + len(table)), numbers)
+            begin += len(table)
+            if is_kept.any():
+                yield table.filter(pa.array(is_kept))

@@ -1,0 +1,257 @@
+"""Files of documents, read in processes of their own and added to one data set.
+
+Another call reads only the files that are new, that have changed or that have failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import PurePath
+from typing import Any
+
+from pyarrow import fs
+
+from specextend.core import counted
+from specextend.data.document_readers import PENDING, Reading, SourceFile, read_files, read_table
+from specextend.data.document_set import Failure, known_files, new_part, settle, write_rows
+from specextend.data.formats import DocumentOptions, UnreadableError, check_packages, kind_of
+from specextend.data.inputs import InputError
+from specextend.data.listing import glob_matches
+from specextend.data.storage import (
+    Location,
+    delete,
+    file_sizes,
+    is_uri,
+    read_bytes,
+    remove_temporary_files,
+    resolve,
+    write_bytes,
+)
+
+ERRORS = "_errors.jsonl"
+"""Name of the file in a data set that has a line for each file, or row of one, that is not in it."""
+LEFT_OUT, GONE = "left out", "gone"
+"""Reasons that are no failures: by its name a file is not wanted, or it is not found any more."""
+_PART_BYTES = 64 << 20
+_COMMIT_S = 60
+"""Seconds of reading that a killed process loses at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a call has done."""
+
+    num_documents: int
+    """In the data set."""
+    num_read: int
+    num_unchanged: int
+    num_waiting: int
+    """Files that are left to the next call."""
+    failures: list[Failure]
+    """In order of the files; those that are only said are the last."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Return True if something that was wanted is not in the data set."""
+        return any(failure.reason not in (LEFT_OUT, GONE) for failure in self.failures)
+
+    def summary(self, output: str) -> str:
+        """Say in one line what there is now."""
+        said = [f"{counted(self.num_documents, 'document')} in {output}"]
+        if self.num_unchanged or self.num_waiting:
+            waiting = f", {self.num_waiting:,} left to the next call" if self.num_waiting else ""
+            said.append(f"{counted(self.num_read, 'file')} read, {self.num_unchanged:,} unchanged{waiting}")
+        if self.failures:
+            counts = Counter(failure.reason for failure in self.failures).most_common()
+            said.append(", ".join(f"{reason}: {count:,}" for reason, count in counts) + f" (see {output}/{ERRORS})")
+        return "; ".join(said)
+
+
+def prepare_documents(
+    sources: Sequence[str], output: str, options: DocumentOptions, on_progress: Callable[[int, int], None]
+) -> Prepared:
+    """Bring a data set up to date with files, folders and globs, local or URIs.
+
+    on_progress: gets the numbers of files that were read, and that are to be read. Raises InputError, in one line, for
+    sources without a file, an output that is something else, or a missing package.
+    """
+    folder = _open(output)
+    known = known_files(folder)
+    files, failures = find_files(sources, options, folder)
+    listed = {file.path for file in files}
+    earlier = [failure for failure in _read_errors(folder) if failure.path in listed and failure.reason != LEFT_OUT]
+    failed = {failure.path for failure in earlier}
+    new = [file for file in files if file.path in failed or known.get(file.path) != (file.size, file.modified)]
+    todo = new[: options.limit]
+    paths = {file.path for file in todo}
+    failures += [failure for failure in earlier if failure.path not in paths]
+    check_packages({file.kind for file in todo})
+    gone = known.keys() - listed
+    message = (
+        f"is not found this time; its documents {'are removed' if options.remove_gone else 'stay (--remove-gone)'}"
+    )
+    failures += [Failure(path, None, GONE, message) for path in gone]
+    stale = known.keys() & paths | (gone if options.remove_gone else set())
+    if stale:
+        settle(folder, stale)
+    with closing(read_files(todo, folder, options)) as readings:
+        num_documents = _add(folder, readings, failures, lambda done: on_progress(done, len(todo)))
+    return Prepared(num_documents, len(todo), len(files) - len(new), len(new) - len(todo), failures)
+
+
+def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, options: DocumentOptions) -> Prepared:
+    """Put numbered rows into a data set, in the place of those of that name. Raises InputError if all are bad."""
+    folder = _open(output)
+    failures: list[Failure] = []
+    try:
+        reading = read_table(SourceFile(folder, name, name, "", 0, datetime.now(UTC)), lines, folder, options)
+    except UnreadableError as error:
+        raise InputError(f"{name} {error.message}") from error
+    settle(folder, {name})
+    return Prepared(_add(folder, [reading], failures, lambda done: None), 1, 0, 0, failures)
+
+
+def _open(output: str) -> Location:
+    """Return the folder of a data set, without what a killed process has left. Raises InputError if it is a file."""
+    folder = resolve(output)
+    if folder.filesystem.get_file_info(folder.path).type == fs.FileType.File:
+        raise InputError(f"{output} is a file; name a folder for the data set")
+    remove_temporary_files(folder)
+    for name in file_sizes(folder):
+        if name.startswith(PENDING):
+            delete(folder.child(name))
+    return folder
+
+
+def find_files(
+    sources: Sequence[str], options: DocumentOptions, output: Location
+) -> tuple[list[SourceFile], list[Failure]]:
+    """Find the files of some sources, each once, in path order; the failures are those that are left out by name.
+
+    The id is the path below the source; if there are several, the whole path as it is written.
+    """
+    found: dict[str, SourceFile] = {}
+    others: dict[str, Failure] = {}
+    for source in sources:
+        root, pattern, infos = _list(source)
+        written = "/".join(source.rstrip("/").split("/")[: -len(pattern) or None]).removeprefix("./")
+        for relative, size, micros in infos:
+            location = root.child(relative)
+            path = f"{source.partition('://')[0]}://{location.path}" if is_uri(source) else location.path
+            if f"{location.path}/".startswith(f"{output.path}/"):
+                continue
+            kind = _kind(path, relative, pattern == (relative,), options)
+            if isinstance(kind, Failure):
+                others[path] = kind
+                continue
+            doc_id = relative if len(sources) == 1 or not written else f"{written}/{relative}"
+            modified = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=micros)
+            found.setdefault(path, SourceFile(location, path, doc_id, kind, size, modified))
+    if not found:
+        seen = f"; {counted(len(others), 'file')} of other kinds" if others else ""
+        raise InputError(
+            f"there is no file to read in {', '.join(sources)}{seen}; --pattern names those to read as text"
+        )
+    return sorted(found.values(), key=lambda file: file.path), list(others.values())
+
+
+def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) -> str | Failure:
+    """Return the kind of a file, or why its name leaves it out."""
+    if any("\udc80" <= character <= "\udcff" for character in path):
+        return Failure(path, None, "bad name", "has a name that is not UTF-8, which cannot be an id; rename it")
+    is_wanted = is_named or any(PurePath(relative).match(pattern) for pattern in options.patterns)
+    if options.patterns and not is_wanted:
+        return Failure(path, None, LEFT_OUT, "has a name that no pattern matches")
+    kind = options.kind or kind_of(relative) or ("text" if is_wanted else None)
+    return kind or Failure(path, None, LEFT_OUT, "is of a kind that is not read; if it is text, --pattern takes it")
+
+
+def _list(source: str) -> tuple[Location, tuple[str, ...], Iterable[tuple[str, int, int]]]:
+    """Return the folder that is searched, the components of the source below it, and the files that match these.
+
+    A file is its path below that folder, its bytes, and its time in microseconds. Raises InputError if none is there.
+    """
+    place = resolve(source)
+    info = place.filesystem.get_file_info(place.path)
+    if info.type == fs.FileType.File:
+        return place.parent, (place.name,), [(place.name, info.size, (info.mtime_ns or 0) // 1000)]
+    if info.type == fs.FileType.Directory:
+        return place, (), _walk(place)
+    parts = place.path.split("/")
+    begin = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), None)
+    if begin is None:
+        raise InputError(f"{source} does not exist; give a file, a folder or a glob")
+    root, pattern = Location(place.filesystem, "/".join(parts[:begin]) or "/"), tuple(parts[begin:])
+    return root, pattern, (each for each in _walk(root) if glob_matches(tuple(each[0].split("/")), pattern))
+
+
+def _walk(root: Location) -> Iterator[tuple[str, int, int]]:
+    """Yield the files below a folder, but no hidden ones. Symbolic links are followed, to each folder once."""
+    if not root.is_local:
+        for info in root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True, allow_not_found=True)):
+            relative = info.path.removeprefix(f"{root.path}/")
+            if info.is_file and not any(map(_is_hidden, relative.split("/"))):
+                yield relative, info.size, (info.mtime_ns or 0) // 1000
+        return
+    seen = set()
+    for folder, below, names in os.walk(root.path, onerror=_raise, followlinks=True):
+        real = os.path.realpath(folder)
+        below[:] = [] if real in seen else [name for name in below if not _is_hidden(name)]
+        paths = [] if real in seen else [os.path.join(folder, name) for name in names if not _is_hidden(name)]
+        seen.add(real)
+        for path in filter(os.path.isfile, paths):
+            stat = os.stat(path)
+            yield os.path.relpath(path, root.path), stat.st_size, stat.st_mtime_ns // 1000
+
+
+def _is_hidden(name: str) -> bool:
+    """Return True for names that users do not see, and for what Word keeps beside an open file."""
+    return name.startswith((".", "~$"))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _read_errors(folder: Location) -> list[Failure]:
+    lines = (read_bytes(folder.child(ERRORS)) or b"").decode().split("\n")
+    return [Failure(**json.loads(line)) for line in filter(None, lines)]
+
+
+def _write_errors(folder: Location, failures: Iterable[Failure]) -> None:
+    lines = (json.dumps(asdict(failure), ensure_ascii=False) + "\n" for failure in failures)
+    write_bytes(folder.child(ERRORS), "".join(lines).encode("utf-8", "backslashreplace"))
+
+
+def _add(
+    folder: Location, readings: Iterable[Reading], failures: list[Failure], on_progress: Callable[[int], None]
+) -> int:
+    """Add what is read to the data set, and to the failures; return the number of all documents."""
+    rows: list[dict[str, Any]] = []
+    num_bytes, since = 0, time.monotonic()
+    try:
+        for done, reading in enumerate(readings, start=1):
+            failures += reading.failures
+            rows += reading.rows
+            num_bytes += sum(len(row["text"]) for row in reading.rows)
+            if reading.pending is not None:  # the failures first: rows without them would look complete
+                _write_errors(folder, failures)
+                folder.filesystem.move(folder.child(reading.pending).path, new_part(folder).path)
+            if num_bytes >= _PART_BYTES or time.monotonic() - since > _COMMIT_S:
+                write_rows(rows, new_part(folder))
+                rows, num_bytes, since = [], 0, time.monotonic()
+            on_progress(done)
+    finally:  # also when it is interrupted
+        write_rows(rows, new_part(folder))
+    num_documents, repeated = settle(folder)
+    failures += repeated
+    failures.sort(key=lambda failure: (failure.reason in (LEFT_OUT, GONE), failure.path, failure.row or 0))
+    _write_errors(folder, failures)
+    return num_documents

@@ -1,0 +1,149 @@
+"""A run as a call, for notebooks and orchestrators: `specextend.run`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specextend.cluster.display import BarDisplay, Display, open_display
+from specextend.cluster.environment import prepare_environment
+from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRunError
+from specextend.cluster.run import run as run_job
+from specextend.config import RunConfig
+from specextend.data.commits import Retry
+from specextend.report import RunFigures, build_report, read_report, write_report
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run has come to."""
+
+    exit_code: int
+    """0: done; 3: more rows failed than `job.max_error_fraction` allows; 75: cancelled, call again to resume."""
+    output: str
+    """The folder of the run."""
+    report: Mapping[str, Any] | None
+    """The contents of report.json; None if the run was cancelled before it had begun."""
+
+    @property
+    def summaries(self) -> str:
+        """Return the folder of Parquet files with the summaries, which is there unless the run was cancelled."""
+        return f"{self.output}/summaries"
+
+    @property
+    def errors(self) -> str:
+        """Return the folder of Parquet files with the rows that failed."""
+        return f"{self.output}/errors"
+
+    @property
+    def page(self) -> str:
+        """Return the file of the report as a page."""
+        return f"{self.output}/report.html"
+
+    @property
+    def rows(self) -> Mapping[str, int | None]:
+        """Return the rows by outcome: `input`, `done`, `errors` and `pending`."""
+        return {} if self.report is None else self.report["rows"]
+
+
+def run(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    input: str | Path | None = None,  # noqa: A002 - as on the command line
+    output: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    run_date: date | None = None,
+    retry_errors: Retry = "none",
+    cancel: threading.Event | None = None,
+    progress: bool = True,
+) -> RunResult:
+    """Run or resume a job, in this process and any of its threads.
+
+    config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig. input, output, settings
+    (`{"job.workers": 2}`), run_date, retry_errors: as on the command line. cancel: once it is set, finished work is
+    committed and the run ends with exit code 75, as it does on Ctrl-C. progress: show it on stderr or in the notebook.
+    Raises in one line what the command would say: ValueError for what must be changed, others for what may pass.
+    """
+    values = {"input.path": input and str(input), "output.path": output and str(output)} | dict(settings or {})
+    overrides = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+    loaded = RunConfig.load(config, overrides, run_date=run_date)
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        prepare_environment(os.environ)
+    with _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s) as interrupt:
+        try:
+            code = carry_out(loaded, _display() if progress else Display(lambda line: None), interrupt, retry_errors)
+        except InterruptedRunError:
+            code = EXIT_INTERRUPTED
+    return RunResult(code, loaded.output.path, _report(loaded.output.path, is_over=code != EXIT_INTERRUPTED))
+
+
+def carry_out(config: RunConfig, display: Display, interrupt: Interrupt, retry_errors: Retry) -> int:
+    """Run the job with its report. Returns 0 or 3; raises the exceptions of `cluster/exits.py`."""
+    figures = RunFigures()
+    report = partial(write_report, figures=figures)
+    try:
+        return run_job(config, display, interrupt, retry_errors=retry_errors, report=report, observe=figures.add)
+    finally:
+        display.close()
+
+
+def _report(output: str, *, is_over: bool) -> Mapping[str, Any] | None:
+    if is_over:
+        return read_report(output)
+    with suppress(ValueError):  # there is no run yet
+        return build_report(output)
+    return None
+
+
+def _display() -> Display:
+    console = Console()
+    return BarDisplay(console) if console.is_jupyter else open_display()
+
+
+class _Cancel(Interrupt):
+    """Requests to stop a run inside somebody's process: an event or Ctrl-C. It never ends that process."""
+
+    def __init__(self, event: threading.Event, deadline_s: float) -> None:
+        super().__init__(grace_s=threading.TIMEOUT_MAX, deadline_s=deadline_s)
+        self._event = event
+        self._terminate = signal.getsignal(signal.SIGTERM)
+
+    def install(self) -> None:
+        """Listen to Ctrl-C, and take SIGTERM back from Ray for whom it belonged to."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._handle)
+            signal.signal(signal.SIGTERM, self._terminate)
+
+    def check(self) -> None:
+        """Raise InterruptedRunError once the event is set, too."""
+        if self._event.is_set():
+            self.tell("cancelled")
+        super().check()
+
+
+@contextmanager
+def _cancelled_by(event: threading.Event, deadline_s: float) -> Iterator[Interrupt]:
+    """Make the requests to stop; leave signal handlers and standard streams as they were."""
+    interrupt = _Cancel(event, deadline_s)
+    before, streams = signal.getsignal(signal.SIGINT), (sys.stdout, sys.stderr)
+    interrupt.install()
+    try:
+        yield interrupt
+    finally:
+        interrupt.disarm()
+        sys.stdout, sys.stderr = streams
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)

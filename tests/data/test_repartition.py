@@ -1,0 +1,31 @@
+"""Parquet files with large row groups, through the command that a user types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.job.conftest import in_process
+
+
+def test_files_with_large_row_groups_are_written_in_smaller_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the job asks for where a worker could not hold a row group. Every column and type stays."""
+    monkeypatch.chdir(tmp_path)
+    table = pa.table(
+        {"text": [f"{row} " * 500_000 for row in range(40)], "kind": pa.array(["a", "b"] * 20).dictionary_encode()}
+    )
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    for name in ("a.parquet", "deep/b.parquet"):
+        pq.write_table(table, tmp_path / "in" / name, compression="none", use_dictionary=["kind"])
+    done = in_process("prepare.py", "repartition", "in", "--output", "out")
+    assert (done.code, done.stdout) == (0, "2 files in out\n"), done.stderr
+    metadata = pq.read_metadata(tmp_path / "out" / "deep" / "b.parquet")
+    assert metadata.num_row_groups > 2
+    assert max(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)) < 20 << 20
+    assert pq.read_table(tmp_path / "out" / "deep" / "b.parquet").to_pylist() == table.to_pylist()
+    assert in_process("prepare.py", "repartition", "in", "--output", "in/out").code == 2

@@ -1,0 +1,193 @@
+"""The command `specextend`: it answers at once, says errors in one line, and does what the scripts in jobs/ do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specextend.config import RunConfig
+from tests.job.conftest import CONFIG, ROOT, environment, in_process, specextend, write_corpus
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"], ["configs"]])
+def test_help_comes_at_once(arguments: list[str]):
+    """Importing torch takes seconds, in which who asks for a flag has given up. The clock proves nothing here."""
+    heavy = {"torch", "ray", "transformers", "pydantic", "pyarrow", "numpy", "yaml"}
+    code = (
+        "import os, sys; from specextend.cli.main import main\n"
+        f"os._exit = lambda code: sys.exit(sorted({heavy} & sys.modules.keys()) or code)\nmain()"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    ended = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout
+
+
+def test_every_command_has_its_help():
+    """Those that a user meets first come first."""
+    listed = [line.split()[0] for line in specextend("--help").stdout.partition("Commands:\n")[2].splitlines()]
+    assert listed[:5] == ["demo", "prepare", "init", "run", "plan"]
+    for name in listed:
+        ended = specextend(name, "--help")
+        assert (ended.code, ended.stdout.lower().startswith("usage: ")) == (0, True), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rum"], "No such command 'rum'. Did you mean 'run'?"),
+        (["run"], "Missing option '--config'. See: specextend run --help"),
+        (["plan", "--config", "smollm2", "--calibrate", "1"], "Invalid value for '--calibrate'"),
+        (["run", "--config", "smolm2"], "the names of shipped ones are"),
+        (["run", "--config", "smollm2", "--run-date", "tomorrow"], "Invalid value for '--run-date'"),
+        (["status", "nowhere"], "holds no run"),
+        (["compare", "nowhere", "else"], "holds no run"),
+        (["config", "show", "--config", "smollm2", "--set", "tree.nods=3"], "did you mean nodes?"),
+        (["check", "--config", "smollm2", "--set", "target.model=/nowhere"], "/nowhere does not exist"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch):
+    """With exit code 2, whichever library found it."""
+    monkeypatch.chdir(tmp_path)
+    ended = specextend(*arguments)
+    [line] = ended.stderr.splitlines()
+    assert (ended.code, line[:7]) == (2, "error: ")
+    assert said in line
+
+
+def test_a_plan_is_what_the_dry_run_of_the_script_is(tmp_path: Path):
+    """Who learned the one knows the other; the shipped configuration goes by its name."""
+    corpus = write_corpus(tmp_path / "a.parquet", ["one two", "three"], id=["a", "b"])
+    places = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=id"]
+    by_name = specextend("plan", "--config", "tiny-random", *places, "--json", str(tmp_path / "plan.json"))
+    by_script = in_process("summarize.py", "--config", str(CONFIG), *places, "--dry-run")
+    assert (by_name.code, by_name.stdout) == (0, by_script.stdout)
+    assert json.loads((tmp_path / "plan.json").read_text())["rows_to_do"] == 2
+
+
+def test_the_values_of_a_run_are_shown_with_their_sources(tmp_path: Path):
+    """As YAML that is itself a configuration."""
+    ended = specextend("config", "show", "--config", "tiny-random", "--set", "tree.depth=3")
+    assert {"  depth: 3  # --set", "  nodes: 8  # tiny-random", "  workers: 1  # tiny-random"} <= set(
+        ended.stdout.splitlines()
+    )
+    (tmp_path / "shown.yaml").write_text(ended.stdout)
+    assert RunConfig.load(tmp_path / "shown.yaml") == RunConfig.load("tiny-random", ["tree.depth=3"])
+
+
+def test_the_schema_knows_every_key_and_its_meaning():
+    """An editor completes keys by it, and shows what they mean."""
+    schema = json.loads(specextend("config", "schema").stdout)
+    assert set(schema["required"]) == {"input", "output", "target"}
+    assert "Parquet" in schema["$defs"]["InputOptions"]["properties"]["path"]["description"]
+    missing = [
+        (owner, key)
+        for owner, each in schema["$defs"].items()
+        for key, value in each["properties"].items()
+        if not value.get("description")
+    ]
+    assert not missing
+
+
+def test_the_shipped_configurations_are_listed_with_what_they_need():
+    """A name is what `--config` takes."""
+    lines = specextend("configs").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert any("one GPU of 24 GB" in line for line in lines)
+
+
+def test_a_machine_is_checked_for_a_configuration():
+    """Before a night is spent on it; the memory is that of the plan."""
+    fits = specextend("check", "--config", "tiny-random", "--json", "-")
+    found = json.loads(fits.stdout)
+    assert (fits.code, found["worker"]["problem"]) == (0, None)
+    assert found["cores"] >= 1
+    large = specextend("check", "--config", "tiny-random", "--set", "job.cpus_per_worker=5000")
+    assert large.code == 2
+    assert large.stdout.splitlines()[-1].startswith("does not fit: job.cpus_per_worker is 5000 but this machine has")
+
+
+def test_a_shell_completes_commands_and_names_of_configurations():
+    """By the variable that `--help` names."""
+
+    def complete(line: str) -> set[str]:
+        variables = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split())), "_SPECEXTEND_COMPLETE": "bash_complete"}
+        code = "import sys; sys.argv = ['specextend']; from specextend.cli.main import main; main()"
+        found = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment() | variables,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return {each.partition(",")[2] for each in found.stdout.split()}
+
+    assert {"run", "report", "compare"} <= complete("specextend ")
+    assert {"smollm2", "tiny-random"} <= complete("specextend run --config ")
+
+
+def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch):
+    """A notebook or cron has another current folder; what is typed is relative to where one types."""
+    values = {
+        "input": {"path": "in"},
+        "output": {"path": "out"},
+        "target": {"model": "./t"},
+        "draft": {"kind": "ngram"},
+    }
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "night.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig.load("project/night.yaml", ["output.path=typed"])
+    assert config.input.path == str(tmp_path / "project" / "in")
+    assert config.target.model == str(tmp_path / "project" / "t")
+    assert config.output.path == str(tmp_path / "typed")
+    assert RunConfig.load(values).input.path == str(tmp_path / "in")
+    shipped = RunConfig.load("smollm2")
+    assert shipped.output.path == str(tmp_path / "out" / "demo"), "nobody writes into an installed package"
+    assert os.path.isdir(shipped.input.path)
+    assert os.path.isdir(shipped.draft.model)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "self"])
+def test_the_kind_of_the_draft_is_one_setting(kind: str):
+    """The model of the file's draft had to be emptied by a second one, in quotes within quotes."""
+    draft = RunConfig.load("smollm2", [f"draft.kind={kind}"]).draft
+    assert (draft.kind, draft.model) == (kind, "")
+
+
+def test_a_configuration_is_begun_for_somebodys_columns(tmp_path: Path, monkeypatch):
+    """It asks nothing, says why, and the plan takes what it has written."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f"Report {number}. " + "The committee met. " * 9 for number in range(3)]
+    columns = {"no": ["a", "b", "c"], "Titel: #1": ["x"] * 3, "body": texts, "doc_id": [7, 8, 9], "n": [1, 2, 3]}
+    write_corpus(tmp_path / "my data" / "in.parquet", ["short"] * 3, **columns)
+    ended = specextend("init", "my data", "--config", "tiny-random", "--to", "configs/mine.yaml")
+    assert ended.code == 2, "the folder is not there"
+    ended = specextend("init", "my data", "--config", "tiny-random", "--to", "mine.yaml")
+    assert ended.code == 0, ended.stderr
+    assert "text body (the longest texts: 181 characters on average in the first 3 rows of in.parquet)" in ended.stdout
+    written = (tmp_path / "mine.yaml").read_text()
+    assert 'id_column: "doc_id" # named as an id, unique and never null in the first 3 rows' in written
+    assert '# passthrough: ["text", "no", "Titel: #1", "n"]' in written
+    config = RunConfig.load("mine.yaml")
+    assert (config.input.text_column, config.input.id_column) == ("body", "doc_id")
+    assert config.output.path == str(tmp_path / "out" / "my data")
+    assert specextend("plan", "--config", "mine.yaml").stdout.startswith("3 of 3 rows to do")
+    again = specextend("init", "my data", "--to", "mine.yaml")
+    assert (again.code, again.stderr) == (2, "error: mine.yaml is there already; name another file with --to\n")
+
+
+def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path: Path, monkeypatch):
+    """The run refuses repeated ids, and numbers rows where there are none."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "a.parquet", ["one two three", "four"], id=["x", "x"], year=[1, 2])
+    assert specextend("init", "a.parquet", "--config", "tiny-random").code == 0
+    assert "  # id_column: NAME # no column is named as an id and unique" in (tmp_path / "a.yaml").read_text()
+    assert RunConfig.load("a.yaml").input.id_column is None

@@ -1,0 +1,91 @@
+"""The package from Python: what `help` shows, a run as a call, and the examples of docs/python.md."""
+
+from __future__ import annotations
+
+import pydoc
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+import specextend
+from specextend import RunConfig, RunResult
+from tests.job.conftest import AT_ONCE_S, CONFIG, LONGEST_S, ROOT, long_texts, parts, rows, wait_for, write_corpus
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "in" / "a.parquet", ["one two three", None, "four five"], id=[*"abc"])
+
+
+def test_help_shows_the_public_names():
+    """They are imported when they are used, and `help` showed none."""
+    text = pydoc.plain(pydoc.render_doc(specextend))
+    assert callable(specextend.run)
+    for name in specextend.__all__:
+        assert re.search(rf"\b{name}\b", text.partition("DATA")[0]), name
+        assert name in dir(specextend)
+
+
+def test_a_run_is_a_call(corpus: Path, tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch):
+    """With the counts, the paths and the report as values; handlers and streams stay the caller's."""
+    monkeypatch.chdir(tmp_path)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    streams = sys.stdout, sys.stderr
+    values = {"input.id_column": "id", "decoding.max_new_tokens": 4}
+    result = specextend.run(str(CONFIG), input=corpus, output="out", settings=values, progress=False)
+    assert isinstance(result, RunResult)
+    assert (result.exit_code, result.output) == (3, str(tmp_path / "out")), "a row failed"
+    assert result.rows == {"input": 3, "done": 2, "errors": 1, "pending": 0}
+    assert [row["doc_id"] for row in rows(Path(result.summaries))] == ["a", "c"]
+    assert [row["doc_id"] for row in rows(Path(result.errors))] == ["b"]
+    assert result.report["errors"][0]["error_class"] == "NullText"
+    assert Path(result.page).read_text().startswith("<!doctype html>")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert (sys.stdout, sys.stderr) == streams
+    again = specextend.run(str(CONFIG), input=corpus, output="out", settings=values | {"job.max_error_fraction": 0.5})
+    assert (again.exit_code, again.rows) == (0, result.rows)
+
+
+def test_a_run_in_a_thread_can_be_cancelled(tmp_path: Path, local_ray: None):
+    """As an orchestrator does; what is finished is there, and the process goes on."""
+    corpus = write_corpus(tmp_path / "in" / "a.parquet", long_texts(20), doc_id=[*map(str, range(20))])
+    overrides = [f"input.path={corpus}", f"output.path={tmp_path / 'out'}", f"job.commit_every_s={AT_ONCE_S}"]
+    values = RunConfig.load(CONFIG, overrides).model_dump(mode="json")
+    cancel, results = threading.Event(), list[RunResult]()
+    thread = threading.Thread(target=lambda: results.append(specextend.run(values, cancel=cancel, progress=False)))
+    thread.start()
+    wait_for(lambda: parts(tmp_path / "out"), "commit")
+    cancel.set()
+    thread.join(LONGEST_S)
+    [result] = results
+    assert result.exit_code == 75
+    assert result.rows["done"] > 0
+    assert result.rows["pending"] > 0
+
+
+def test_what_the_command_refuses_is_raised(corpus: Path, tmp_path: Path):
+    """In the same words."""
+    with pytest.raises(ValueError, match="did you mean nodes"):
+        specextend.run("tiny-random", settings={"tree.nods": 3})
+    with pytest.raises(ValueError, match="no column 'body'"):
+        specextend.run("tiny-random", input=corpus, output=tmp_path / "out", settings={"input.text_column": "body"})
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_page_run(tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch, capsys):
+    """In their order, with the tiny pair in place of the large one, and with no timer left behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: None)
+    names: dict[str, object] = {}
+    for block in BLOCKS:
+        exec(compile(block.replace('"smollm2"', '"tiny-random"'), "docs/python.md", "exec"), names)
+    assert len(BLOCKS) == 7
+    assert pq.read_table(tmp_path / "out" / "reports" / "summaries").num_rows == 2
+    assert "govreport-1k-00" in capsys.readouterr().out
