@@ -29,7 +29,7 @@ from specextend.attention.backends import shortest_runs
 from specextend.decoding.device import device_name, synchronise, traits_of
 from specextend.decoding.layers import pack_if_faster
 
-VERSION = 3
+VERSION = 4
 _MOST_PREEMPTIONS_PER_S = 100.0
 """Two idle cores show 20 to 45, beside one more busy process 150 and more."""
 _PATIENCE_S = 1.5
