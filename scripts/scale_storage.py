@@ -136,7 +136,7 @@ def open_listing(root: Location, names: list[str]) -> Source:
     """Audit the input as `open_source` does, which takes no file system of ours."""
     sizes = tuple((Path(root.path) / name).stat().st_size for name in names)
     reader = RowReader(InputOptions(path=root.path, passthrough=("title",)))
-    listing = Listing(root, (), True, tuple(names), sizes)
+    listing = Listing(root, (), tuple(names), sizes)
     return Source(reader, root, *check_input(listing, reader))
 
 

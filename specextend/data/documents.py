@@ -6,10 +6,9 @@ Another call reads only the files that are new, that have changed or that have f
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -23,7 +22,7 @@ from specextend.data.document_readers import PENDING, Reading, SourceFile, read_
 from specextend.data.document_set import Failure, known_files, new_part, settle, write_rows
 from specextend.data.formats import DocumentOptions, UnreadableError, check_packages, kind_of
 from specextend.data.inputs import InputError
-from specextend.data.listing import glob_matches
+from specextend.data.listing import FoundFile, each_once, find
 from specextend.data.storage import (
     Location,
     delete,
@@ -140,10 +139,10 @@ def find_files(
     found: dict[str, SourceFile] = {}
     others: dict[str, Failure] = {}
     for source in sources:
-        root, pattern, infos = _list(source)
+        root, pattern, files = _list(source)
         written = "/".join(source.rstrip("/").split("/")[: -len(pattern) or None]).removeprefix("./")
-        for relative, size, micros in infos:
-            location = root.child(relative)
+        for file in files:
+            relative, location = file.relative_path, root.child(file.relative_path)
             path = f"{source.partition('://')[0]}://{location.path}" if is_uri(source) else location.path
             if f"{location.path}/".startswith(f"{output.path}/"):
                 continue
@@ -152,8 +151,8 @@ def find_files(
                 others[path] = kind
                 continue
             doc_id = relative if len(sources) == 1 or not written else f"{written}/{relative}"
-            modified = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=micros)
-            found.setdefault(path, SourceFile(location, path, doc_id, kind, size, modified))
+            modified = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=file.modified_ns // 1000)
+            found.setdefault(path, SourceFile(location, path, doc_id, kind, file.size, modified))
     if not found:
         seen = f"; {counted(len(others), 'file')} of other kinds" if others else ""
         raise InputError(
@@ -173,51 +172,26 @@ def _kind(path: str, relative: str, is_named: bool, options: DocumentOptions) ->
     return kind or Failure(path, None, LEFT_OUT, "is of a kind that is not read; if it is text, --pattern takes it")
 
 
-def _list(source: str) -> tuple[Location, tuple[str, ...], Iterable[tuple[str, int, int]]]:
-    """Return the folder that is searched, the components of the source below it, and the files that match these.
+def _list(source: str) -> tuple[Location, tuple[str, ...], list[FoundFile]]:
+    """Return the folder that is searched, the components of the source below it, and its files, each once.
 
-    A file is its path below that folder, its bytes, and its time in microseconds. Raises InputError if none is there.
+    Hidden files are left out, except one that is named. Raises InputError if there is no such place.
     """
-    place = resolve(source)
-    info = place.filesystem.get_file_info(place.path)
-    if info.type == fs.FileType.File:
-        return place.parent, (place.name,), [(place.name, info.size, (info.mtime_ns or 0) // 1000)]
-    if info.type == fs.FileType.Directory:
-        return place, (), _walk(place)
-    parts = place.path.split("/")
-    begin = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), None)
-    if begin is None:
+    found = find(resolve(source), _is_hidden)
+    if found is None:
         raise InputError(f"{source} does not exist; give a file, a folder or a glob")
-    root, pattern = Location(place.filesystem, "/".join(parts[:begin]) or "/"), tuple(parts[begin:])
-    return root, pattern, (each for each in _walk(root) if glob_matches(tuple(each[0].split("/")), pattern))
-
-
-def _walk(root: Location) -> Iterator[tuple[str, int, int]]:
-    """Yield the files below a folder, but no hidden ones. Symbolic links are followed, to each folder once."""
-    if not root.is_local:
-        for info in root.filesystem.get_file_info(fs.FileSelector(root.path, recursive=True, allow_not_found=True)):
-            relative = info.path.removeprefix(f"{root.path}/")
-            if info.is_file and not any(map(_is_hidden, relative.split("/"))):
-                yield relative, info.size, (info.mtime_ns or 0) // 1000
-        return
-    seen = set()
-    for folder, below, names in os.walk(root.path, onerror=_raise, followlinks=True):
-        real = os.path.realpath(folder)
-        below[:] = [] if real in seen else [name for name in below if not _is_hidden(name)]
-        paths = [] if real in seen else [os.path.join(folder, name) for name in names if not _is_hidden(name)]
-        seen.add(real)
-        for path in filter(os.path.isfile, paths):
-            stat = os.stat(path)
-            yield os.path.relpath(path, root.path), stat.st_size, stat.st_mtime_ns // 1000
+    root, pattern, files = found
+    wanted = (
+        file
+        for file in files
+        if pattern == (file.relative_path,) or not any(map(_is_hidden, file.relative_path.split("/")))
+    )
+    return root, pattern, each_once(wanted)
 
 
 def _is_hidden(name: str) -> bool:
     """Return True for names that users do not see, and for what Word keeps beside an open file."""
     return name.startswith((".", "~$"))
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _read_errors(folder: Location) -> list[Failure]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -56,7 +57,7 @@ def finalize(
     for _ in in_order(source.check_unchanged, [file.number for file in source.files]):
         checkpoint()
     settled, commits = Settled(), _Commits()
-    with SortedRows(COMMIT_SCHEMA, buffer_bytes) as rows:
+    with closing(SortedRows(COMMIT_SCHEMA, buffer_bytes)) as rows:
         for table in read_results(output, COMMIT_SCHEMA.names, settled=settled):
             checkpoint()
             commits.add(table)

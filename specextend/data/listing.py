@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from pyarrow import fs
@@ -27,8 +27,7 @@ class Listing:
     root: Location
     """The folder, the glob before its first component with a wildcard, or the file's folder."""
     pattern: tuple[str, ...]
-    """The glob's components below the root; empty for a folder or a file."""
-    is_folder: bool
+    """The components of the file or of the glob below the root; empty for a folder."""
     relative_paths: tuple[str, ...]
     sizes: tuple[int, ...]
     """Bytes of each file."""
@@ -46,15 +45,12 @@ class Listing:
 def list_input(path: str) -> Listing:
     """Find the files of `input.path`. Raises InputError if there are none, InputUnreachableError without an answer."""
     try:
-        location = resolve(path)
-        info = location.filesystem.get_file_info(location.path)
-        if info.type == fs.FileType.File:
-            return Listing(location.parent, (), False, (location.name,), (info.size,))
-        if info.type == fs.FileType.Directory:
-            return _list_folder(path, location)
-        if not _has_wildcard(location.path):
+        found = find(resolve(path), _is_hidden)
+        if found is None:
             raise InputError(f"input.path {path} does not exist; give a Parquet file, a folder or a glob")
-        return _list_glob(path, location)
+        for file in found[2]:
+            file.relative_path.encode()
+        return _list_matching(path, *found) if found[1] else _list_folder(path, *found)
     except InputError:
         raise
     except UnicodeError as error:
@@ -67,10 +63,7 @@ def list_input(path: str) -> Listing:
         ) from error
 
 
-def _list_folder(path: str, folder: Location) -> Listing:
-    found = [
-        file for file in _files_below(folder, recursive=True) if not any(map(_is_hidden, file.relative_path.split("/")))
-    ]
+def _list_folder(path: str, folder: Location, pattern: tuple[str, ...], found: list[FoundFile]) -> Listing:
     names = [file.relative_path for file in found]
     files = [file for file in found if file.relative_path.lower().endswith(_SUFFIXES)]
     skipped = Counter(_ending(name) for name in names if not name.lower().endswith(_SUFFIXES))
@@ -80,7 +73,7 @@ def _list_folder(path: str, folder: Location) -> Listing:
             f"input.path {path} has no file that ends in {', '.join(_SUFFIXES)}{there}; give a folder that holds some, "
             "or a glob (specextend prepare documents makes Parquet of PDF, DOCX, HTML, text, JSONL and CSV)"
         )
-    return _listing(folder, (), True, files, skipped)
+    return _listing(folder, pattern, files, skipped)
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> str:
@@ -96,30 +89,63 @@ def _ending(name: str) -> str:
     return ending or "without an extension"
 
 
-def _list_glob(path: str, location: Location) -> Listing:
-    parts = location.path.split("/")
-    first = next(i for i, part in enumerate(parts) if _has_wildcard(part))
-    root, pattern = Location(location.filesystem, "/".join(parts[:first]) or "/"), tuple(parts[first:])
-    files = [
-        file
-        for file in _files_below(root, recursive=len(pattern) > 1 or pattern == ("**",))
-        if glob_matches(tuple(file.relative_path.split("/")), pattern)
-    ]
+def _list_matching(path: str, root: Location, pattern: tuple[str, ...], files: list[FoundFile]) -> Listing:
     if not files:
         raise InputError(f"input.path {path} matches no file; check the pattern (`**` crosses folders, `*` does not)")
-    return _listing(root, pattern, False, files, {})
+    return _listing(root, pattern, files, {})
 
 
-def _listing(
-    root: Location, pattern: tuple[str, ...], is_folder: bool, files: list[_Found], skipped: Mapping[str, int]
-) -> Listing:
-    """List each real file once: by its own path, or else by the first path that a symbolic link gives it."""
-    once: dict[str, _Found] = {}
+def _listing(root: Location, pattern: tuple[str, ...], files: list[FoundFile], skipped: Mapping[str, int]) -> Listing:
+    kept = each_once(files)
+    names, sizes = tuple(file.relative_path for file in kept), tuple(file.size for file in kept)
+    return Listing(root, pattern, names, sizes, skipped, len(files) - len(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file below the folder that is searched."""
+
+    relative_path: str
+    size: int
+    modified_ns: int
+    real_path: str
+    is_linked: bool = False
+
+
+def find(
+    location: Location, is_hidden: Callable[[str], bool]
+) -> tuple[Location, tuple[str, ...], list[FoundFile]] | None:
+    """Find a file, the files below a folder, or those that match a glob; None if nothing is there.
+
+    is_hidden: of a name; what has such a name is not found in a folder. Returns the folder that is searched, the
+    components of the location below it, and the files in path order.
+    """
+    info = location.filesystem.get_file_info(location.path)
+    if info.type == fs.FileType.File:
+        name = location.name
+        return location.parent, (name,), [FoundFile(name, info.size, info.mtime_ns or 0, name)]
+    if info.type == fs.FileType.Directory:
+        return location, (), _files_below(location, is_hidden)
+    root, pattern = split_glob(location)
+    if not pattern:
+        return None
+    files = _files_below(root, lambda name: False, recursive=len(pattern) > 1 or pattern == ("**",))
+    return root, pattern, [file for file in files if glob_matches(tuple(file.relative_path.split("/")), pattern)]
+
+
+def split_glob(location: Location) -> tuple[Location, tuple[str, ...]]:
+    """Return the folder before the first component with a wildcard, and the components from there: none without one."""
+    parts = location.path.split("/")
+    first = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+    return Location(location.filesystem, "/".join(parts[:first]) or "/"), tuple(parts[first:])
+
+
+def each_once(files: Iterable[FoundFile]) -> list[FoundFile]:
+    """Return each real file once: by its own path, or else by the first path that a symbolic link gives it."""
+    once: dict[str, FoundFile] = {}
     for file in sorted(files, key=lambda file: (file.is_linked, file.relative_path)):
         once.setdefault(file.real_path, file)
-    kept = sorted(once.values(), key=lambda file: file.relative_path)
-    names, sizes = tuple(file.relative_path for file in kept), tuple(file.size for file in kept)
-    return Listing(root, pattern, is_folder, names, sizes, skipped, len(files) - len(kept))
+    return sorted(once.values(), key=lambda file: file.relative_path)
 
 
 def glob_matches(parts: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
@@ -149,7 +175,7 @@ def check_apart(listing: Listing, output: str) -> None:
         return
     root, target = _real_parts(listing.root), _real_parts(folder)
     inside = target[: len(root)] == root
-    if inside and listing.is_folder:
+    if inside and not listing.pattern:
         raise InputError(f"output.path {output} is inside the input folder; give one beside it")
     written = (*target[len(root) :], SUMMARIES, result_name(0))
     if inside and listing.pattern and glob_matches(written, listing.pattern):
@@ -165,46 +191,35 @@ def _real_parts(location: Location) -> tuple[str, ...]:
     return tuple(part for part in path.split("/") if part)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A file below the root."""
-
-    relative_path: str
-    size: int
-    real_path: str
-    is_linked: bool = False
-
-
-def _files_below(folder: Location, *, recursive: bool) -> list[_Found]:
+def _files_below(folder: Location, is_hidden: Callable[[str], bool], *, recursive: bool = True) -> list[FoundFile]:
     """List a folder's files, in path order."""
     if folder.is_local:
         real = os.path.realpath(folder.path)
-        return sorted(_local_files(folder.path, "", (real,), recursive), key=lambda file: file.relative_path)
+        return sorted(_local_files(folder.path, "", (real,), recursive, is_hidden), key=lambda file: file.relative_path)
     infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, recursive=recursive, allow_not_found=True))
-    prefix = folder.path.rstrip("/") + "/"
-    names = sorted((info.path.removeprefix(prefix), info.size) for info in infos if info.is_file)
-    return [_Found(name, size, name) for name, size in names]
+    paths = [(info.path.removeprefix(folder.path.rstrip("/") + "/"), info) for info in infos if info.is_file]
+    shown = [(path, info) for path, info in paths if not any(map(is_hidden, path.split("/")))]
+    files = (FoundFile(path, info.size, info.mtime_ns or 0, path) for path, info in shown)
+    return sorted(files, key=lambda file: file.relative_path)
 
 
-def _local_files(folder: str, prefix: str, real: tuple[str, ...], recursive: bool) -> Iterator[_Found]:
+def _local_files(
+    folder: str, prefix: str, real: tuple[str, ...], recursive: bool, is_hidden: Callable[[str], bool]
+) -> Iterator[FoundFile]:
     """Yield a local folder's files. real: its real path behind those of the folders above, into which no link leads."""
     if not os.path.isdir(folder):
         return
     with os.scandir(folder) as found:
-        entries = list(found)
+        entries = [entry for entry in found if not is_hidden(entry.name)]
     for entry in entries:
         name, is_link = prefix + entry.name, entry.is_symlink()
-        name.encode()
         real_path = os.path.realpath(entry.path) if is_link else os.path.join(real[-1], entry.name)
         if entry.is_file():
-            yield _Found(name, entry.stat().st_size, real_path, real_path != os.path.join(real[0], name))
+            stat, is_linked = entry.stat(), real_path != os.path.join(real[0], name)
+            yield FoundFile(name, stat.st_size, stat.st_mtime_ns, real_path, is_linked)
         elif recursive and entry.is_dir() and real_path not in real:
-            yield from _local_files(entry.path, f"{name}/", (*real, real_path), recursive)
+            yield from _local_files(entry.path, f"{name}/", (*real, real_path), recursive, is_hidden)
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(("_", "."))
-
-
-def _has_wildcard(path: str) -> bool:
-    return any(character in path for character in "*[?")

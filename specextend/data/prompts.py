@@ -6,7 +6,7 @@ import copy
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -267,10 +267,7 @@ class Prompts:
 
     def _encode_piece(self, text: str, is_first: bool) -> list[int]:
         """Tokenize a part of a document. is_first: it is the start; otherwise it continues other text."""
-        if is_first:
-            return self.encode_document(text)
-        anchor, joined = self.encode_document(_ANCHOR), self.encode_document(_ANCHOR + text)
-        return joined[len(anchor) :] if joined[: len(anchor)] == anchor else self.encode_document(text)
+        return self.encode_document(text) if is_first else _continued(self.encode_document, text)
 
     def _limit(self, max_new_tokens: int) -> int:
         room = self.limit - max_new_tokens
@@ -288,7 +285,7 @@ class Prompts:
     def _encode_template(self, options: PromptOptions) -> tuple[list[int], list[int]]:
         """Tokenize what stands before and behind the document."""
         prefix, suffix = _template(self._tokenizer, options)
-        return _bos(self._tokenizer) + self._encode(prefix), self._encode_continuation(suffix)
+        return _bos(self._tokenizer) + self._encode(prefix), _continued(self._encode, suffix)
 
     def _encode_instruction(self, instruction: Around) -> tuple[list[int], list[int]]:
         """Tokenize what stands before and behind a document that has its own instruction, which is data as it is."""
@@ -300,10 +297,11 @@ class Prompts:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    def _encode_continuation(self, text: str) -> list[int]:
-        """Tokenize text that continues other text, without the space that some tokenizers put at the start."""
-        anchor, joined = self._encode(_ANCHOR), self._encode(_ANCHOR + text)
-        return joined[len(anchor) :] if joined[: len(anchor)] == anchor else self._encode(text)
+
+def _continued(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Tokenize text that continues other text, without the space that some tokenizers put at the start."""
+    anchor, joined = encode(_ANCHOR), encode(_ANCHOR + text)
+    return joined[len(anchor) :] if joined[: len(anchor)] == anchor else encode(text)
 
 
 def keep(pieces: Iterable[list[int]], room: int, policy: LengthPolicy) -> tuple[list[int], int]:

@@ -16,10 +16,6 @@ from specextend.data.instructions import Around, Instruction, around_document
 
 ROW_OPTIONS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """Fields that `input.options_column` may have."""
-_BEFORE_INSTRUCTION, _BEFORE_LIMIT, _BEFORE_LENGTHS = b"\0instruction=", b"\0max_new_tokens=", b"\0bytes="
-_BEFORE_OWN = b"\0own="
-_MARKS = (_BEFORE_INSTRUCTION, _BEFORE_LIMIT, _BEFORE_LENGTHS, _BEFORE_OWN)
-"""What stands between the parts of a row's content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +134,14 @@ def content_sha256(
 ) -> str:
     """Hash what a row says about its summary: its text, and its own limit, instruction and values if it has them.
 
-    A text or an instruction that holds one of the separators has its lengths hashed, too, so that it can pass for no
-    other row. own: options, and values that go into the run's instruction. Returns 64 hexadecimal digits.
+    The length of each is hashed before it, so that no row can pass for another one. own: options, and values that go
+    into the run's instruction. Returns 64 hexadecimal digits.
     """
     asked = instruction if instruction is not None and instruction.decode(errors="replace").strip() else b""
-    digest = hashlib.sha256(text)
-    if asked:
-        digest.update(_BEFORE_INSTRUCTION + asked)
-    if max_new_tokens is not None:
-        digest.update(_BEFORE_LIMIT + str(max_new_tokens).encode())
-    if own:
-        digest.update(_BEFORE_OWN + json.dumps(own, sort_keys=True, default=repr).encode())
-    if any(mark in part for mark in _MARKS for part in (text, asked)):
-        digest.update(_BEFORE_LENGTHS + f"{len(text)},{len(asked)}".encode())
+    others = json.dumps([max_new_tokens, own or {}], sort_keys=True, default=repr).encode()
+    digest = hashlib.sha256()
+    for part in (text, asked, others):
+        digest.update(f"{len(part)}:".encode() + part)
     return digest.hexdigest()
 
 

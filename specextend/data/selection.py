@@ -20,6 +20,7 @@ from pyarrow import fs
 from specextend.core import counted, one_line
 from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest
 from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
+from specextend.data.listing import split_glob
 from specextend.data.parquet import DAMAGED, damaged_as, plain_values, write_table
 from specextend.data.row_filter import RowFilter
 from specextend.data.run_folder import list_results, selection_file, summaries_folder
@@ -314,17 +315,13 @@ def _name(locations: Sequence[Location]) -> str:
 
 def _folders(path: str) -> list[tuple[Location, bool]]:
     """Return the folder of a path, or the folders that match a glob, in order, and whether the path names one."""
-    location = resolve(path)
-    parts = location.path.split("/")
-    first = next((i for i, part in enumerate(parts) if any(each in part for each in "*?[")), None)
-    if first is None:
-        return [(location, True)]
-    found = [Location(location.filesystem, "/".join(parts[:first]) or "/")]
-    for pattern in parts[first:]:
-        if pattern == "**":
-            raise InputError(f"input.except_done_in {path}: `**` is not supported; give one `*` for each folder")
-        found = [child for folder in found for child in _folders_like(folder, pattern)]
-    return [(each, False) for each in found]
+    root, pattern = split_glob(resolve(path))
+    if "**" in pattern:
+        raise InputError(f"input.except_done_in {path}: `**` is not supported; give one `*` for each folder")
+    found = [root]
+    for each in pattern:
+        found = [child for folder in found for child in _folders_like(folder, each)]
+    return [(each, not pattern) for each in found]
 
 
 def _folders_like(folder: Location, pattern: str) -> list[Location]:

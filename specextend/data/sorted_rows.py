@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from types import TracebackType
 from typing import IO
 
 import numpy as np
@@ -35,10 +34,8 @@ class SortedRows:
         self._num_bytes = 0
         self._files: list[IO[bytes]] = []
 
-    def __enter__(self) -> SortedRows:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Remove the temporary files."""
         for file in self._files:
             file.close()
 

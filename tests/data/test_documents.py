@@ -107,6 +107,7 @@ def test_a_mixed_folder_becomes_one_data_set(folder: Path, prepare: Callable[...
     (folder / "f.jsonl").write_text('{"text": "line"}\n')
     (folder / "g.csv").write_text('text;pages\n"one\ntwo";007\n')
     (folder / ".hidden.txt").write_text("hidden")
+    (folder / "again.txt").symlink_to("e.txt")
     (folder / "loop").symlink_to(folder)
     assert not prepare().has_failed
     assert rows(folder, "id", "title", "text") == [

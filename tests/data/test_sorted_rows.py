@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,7 +27,7 @@ def test_rows_come_in_order(wanted: set[tuple[int, int]], buffer_bytes: int, dra
     """From memory, from a temporary file, or from many of them."""
     keys = sorted(wanted)
     order = draw.sample(keys, len(keys))
-    with SortedRows(SCHEMA, buffer_bytes) as rows:
+    with closing(SortedRows(SCHEMA, buffer_bytes)) as rows:
         for begin in range(0, len(order), 3):
             some = [{"file": file, "row": row, "text": text_of(file, row)} for file, row in order[begin : begin + 3]]
             rows.add(pa.Table.from_pylist(some, SCHEMA))
@@ -38,7 +39,7 @@ def test_runs_of_many_batches_are_merged() -> None:
     """Each temporary file has more than is read of it at once."""
     keys = [(row % 3, row) for row in range(3000)]
     random.Random(1).shuffle(keys)
-    with SortedRows(SCHEMA, 1 << 21) as rows:
+    with closing(SortedRows(SCHEMA, 1 << 21)) as rows:
         for begin in range(0, len(keys), 100):
             some = [{"file": file, "row": row, "text": "x" * 4000} for file, row in keys[begin : begin + 100]]
             rows.add(pa.Table.from_pylist(some, SCHEMA))
@@ -52,7 +53,7 @@ def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     """It is not the output folder that is full, and freeing that would not help."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with (
-        SortedRows(SCHEMA, buffer_bytes=1) as rows,
+        closing(SortedRows(SCHEMA, buffer_bytes=1)) as rows,
         pytest.raises(OSError, match=r"gone takes no more .*TMPDIR"),
     ):
         rows.add(pa.Table.from_pylist([{"file": 0, "row": 0, "text": "x"}], SCHEMA))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Callable
 from datetime import date
@@ -239,12 +238,10 @@ def test_a_source_ships_without_its_data(write: Write) -> None:
 
 def test_no_text_passes_for_another_one_with_an_instruction() -> None:
     """A document that was crafted to have the hash of an earlier one would be left out of the night as unchanged."""
-    pieces = (b"a", b"1", b"\0instruction=", b"\0max_new_tokens=", b"\0bytes=", b"1,1")
+    pieces = (b"a", b"1", b"1:", b"a2:", b"[1, {}]", b"0:12:")
     texts = [*pieces, *(b"".join(pair) for pair in product(pieces, repeat=2))]
     rows = list(product(texts, (None, 1, 11), (None, *texts)))
     assert len({content_sha256(*row) for row in rows}) == len(rows)
-    ordinary = hashlib.sha256(b"text\0instruction=ask\0max_new_tokens=7").hexdigest()
-    assert content_sha256(b"text", 7, b"ask") == ordinary, "as older versions wrote it"
 
 
 def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
@@ -255,7 +252,7 @@ def test_a_row_may_have_an_instruction_of_its_own(write: Write) -> None:
     rows = [source.read(DocumentKey(0, row)) for row in (0, 1, 2, 4)]
     assert [row.instruction for row in rows] == [("Count the words.\n\n", ""), None, None, ("Again.\n\n", "")]
     first, null, blank, again = (row.content_sha256 for row in rows)
-    assert null == blank == hashlib.sha256(b"same").hexdigest()
+    assert null == blank == content_sha256(b"same", None, None)
     assert len({first, null, again}) == 3, "another question makes another summary"
     with pytest.raises(DocumentError, match="BadInstruction: the instruction"):
         source.read(DocumentKey(0, 3))
