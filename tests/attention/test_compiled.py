@@ -106,22 +106,6 @@ def test_a_result_does_not_depend_on_the_call(dtype):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda x: x.half(), "takes three tensors of float32 or of bfloat16, got torch.float16"),
-        (lambda x: x[..., :24], "head sizes of multiples of 16 in torch.float32, got 24"),
-        (lambda x: x[..., :48].bfloat16(), "head sizes of multiples of 32 in torch.bfloat16, got 48"),
-        (lambda x: x[..., ::2], "tensors whose last dimension is contiguous"),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_one_line(make, message):
-    """The caller takes another backend then."""
-    q, k, v = (make(x) for x in tensors(1, 2, (4, 2), 40))
-    with pytest.raises(ValueError, match=message):
-        attend_compiled(q, k, v, KeySpan([0], [40]), SCALE)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("features", ["+avx2,+fma,+sse4.2", "+avx512f,+avx512bw,+avx512vl,+avx2,+fma", ""])
 def test_other_processors_get_the_same_results(features):
