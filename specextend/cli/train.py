@@ -8,26 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from specextend.cli.command import SET, call, config_option, takes
 from specextend.terminal import complain
 
-if TYPE_CHECKING:  # it imports torch
-    from specextend.training.task import TrainOptions
-
 INTERRUPTED = 75
-_PARTS = {
-    "sample": {"min_tokens": "min_tokens", "max_tokens": "max_tokens", "seed": "seed"},
-    "summary": {"summary_tokens": "max_new_tokens"},
-    "fit": {"passes": "passes", "learning_rate": "learning_rate", "seed": "seed"},
-    "language_model": {"hidden_size": "hidden_size", "layers": "num_layers"},
-    "": {name: name for name in ("kind", "start_from", "vocabulary", "copy_heads", "text_passes")}
-    | {"samples": "num_samples"},
-}
-"""By part of TrainOptions: the arguments that it takes, and the names of their fields."""
 
 
 @click.command()
@@ -37,17 +25,15 @@ _PARTS = {
 @click.option("--text-column", default="text", help="column that holds the text")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="folder to write the draft to")
 @click.option("--kind", type=click.Choice(["eagle", "model"]), help="kind of draft")
-@click.option("--start-from", metavar="FOLDER", help="eagle: continue from the head in this folder")
 @takes(
-    click.option("--samples", type=int, help="number of prompts to record"),
+    click.option("--samples", "num_samples", type=int, help="number of prompts to record"),
     click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document"),
     click.option("--max-tokens", type=int, help="tokens of the longest piece of a document"),
     click.option("--summary-tokens", type=int, help="most tokens of a summary"),
     click.option("--vocabulary", type=int, help="number of tokens that the draft can propose"),
     click.option("--copy-heads", type=int, help="eagle: number of KV heads that copy"),
-    click.option("--text-passes", type=int, help="model: passes over the text alone"),
     click.option("--hidden-size", type=int, help="model: hidden size"),
-    click.option("--layers", type=int, help="model: number of layers"),
+    click.option("--layers", "num_layers", type=int, help="model: number of layers"),
     click.option("--passes", type=int, help="passes over the recordings"),
     click.option("--learning-rate", type=float, help="peak learning rate"),
     click.option("--seed", type=int, help="seed of samples and training"),
@@ -84,29 +70,12 @@ def _train(
     from specextend.config import RunConfig
     from specextend.data.source import open_source
     from specextend.training.distil import distil
+    from specextend.training.task import TrainOptions
 
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
-    return distil(loaded, open_source(documents), _options(options), output, _say)
-
-
-def _options(given: dict[str, Any]) -> TrainOptions:
-    """Make the options of a training of those arguments that were given."""
-    from specextend.training.fit import FitOptions
-    from specextend.training.recording import SampleOptions, SummaryOptions
-    from specextend.training.task import LanguageModelOptions, TrainOptions
-
-    known = {
-        part: {field: given[name] for name, field in fields.items() if given[name] is not None}
-        for part, fields in _PARTS.items()
-    }
-    return TrainOptions(
-        sample=SampleOptions(**known["sample"]),
-        summary=SummaryOptions(**known["summary"]),
-        fit=FitOptions(**known["fit"]),
-        language_model=LanguageModelOptions(**known["language_model"]),
-        **known[""],
-    )
+    given = TrainOptions(**{name: value for name, value in options.items() if value is not None})
+    return distil(loaded, open_source(documents), given, output, _say)
 
 
 def _say(line: str) -> None:
