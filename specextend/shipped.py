@@ -1,11 +1,16 @@
-"""What comes with the package: configurations, the draft of the default pair, the documents of the demo.
+"""The package as it is installed: its version, and what comes with it.
 
-In a wheel they lie in the package, in a checkout beside it. Needs the standard library alone, for shell completion.
+Those are the configurations, the draft of the default pair and the documents of the demo. In a wheel they lie in the
+package, in a checkout beside it. Needs the standard library alone, for shell completion.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -30,3 +35,33 @@ def models_folder() -> Path:
         return SHIPPED / ".models"
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(base if os.path.isabs(base) else Path.home() / ".cache", "specextend", "models")
+
+
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package; None if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def code_commit() -> str | None:
+    """Return the git commit of this code, ending in `-dirty` if it was edited since; None if that is unknown.
+
+    It is known of a package that pip installed from a repository, and of a working copy.
+    """
+    try:
+        installed = json.loads(metadata.distribution("specextend").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        installed = {}
+    if "vcs_info" in installed:
+        return str(installed["vcs_info"]["commit_id"])
+    folder = Path(__file__).parents[1]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

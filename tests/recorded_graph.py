@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 from specextend.attention import backends, tree_kernel
 from specextend.attention.backends import load_backend
 from specextend.attention.plan import Attend, KeySpan
-from specextend.attention.reference import MAX_MASKED, attend_reference, attend_tree_reference, masked_rows
+from specextend.attention.reference import MAX_MASKED, attend_reference, masked_rows
 from specextend.decoding.engine import Engine
 from specextend.decoding.graphs import Graphs
 from specextend.decoding.speculation import Adaptive
+from tests.attention.calls import attend_tree_slowly
 from tests.tiny_models import Pair, engine_with, tiny_config
 
 Outputs = tuple[Tensor, ...]
@@ -90,7 +91,7 @@ def record(function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs
 def _attend_tree(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, visible: Tensor, num_masked: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return attend_tree_reference(q, k, v, starts, lengths, visible, num_masked, scale)
+    return attend_tree_slowly(q, k, v, starts, lengths, visible, num_masked, scale)
 
 
 def captured_engine(

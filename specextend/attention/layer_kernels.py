@@ -1,7 +1,7 @@
 """What stands between a layer's matrix products as three Triton kernels, for GPUs: each reads and writes its rows once.
 
 Grids and arguments depend on shapes alone, and the cache rows are read from the device, so a captured CUDA graph stays
-right while sequences grow. `reference.py` is the specification.
+right while sequences grow. `torch_kernels.TORCH` says what they compute.
 
 Import this module only where triton is installed.
 
@@ -117,7 +117,7 @@ def gate_rows(gate_up, out, size, BLOCK: tl.constexpr):
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Do what `add_norm_reference` does."""
+    """Do what `torch_kernels.add_norm` does."""
     assert x.is_contiguous()
     assert delta is None or delta.is_contiguous()
     total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
@@ -132,7 +132,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 def rotate_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Tensor
 ) -> Tensor:
-    """Do what `rotate_heads_reference` does; the host does not read `rows`."""
+    """Do what `torch_kernels.rotate_heads` does; the host does not read `rows`."""
     assert all(x.is_contiguous() for x in (qkv, cos, sin, rows))
     assert keys.stride(2) == values.stride(2) == 1
     num_tokens, num_all, head_dim = qkv.shape
@@ -149,7 +149,7 @@ def rotate_heads(
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """Do what `gate_reference` does."""
+    """Do what `torch_kernels.gate` does."""
     assert gate_up.is_contiguous()
     size = gate_up.shape[1] // 2
     out = gate_up.new_empty(len(gate_up), size)

@@ -127,7 +127,7 @@ CPU_KERNELS: Mapping[str, Attend] = {"sdpa": attend_by_head, "matmul": attend_ma
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Do what `add_norm_reference` does, with a norm of one operator."""
+    """Add delta, if there is one, and normalise; see `LayerKernels`."""
     total = x if delta is None else x + delta
     return total, rms_norm(total, weight.shape, weight, eps)
 
@@ -135,7 +135,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 def rotate_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None, keys: Tensor, values: Tensor, rows: Tensor
 ) -> Tensor:
-    """Do what `rotate_heads_reference` does, for queries and keys at once."""
+    """Apply RoPE to queries and keys at once, and write keys and values to the cache; see `LayerKernels`."""
     num_turned = qkv.shape[1] - len(keys)
     turned, value = qkv[:, :num_turned], qkv[:, num_turned:]
     if norms is not None:
@@ -151,7 +151,7 @@ def rotate_heads(
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """Do what `gate_reference` does."""
+    """Return SwiGLU; see `LayerKernels`."""
     gated, up = gate_up.chunk(2, -1)
     return silu(gated).mul_(up)
 

@@ -190,9 +190,14 @@ def attend_tree(
     scale: float,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `attend_tree_reference` does, each sequence's keys divided into `num_splits` parts.
+    """Attend with q [B, T, H, D] to rows of k, v [K, R, D], each sequence's keys divided into `num_splits` parts.
 
-    `starts`, `lengths` and `visible` are contiguous on the device of q; the host does not read them.
+    Sequence b has `lengths[b]` rows from `starts[b]` on ([B] int32 or int64). The last M = `num_masked` of them, at
+    most 128, are visible to query t as the bits `visible[b, t]` say ([B, T, 2] int64, see `pack_mask`); all earlier
+    ones are visible. M may exceed a length: bits of rows before the start do not count. `starts`, `lengths` and
+    `visible` are contiguous on the device of q; the host does not read them.
+
+    Returns out [B, T, H, D] in q's dtype and lse [B, T, H] fp32; out is 0 and lse -inf where no row is visible.
     """
     batch, num_queries, num_heads, head_dim = q.shape
     group = num_heads // len(k)

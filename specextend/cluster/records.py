@@ -9,15 +9,11 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
@@ -39,6 +35,7 @@ from specextend.data.run_folder import (
     time_text,
 )
 from specextend.data.storage import Location, exists, write_bytes
+from specextend.shipped import code_commit, package_version
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
@@ -241,36 +238,6 @@ def library_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries on which a result may depend."""
     installed = {package: package_version(package) or "not installed as a package" for package in _PACKAGES}
     return {"python": platform.python_version(), **installed}
-
-
-def package_version(package: str) -> str | None:
-    """Return the version of an installed package; None if there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-@cache
-def code_commit() -> str | None:
-    """Return the git commit of this code, ending in `-dirty` if it was edited since; None if that is unknown.
-
-    It is known of a package that pip installed from a repository, and of a working copy.
-    """
-    try:
-        installed = json.loads(metadata.distribution("specextend").read_text("direct_url.json") or "{}")
-    except (metadata.PackageNotFoundError, ValueError):
-        installed = {}
-    if "vcs_info" in installed:
-        return str(installed["vcs_info"]["commit_id"])
-    folder = Path(__file__).parents[2]
-    if not (folder / ".git").exists():
-        return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def read_status(output: Location) -> dict[str, Any]:

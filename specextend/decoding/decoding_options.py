@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from specextend.core import SamplingParams
 
@@ -19,12 +19,6 @@ def at_least(name: str, value: float, least: float) -> None:
     """Raise ValueError if `value` is below `least`."""
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +59,8 @@ class DecodingOptions:
     The report says how many tokens agree and how much faster speculation was. Their summaries stay as they are."""
 
     def __post_init__(self) -> None:
-        one_of("decoding.mode", self.mode, ("autoregressive", "tree", "specextend"))
         at_least("decoding.max_new_tokens", self.max_new_tokens, 1)
-        if isinstance(self.max_batch_size, str):
-            one_of("decoding.max_batch_size", self.max_batch_size, ("auto",))
-        else:
+        if self.max_batch_size != "auto":
             at_least("decoding.max_batch_size", self.max_batch_size, 1)
         if not 0 <= self.audit_fraction <= 1:
             raise ValueError(f"decoding.audit_fraction must be in [0, 1], got {self.audit_fraction}")
@@ -114,10 +105,6 @@ class AttentionOptions:
     step, whichever was measured to be faster at start-up for that length. With backend `triton`, whose one call does
     both and masks only the tree, `auto` is `dense`."""
 
-    def __post_init__(self) -> None:
-        one_of("attention.backend", self.backend, get_args(Backend))
-        one_of("attention.tree", self.tree, ("auto", "dense", "hybrid"))
-
     @property
     def tree_kinds(self) -> tuple[TreeAttention, ...]:
         """Return the kinds of tree attention that a step may choose from."""
@@ -146,8 +133,6 @@ class TreeOptions:
     steps are replayed (`attention.backend: triton`): there every tree grows to its full depth."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.nodes, str):
-            one_of("tree.nodes", self.nodes, ("auto",))
         at_least("tree.max_nodes", self.max_nodes, 1)
         at_least("tree.nodes", self.most_nodes, 1)
         at_least("tree.depth", self.depth, 1)
@@ -183,10 +168,9 @@ class CacheOptions:
     layer (-1). Scores of several layers are averaged."""
 
     def __post_init__(self) -> None:
-        one_of("cache.policy", self.policy, ("full", "streaming", "retrieval"))
-        for name, least in (("chunk_size", 1), ("top_k_chunks", 1), ("sinks", 0), ("recent", 1)):
-            at_least(f"cache.{name}", getattr(self, name), least)
-        at_least("cache.refresh_every", self.refresh_every, 1)
+        at_least("cache.sinks", self.sinks, 0)
+        for name in ("chunk_size", "top_k_chunks", "recent", "refresh_every"):
+            at_least(f"cache.{name}", getattr(self, name), 1)
         if not self.score_layers:
             raise ValueError("cache.score_layers must name at least one layer; -1 is the last one")
         # The end of the text may be aligned in any way: two tokens can touch two chunks.

@@ -131,13 +131,6 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     return MachineLimits(num_bytes / read_s, 2 * size**3 / product_s)
 
 
-def measure_copy(device: torch.device) -> float:
-    """Measure the bytes per second of a copy inside the device's memory, those read and those written together."""
-    source = torch.ones(traits_of(device).probe_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _best_s(lambda: target.copy_(source), device)
-
-
 def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     """Make a matrix product as the engine computes it."""
     linear = nn.Linear(size, size, bias=False, device=device, dtype=dtype).requires_grad_(False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 from specextend.core import FinishReason
 
@@ -21,19 +21,6 @@ _BROKEN = "\ufffd"  # what a decoder makes of bytes that are no character, or no
 _LONGEST_CHARACTER = 4  # bytes, each of which can be a token
 
 
-class Tokenizer(Protocol):
-    """The part of a tokenizer that stopping needs; those of transformers have it."""
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Return the added tokens by id; a special one has `special` set."""
-
-    def decode(
-        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str | list[str]:
-        """Return the text of `token_ids`."""
-
-
 class StopChecker:
     """Consumes the tokens of one sequence as they are decided, and says when it ends.
 
@@ -43,7 +30,7 @@ class StopChecker:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Any,
         eos_token_ids: frozenset[int],
         stop: tuple[str, ...],
         max_new_tokens: int,
@@ -125,7 +112,7 @@ def _find(text: str, stop: tuple[str, ...]) -> int | None:
     return min((start for string in stop if (start := text.find(string)) >= 0), default=None)
 
 
-def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+def _decode(tokenizer: Any, token_ids: list[int]) -> str:
     """Decode `token_ids` as they are, without special tokens."""
     text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.attention.reference import pack_mask
+from specextend.attention.plan import KeySpan
+from specextend.attention.reference import attend_reference, pack_mask
 from specextend.decoding.tree import tree_mask
 
 
@@ -66,3 +67,15 @@ def tree_call(
     keys, values = cache[:, :num_key_heads]
     visible = pack_mask(mask[..., 128 - num_masked :] if kind == "level" else mask)
     return q, keys, values, torch.tensor(starts), torch.tensor(lengths), visible, num_masked, head_dim**-0.5
+
+
+def attend_tree_slowly(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, visible: Tensor, num_masked: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The specification of `attend_tree`: of the last `num_masked` rows query t sees those whose bits are set.
+
+    Out is 0 and LSE -inf where no row is visible.
+    """
+    words = visible.unsqueeze(-1) >> torch.arange(64, device=visible.device)
+    mask = (words & 1).bool().flatten(2)[..., :num_masked] if num_masked else None
+    return attend_reference(q, k, v, KeySpan([*map(int, starts)], [*map(int, lengths)], mask), scale)

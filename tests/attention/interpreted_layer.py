@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specextend.attention.layer_kernels import TRITON, rotate_heads
-from specextend.attention.reference import rotate_heads_reference
+from specextend.attention.torch_kernels import TORCH
 from tests.attention.layer_calls import HEADS, assert_are_their_twins, rotate_call
 from tests.covering import covering
 
@@ -30,5 +30,5 @@ def test_rows_that_are_not_named_stay_as_they_are():
     assert (wide[:, 0] == 7).all()
     assert (wide[:, :, ~named] == 7).all()
     call[4:6] = cache
-    rotate_heads_reference(*call)
+    TORCH.rotate_heads(*call)
     torch.testing.assert_close(wide[:, 1:, named], cache[:, :, named[:12]], atol=1e-5, rtol=1e-5)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.attention.reference import REFERENCE, HeadNorms, LayerKernels
+from specextend.attention.reference import HeadNorms, LayerKernels
+from specextend.attention.torch_kernels import TORCH
 
 EPS = 1e-5
 HEADS = [(2, 2), (9, 3), (14, 2), (32, 8)]
@@ -44,8 +45,8 @@ def outputs(
 
 
 def assert_are_their_twins(kernels: LayerKernels, *case: Any, dtype: torch.dtype, device: str = "cpu") -> None:
-    error = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    found, expected = (outputs(each, *case, dtype=dtype, device=device) for each in (kernels, REFERENCE))
+    error = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 3e-2}[dtype]
+    found, expected = (outputs(each, *case, dtype=dtype, device=device) for each in (kernels, TORCH))
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a, b, atol=error, rtol=error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.attention.reference import add_norm_reference, gate_reference, rotate_heads_reference
+from specextend.attention.torch_kernels import add_norm, gate, rotate_heads
 from tests.attention.layer_calls import EPS, draw, rotate_call
 from tests.covering import covering
 
@@ -20,12 +20,12 @@ from tests.attention.compiling import assert_fits, compile_kernel, inspect
 def test_the_twins_are_what_transformers_computes():
     """The kernels are held to them, so they are held to torch's own norm and SiLU, and to RoPE by its definition."""
     x, delta, weight = (draw(3, 32 + n, dtype=torch.float32)[:, :32] for n in range(3))
-    total, normed = add_norm_reference(x, delta, weight[0], EPS)
+    total, normed = add_norm(x, delta, weight[0], EPS)
     torch.testing.assert_close(total, x + delta)
     torch.testing.assert_close(normed, torch.nn.functional.rms_norm(x + delta, (32,), weight[0], EPS))
-    torch.testing.assert_close(gate_reference(x), torch.nn.functional.silu(x[:, :16]) * x[:, 16:])
+    torch.testing.assert_close(gate(x), torch.nn.functional.silu(x[:, :16]) * x[:, 16:])
     call, cache = rotate_call(2, (4, 2), 8, norms=False, dtype=torch.float32)
-    query = rotate_heads_reference(*call)
+    query = rotate_heads(*call)
     qkv, cos, sin, *_, rows = call
     pairs = torch.complex(qkv[..., :4], qkv[..., 4:])  # element i turns with i + D / 2, each by an angle of its own
     low = pairs.real * cos[:, None, :4] + pairs.imag * sin[:, None, :4]  # the first half of a sine is negative

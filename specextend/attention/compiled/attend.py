@@ -57,11 +57,10 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     `causal` the rows before the last T are visible to all queries, so a prefill chunk needs one call. It runs on as
     many threads as torch. The first call of a process reads the kernel from numba's cache on disk or compiles it, which
     takes seconds.
-
-    Raises:
-        ValueError: the tensors' types, head size or strides are not supported.
     """
-    _check(q, k, v)
+    assert serves(q.shape[3], q.dtype)
+    assert q.dtype == k.dtype == v.dtype
+    assert q.stride(3) == k.stride(2) == v.stride(2) == 1
     num_sequences, num_queries, num_heads, head_dim = q.shape
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3], dtype=torch.float32)
     places, mask = _places(span), _aligned_mask(span)
@@ -111,24 +110,7 @@ def _strides(x: Tensor) -> list[int]:
 
 def serves(head_dim: int, dtype: torch.dtype) -> bool:
     """Return True if the kernel takes heads of `head_dim` elements of `dtype`."""
-    return dtype in ELEMENTS and head_dim % _multiple(dtype) == 0
-
-
-def _multiple(dtype: torch.dtype) -> int:
-    return 16 if dtype == torch.float32 else 32
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dtype not in ELEMENTS or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"attention takes three tensors of float32 or of bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if not serves(q.shape[3], q.dtype):
-        raise ValueError(
-            f"the compiled kernel takes head sizes of multiples of {_multiple(q.dtype)} in {q.dtype}, got {q.shape[3]}"
-        )
-    if not q.stride(3) == k.stride(2) == v.stride(2) == 1:
-        raise ValueError("the compiled kernel takes tensors whose last dimension is contiguous")
+    return dtype in ELEMENTS and head_dim % (16 if dtype == torch.float32 else 32) == 0
 
 
 def _places(span: KeySpan) -> Tensor:

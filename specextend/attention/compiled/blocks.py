@@ -84,10 +84,9 @@ def add_to(b: Value, element: Any, counter: Value, amount: Value) -> Value:
 def emit_copy(b: Value, element: Any, source: Value, num_vectors: Value, target: Value) -> None:
     """Copy a row of a tensor as units."""
 
-    def body(i: Value) -> list[Value]:
+    def body(i: Value) -> None:
         value = load_units(b, element, address(b, source, times(b, i, source_bytes(element))))
         store(b, value, address(b, target, times(b, i, VECTOR_BYTES)))
-        return []
 
     vir.repeat(b, num_vectors, [], body)
 
@@ -110,7 +109,7 @@ def lay_keys(
     """Transpose a block of rows to [units][BLOCK]. Rows behind the last one repeat it."""
     last = b.sub(num_keys, vir.number(1))
 
-    def body(i: Value) -> list[Value]:
+    def body(i: Value) -> None:
         first, column = times(b, b.udiv(i, num_vectors), LANES), b.urem(i, num_vectors)
         source = address(b, keys, times(b, column, source_bytes(element)))
         rows = []
@@ -121,7 +120,6 @@ def lay_keys(
         place = address(b, target, times(b, column, LANES * BLOCK * 4), times(b, first, 4))
         for unit, values in enumerate(vir.transposed(b, rows)):
             store(b, values, address(b, place, unit * BLOCK * 4))
-        return []
 
     groups = b.udiv(address(b, num_keys, LANES - 1), vir.number(LANES))
     vir.repeat(b, b.mul(groups, num_vectors), [], body)
@@ -134,16 +132,14 @@ def lay_values(
     """Copy a block of rows as units of a column of one key, or of two. An odd last row is its own partner."""
     width = times(b, num_vectors, VECTOR_BYTES)
 
-    def copy(row: Value) -> list[Value]:
+    def copy(row: Value) -> None:
         place = address(b, target, b.mul(row, width))
         emit_copy(b, element, address(b, values, b.mul(row, stride)), num_vectors, place)
-        return []
 
-    def interleave(pair: Value) -> list[Value]:
+    def interleave(pair: Value) -> None:
         second = smaller(b, address(b, times(b, pair, 2), 1), b.sub(num_keys, vir.number(1)))
         rows = [address(b, values, b.mul(row, stride)) for row in (times(b, pair, 2), second)]
         emit_pairs(b, rows[0], rows[1], b.udiv(num_vectors, vir.number(2)), address(b, target, b.mul(pair, width)))
-        return []
 
     if units_of(element) == 1:
         vir.repeat(b, num_keys, [], copy)
@@ -157,12 +153,11 @@ def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Valu
     low = vir.units([lane for i in range(LANES) for lane in (i, i + 2 * LANES)])
     high = vir.units([lane for i in range(LANES, 2 * LANES) for lane in (i, i + 2 * LANES)])
 
-    def body(i: Value) -> list[Value]:
+    def body(i: Value) -> None:
         x, y = (load(b, address(b, row, times(b, i, VECTOR_BYTES)), halves) for row in (first, second))
         where = address(b, target, times(b, i, 2 * VECTOR_BYTES))
         store(b, b.shuffle_vector(x, y, low), where)
         store(b, b.shuffle_vector(x, y, high), address(b, where, VECTOR_BYTES))
-        return []
 
     vir.repeat(b, count, [], body)
 
@@ -171,15 +166,13 @@ def emit_pairs(b: Value, first: Value, second: Value, count: Value, target: Valu
 def fetch(b: Value, element: Any, source: Value, stride: Value, num_rows: Value, num_lines: Value) -> None:
     """Ask for the cache lines of some rows, which may lie outside the tensor."""
 
-    def fetch_row(row: Value) -> list[Value]:
+    def fetch_row(row: Value) -> None:
         start = address(b, source, b.mul(row, stride))
 
-        def fetch_line(line: Value) -> list[Value]:
+        def fetch_line(line: Value) -> None:
             vir.prefetch(b, address(b, start, times(b, line, VECTOR_BYTES)))
-            return []
 
         vir.repeat(b, num_lines, [], fetch_line)
-        return []
 
     vir.repeat(b, num_rows, [], fetch_row)
 
@@ -274,10 +267,9 @@ def finite(b: Value, x: Value) -> Value:
 def emit_scaling(b: Value, state: Value, num_vectors: Value, factor: Value) -> None:
     """Multiply a row's sums, of weights and of values, by a vector."""
 
-    def body(i: Value) -> list[Value]:
+    def body(i: Value) -> None:
         where = address(b, state, VECTOR_BYTES, times(b, i, VECTOR_BYTES))
         store(b, b.fmul(load(b, where), factor), where)
-        return []
 
     vir.repeat(b, address(b, num_vectors, 1), [], body)
 
@@ -314,13 +306,12 @@ def weigh(
     state_bytes = address(b, times(b, num_vectors, VECTOR_BYTES), HEADER)
     pairs = units_of(element) == 2
 
-    def body(row: Value) -> list[Value]:
+    def body(row: Value) -> None:
         source, state = address(b, scores, times(b, row, BLOCK * 4)), address(b, states, b.mul(row, state_bytes))
         target = address(b, weights, times(b, row, BLOCK * 4 // units_of(element)))
         for i, value in enumerate(emit_weighing(b, element, source, state, num_vectors, factor, margin)):
             where = address(b, target, i * VECTOR_BYTES // units_of(element))
             store(b, vir.to_bf16_fast(b, value) if pairs else value, where, 2 if pairs else 4)
-        return []
 
     vir.repeat(b, num_rows, [], body)
 
@@ -330,9 +321,8 @@ def clear(b: Value, element: Any, state: Value, num_vectors: Value) -> None:
     """Set a row's state to that of no keys."""
     store(b, vir.floats(-math.inf), state)
 
-    def body(i: Value) -> list[Value]:
+    def body(i: Value) -> None:
         store(b, vir.floats(0.0), address(b, state, VECTOR_BYTES, times(b, i, VECTOR_BYTES)))
-        return []
 
     vir.repeat(b, address(b, num_vectors, 1), [], body)
 
@@ -346,11 +336,10 @@ def fold(b: Value, element: Any, total: Value, part: Value, num_vectors: Value, 
     factor, base = vir.splat(b, scale), finite(b, new)
     mine, theirs = (vir.exp2(b, b.fmul(b.fsub(each, base), factor)) for each in (old, other))
 
-    def body(i: Value) -> list[Value]:
+    def body(i: Value) -> None:
         offset = address(b, vir.number(VECTOR_BYTES), times(b, i, VECTOR_BYTES))
         where = address(b, total, offset)
         store(b, vir.fma(b, load(b, where), mine, b.fmul(load(b, address(b, part, offset)), theirs)), where)
-        return []
 
     vir.repeat(b, address(b, num_vectors, 1), [], body)
 
@@ -363,13 +352,12 @@ def finish(b: Value, element: Any, state: Value, num_vectors: Value, out: Value)
     factor = b.select(none, ir.Constant(vir.F32, 0.0), b.fdiv(ir.Constant(vir.F32, 1.0), weight))
     exact = element == types.float32
 
-    def body(i: Value) -> list[Value]:
+    def body(i: Value) -> None:
         value = b.fmul(load(b, address(b, state, HEADER, times(b, i, VECTOR_BYTES))), vir.splat(b, factor))
         if exact:
             store(b, value, address(b, out, times(b, i, VECTOR_BYTES)))
         else:
             store(b, vir.to_bf16(b, value), address(b, out, times(b, i, VECTOR_BYTES // 2)), 2)
-        return []
 
     vir.repeat(b, num_vectors, [], body)
     return weight

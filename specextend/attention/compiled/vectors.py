@@ -209,14 +209,16 @@ def transposed(b: Value, rows: list[Value]) -> list[Value]:
     return columns
 
 
-def repeat(b: Value, count: Value, carried: Sequence[Value], body: Callable[..., Sequence[Value]]) -> list[Value]:
-    """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns the new carried values."""
+def repeat(
+    b: Value, count: Value, carried: Sequence[Value], body: Callable[..., Sequence[Value] | None]
+) -> list[Value]:
+    """Emit a loop of `count` >= 1 rounds: `body(index, *carried)` emits one and returns new carried values, if any."""
     before, head, after = b.block, b.append_basic_block("repeat"), b.append_basic_block("done")
     b.branch(head)
     b.position_at_end(head)
     index = b.phi(I64)
     values = [b.phi(value.type) for value in carried]
-    new = list(body(index, *values))
+    new = list(body(index, *values) or ())
     following = b.add(index, number(1))
     for phi, start, end in zip([index, *values], [number(0), *carried], [following, *new], strict=True):
         phi.add_incoming(start, before)
