@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import textwrap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -70,22 +66,14 @@ def schema() -> int:
 
 
 def described_schema(config: type[RunConfig]) -> dict[str, Any]:
-    """Return the JSON Schema of the configuration, with the meaning of each key."""
-    found = config.model_json_schema()
-    for field in config.model_fields.values():
-        owner: Any = (get_args(field.annotation) or (field.annotation,))[0]
-        properties: Mapping[str, dict[str, Any]] = found["$defs"][owner.__name__]["properties"]
-        for name, meaning in field_docs(owner).items():
-            properties[name]["description"] = meaning
+    """Return the JSON Schema of the configuration, with the meaning of each key: the docstring below its field."""
+    from pydantic import ConfigDict
+
+    class Described(config):  # type: ignore[misc, valid-type]
+        model_config = ConfigDict(use_attribute_docstrings=True, title=config.__name__)
+
+    found = Described.model_json_schema()
+    for owner in found["$defs"].values():
+        for key in owner["properties"].values():
+            key["description"] = " ".join(key.get("description", "").split())
     return found
-
-
-def field_docs(owner: Any) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass, which stands below it in the source."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(node, ast.ClassDef)
-    docs = {}
-    for field, text in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            docs[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return docs
