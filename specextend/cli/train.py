@@ -5,29 +5,16 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from specextend.cli.command import SET, call, config_option, takes
-from specextend.terminal import complain
+from specextend.cli.command import SET, config_option, in_one_line, show, takes
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.training.task import TrainOptions
-
-INTERRUPTED = 75
-_PARTS = {
-    "sample": {"min_tokens": "min_tokens", "max_tokens": "max_tokens", "seed": "seed"},
-    "summary": {"summary_tokens": "max_new_tokens"},
-    "fit": {"passes": "passes", "learning_rate": "learning_rate", "seed": "seed"},
-    "language_model": {"hidden_size": "hidden_size", "layers": "num_layers"},
-    "": {name: name for name in ("kind", "start_from", "vocabulary", "copy_heads", "text_passes")}
-    | {"samples": "num_samples"},
-}
-"""By part of TrainOptions: the arguments that it takes, and the names of their fields."""
 
 
 @click.command()
@@ -39,19 +26,20 @@ _PARTS = {
 @click.option("--kind", type=click.Choice(["eagle", "model"]), help="kind of draft")
 @click.option("--start-from", metavar="FOLDER", help="eagle: continue from the head in this folder")
 @takes(
-    click.option("--samples", type=int, help="number of prompts to record"),
+    click.option("num_samples", "--samples", type=int, help="number of prompts to record"),
     click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document"),
     click.option("--max-tokens", type=int, help="tokens of the longest piece of a document"),
-    click.option("--summary-tokens", type=int, help="most tokens of a summary"),
+    click.option("max_new_tokens", "--summary-tokens", type=int, help="most tokens of a summary"),
     click.option("--vocabulary", type=int, help="number of tokens that the draft can propose"),
     click.option("--copy-heads", type=int, help="eagle: number of KV heads that copy"),
     click.option("--text-passes", type=int, help="model: passes over the text alone"),
     click.option("--hidden-size", type=int, help="model: hidden size"),
-    click.option("--layers", type=int, help="model: number of layers"),
+    click.option("num_layers", "--layers", type=int, help="model: number of layers"),
     click.option("--passes", type=int, help="passes over the recordings"),
     click.option("--learning-rate", type=float, help="peak learning rate"),
     click.option("--seed", type=int, help="seed of samples and training"),
 )
+@in_one_line
 def train(config: str, settings: tuple[str, ...], text: str, text_column: str, output: Path, **options: Any) -> int:
     """Distil a draft for the target of a configuration.
 
@@ -63,56 +51,31 @@ def train(config: str, settings: tuple[str, ...], text: str, text_column: str, o
     """
     for stop in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us in the background, with SIGINT ignored
         signal.signal(stop, signal.default_int_handler)
-    try:
-        written = json.dumps(_train(config, settings, text, text_column, output, options), indent=1, sort_keys=True)
-    except (ValueError, OSError) as error:
-        complain(error)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        return INTERRUPTED
-    (output / "training.json").write_text(written + "\n")
-    print(written)
-    print(f"draft: {output}")
-    return 0
 
-
-def _train(
-    config: str, settings: tuple[str, ...], text: str, text_column: str, output: Path, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Train and write the draft. Returns its figures; raises ValueError and OSError."""
     from specextend.config import RunConfig
     from specextend.data.source import open_source
     from specextend.training.distil import distil
 
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
-    return distil(loaded, open_source(documents), _options(options), output, _say)
+    figures = distil(loaded, open_source(documents), _options(options), output, _say)
+    written = json.dumps(figures, indent=1, sort_keys=True)
+    (output / "training.json").write_text(written + "\n")
+    show(f"{written}\ndraft: {output}")
+    return 0
 
 
 def _options(given: dict[str, Any]) -> TrainOptions:
-    """Make the options of a training of those arguments that were given."""
-    from specextend.training.fit import FitOptions
-    from specextend.training.recording import SampleOptions, SummaryOptions
-    from specextend.training.task import LanguageModelOptions, TrainOptions
+    """Make the options of a training of those arguments that were given, by the names of their fields."""
+    from specextend.training.task import TrainOptions
 
-    known = {
-        part: {field: given[name] for name, field in fields.items() if given[name] is not None}
-        for part, fields in _PARTS.items()
-    }
-    return TrainOptions(
-        sample=SampleOptions(**known["sample"]),
-        summary=SummaryOptions(**known["summary"]),
-        fit=FitOptions(**known["fit"]),
-        language_model=LanguageModelOptions(**known["language_model"]),
-        **known[""],
-    )
+    def of(options: Any) -> Any:
+        names = {field.name for field in fields(options)}
+        return replace(options, **{name: value for name, value in given.items() if name in names and value is not None})
+
+    parts = {field.name: getattr(TrainOptions(), field.name) for field in fields(TrainOptions)}
+    return of(TrainOptions(**{name: of(part) for name, part in parts.items() if is_dataclass(part)}))
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run `jobs/train_draft.py`. Returns the exit code."""
-    return call(train, argv, "train_draft.py")
