@@ -268,7 +268,7 @@ def _driver(options: DriverScale, corpus: Corpus, cluster: Any, output: Location
         roster=Roster(options.workers),
         committer=Committer(output, *writers, record, lock, rows_per_commit(job.workers), job.commit_every_s),
         ledger=Ledger(corpus.estimates, 0, 0),
-        display=Display(),
+        display=Display(lambda line: None),
         metrics=Metrics(RUN_ID),
         interrupt=Interrupt(60.0),
         record=record,

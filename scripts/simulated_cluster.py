@@ -19,7 +19,6 @@ from specextend.cluster.messages import (
     Died,
     Done,
     Draining,
-    Dying,
     Event,
     Lease,
     Polled,
@@ -244,7 +243,7 @@ class SimulatedCluster:
             if not self._end_worker(name).is_ready:
                 events.append(StartFailed(name, "its node is gone"))
                 continue
-            events += [Dying(name, "its node is gone"), Died(name, "its node is gone", with_node=True)]
+            events.append(Died(name, "its node is gone", with_node=True))
         return events
 
     def _end_worker(self, worker: str) -> SimulatedWorker:

@@ -84,7 +84,7 @@ def run(
         prepare_environment(os.environ)
     with _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s) as interrupt:
         try:
-            code = carry_out(loaded, _display() if progress else Display(), interrupt, retry_errors)
+            code = carry_out(loaded, _display() if progress else Display(lambda line: None), interrupt, retry_errors)
         except InterruptedRunError:
             code = EXIT_INTERRUPTED
     return RunResult(code, loaded.output.path, _report(loaded.output.path, is_over=code != EXIT_INTERRUPTED))

@@ -138,21 +138,26 @@ def read_tensors(model: str, revision: str | None = None) -> dict[str, TensorInf
 
 def read_folder(folder: Path, model: str) -> dict[str, TensorInfo]:
     """Read the headers of a folder's safetensors files. Raises ModelError if one is not whole, or there is none."""
+    tensors: dict[str, TensorInfo] = {}
+    for file in weight_files(folder, model):
+        tensors |= read_safetensors_header(file)
+    return tensors
+
+
+def weight_files(folder: Path, model: str) -> list[Path]:
+    """List a folder's safetensors files: those that its index names, or all. Raises ModelError if one is missing."""
     names, files = indexed_names(folder), sorted(folder.glob(_WEIGHTS))
     if not files:
         raise ModelError(_lacks_weights(model, folder))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ModelError(f"{model} has no {missing[0]}, which its {INDEX} names")
-    tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        tensors |= read_safetensors_header(file)
-    return tensors
+    return [folder / name for name in names] or files
 
 
 def _lacks_weights(model: str, folder: Path) -> str:
     found = "none (to convert a Hub repository's pickles, fetch it with: hf download ID --local-dir DIR)"
-    if pickled := pickled_files(folder):
-        found = f"only a pickle ({pickled[0].name}), {convert_pickles(pickled, folder / _ONE_FILE)}"
+    if pickled := _pickled_files(folder):
+        found = f"only a pickle ({pickled[0].name}), {_convert_pickles(pickled, folder / _ONE_FILE)}"
     return f"{model} must have weights as safetensors; it has {found}"
 
 
@@ -187,7 +192,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
     except SafetensorError as error:
         with path.open("rb") as raw:
             if raw.read(8).startswith(_PICKLE_STARTS):
-                raise ModelError(f"{path} is a pickle, {convert_pickles([path], path)}") from None
+                raise ModelError(f"{path} is a pickle, {_convert_pickles([path], path)}") from None
         raise ModelError(f"{path} is not a whole safetensors file: {first_line(error)}") from None
 
 
@@ -202,13 +207,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def pickled_files(folder: Path) -> list[Path]:
+def _pickled_files(folder: Path) -> list[Path]:
     """List the files of a folder that are pickled weights by their names, in order; they are never opened."""
     found = sorted(path for pattern in _PICKLED for path in folder.glob(pattern))
     return [path for path in found if not path.name.startswith(_NOT_WEIGHTS)]
 
 
-def convert_pickles(files: Iterable[Path], to: Path) -> str:
+def _convert_pickles(files: Iterable[Path], to: Path) -> str:
     """Say why pickled weights are refused, and by which command they become the safetensors file `to`."""
     names = " ".join(shlex.quote(str(path)) for path in (to, *files))
     return f'which can run code and is refused; convert it with: python -c "{_CONVERT}" {names}'

@@ -22,7 +22,7 @@ from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import FLOATS, HeadShape, read_head, read_vocabulary, read_weights, weight_files
+from specextend.drafters.formats import FLOATS, HeadShape, head_files, read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.self_draft import SelfDrafter
 from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
@@ -64,7 +64,7 @@ def pair_hashes(target: TargetOptions, draft: DraftOptions | None) -> dict[str, 
     named = {"target": found["weights"], "tokenizer": found["tokenizer"]}
     if draft is not None and draft.kind == "eagle":
         folder = Path(draft.model)
-        named["draft"] = hash_files([folder / "config.json", folder / INDEX, *weight_files(folder)])
+        named["draft"] = hash_files([folder / "config.json", folder / INDEX, *head_files(folder)])
     elif draft is not None and draft.kind == "model":
         named["draft"] = identify(draft.model, draft.revision)["weights"]
     return named
@@ -231,7 +231,7 @@ def _check_equal(what: str, draft: str, theirs: object, target: str, ours: objec
 
 def _size_eagle(draft: DraftOptions) -> DraftSize:
     head = _read_head(draft)
-    headers = (read_safetensors_header(file) for file in weight_files(Path(draft.model)))
+    headers = (read_safetensors_header(file) for file in head_files(Path(draft.model)))
     tensors = [info for header in headers for info in header.values() if info.dtype in FLOATS]
     count = sum(math.prod(info.shape) for info in tensors)
     if head.is_ours and head.draft_vocab_size < head.vocab_size:  # it copies rows of the target's LM head

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from specextend.cli.command import SET, config_option, in_one_line, show, takes
-
-if TYPE_CHECKING:  # it imports torch
-    from specextend.training.task import TrainOptions
 
 
 @click.command()
@@ -24,17 +21,15 @@ if TYPE_CHECKING:  # it imports torch
 @click.option("--text-column", default="text", help="column that holds the text")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="folder to write the draft to")
 @click.option("--kind", type=click.Choice(["eagle", "model"]), help="kind of draft")
-@click.option("--start-from", metavar="FOLDER", help="eagle: continue from the head in this folder")
 @takes(
-    click.option("num_samples", "--samples", type=int, help="number of prompts to record"),
+    click.option("--samples", "num_samples", type=int, help="number of prompts to record"),
     click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document"),
     click.option("--max-tokens", type=int, help="tokens of the longest piece of a document"),
-    click.option("max_new_tokens", "--summary-tokens", type=int, help="most tokens of a summary"),
+    click.option("--summary-tokens", type=int, help="most tokens of a summary"),
     click.option("--vocabulary", type=int, help="number of tokens that the draft can propose"),
     click.option("--copy-heads", type=int, help="eagle: number of KV heads that copy"),
-    click.option("--text-passes", type=int, help="model: passes over the text alone"),
     click.option("--hidden-size", type=int, help="model: hidden size"),
-    click.option("num_layers", "--layers", type=int, help="model: number of layers"),
+    click.option("--layers", "num_layers", type=int, help="model: number of layers"),
     click.option("--passes", type=int, help="passes over the recordings"),
     click.option("--learning-rate", type=float, help="peak learning rate"),
     click.option("--seed", type=int, help="seed of samples and training"),
@@ -55,26 +50,16 @@ def train(config: str, settings: tuple[str, ...], text: str, text_column: str, o
     from specextend.config import RunConfig
     from specextend.data.source import open_source
     from specextend.training.distil import distil
+    from specextend.training.task import TrainOptions
 
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
-    figures = distil(loaded, open_source(documents), _options(options), output, _say)
+    given = TrainOptions(**{name: value for name, value in options.items() if value is not None})
+    figures = distil(loaded, open_source(documents), given, output, _say)
     written = json.dumps(figures, indent=1, sort_keys=True)
     (output / "training.json").write_text(written + "\n")
     show(f"{written}\ndraft: {output}")
     return 0
-
-
-def _options(given: dict[str, Any]) -> TrainOptions:
-    """Make the options of a training of those arguments that were given, by the names of their fields."""
-    from specextend.training.task import TrainOptions
-
-    def of(options: Any) -> Any:
-        names = {field.name for field in fields(options)}
-        return replace(options, **{name: value for name, value in given.items() if name in names and value is not None})
-
-    parts = {field.name: getattr(TrainOptions(), field.name) for field in fields(TrainOptions)}
-    return of(TrainOptions(**{name: of(part) for name, part in parts.items() if is_dataclass(part)}))
 
 
 def _say(line: str) -> None:

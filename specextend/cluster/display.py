@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console
@@ -22,25 +23,6 @@ from specextend.terminal import raw_stream, wrap_streams
 LINE_EVERY_S = 30.0
 Fact = str | int | float | None
 LogFormat = Literal["text", "json"]
-
-
-class Display:
-    """Shows the progress of a run and what happens in it; this one shows nothing."""
-
-    def begin(self, run_id: str) -> None:
-        """Name this start of the run."""
-
-    def show(self, snapshot: Snapshot, now: float) -> None:
-        """Show the progress, if enough time has passed since the last time."""
-
-    def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """Report something to people and machines."""
-
-    def event(self, name: str, **facts: Fact) -> None:
-        """Report something to machines only, because people would find it too detailed."""
-
-    def close(self) -> None:
-        """Restore the terminal."""
 
 
 def describe(snapshot: Snapshot) -> str:
@@ -73,27 +55,37 @@ class Pace:
         return True
 
 
-class LineDisplay(Display):
-    """Writes a plain line every 30 s, for logs."""
+class Display:
+    """Shows the progress of a run and what happens in it: here as a plain line every 30 s, for logs."""
 
-    def __init__(self, write: Callable[[str], None]) -> None:
+    def __init__(self, write: Callable[[str], object]) -> None:
         """Write through `write`, which takes a line without its line end."""
         self._write, self._pace = write, Pace(LINE_EVERY_S)
 
+    def begin(self, run_id: str) -> None:
+        """Name this start of the run."""
+
     def show(self, snapshot: Snapshot, now: float) -> None:
-        """Write one line, if enough time has passed since the last one."""
+        """Show the progress, if enough time has passed since the last time."""
         if self._pace.is_due(now):
             self._write(describe(snapshot))
 
     def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """Write one line now."""
+        """Report something to people and machines."""
         self._write(printable(message))
+
+    def event(self, name: str, **facts: Fact) -> None:
+        """Report something to machines only, because people would find it too detailed."""
+
+    def close(self) -> None:
+        """Restore the terminal."""
 
 
 class BarDisplay(Display):
-    """Draws a progress bar on a terminal."""
+    """Draws a progress bar on a terminal, and writes notes above it."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__(partial(console.print, markup=False, highlight=False, emoji=False))
         description = TextColumn("{task.description}", markup=False)
         self._progress = Progress(BarColumn(bar_width=24), description, console=console)
         self._task = self._progress.add_task("starting", total=1.0)
@@ -104,10 +96,6 @@ class BarDisplay(Display):
     def show(self, snapshot: Snapshot, now: float) -> None:
         """Update the bar."""
         self._progress.update(self._task, completed=snapshot.fraction, description=describe(snapshot))
-
-    def note(self, message: str, event: str = "note", **facts: Fact) -> None:
-        """Print a line above the bar."""
-        self._progress.console.print(printable(message), markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
         """Stop drawing and leave the bar as it is."""
@@ -121,10 +109,7 @@ class JsonDisplay(Display):
     `attempt`.
     """
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        """Write through `write`, which takes a line without its line end."""
-        self._write, self._pace = write, Pace(LINE_EVERY_S)
-        self._run_id: str | None = None
+    _run_id: str | None = None
 
     def begin(self, run_id: str) -> None:
         """Name this start in every line from now on."""
@@ -185,7 +170,7 @@ def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Displ
         forgiving.write(line + "\n")
         forgiving.flush()
 
-    return JsonDisplay(write) if log == "json" else LineDisplay(write)
+    return JsonDisplay(write) if log == "json" else Display(write)
 
 
 def lease_facts(worker: str, lease: Lease) -> dict[str, Fact]:

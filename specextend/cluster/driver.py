@@ -14,7 +14,6 @@ from specextend.cluster.messages import (
     Died,
     Done,
     Draining,
-    Dying,
     Event,
     Failed,
     GivenUp,
@@ -29,7 +28,7 @@ from specextend.cluster.messages import (
     WorkerInfo,
 )
 from specextend.cluster.metrics import Metrics
-from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, StallGuard
+from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, stalled_error
 from specextend.cluster.records import Committer, StartRecord
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
@@ -65,7 +64,8 @@ class Driver:
     is_auditing: bool = False
     """True if workers decode some documents again (`decoding.audit_fraction`)."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
-    _guard: StallGuard = field(init=False)
+    _moved_at: float = field(init=False)
+    """When a worker last read or wrote a token, or a document had its outcome."""
     _errors: ErrorGuard = field(init=False)
     _hosts: dict[str, str] = field(default_factory=dict)
     """Hosts of the workers that were ready once."""
@@ -75,7 +75,7 @@ class Driver:
     """Workers that have documents to audit after the last lease."""
 
     def __post_init__(self) -> None:
-        self._guard = StallGuard(self.job.silence_s, self.clock())
+        self._moved_at = self.clock()
         limit = max(self.job.stop_error_fraction, self.job.max_error_fraction)
         self._errors = ErrorGuard(limit, self.scheduler.num_open)
 
@@ -158,9 +158,9 @@ class Driver:
         """Let the workers audit what they still hold, after the last document. One that hangs is not waited for."""
         self.display.event("audit_ends", workers=self.roster.num_ready)
         self.pool.is_ending = True
-        self._auditing = set(self.roster.ready_workers())
-        guard = self._guard = StallGuard(self.job.stall_s, self.clock())
-        while self._auditing and not guard.is_stalled(self.clock()):
+        self._auditing = set(self.roster.ready_workers)
+        self._moved_at = self.clock()
+        while self._auditing and self.clock() - self._moved_at <= self.job.stall_s:
             self.interrupt.check()
             self._collect(TICK_S)
             self.committer.commit_if_due(self.clock())
@@ -179,11 +179,12 @@ class Driver:
             self.committer.remember(charges)
 
     def _check_silence(self) -> None:
-        if self._guard.is_stalled(self.clock()):
+        if self.clock() - self._moved_at > self.job.silence_s:
             leased = [held.lease.key for held in self.scheduler.held.values()]
             waiting = self.scheduler.first_waiting(MOST_NAMES)
             num_waiting = self.scheduler.num_waiting
-            raise self._guard.error(self.roster.num_ready, leased, waiting, num_waiting, self.source.place)
+            place = self.source.place
+            raise stalled_error(self.job.silence_s, self.roster.num_ready, leased, waiting, num_waiting, place)
 
     def _enforce(self, now: float) -> None:
         """Cancel overdue documents and kill workers that hang."""
@@ -198,11 +199,8 @@ class Driver:
         for worker in self.scheduler.stalled(now):
             reason = f"no step for {self.job.stall_s:.0f} s"
             self.display.note(f"{worker} is killed: {reason}", "worker_killed", worker=worker, reason=reason)
-            self.metrics.worker_lost("stalled")
             self.pool.kill(worker)
-            self.record.worker_gone(worker, reason)
-            self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
-            self.ledger.running(worker, {})
+            self._gone(worker, reason, "stalled")
             self._give_up(self.scheduler.leave(worker, "Stalled", f"the worker made {reason}"), worker)
         self._remember_charges()
 
@@ -222,8 +220,8 @@ class Driver:
             case CallLost(worker, lease, reason):
                 self._lost(worker, lease, reason)
             case Polled(worker, report):
-                self.scheduler.report(worker, report.num_steps, report.outputs, now)
-                self._guard.stepped(worker, report.num_steps, now)
+                if self.scheduler.report(worker, report.num_steps, report.outputs, now):
+                    self._moved_at = now
                 held = self.scheduler.held
                 outputs = {held[name].lease.key: num for name, num in report.outputs.items() if name in held}
                 self.metrics.running(worker, self.ledger.running(worker, outputs))
@@ -232,13 +230,8 @@ class Driver:
                     self._auditing.discard(worker)
             case Draining(worker):
                 self._drain(worker)
-            case Dying(worker, reason):
-                self.record.worker_gone(worker, reason)
-                self._auditing.discard(worker)
-                self.roster.died(worker, reason, is_explained=self.scheduler.suspend(worker))
-                self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
-            case Died():
-                self._died(event)
+            case Died(worker, reason, with_node):
+                self._died(worker, reason, with_node=with_node or self.scheduler.is_draining(worker))
 
     def _ready(self, worker: str, info: WorkerInfo, now: float) -> None:
         """Let a worker take documents, unless its place is left out."""
@@ -273,7 +266,7 @@ class Driver:
             self._give_up(self.scheduler.blame(lease.lease_id, outcome.error_class, outcome.message), worker)
             return
         self.scheduler.finish(lease.lease_id, is_done=isinstance(outcome, Done))
-        self._guard.ended(now)
+        self._moved_at = now
         if isinstance(outcome, Done):
             self._errors.done()
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
@@ -294,7 +287,7 @@ class Driver:
                 self.display.note(message, "worker_cannot_read", worker=worker, host=host, reason=failed.message)
             return
         for item in self.scheduler.damaged(lease.lease_id, failed.error_class, failed.message):
-            self._guard.ended(now)
+            self._moved_at = now
             self._fail(item.key, item.attempts, failed, worker)
 
     def _lost(self, worker: str, lease: Lease, reason: str) -> None:
@@ -313,16 +306,22 @@ class Driver:
             self.display.event("lease_taken_back", **lease_facts(worker, lease))
             self.pool.cancel(lease.lease_id)
 
-    def _died(self, event: Died) -> None:
-        with_node = event.with_node or self.scheduler.is_draining(event.worker)
-        self.metrics.worker_lost("node" if with_node else "died")
+    def _died(self, worker: str, reason: str, *, with_node: bool) -> None:
+        self._auditing.discard(worker)
+        self.display.note(f"{worker} died: {reason}", "worker_died", worker=worker, reason=reason)
+        self._gone(worker, reason, "node" if with_node else "died")
         if with_node:
-            given_up = self.scheduler.lose(event.worker, f"the node was lost: {event.reason}")
+            given_up = self.scheduler.lose(worker, f"the node was lost: {reason}")
         else:
-            message = f"the worker died: {event.reason}"
-            given_up = self.scheduler.leave(event.worker, "WorkerDied", message)
-        self._give_up(given_up, event.worker)
-        self.ledger.running(event.worker, {})
+            given_up = self.scheduler.leave(worker, "WorkerDied", f"the worker died: {reason}")
+        self._give_up(given_up, worker)
+
+    def _gone(self, worker: str, reason: str, cause: str) -> None:
+        """Note that a worker is gone. cause: as for `Metrics.worker_lost`."""
+        self.record.worker_gone(worker, reason)
+        self.metrics.worker_lost(cause)
+        self.ledger.running(worker, {})
+        self.roster.died(worker, reason, is_explained=self.scheduler.holds_struck(worker))
 
     def _give_up(self, given_up: list[GivenUp], worker: str) -> None:
         for item in given_up:

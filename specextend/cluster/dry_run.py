@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta
+from datetime import time as clock_time
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from specextend.cluster.backlog import Estimates
 from specextend.cluster.environment import is_local, say_room
 from specextend.cluster.exits import RefusedError, reading
-from specextend.cluster.forecast import Forecast, Outlook, Rates, cost_of
+from specextend.cluster.forecast import Forecast, Outlook, Rates
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.prepare import (
     Prepared,
@@ -32,7 +33,6 @@ from specextend.core import counted
 from specextend.data.commits import Retry
 from specextend.data.listing import describe_skipped
 
-NOT_MEASURED = "not measured"
 WIDTH = 80
 """Columns of a terminal, within which tables stay."""
 _OVER_LENGTH = {"error": "error rows", "parts": "summarised in parts"}
@@ -58,22 +58,30 @@ def dry_run(
     rates; without it nothing is loaded and the time is not known. Raises OtherRunError if the folder holds another run,
     OutputError, RefusedError and StoreError, and what `calibrate` raises.
     """
-    plan, num_final = _plan(prepared, retry_errors)
+    with reading(prepared.output):
+        check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
+        progress, keys = open_rows(prepared, retry_errors)
+    with input_errors():
+        decoding = prepared.config.decoding
+        plan = make_plan(prepared.source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None)
     config = settle_batch_size(prepared.config, prepared.facts, plan)
     prepared = replace(prepared, config=config)
     rates = None if calibrate is None else calibrate(prepared, plan.estimates)
+    selection = prepared.source.selection
     return {
         "rows": prepared.source.num_rows,
-        "selection": _selection(prepared),
+        "selection": {
+            "counts": {} if selection is None else dict(selection.counts),
+            "notes": list(describe_selection(prepared.source)),
+        },
         "rows_to_do": len(plan.estimates),
-        "error_rows_left_out": num_final,
+        "error_rows_left_out": len(progress.final) if retry_errors == "retryable" else 0,
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
         "audit": _checks(prepared, plan),
         "length_policy": config.prompt.length_policy,
         "prompt_tokens": plan.num_prompt_tokens(),
         "output_tokens_at_most": int(plan.estimates.max_new_tokens.sum(dtype=np.int64)),
-        "tokens_per_byte": plan.tokens_per_byte,
         "prompt_lengths": plan.buckets(),
         **plan_memory(config, prepared.facts, plan),
         "this_machine": _say_of_machine(prepared),
@@ -88,17 +96,16 @@ def parse_time(text: str, now: datetime) -> datetime:
 
     A time without a zone is in the zone of this machine's clock. now: with its zone.
     """
+    here = now.astimezone().replace(tzinfo=None)
     try:
         if re.fullmatch(r"\d{1,2}:\d\d", text):
-            today = now.astimezone().replace(tzinfo=None)
-            hour, minute = map(int, text.split(":"))
-            found = today.replace(hour=hour, minute=minute, second=0, microsecond=0)
-            found = (found if found > today else found + timedelta(days=1)).astimezone()
+            found = datetime.combine(here, clock_time.fromisoformat(text.zfill(5)))
+            found += timedelta(days=found <= here)
         else:
             found = datetime.fromisoformat(text)
-            found = found if found.tzinfo else found.astimezone()
     except ValueError:
         raise ValueError(f"--by takes HH:MM or a time such as 2026-11-23T07:00, got {text!r}") from None
+    found = found.astimezone()
     if found <= now:
         raise ValueError(f"--by {text} is past: it is {_say_time(now)}")
     return found
@@ -125,24 +132,6 @@ def describe_dry_run(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _plan(prepared: Prepared, retry_errors: Retry) -> tuple[Plan, int]:
-    """Plan the open documents; return the plan, and the number of error rows that are final."""
-    source, decoding = prepared.source, prepared.config.decoding
-    with reading(prepared.output):
-        check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
-        progress, keys = open_rows(prepared, retry_errors)
-    with input_errors():
-        plan = make_plan(source, prepared.prompts, keys, decoding.max_new_tokens, decoding.seed, lambda: None)
-    return plan, len(progress.final) if retry_errors == "retryable" else 0
-
-
-def _selection(prepared: Prepared) -> dict[str, Any]:
-    """Return what became of the rows of the input, by outcome (none if all are wanted), and it in words."""
-    selection = prepared.source.selection
-    counts = {} if selection is None else dict(selection.counts)
-    return {"counts": counts, "notes": list(describe_selection(prepared.source))}
-
-
 def _say_of_machine(prepared: Prepared) -> str | None:
     """Say why no run can start on this machine, which may only plan, or that it has room for few workers."""
     try:
@@ -154,22 +143,32 @@ def _say_of_machine(prepared: Prepared) -> str | None:
 
 def _timing(prepared: Prepared, plan: Plan, rates: Rates | None, by: datetime | None) -> dict[str, Any]:
     """Return the parts of the plan that need rates; all None without."""
-    config = prepared.config
     if rates is None:
-        nothing = dict.fromkeys(("rates", "forecast", "documents_per_hour", "by", "cost"))
-        return {"time": NOT_MEASURED, **nothing}
+        return dict.fromkeys(("rates", "forecast", "documents_per_hour", "by", "cost"))
+    config = prepared.config
     outlook = Outlook(plan.estimates, rates, config.decoding.batch_size)
     forecast = outlook.lasts(config.job.workers)
-    price = config.report.price_per_worker_hour
-    span = f"{describe_duration(forecast.seconds_low)} to {describe_duration(forecast.seconds_high)}"
     return {
-        "time": f"about {describe_duration(forecast.seconds)} ({span}), workers: {forecast.workers}",
         "rates": asdict(rates),
         "forecast": asdict(forecast),
-        "documents_per_hour": outlook.documents_per_hour(forecast.workers),
+        "documents_per_hour": _hourly(forecast) if forecast.seconds else None,
         "by": None if by is None else _by(outlook, by),
-        "cost": None if price is None else cost_of(forecast, price),
+        "cost": _cost(forecast, config.report.price_per_worker_hour),
     }
+
+
+def _hourly(forecast: Forecast) -> dict[str, float]:
+    """Return the documents an hour, loading included, as the report counts them."""
+    seconds = {"likely": forecast.seconds, "low": forecast.seconds_high, "high": forecast.seconds_low}
+    return {name: 3600 * forecast.documents / each for name, each in seconds.items()}
+
+
+def _cost(forecast: Forecast, price: float | None) -> dict[str, float] | None:
+    """Return what the workers cost, each paid from the begin, loading included, to the end; None without a price."""
+    if price is None:
+        return None
+    hours, low, high = (forecast.workers * seconds / 3600 for seconds in _span(forecast))
+    return {"worker_hours": hours, "cost": price * hours, "cost_low": price * low, "cost_high": price * high}
 
 
 def _by(outlook: Outlook, by: datetime) -> dict[str, Any]:
@@ -193,8 +192,6 @@ def _checks(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
         ("no room for a document", counts["PromptTooLong"], "error rows"),
         ("over the prompt limit", plan.num_over_length, _OVER_LENGTH.get(policy, f"cut ({policy})")),
     ]
-    refused = ("columns of a wrong type", "null ids", "repeated ids")  # `prepare` has found none
-    found += [(check, 0, "refused") for check in refused]
     if skipped := prepared.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
     if repeated := prepared.source.num_repeated:
@@ -208,26 +205,23 @@ def describe_memory(plan: dict[str, Any]) -> list[str]:
     rows = [(title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items()]
     lines = _table(("memory of a worker", "GiB"), [*rows, ("together", f"{sum(sizes.values()):.3f}")])
     if cache := plan["cache"]:
-        kinds = ("median", "longest")
-        fits = [
-            (f"{kind} document", f"{cache[f'{kind}_sequence_gib']:.3f}", f"{cache[f'{kind}_sequences_that_fit']:,}")
-            for kind in kinds
-        ]
-        lines += _table(("in the target's cache", "GiB", "fit at once"), fits, num_right=2)
-        at_once = f"decoding.cache_gib {cache['cache_gib']:g}, decoding.max_batch_size {cache['max_batch_size']}"
-        lines.append(f"  ({at_once})")
+        fit, most = cache["longest_sequences_that_fit"], cache["max_batch_size"]
+        size = f"the longest document takes {cache['longest_sequence_gib']:.3f} GiB of the target's cache"
+        lines += _wrap(f"{size}: {fit:,} fit at once, decoding.max_batch_size is {most}")
     return lines
 
 
 def _describe_time(plan: dict[str, Any]) -> list[str]:
     if plan["forecast"] is None:
-        return [f"time: {plan['time']}; --calibrate N measures it on N documents"]
-    forecast, hourly = Forecast(**plan["forecast"]), plan["documents_per_hour"]
-    rows = [("time", *map(describe_duration, _span(forecast)))]
+        return ["time: not measured; --calibrate N measures it on N documents"]
+    forecast = Forecast(**plan["forecast"])
     ends = [datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in _span(forecast)]
-    rows.append((f"end, in {ends[0]:%Z}, if it starts now", *(f"{end:%a %H:%M}" for end in ends)))
-    if hourly:
-        rows.append(("documents an hour", *(f"{hourly[name]:,.0f}" for name in ("likely", "low", "high"))))
+    rows = [
+        ("time", *map(describe_duration, _span(forecast))),
+        (f"end, in {ends[0]:%Z}, if it starts now", *(f"{end:%a %H:%M}" for end in ends)),
+    ]
+    if hourly := plan["documents_per_hour"]:
+        rows.append(("documents an hour", *(f"{each:,.0f}" for each in hourly.values())))
     if cost := plan["cost"]:
         rows.append(("worker hours", f"{cost['worker_hours']:,.2f}", "", ""))
         rows.append(("cost", *(f"{cost[name]:,.2f}" for name in ("cost", "cost_low", "cost_high"))))

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -31,7 +29,7 @@ from specextend.cluster.workers import last_line
 from specextend.config import MAX_WORKERS
 from specextend.core import DocumentKey, counted
 from specextend.loading import load_engine
-from specextend.stats import ratio
+from specextend.stats import DecodingStats, ratio
 
 MIN_DOCUMENTS = 2
 """Fewest documents that rates can be fitted to: one says nothing about how documents differ."""
@@ -49,8 +47,7 @@ _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18
 _NEEDS = f"--calibrate needs {counted(MIN_DOCUMENTS, 'document')} that can be decoded"
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentCost:
+class DocumentCost(NamedTuple):
     """The seconds of its worker that a decoded document took; those that a batch shares are divided among it."""
 
     num_prompt_tokens: int
@@ -59,13 +56,12 @@ class DocumentCost:
     prefill_s: float
     decode_s: float
 
-    @classmethod
-    def of(cls, done: Done, max_new_tokens: int) -> DocumentCost:
-        """Take the cost from a document's result, as if nothing of its prompt had been read for another one."""
-        stats = done.stats
-        share_read = 1 - (ratio(stats.num_cached_tokens, stats.num_prompt_tokens) or 0.0)
-        prefill_s = stats.prefill_s / share_read + stats.draft_prefill_s
-        return cls(stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, stats.step_s)
+
+def document_cost(stats: DecodingStats, max_new_tokens: int) -> DocumentCost:
+    """Return what a document took, as if nothing of its prompt had been read for another one."""
+    share_read = 1 - (ratio(stats.num_cached_tokens, stats.num_prompt_tokens) or 0.0)
+    prefill_s = stats.prefill_s / share_read + stats.draft_prefill_s
+    return DocumentCost(stats.num_prompt_tokens, stats.num_output_tokens, max_new_tokens, prefill_s, stats.step_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,16 +92,15 @@ def fit_rates(costs: Sequence[DocumentCost], *, start_s: float, device: str) -> 
     told = [cost for cost in costs if cost.num_prompt_tokens and cost.num_output_tokens]
     if len(told) < MIN_DOCUMENTS or not all(cost.prefill_s + cost.decode_s > 0 for cost in told):
         return None
-    prefill = mean(cost.prefill_s / cost.num_prompt_tokens for cost in told)
-    decode = mean(cost.decode_s / cost.num_output_tokens for cost in told)
-    output_share = mean(cost.num_output_tokens / cost.max_new_tokens for cost in told)
-    expected_s = [prefill * cost.num_prompt_tokens + decode * output_share * cost.max_new_tokens for cost in told]
-    relative = [(cost.prefill_s + cost.decode_s) / each - 1 for cost, each in zip(told, expected_s, strict=True)]
+    prompts, outputs, allowed, prefill_s, decode_s = np.array(told, np.float64).T
+    prefill, decode = (prefill_s / prompts).mean(), (decode_s / outputs).mean()
+    output_share = (outputs / allowed).mean()
+    relative = (prefill_s + decode_s) / (prefill * prompts + decode * output_share * allowed) - 1
     return Rates(
-        prefill=prefill,
-        decode=decode,
-        output_share=output_share,
-        spread=math.sqrt(sum(each**2 for each in relative) / (len(told) - 1)),
+        prefill=float(prefill),
+        decode=float(decode),
+        output_share=float(output_share),
+        spread=math.sqrt((relative**2).sum() / (len(told) - 1)),
         num_documents=len(told),
         start_s=start_s,
         device=device,
@@ -131,21 +126,19 @@ class Outlook:
 
     def __init__(self, estimates: Estimates, rates: Rates, max_batch_size: int) -> None:
         """Take all open documents. max_batch_size: documents that a worker decodes at once."""
-        self._rates, self._batch = rates, max_batch_size
-        self.num_documents = len(estimates)
-        """Number of documents, with those that will be refused and take no time."""
+        self._rates, self._batch, self._num_documents = rates, max_batch_size, len(estimates)
         prefill_s = rates.prefill * estimates.num_prompt_tokens.astype(np.float64)
         decode_s = rates.decode * rates.output_share * estimates.max_new_tokens * (estimates.num_prompt_tokens > 0)
         seconds = prefill_s + decode_s
-        self.busy_s = float(seconds.sum())
+        self._busy_s = float(seconds.sum())
         """Seconds that one worker would be at work, without loading."""
         self._longest_s = float(seconds.max(initial=0.0))
         self._last_s = float((prefill_s + max_batch_size * decode_s).max(initial=0.0))
         """Seconds of the longest document if its neighbours keep it as slow as in a full batch."""
-        squares = float((seconds**2).sum()) / self.busy_s**2 if self.busy_s else 0.0
+        squares = float((seconds**2).sum()) / self._busy_s**2 if self._busy_s else 0.0
         deviation = rates.spread * math.sqrt(1 / rates.num_documents + squares)
         exponent = math.hypot(DRIFT, _T_95[min(rates.num_documents - 1, len(_T_95)) - 1] * deviation)
-        self._factor = math.exp(min(exponent, math.log(MOST_UNCERTAIN))) if self.busy_s else 1.0
+        self._factor = math.exp(min(exponent, math.log(MOST_UNCERTAIN)))
 
     def lasts(self, workers: int) -> Forecast:
         """Forecast the time that so many workers take, loading included; more than documents are of no use.
@@ -153,69 +146,44 @@ class Outlook:
         No order of the work beats an even share and the longest document. An order that leaves no place empty while
         documents wait exceeds the even share by that document at most.
         """
-        workers = max(1, min(workers, self.num_documents))
-        even_s = self.busy_s / workers
+        workers = max(1, min(workers, self._num_documents))
+        even_s = self._busy_s / workers
         low = max(even_s, self._longest_s)
         high = max(low, even_s + (1 - 1 / (workers * self._batch)) * self._last_s)
-        start_s = self._rates.start_s if self.busy_s else 0.0
+        start_s = self._rates.start_s if self._busy_s else 0.0
         return Forecast(
             seconds=start_s + math.sqrt(low * high),
             seconds_low=start_s / START_FACTOR + low / self._factor,
             seconds_high=start_s * START_FACTOR + high * self._factor,
-            documents=self.num_documents,
+            documents=self._num_documents,
             workers=workers,
             basis=f"a calibration of {counted(self._rates.num_documents, 'document')} on {self._rates.device}",
         )
-
-    def documents_per_hour(self, workers: int) -> dict[str, float] | None:
-        """Return the documents that so many workers do in an hour while none is idle; None if there are none to do."""
-        if not self.busy_s:
-            return None
-        likely = 3600 * workers * self.num_documents / self.busy_s
-        return {"likely": likely, "low": likely / self._factor, "high": likely * self._factor}
 
     def workers_within(self, limit_s: float, *, surely: bool) -> int | None:
         """Return the fewest workers that are done within `limit_s`; None if no number of workers is.
 
         surely: the upper bound must lie within the limit, too.
         """
-        for workers in range(1, max(1, min(self.num_documents, MAX_WORKERS)) + 1):
+        for workers in range(1, max(1, min(self._num_documents, MAX_WORKERS)) + 1):
             forecast = self.lasts(workers)
             if (forecast.seconds_high if surely else forecast.seconds) <= limit_s:
                 return workers
         return None
 
 
-def cost_of(forecast: Forecast, price_per_worker_hour: float) -> dict[str, float]:
-    """Return the price of a forecast: each worker is paid from the begin, loading included, to the end."""
-    hours = forecast.workers / 3600
-    return {
-        "price_per_worker_hour": price_per_worker_hour,
-        "worker_hours": hours * forecast.seconds,
-        "cost": price_per_worker_hour * hours * forecast.seconds,
-        "cost_low": price_per_worker_hour * hours * forecast.seconds_low,
-        "cost_high": price_per_worker_hour * hours * forecast.seconds_high,
-    }
-
-
 def draw_sample(estimates: Estimates, size: int, seed: int) -> list[DocumentKey]:
     """Draw documents for a calibration, longest first; all, if there are no more than `size`.
 
-    Their tokens, side by side, are cut into `size` equal parts, and a token is drawn from each: its document is taken.
-    So long documents, of which there are few, are represented by the share of the time that they take. Where one
-    document is drawn twice, any other one is taken.
+    A document is drawn by its share of all tokens. So long documents, of which there are few, are represented by the
+    share of the time that they take.
     """
     positions = np.flatnonzero(estimates.num_prompt_tokens)
-    totals = estimates.totals_at(positions)
-    order = np.argsort(-totals, kind="stable")
-    positions, ends = positions[order], np.cumsum(totals[order])
     if len(positions) > size:
-        draw, step = random.Random(seed), float(ends[-1]) / size
-        chosen = {int(ends.searchsorted(step * (part + draw.random()))) for part in range(size)}
-        others = np.delete(np.arange(len(positions)), sorted(chosen))
-        chosen.update(int(others[place]) for place in draw.sample(range(len(others)), size - len(chosen)))
-        positions = positions[sorted(chosen)]
-    return [estimates.key(int(position)) for position in positions]
+        totals = estimates.totals_at(positions)
+        positions = np.random.default_rng(seed).choice(positions, size, replace=False, p=totals / totals.sum())
+    order = np.argsort(-estimates.totals_at(positions), kind="stable")
+    return [estimates.key(int(position)) for position in positions[order]]
 
 
 def calibrate(
@@ -252,7 +220,7 @@ def calibrate(
         finally:
             ray.kill(actor)
     done = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Done)}
-    costs = [DocumentCost.of(outcome, estimates[key].max_new_tokens) for key, outcome in done.items()]
+    costs = [document_cost(outcome.stats, estimates[key].max_new_tokens) for key, outcome in done.items()]
     rates = fit_rates(costs, start_s=start_s, device=info.device)
     if rates is None:
         failed = [f"{each.error_class}: {each.message}" for each in outcomes.values() if not isinstance(each, Done)]

@@ -118,7 +118,6 @@ class Holder:
     rests_until: float = -math.inf
     is_alone: bool = False
     """True while it holds one document that runs alone."""
-    is_gone: bool = False
     is_draining: bool = False
     """True once its node is about to go."""
 
@@ -257,16 +256,8 @@ class Draining:
 
 
 @dataclass(frozen=True, slots=True)
-class Dying:
-    """A worker is gone. The `Died` that follows says what that means for its leases."""
-
-    worker: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Died:
-    """The verdict on a worker that is gone."""
+    """A worker is gone."""
 
     worker: str
     reason: str
@@ -274,4 +265,4 @@ class Died:
     """True if its node is down or out of reach, so that no document is to blame."""
 
 
-Event = Begun | Ready | StartFailed | Returned | CallLost | Polled | Draining | Dying | Died
+Event = Begun | Ready | StartFailed | Returned | CallLost | Polled | Draining | Died

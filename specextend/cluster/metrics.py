@@ -48,12 +48,6 @@ HISTOGRAMS = {
 COUNTED = ("prompt_tokens", "spec_steps", "plain_steps", "draft_tokens", "accepted_tokens")
 
 
-def exported_names() -> set[str]:
-    """Return the names of the series that a scrape of Ray can find, as Prometheus writes them."""
-    names = {f"ray_specextend_{name}_total" for name in COUNTERS} | {f"ray_specextend_{name}" for name in GAUGES}
-    return names | {f"ray_specextend_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
-
-
 class Metrics:
     """The metrics of one start. Needs a Ray that has been started."""
 

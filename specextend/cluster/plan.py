@@ -6,8 +6,8 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from statistics import mean
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from specextend.core import DocumentKey
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompts
-from specextend.data.source import ScannedRow, Source
+from specextend.data.source import Source
 from specextend.loading import (
     GIB,
     longest_request,
@@ -38,6 +38,8 @@ SAMPLE_BYTES = 64 << 10
 """Most bytes of each that are tokenized: that takes a hundred times the memory of the text."""
 MOST_TOKENS = 1 << 40
 """More than any document has: a column may claim what overflows our sums."""
+UNKNOWN = -1
+"""Stands for the tokens of a row that no column gives."""
 REFUSED = -1
 """Stands for the output tokens of a row that is sure to become an error row."""
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -49,8 +51,6 @@ class Plan:
     """The documents of a start with their estimated tokens."""
 
     estimates: Estimates
-    tokens_per_byte: float | None
-    """None if `num_tokens_column` gives the tokens of every document."""
     rejected: Counter[str]
     """Number of rows that are sure to become error rows, by error class."""
     num_over_length: int
@@ -62,9 +62,11 @@ class Plan:
 
     def buckets(self) -> dict[str, int]:
         """Count the documents by estimated prompt length."""
+        between = [f"{low + 1} to {high}" for low, high in pairwise(BUCKETS)]
+        names = [f"up to {BUCKETS[0]}", *between, f"over {BUCKETS[-1]}"]
         places = np.searchsorted(BUCKETS, self.estimates.num_prompt_tokens)
-        counts = np.bincount(places, minlength=len(BUCKETS) + 1).tolist()
-        return {_bucket_name(place): count for place, count in enumerate(counts) if count}
+        counts = np.bincount(places, minlength=len(names)).tolist()
+        return {name: count for name, count in zip(names, counts, strict=True) if count}
 
 
 def make_plan(
@@ -80,9 +82,10 @@ def make_plan(
     max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called for every row; may
     raise.
     """
-    lengths, rejected = _Lengths(), Counter[str]()
+    lengths, rejected = array("q"), Counter[str]()
+    """Five numbers for each row, as `_estimate` takes them: ten million rows must fit."""
     sample = set(random.Random(seed).sample(range(len(keys)), min(len(keys), SAMPLE_SIZE)))
-    num_tokens = num_bytes = 0
+    num_rows = num_tokens = num_bytes = 0
     for row in source.scan():
         checkpoint()
         if row.key not in keys:
@@ -91,55 +94,39 @@ def make_plan(
         error_class = row.error_class or _without_room(prompts, own)
         if error_class is not None:
             rejected[error_class] += 1
-        elif row.text is not None and (len(lengths.rows) in sample or not num_bytes):
+        elif row.text is not None and (num_rows in sample or not num_bytes):
             beginning = row.text[:SAMPLE_BYTES].decode(errors="ignore")  # cut between characters
             num_tokens += len(prompts.encode_document(beginning))
             num_bytes += len(beginning.encode())
-        lengths.add(row, own if error_class is None else REFUSED)
-    per_byte = num_tokens / num_bytes if num_bytes else None
-    estimates, num_over_length = lengths.estimates(prompts, per_byte)
-    return Plan(estimates, per_byte, rejected, num_over_length)
+        num_rows += 1
+        tokens = UNKNOWN if row.num_tokens is None else min(row.num_tokens, MOST_TOKENS)
+        lengths.extend((*row.key, row.num_bytes or 0, tokens, own if error_class is None else REFUSED))
+    per_byte = num_tokens / num_bytes if num_bytes else 0.0
+    estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 5), prompts, per_byte)
+    return Plan(estimates, rejected, num_over_length)
 
 
-@dataclass(slots=True)
-class _Lengths:
-    """Keeps what the scan of the input gives of each row, in columns: ten million rows must fit."""
+def _estimate(lengths: NDArray[np.int64], prompts: Prompts, per_byte: float) -> tuple[Estimates, int]:
+    """Estimate template and document, cut or in parts as the policy says; nothing for a row that will be refused.
 
-    files: array[int] = field(default_factory=lambda: array("i"))
-    rows: array[int] = field(default_factory=lambda: array("q"))
-    num_bytes: array[int] = field(default_factory=lambda: array("q"))
-    num_tokens: array[int] = field(default_factory=lambda: array("q"))
-    """-1 where it is not known."""
-    max_new_tokens: array[int] = field(default_factory=lambda: array("q"))
-    """`REFUSED` for a row that will be refused."""
-
-    def add(self, row: ScannedRow, max_new_tokens: int) -> None:
-        """Add a row."""
-        self.files.append(row.key.file)
-        self.rows.append(row.key.row)
-        self.num_bytes.append(row.num_bytes or 0)
-        self.num_tokens.append(-1 if row.num_tokens is None else min(row.num_tokens, MOST_TOKENS))
-        self.max_new_tokens.append(max_new_tokens)
-
-    def estimates(self, prompts: Prompts, per_byte: float | None) -> tuple[Estimates, int]:
-        """Estimate template and document, cut or in parts as the policy says; nothing for a row that will be refused.
-
-        Returns the estimates, and how many rows have to be cut.
-        """
-        columns = (self.num_tokens, self.num_bytes, self.max_new_tokens)
-        counts, num_bytes, limits = (np.array(column, np.int64) for column in columns)
-        measured = np.round(num_bytes * (per_byte or 0.0)).astype(np.int64)
-        uncut = prompts.num_template_tokens + np.where(counts < 0, measured, counts)
-        is_kept = limits != REFUSED
-        most = _most_prompt_tokens(prompts, limits)
-        is_long = is_kept & (uncut > most)
-        kept = np.where(is_kept, np.clip(uncut, 0, np.maximum(most, 0)), 0)
-        outputs = np.maximum(limits, 0)
-        if prompts.options.length_policy == "parts":
-            lengths = uncut[is_long] - prompts.num_template_tokens
-            kept[is_long], outputs[is_long], _ = PartPrompts(prompts).work(lengths, limits[is_long])
-        files, rows = np.array(self.files, np.int64), np.array(self.rows, np.int64)
-        return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
+    lengths: [N, 5] of file, row, bytes, tokens (or `UNKNOWN`) and most output tokens (or `REFUSED`). per_byte: tokens.
+    Returns the estimates, and how many rows have to be cut.
+    """
+    files, rows, num_bytes, counts, limits = lengths.T
+    measured = np.round(num_bytes * per_byte).astype(np.int64)
+    uncut = prompts.num_template_tokens + np.where(counts == UNKNOWN, measured, counts)
+    is_kept = limits != REFUSED
+    most, longest = prompts.limit - limits, prompts.options.max_prompt_tokens
+    if longest is not None:
+        most = np.minimum(most, longest)
+    is_long = is_kept & (uncut > most)
+    kept = np.where(is_kept, np.clip(uncut, 0, np.maximum(most, 0)), 0)
+    outputs = np.maximum(limits, 0)
+    if prompts.options.length_policy == "parts":
+        documents = uncut[is_long] - prompts.num_template_tokens
+        kept[is_long], outputs[is_long], _ = PartPrompts(prompts).work(documents, limits[is_long])
+    rows = rows.copy()  # a view would keep all five columns
+    return Estimates(files, rows, kept, outputs), int(np.sum(is_long))
 
 
 def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
@@ -151,44 +138,22 @@ def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
     return None
 
 
-def _most_prompt_tokens(prompts: Prompts, max_new_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the most tokens that prompts may have. [N]."""
-    limits = prompts.limit - max_new_tokens
-    longest = prompts.options.max_prompt_tokens
-    return limits if longest is None else np.minimum(limits, longest)
-
-
-def _bucket_name(index: int) -> str:
-    if index == 0:
-        return f"up to {BUCKETS[0]}"
-    if index == len(BUCKETS):
-        return f"over {BUCKETS[-1]}"
-    return f"{BUCKETS[index - 1] + 1} to {BUCKETS[index]}"
-
-
 def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> dict[str, Any]:
-    """Plan a worker's memory in GiB, as JSON values: `memory_gib` of `memory_bytes`, and `cache`.
+    """Plan a worker's memory, as JSON values: `memory_gib` of `memory_bytes`, and `cache`.
 
-    `cache` is the memory of the median and of the longest document in the target's cache, and how many of each fit;
-    None if there is no document.
+    `cache` is what the longest document takes of the target's cache, and how many such documents fit; None if there is
+    no document.
     """
     sizes = {name: size / GIB for name, size in memory_bytes(config, facts, _device(config)).items()}
-    totals, decoding = np.sort(_request_lengths(config, facts, plan)), config.decoding
+    totals = _request_lengths(config, facts, plan)
     if not len(totals):
         return {"memory_gib": sizes, "cache": None}
-    per_token = facts.kv_bytes_per_token(config.target.dtype)
-    middle = totals[[(len(totals) - 1) // 2, len(totals) // 2]].tolist()
-    median_gib, longest_gib = (
-        mean(rows_per_sequence(config, total) for total in of) * per_token / GIB for of in (middle, [int(totals[-1])])
-    )
+    rows = rows_per_sequence(config, int(totals.max()))
+    longest_gib = rows * facts.kv_bytes_per_token(config.target.dtype) / GIB
     cache = {
-        "bytes_per_token": per_token,
-        "median_sequence_gib": median_gib,
-        "median_sequences_that_fit": int(decoding.cache_gib / median_gib),
         "longest_sequence_gib": longest_gib,
-        "longest_sequences_that_fit": int(decoding.cache_gib / longest_gib),
-        "cache_gib": decoding.cache_gib,
-        "max_batch_size": decoding.batch_size,
+        "longest_sequences_that_fit": int(config.decoding.cache_gib / longest_gib),
+        "max_batch_size": config.decoding.batch_size,
     }
     return {"memory_gib": sizes, "cache": cache}
 

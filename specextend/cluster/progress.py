@@ -1,4 +1,4 @@
-"""Progress of a run: its clock, the work done and left, and the guards that stop a run which gets nowhere. Pure."""
+"""Progress of a run: its clock, the work done and left, and what ends a run which gets nowhere. Pure."""
 
 from __future__ import annotations
 
@@ -213,51 +213,27 @@ class ErrorGuard:
         )
 
 
-class StallGuard:
-    """Guard that stops a run in which no worker reads or writes a token.
+def stalled_error(
+    limit_s: float,
+    num_workers: int,
+    leased: Sequence[DocumentKey],
+    waiting: Sequence[DocumentKey],
+    num_waiting: int,
+    place: Callable[[DocumentKey], str],
+) -> StalledRunError:
+    """Make the error of a run in which no worker reads or writes a token.
 
-    A single worker that hangs is replaced long before. This guard is for faults that no worker can report: no worker
-    comes up, the cluster never grows, calls never arrive.
+    A single worker that hangs is replaced long before. This is for faults that no worker can report: no worker comes
+    up, the cluster never grows, calls never arrive. It names the documents which workers hold and the first ones of
+    those that wait. place: describes where a document is without reading it, because its store may be what does not
+    answer.
     """
-
-    def __init__(self, limit_s: float, now: float) -> None:
-        """Begin to watch. limit_s: most seconds without a token. now: by the clock that later calls use, too."""
-        self._limit_s = limit_s
-        self._moved_at = now
-        self._steps: dict[str, int] = {}
-
-    def stepped(self, worker: str, num_steps: int, now: float) -> None:
-        """Note a worker's counter of prefill chunks and decoding steps; if it moved, tokens were read or written."""
-        if num_steps > self._steps.get(worker, 0):
-            self._moved_at = now
-        self._steps[worker] = num_steps
-
-    def ended(self, now: float) -> None:
-        """Note that a document has its outcome."""
-        self._moved_at = now
-
-    def is_stalled(self, now: float) -> bool:
-        """Return True if the last token is too long ago."""
-        return now - self._moved_at > self._limit_s
-
-    def error(
-        self,
-        num_workers: int,
-        leased: Sequence[DocumentKey],
-        waiting: Sequence[DocumentKey],
-        num_waiting: int,
-        place: Callable[[DocumentKey], str],
-    ) -> StalledRunError:
-        """Make the error that names the documents which workers hold and the first ones of those that wait.
-
-        place: describes where a document is without reading it, because its store may be what does not answer.
-        """
-        workers = counted(num_workers, "worker") if num_workers else "no worker is"
-        parts = [f"no token for {self._limit_s:.0f} s: {workers} ready"]
-        for begin, keys, num in (("at work on", leased, len(leased)), ("waiting:", waiting, num_waiting)):
-            more = f" and {num - MOST_NAMES} more" if num > MOST_NAMES else ""
-            parts += [f"{begin} {', '.join(map(place, keys[:MOST_NAMES]))}{more}"] if keys else []
-        return StalledRunError("; ".join([*parts, "what is done is kept, run again"]))
+    workers = counted(num_workers, "worker") if num_workers else "no worker is"
+    parts = [f"no token for {limit_s:.0f} s: {workers} ready"]
+    for begin, keys, num in (("at work on", leased, len(leased)), ("waiting:", waiting, num_waiting)):
+        more = f" and {num - MOST_NAMES} more" if num > MOST_NAMES else ""
+        parts += [f"{begin} {', '.join(map(place, keys[:MOST_NAMES]))}{more}"] if keys else []
+    return StalledRunError("; ".join([*parts, "what is done is kept, run again"]))
 
 
 def describe_duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from importlib import metadata
@@ -45,7 +46,6 @@ if TYPE_CHECKING:  # it imports torch
 LEAST_ROWS, ROWS_PER_WORKER = 64, 8
 """Rows of a commit: so many for each worker, so that a large run leaves thousands of files and not many more."""
 _PACKAGES = ("specextend", "torch", "transformers", "ray", "pyarrow", "numpy")
-_UNITS = ((1, "s"), (60, "min"), (3600, "h"), (86400, "days"))
 
 
 class StartRecord:
@@ -217,41 +217,24 @@ class Committer:
             self._record.charged(charges)
 
 
-def read_charges(output: Location) -> dict[DocumentKey, Tried]:
-    """Read how often documents have been tried that a start had charged and that were still open when it ended.
+def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:
+    """Find how often earlier starts have tried each document; attempts that ended in an error row are forgiven.
 
-    An entry that cannot be read is skipped: at worst its document gets all its attempts again.
+    An entry of a record that cannot be read is skipped: at worst its document gets all its attempts again.
     """
     charges: dict[DocumentKey, Tried] = {}
     for name, charge in (entry for start in read_starts(output) for entry in start.charges.items()):
-        if (found := _parse_charge(name, charge)) is None:
-            continue
-        key, tried = found
-        before = charges.get(key, Tried(0))
-        charges[key] = Tried(max(before.attempts, tried.attempts), before.struck | tried.struck)
-    return charges
-
-
-def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:
-    """Find how often earlier starts have tried each document; attempts that ended in an error row are forgiven."""
-    charges = read_charges(output)
+        with suppress(KeyError, TypeError, ValueError):
+            file, _, row = name.partition(":")
+            key, attempts = DocumentKey(int(file), int(row)), int(charge["attempts"])
+            struck = frozenset(Place(str(host), str(device)) for host, device in charge["struck"])
+            before = charges.get(key, Tried(0))
+            charges[key] = Tried(max(before.attempts, attempts), before.struck | struck)
     tried: dict[DocumentKey, Tried] = {}
     for key in (charges.keys() | progress.attempts.keys()) - progress.done:
         charged, forgiven = charges.get(key, Tried(0)), progress.attempts.get(key, 0)
         tried[key] = Tried(max(charged.attempts, forgiven), charged.struck, forgiven)
     return tried
-
-
-def _parse_charge(name: str, charge: Any) -> tuple[DocumentKey, Tried] | None:
-    """Return a document and how often it was tried, from an entry of a record; None for one that is damaged."""
-    file, _, row = name.partition(":")
-    try:
-        tried = Tried(
-            int(charge["attempts"]), frozenset(Place(str(host), str(device)) for host, device in charge["struck"])
-        )
-        return DocumentKey(int(file), int(row)), tried
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def library_versions() -> dict[str, str]:
@@ -288,17 +271,6 @@ def code_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def version_changes(output: Location) -> list[str]:
-    """List the libraries that have changed since the last start, one line each."""
-    before = next((start.versions for start in reversed(read_starts(output)) if start.versions), {})
-    now = library_versions()
-    return [
-        f"{name} was {before[name]} and is {version}"
-        for name, version in now.items()
-        if before.get(name, version) != version
-    ]
 
 
 def read_status(output: Location) -> dict[str, Any]:
@@ -351,16 +323,9 @@ def describe_status(status: dict[str, Any]) -> str:
     ]
     lines += [f"errors: {count} {name}" for name, count in status["errors_by_class"].items()]
     if status["driver"]:
-        lines.append(f"driver: {status['driver']}, last heartbeat {describe_age(status['heartbeat_age_s'])}")
+        lines.append(f"driver: {status['driver']}, last heartbeat {status['heartbeat_age_s']:,.0f} s ago")
     for start in status["starts"]:
         end = "no end recorded" if start.end is None else f"{start.end}, exit {start.exit_code}"
         lines.append(f"start {start.run_id}: {start.begin} to {end}")
     lines += [f"warning: {warning}" for warning in status["warnings"]]
     return "\n".join(map(printable, lines))
-
-
-def describe_age(seconds: float) -> str:
-    """Describe how long ago something happened, by a clock that may differ from ours."""
-    size, unit = max((each for each in _UNITS if abs(seconds) >= 2 * each[0]), default=_UNITS[0])
-    count = round(abs(seconds) / size)
-    return f"{count} {unit} in the future: its clock differs" if seconds < 0 and count else f"{count} {unit} ago"

@@ -45,7 +45,7 @@ from specextend.cluster.prepare import (
     say_left_out,
 )
 from specextend.cluster.progress import Ledger
-from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before, version_changes
+from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
@@ -149,13 +149,10 @@ class _LockedRun:
             self.interrupt.disarm()
             return EXIT_DONE
         with writing(output):
-            changes = version_changes(output)
             _sweep(output)
             self.record.write()
         for note in self.prepared.notes:
             display.note(note, "model_revision")
-        for change in changes:
-            display.note(f"warning: since the last start, {change}")
         for note in describe_selection(self.prepared.source):
             display.note(note, "selection")
         if self.prepared.source.warning:

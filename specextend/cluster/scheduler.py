@@ -138,16 +138,21 @@ class Scheduler:
             self._left_out.add(place)
         return (self._deaths[place], self._last_words[place]) if place in self._left_out else None
 
-    def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> None:
-        """Note a worker's step counter and its leases whose prefill has begun; its other leases wait."""
+    def report(self, worker: str, num_steps: int, started: Iterable[str], now: float) -> bool:
+        """Note a worker's counter of prefill chunks and steps, and its leases whose prefill has begun; the others wait.
+
+        Returns True if the counter moved, so that tokens were read or written.
+        """
         if (state := self._workers.get(worker)) is None:
-            return
+            return False
+        has_moved = num_steps > max(0, state.num_steps)
         if num_steps != state.num_steps:
             state.num_steps, state.moved_at = num_steps, now
         begun = set(started)
         for lease_id, held in state.leases.items():
             if held.started_at is None and lease_id in begun:
                 held.started_at = now
+        return has_moved
 
     # Documents go to workers
 
@@ -160,7 +165,7 @@ class Scheduler:
 
     def _takes(self, worker: Holder, now: float) -> bool:
         """Return True if a worker may get a lease."""
-        is_ready = not (worker.is_gone or worker.is_draining or worker.is_alone)
+        is_ready = not (worker.is_draining or worker.is_alone)
         return is_ready and worker.rests_until <= now and worker.place not in self._left_out
 
     def _assign_alone(self, takers: dict[str, Holder], now: float) -> list[tuple[str, Lease]]:
@@ -325,7 +330,7 @@ class Scheduler:
 
     def spare(self, now: float) -> list[str]:
         """List the workers to be let go: empty draining ones, and idle ones of which more are left than are of use."""
-        empty = [name for name, worker in self._workers.items() if worker.is_empty and not worker.is_gone]
+        empty = [name for name, worker in self._workers.items() if worker.is_empty]
         self._idle_since = {name: self._idle_since.get(name, now) for name in empty}
         draining = [name for name in empty if self._workers[name].is_draining]
         kept = {name for name in empty if self._workers[name].place in self._left_out}.union(draining)
@@ -342,17 +347,12 @@ class Scheduler:
         return [
             name
             for name, worker in self._workers.items()
-            if not worker.is_gone and not worker.is_empty and now - worker.moved_at > self._job.stall_s
+            if not worker.is_empty and now - worker.moved_at > self._job.stall_s
         ]
 
-    def suspend(self, worker: str) -> bool:
-        """Grant nothing more to a worker that is gone, until `leave` or `lose` says why it is gone.
-
-        Returns True if its documents explain its end.
-        """
-        state = self._workers[worker]
-        state.is_gone = True
-        return state.holds_struck
+    def holds_struck(self, worker: str) -> bool:
+        """Return True if the documents of a worker that is gone explain its end."""
+        return self._workers[worker].holds_struck
 
     def leave(self, worker: str, error_class: str, message: str) -> list[GivenUp]:
         """Remove a worker that died: charge the documents that it had started, and free the others.

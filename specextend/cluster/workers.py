@@ -32,7 +32,6 @@ from specextend.cluster.messages import (
     CallLost,
     Died,
     Draining,
-    Dying,
     Event,
     Failed,
     Lease,
@@ -91,6 +90,7 @@ class Roster:
         """Count the workers that take leases."""
         return len(self._ready)
 
+    @property
     def ready_workers(self) -> list[str]:
         """Name the workers that take leases."""
         return list(self._ready)
@@ -306,15 +306,18 @@ class Pool:
         return [Returned(call.worker, call.lease, value)]
 
     def _actor_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
+        """Note that a worker is gone; `_verdicts` reports it."""
         if call.kind in ("begun", "ready"):
             return self._start_failed(call.worker, actor, last_line(error))
+        is_first = actor.dying_since is None
+        if is_first:
+            actor.dying_since, actor.reason = self.clock(), "its process ended"
         if not isinstance(error, ActorUnavailableError):
             actor.is_out_of_reach = False
-            return self._dies(call.worker, actor, "its process ended")
-        if actor.dying_since is None:
-            actor.is_out_of_reach = True
+        elif is_first:
+            actor.is_out_of_reach, actor.reason = True, "it is out of reach"
             self._ask(call.worker, actor)  # shows if it is dead or far
-        return self._dies(call.worker, actor, "it is out of reach")
+        return []
 
     def _call_failed(self, call: _Call, actor: _Actor, error: RayError) -> list[Event]:
         if call.kind in ("begun", "ready"):
@@ -324,7 +327,10 @@ class Pool:
             return []
         assert call.lease is not None
         if isinstance(error, RayTaskError) and not isinstance(error, TaskCancelledError):
-            return [Returned(call.worker, call.lease, unexpected(error))]
+            cause = error.cause  # of our own code, or of Ray about a result that finds no room
+            no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
+            failed = Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
+            return [Returned(call.worker, call.lease, failed)]
         return [CallLost(call.worker, call.lease, first_line(error))]
 
     def _start_failed(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
@@ -338,12 +344,6 @@ class Pool:
         late = [(name, actor) for name, actor in loading if actor.loads_since < began_before]
         reason = f"its models were not loaded within {START_S:.0f} s"
         return [event for name, actor in late for event in self._start_failed(name, actor, reason)]
-
-    def _dies(self, worker: str, actor: _Actor, reason: str) -> list[Event]:
-        if actor.dying_since is not None:
-            return []
-        actor.dying_since, actor.reason = self.clock(), reason
-        return [Dying(worker, reason)]
 
     def _drains(self) -> list[Event]:
         """Report, once each, the workers on nodes that are about to go."""
@@ -360,7 +360,7 @@ class Pool:
         return [Draining(name) for name, actor in found if actor.dying_since is None]
 
     def _verdicts(self) -> list[Event]:
-        """Forget the dying workers whose cause of death is known by now, and report it."""
+        """Forget the workers that are gone and whose cause of death is known by now, and report it."""
         dying = {name: actor for name, actor in self._actors.items() if actor.dying_since is not None}
         if not dying:
             return []
@@ -394,13 +394,6 @@ class Pool:
 def poll_every_s(num_workers: int) -> float:
     """Return the seconds from a worker's answer to its next poll."""
     return max(POLL_S, num_workers / POLLS_PER_S)
-
-
-def unexpected(error: RayTaskError) -> Failed:
-    """Turn an exception of our own code, or of Ray about a result that finds no room, into the document's outcome."""
-    cause = error.cause
-    no_room = isinstance(cause, (ObjectStoreFullError, OutOfDiskError))
-    return Failed("", type(cause).__name__, first_line(cause), "worker", retryable=no_room)
 
 
 def last_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ Shapes: `B` sequences, `F` frontier nodes, `M` expanded nodes, `C` hidden size, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -44,6 +45,8 @@ class DraftNetwork(Protocol):
     """[V] int64 token ids of the logits; None: all of the target's, in order."""
     hidden_layers: tuple[int, ...]
     """Target layers, ascending, whose concatenated outputs are the features [.., F]; empty: the last hidden state."""
+    reads_history: bool
+    """True if `forward` needs the tokens before each token."""
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the target."""
@@ -55,13 +58,13 @@ class DraftNetwork(Protocol):
         """Free what prefill keeps for the slot."""
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
     ) -> Tensor:
         """Run token_ids [B, T] at `positions` [B, T] and return hidden [B, T, C].
 
         `hidden` belongs to each token: the target's features [B, T, F] one position before it, or the network's own
         output [B, T, C] for its parent. Working rows are written as the plan says. `history` [B, T, 3] holds the three
-        tokens before each token, nearest first.
+        tokens before each token, nearest first; None if the network does not read them.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -80,6 +83,24 @@ class _SlotPlaces(NamedTuple):
     """The position behind the visible ones."""
     full_ends: Tensor
     """The row behind the tokens in the full cache."""
+
+
+@dataclass(slots=True)
+class _Frontier:
+    """The nodes whose children are drafted next."""
+
+    hidden: Tensor
+    """[B, F, C], the network's output at each node."""
+    lineage: Tensor | None
+    """[B, F, 3], each node's token, its parent's and its grandparent's; None if the network does not read them."""
+
+    def parents(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return hidden [B, n, C] and lineage [B, n, 3] of the nodes at indices [B, n]."""
+        indices = indices.unsqueeze(2)
+        hidden = self.hidden.gather(1, indices.expand(-1, -1, self.hidden.shape[2]))
+        if self.lineage is None:
+            return hidden, None
+        return hidden, self.lineage.gather(1, indices.expand(-1, -1, HISTORY))
 
 
 class CausalDrafter:
@@ -109,7 +130,7 @@ class CausalDrafter:
         self._root_hidden = self._cache.working.stored.new_zeros(num_slots, network.hidden_size)
         """[slots, C], the network's output at it"""
         self._texts = torch.zeros(num_slots, HISTORY, dtype=torch.int64, device=device)
-        """[slots, 3], the last decided tokens; -1 before the first."""
+        """[slots, 3], the last decided tokens, if the network reads them; -1 before the first."""
         self._located: tuple[list[list[int]], Tensor] | None = None
         """What the host last knew of some slots' places, and the same on the device."""
 
@@ -135,9 +156,10 @@ class CausalDrafter:
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
-        before = self._texts[slot]
-        before = before.where(before >= 0, token_ids[:1])  # nothing was read yet: the text begins here
-        self._texts[slot] = last_tokens(before, token_ids)[-HISTORY:]
+        if self.network.reads_history:
+            before = self._texts[slot]
+            before = before.where(before >= 0, token_ids[:1])  # nothing was read yet: the text begins here
+            self._texts[slot] = last_tokens(before, token_ids)[-HISTORY:]
         self.network.prefill(slot, token_ids, hidden)
 
     def select(self, slot: int, positions: Tensor) -> None:
@@ -193,7 +215,7 @@ class CausalDrafter:
         """
         places, is_token = _SlotPlaces(*table.split(1, 1)), padded >= 0
         token_ids, counts = padded.clamp(min=0), is_token.sum(1, keepdim=True)
-        history = self._read_history(places.slots, token_ids, counts)
+        history = self._read_history(places.slots, token_ids, counts) if self.network.reads_history else None
         output = self._forward(slots, places, token_ids, features, None, 0, history)
         offsets = torch.arange(padded.shape[1], device=padded.device)
         rows, full_rows = ((first + offsets).flatten() for first in (places.ends, places.full_ends))
@@ -220,17 +242,17 @@ class CausalDrafter:
         token_ids, hidden, texts = (
             stored.index_select(0, table[:, 0]) for stored in (self._root_ids, self._root_hidden, self._texts)
         )
-        outputs, lineage = hidden.unsqueeze(1), texts.flip(1).unsqueeze(1)
-        """Of the nodes whose children are drafted next: the network's outputs [B, F, C], and the last tokens of their
-        paths [B, F, 3], nearest first."""
+        lineage = texts.flip(1).unsqueeze(1) if self.network.reads_history else None
+        frontier = _Frontier(hidden.unsqueeze(1), lineage)
 
         def expand(token_ids: Tensor, indices: Tensor, mask: Tensor, depth: int) -> Tensor:
-            nonlocal outputs, lineage
-            at = indices.unsqueeze(2)
-            parents, history = (each.gather(1, at.expand(-1, -1, each.shape[2])) for each in (outputs, lineage))
-            outputs = self._forward(slots, places, token_ids, parents, mask, depth, history)
-            lineage = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
-            return self.network.logits(outputs)
+            nonlocal frontier
+            parents, history = frontier.parents(indices)
+            output = self._forward(slots, places, token_ids, parents, mask, depth, history)
+            if history is not None:
+                history = torch.cat([token_ids.unsqueeze(2), history[:, :, :-1]], 2)
+            frontier = _Frontier(output, history)
+            return self.network.logits(output)
 
         return grow_trees(
             token_ids,
@@ -249,7 +271,7 @@ class CausalDrafter:
         hidden: Tensor,
         mask: Tensor | None,
         depth: int,
-        history: Tensor,
+        history: Tensor | None,
     ) -> Tensor:
         """Run [B, T] tokens: a tree level (`mask` [B, T, M], at `depth`), or a causal run behind the visible rows."""
         num_new = token_ids.shape[1]

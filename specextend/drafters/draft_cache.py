@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specextend.decoding.cache import KVCache, Region, RowAllocator
+from specextend.decoding.cache import KVCache, Region
 
 
 def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
@@ -58,8 +58,9 @@ class DraftCache:
         if full and working:
             self._sequences[slot] = _Regions(full, working)
             return True
-        self._give_back(self._full.rows, full)
-        self._give_back(self.working.rows, working)
+        for rows, region in ((self._full.rows, full), (self.working.rows, working)):
+            if region is not None:
+                rows.give_back(region)
         return False
 
     def release(self, slot: int) -> None:
@@ -147,8 +148,3 @@ class DraftCache:
         sequence.visible += count
         sequence.length += count
         assert sequence.length <= sequence.full.size, "the full cache is full"
-
-    @staticmethod
-    def _give_back(rows: RowAllocator, region: Region | None) -> None:
-        if region is not None:
-            rows.give_back(region)

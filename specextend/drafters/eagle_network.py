@@ -196,7 +196,7 @@ class EagleNetwork:
         target's. rope: inv_freq [D / 2] and a factor on sine and cosine.
         """
         self._head, self._attend = head, target.attend
-        self.hidden_size, self.hidden_layers = head.hidden_size, hidden_layers
+        self.hidden_size, self.hidden_layers, self.reads_history = head.hidden_size, hidden_layers, head.copy_heads > 0
         device, dtype = target.device, target.dtype
         self.vocabulary = None if vocabulary is None else vocabulary.to(device)
         weights = {name: weight.to(device, dtype) for name, weight in weights.items()}
@@ -216,7 +216,7 @@ class EagleNetwork:
         self._scale = head.head_dim**-0.5 * rope[1] ** 2
         working = KVCache(1, num_full_rows, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device)
         inv_freq = torch.stack([self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads)
-        self.cache = DraftCache(working, num_full_rows, inv_freq if head.copy_heads else self._inv_freq)
+        self.cache = DraftCache(working, num_full_rows, inv_freq if self.reads_history else self._inv_freq)
         self._pending: dict[int, _Pending] = {}
 
     def num_staging_rows(self) -> int:
@@ -237,7 +237,7 @@ class EagleNetwork:
             hidden = torch.cat([pending.hidden, hidden])
         self._pending[slot] = _Pending(text[-HISTORY:], hidden[-1:].clone())
         if len(token_ids):
-            embedded = self._embedded(token_ids, histories(text))
+            embedded = self._embedded(token_ids, histories(text) if self.reads_history else None)
             _, inputs = self._inputs(embedded, hidden[:-1])
             turning, values = self._project(inputs)
             projected = {"k_proj": turning[..., self._head.num_heads :, :], "v_proj": values}
@@ -245,7 +245,7 @@ class EagleNetwork:
             self.cache.store(slot, keys.unsqueeze(0), values.unsqueeze(0))
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
     ) -> Tensor:
         """Run token_ids [B, T], each with features [B, T, F] or own output [B, T, C]; return hidden [B, T, C]."""
         embedded = self._embedded(token_ids, history)
@@ -264,9 +264,9 @@ class EagleNetwork:
         """Return logits [..., V] of hidden [..., C]."""
         return self._lm_head(hidden if self._head.is_ours else self._norm("norm", hidden))
 
-    def _embedded(self, token_ids: Tensor, history: Tensor) -> Tensor:
-        """Embed token_ids [...] as [..., C], or for copy heads with the three tokens before each as [..., 4C]."""
-        if not self._head.copy_heads:
+    def _embedded(self, token_ids: Tensor, history: Tensor | None) -> Tensor:
+        """Embed token_ids [...] as [..., C], or with the three tokens before each as [..., 4C]."""
+        if history is None:
             return self._norm("embedding_norm", self._embedding[token_ids])
         tokens = torch.cat([token_ids.unsqueeze(-1), history], -1)
         return self._norm("embedding_norm", self._embedding[tokens]).flatten(-2)
@@ -297,7 +297,7 @@ class EagleNetwork:
 
     def _with_copies(self, projected: Mapping[str, Tensor], embedded: Tensor) -> list[Tensor]:
         """Return the projections [..., heads, D], each with its copy heads behind the others, if there are any."""
-        if not self._head.copy_heads:
+        if not self.reads_history:
             return list(projected.values())
         return [torch.cat([own, self._copies(name, embedded)], -2) for name, own in projected.items()]
 

@@ -13,7 +13,6 @@ head may hold an embedding and an LM head of its own; if it lacks one, the targe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -27,12 +26,10 @@ from specextend.model_files import (
     INDEX,
     VOCABULARY,
     TensorInfo,
-    convert_pickles,
-    indexed_names,
-    pickled_files,
     read_json,
     read_safetensors_header,
     read_token_ids,
+    weight_files,
 )
 
 WEIGHTS_FILE = "model.safetensors"
@@ -183,22 +180,13 @@ def read_head(folder: str | Path) -> HeadShape:
     tensors that the config does not describe.
     """
     folder = Path(folder)
-    raw = _read_json(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"EAGLE draft {folder} has no config.json")
+    raw = read_json(folder / "config.json")
     return _read_own(folder, raw) if "format" in raw else _read_published(folder, raw)
 
 
-def load_eagle_config(folder: str | Path) -> EagleConfig:
-    """Read the config of a head in our own format. Raises ValueError in one line."""
-    return parse_config(EagleConfig, _read_json(Path(folder)), Path(folder))
-
-
-def _read_json(folder: Path) -> dict[str, Any]:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"EAGLE draft {folder} has no config.json")
-    return read_json(folder / "config.json")
-
-
-def parse_config(kind: type[Config], raw: dict[str, Any], folder: Path) -> Config:
+def _parse_config(kind: type[Config], raw: dict[str, Any], folder: Path) -> Config:
     """Make a config of what a head's `config.json` holds. Raises ValueError in one line."""
     try:
         return kind.model_validate(raw)
@@ -209,19 +197,16 @@ def parse_config(kind: type[Config], raw: dict[str, Any], folder: Path) -> Confi
         raise ValueError(f"EAGLE draft {folder}, config.json: {where}: {found['msg']}{got}") from None
 
 
-def read_tensors(head: HeadShape, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
-    """Load some of a head's tensors, by our names, as they are in the files."""
-    tensors = {}
-    for name in names:
-        file, spelled = head.sources[name]
-        with safe_open(file, framework="pt", device=device) as opened:
-            tensors[name] = opened.get_tensor(spelled)
-    return tensors
-
-
 def read_weights(head: HeadShape, device: str = "cpu") -> dict[str, Tensor]:
     """Load all of a head's weights, by our names, as they are in the files."""
-    return read_tensors(head, [name for name in head.sources if name not in _MAPS], device)
+    return {name: _read_tensor(head, name, device) for name in head.sources if name not in _MAPS}
+
+
+def _read_tensor(head: HeadShape, name: str, device: str = "cpu") -> Tensor:
+    file, spelled = head.sources[name]
+    with safe_open(file, framework="pt", device=device) as opened:
+        tensor: Tensor = opened.get_tensor(spelled)
+    return tensor
 
 
 def read_vocabulary(head: HeadShape) -> Tensor | None:
@@ -234,7 +219,7 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
         return read_token_ids(head.sources[VOCABULARY][0], head.vocab_size)
     if "d2t" not in head.sources:
         return None
-    differences = read_tensors(head, ["d2t"])["d2t"].long()
+    differences = _read_tensor(head, "d2t").long()
     token_ids = torch.arange(len(differences)) + differences
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= head.vocab_size or len(token_ids.unique()) < len(token_ids):
         raise ValueError(
@@ -244,26 +229,18 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
     return token_ids
 
 
-def weight_files(folder: Path) -> list[Path]:
+def head_files(folder: Path) -> list[Path]:
     """List a head's safetensors files: one, or those that its index names. Raises ValueError if one is missing."""
-    if names := indexed_names(folder):
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-        if (folder / WEIGHTS_FILE) in files:
-            files = [folder / WEIGHTS_FILE]
-    if not files and (pickled := pickled_files(folder)):
-        why = convert_pickles(pickled, folder / WEIGHTS_FILE)
-        raise ValueError(f"EAGLE draft {folder} has only a pickle ({pickled[0].name}), {why}")
-    if len(files) > 1 and not names:
-        raise ValueError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
-    if missing := [file for file in files or [folder / WEIGHTS_FILE] if not file.is_file()]:
-        raise ValueError(f"EAGLE draft {folder} has no {missing[0].name}")
-    return files
+    files = weight_files(folder, f"EAGLE draft {folder}")
+    if len(files) == 1 or (folder / INDEX).is_file():
+        return files
+    if folder / WEIGHTS_FILE in files:
+        return [folder / WEIGHTS_FILE]
+    raise ValueError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
 
 
 def _read_own(folder: Path, raw: dict[str, Any]) -> HeadShape:
-    config = parse_config(EagleConfig, raw, folder)
+    config = _parse_config(EagleConfig, raw, folder)
     found = _find_tensors(folder, _OURS)
     head = HeadShape(
         folder=folder,
@@ -299,7 +276,7 @@ def _read_published(folder: Path, raw: dict[str, Any]) -> HeadShape:
 def _find_tensors(folder: Path, prefixes: dict[str, str]) -> Found:
     """Read the headers of a head's files. Raises ValueError if a tensor is there twice, or a file not whole."""
     found: Found = {}
-    for file in weight_files(folder):
+    for file in head_files(folder):
         for name, info in read_safetensors_header(file).items():
             if name.endswith(_LEFT_OVER):
                 continue
@@ -323,9 +300,9 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 
 def _describe(folder: Path, raw: dict[str, Any], sources: dict[str, tuple[Path, str]]) -> HeadShape:
-    config = parse_config(PublishedConfig, raw, folder)
+    config = _parse_config(PublishedConfig, raw, folder)
     name, fused = _detect(config, folder, set(sources))
-    layer = parse_config(LayerConfig, config.transformer_layer_config or {} if "speculators" in name else raw, folder)
+    layer = _parse_config(LayerConfig, config.transformer_layer_config or {} if "speculators" in name else raw, folder)
     rope = (layer.model_extra or {}).items()
     qwen3_size = 128 if layer.model_type == "qwen3" else None
     return HeadShape(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import exp, inf, log
 from typing import NamedTuple
@@ -106,12 +105,15 @@ class SuffixIndex:
 
 
 class Candidate(NamedTuple):
-    """A token that came next after a match, and may come next again."""
+    """A proposed child of a node."""
 
     token_id: int
     probability: float
-    matches: list[Match]
+    """Probability after the parent."""
+    matches: Sequence[Match] = ()
     """The matches that it followed, best first."""
+    draft_node: int = -1
+    """Its number in the draft's tree; -1 if the draft does not propose it."""
 
 
 def candidates_of(token_ids: Sequence[int], matches: Sequence[Match], num_prompt_tokens: int) -> list[Candidate]:
@@ -172,24 +174,14 @@ def children_of(tree: DraftTree) -> dict[int, list[DraftChild]]:
     return children
 
 
-class _Offer(NamedTuple):
-    """A proposed child of a node."""
-
-    token_id: int
-    probability: float
-    """Probability after the parent."""
-    matches: Sequence[Match] = ()
-    """The matches that it followed."""
-    draft_node: int = -1
-    """Its number in the draft's tree; -1 if the draft does not propose it."""
-
-
 class NgramState:
     """The text of one sequence and its matches. Lives as long as its request."""
 
     def __init__(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         self._num_prompt_tokens, self._num_left = num_prompt_tokens, max_new_tokens
         self._index = SuffixIndex()
+        self.draft_gain = 1.0
+        """Running mean of the accepted tokens that a draft's own tree promises."""
 
     @property
     def most_levels(self) -> int:
@@ -215,7 +207,7 @@ class NgramState:
         """
         depth = min(depth, self.most_levels)
         nodes = [Node(-1, self._index.token_ids[-1], 0, 1.0)]
-        open_: list[tuple[float, int, int, _Offer]] = []  # of two equal ones the first found comes first
+        open_: list[tuple[float, int, int, Candidate]] = []  # of two equal ones the first found comes first
         num_found = 0
 
         def expand(number: int, matches: Sequence[Match], drafted: Sequence[DraftChild]) -> None:
@@ -235,19 +227,20 @@ class NgramState:
             expand(len(nodes) - 1, self._index.continued(offer.matches), draft.get(offer.draft_node, []))
         return nodes
 
-    def _offers(self, matches: Sequence[Match], drafted: Sequence[DraftChild]) -> Iterator[_Offer]:
+    def _offers(self, matches: Sequence[Match], drafted: Sequence[DraftChild]) -> Iterator[Candidate]:
         """Yield what matches and draft propose behind one node."""
         candidates = candidates_of(self._index.token_ids, matches, self._num_prompt_tokens)
         left = {child.token_id: child for child in drafted}
-        for token_id, probability, found in candidates:
-            same = left.pop(token_id, None)
+        for each in candidates:
+            same = left.pop(each.token_id, None)
             if same is None:
-                yield _Offer(token_id, probability * (_BESIDE_A_DRAFT if drafted else 1.0), found)
+                yield each._replace(probability=each.probability * (_BESIDE_A_DRAFT if drafted else 1.0))
             else:
-                yield _Offer(token_id, 1 - (1 - probability) * (1 - same.probability), found, same.node)
+                both = 1 - (1 - each.probability) * (1 - same.probability)
+                yield each._replace(probability=both, draft_node=same.node)
         factor = _BESIDE_MATCHES if sum(each.probability for each in candidates) > _SURE else 1.0
         for child in left.values():
-            yield _Offer(child.token_id, child.probability * factor, draft_node=child.node)
+            yield Candidate(child.token_id, child.probability * factor, draft_node=child.node)
 
 
 def as_draft_trees(batch: Sequence[Sequence[Node]], device: torch.device) -> DraftTrees:
@@ -260,13 +253,6 @@ def as_draft_trees(batch: Sequence[Sequence[Node]], device: torch.device) -> Dra
         log_probs.append([*(log(node.probability) for node in nodes), *[-inf] * missing])
     token_ids, parents, depths = torch.tensor(columns).permute(2, 0, 1).contiguous().to(device)
     return DraftTrees(token_ids, parents, depths, torch.tensor(log_probs, device=device), sizes)
-
-
-@dataclass(slots=True)
-class _SlotState:
-    ngrams: NgramState
-    draft_gain: float = 1.0
-    """Running mean of the accepted tokens that the draft's own tree promises."""
 
 
 class NgramDrafter:
@@ -289,7 +275,7 @@ class NgramDrafter:
         a step's time. Without one it always proposes, so that equal requests give equal counts.
         """
         self._options, self._device, self._draft, self._clock = tree, device, draft, clock
-        self._slots: dict[int, _SlotState] = {}
+        self._slots: dict[int, NgramState] = {}
         self._proposal_s = self._rest_s = 0.0
         self._ended_at: float | None = None
         """When the last proposal ended; None if a prompt was read since, whose time is not a step's."""
@@ -312,13 +298,13 @@ class NgramDrafter:
         num_new = max_new_tokens + self._options.ngram_depth
         if self._draft is not None and not self._draft.admit(slot, num_prompt_tokens, num_new):
             return False
-        self._slots[slot] = _SlotState(NgramState(num_prompt_tokens, max_new_tokens))
+        self._slots[slot] = NgramState(num_prompt_tokens, max_new_tokens)
         return True
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
         self._ended_at = None
-        self._slots[slot].ngrams.read(token_ids.tolist())
+        self._slots[slot].read(token_ids.tolist())
         if self._draft is not None:
             self._draft.prefill(slot, token_ids, hidden)
 
@@ -330,7 +316,7 @@ class NgramDrafter:
     def absorb(self, slots: Sequence[int], decided: Decided) -> None:
         """Read what was decided for these slots."""
         for slot, new in zip(slots, decided.token_ids, strict=True):
-            self._slots[slot].ngrams.absorb(new)
+            self._slots[slot].absorb(new)
         if self._draft is not None:
             self._draft.absorb(slots, decided)
 
@@ -340,7 +326,7 @@ class NgramDrafter:
         begin = 0.0 if self._clock is None else self._clock()
         if self._ended_at is not None:
             self._rest_s = _moved(self._rest_s, begin - self._ended_at)
-        trees = {slot: state.ngrams.propose(*limits, {}) for slot, state in zip(slots, states, strict=True)}
+        trees = {slot: state.propose(*limits, {}) for slot, state in zip(slots, states, strict=True)}
         if self._draft is not None:
             self._merge(self._draft, trees, limits)
         if self._clock is not None:
@@ -365,15 +351,15 @@ class NgramDrafter:
         for slot, tree in zip(lacking, drafted, strict=True):
             state = self._slots[slot]
             state.draft_gain = _moved(state.draft_gain, float(tree.log_probs[1:].exp().sum()))
-            trees[slot] = state.ngrams.propose(*limits, children_of(tree))
+            trees[slot] = state.propose(*limits, children_of(tree))
 
-    def _draft_pays(self, state: _SlotState, nodes: Sequence[Node]) -> bool:
+    def _draft_pays(self, state: NgramState, nodes: Sequence[Node]) -> bool:
         """Return True if drafting brings more tokens per second than these n-gram drafts alone.
 
         The draft's own tree helps if no n-gram draft contains the next token. A step without it saves its share of the
         time, which is 0 until a whole step was measured.
         """
-        if state.ngrams.most_levels <= 0:
+        if state.most_levels <= 0:
             return False
         share = self._proposal_s / (self._proposal_s + self._rest_s) if self._rest_s else 0.0
         expected = 1 + sum(node.probability for node in nodes[1:])

@@ -34,6 +34,7 @@ class ModelNetwork:
         self._rows = None if reduced is None else reduced.rows().to(model.device)
         self.hidden_size: int = model.config.hidden_size
         self.hidden_layers: tuple[int, ...] = ()
+        self.reads_history = False
         self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
 
     def num_staging_rows(self) -> int:
@@ -56,7 +57,7 @@ class ModelNetwork:
         """Do nothing: all that belongs to a slot is in the cache."""
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor
+        self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
     ) -> Tensor:
         """Run token_ids [B, T] at positions [B, T] and return hidden [B, T, C]."""
         return self._run(token_ids, positions, plan)

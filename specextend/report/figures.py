@@ -23,7 +23,6 @@ SMALLEST = 512
 NUM_SLOWEST = 10
 NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
 """Gap in logits, by the target's dtype, up to which a difference is one of rounding (`docs/log.md`)."""
-MOST_EXAMPLES = 5
 _LIMITED = (
     "worker",
     "num_prompt_tokens",
@@ -36,7 +35,8 @@ _LIMITED = (
     "prefill_s",
     "verify_s",
 )
-_LIMITS = {spec.name for kind in (MachineLimits, ModelWork) for spec in fields(kind)}
+_KINDS: tuple[Any, ...] = (MachineLimits, ModelWork)
+_LIMITS = {spec.name for kind in _KINDS for spec in fields(kind)}
 _STEP_COUNTS = (
     "num_spec_steps",
     "num_plain_steps",
@@ -118,8 +118,6 @@ def document_figures(documents: pa.Table) -> dict[str, Any]:
     sums = _sums(work)
     busy_s = _busy_s(sums)
     histogram = _histogram(work["acceptance_histogram"])
-    spreads = {name: work[name] for name in _OF_WORK} | {"decode_tokens_per_s": _decode_speeds(work)}
-    spreads |= {name: documents[name] for name in _OF_TEXT}
     return {
         "tokens": {name.removeprefix("num_").removesuffix("_tokens"): sums[name] for name in _TOKENS},
         "acceptance": {
@@ -138,7 +136,7 @@ def document_figures(documents: pa.Table) -> dict[str, Any]:
             "churn": ratio(sums["churn_sum"], sums["num_churns"]),
         },
         "retries": {"documents": sums["tried_again"], "memory": sums["num_memory_retries"]},
-        "per_document": {name: _spread(column) for name, column in spreads.items()},
+        "per_document": {name: _spread(documents[name]) for name in (*_OF_WORK, *_OF_TEXT)},
         "buckets": _buckets(work),
         "finish_reasons": _counts(documents["finish_reason"]),
         "quality_flags": _counts(pc.list_flatten(documents["quality_flags"])),
@@ -190,7 +188,6 @@ def _bucket(bound: int, sums: Mapping[str, Any]) -> dict[str, Any]:
         **_speed(sums),
         "time_shares": _shares(sums),
         "seconds_per_document": {name.removesuffix("_s"): ratio(sums[name], documents) for name in PHASES},
-        "retrieval_coverage": ratio(sums["coverage_sum"], sums["num_retrievals"]),
     }
 
 
@@ -225,12 +222,6 @@ def _histogram(column: pa.ChunkedArray) -> list[int]:
     lengths = pc.list_value_length(lists).to_numpy()
     places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return [int(count) for count in np.bincount(places, weights=pc.list_flatten(lists).to_numpy())]
-
-
-def _decode_speeds(work: pa.Table) -> pa.ChunkedArray:
-    """Compute the decode speed of each document with two or more tokens."""
-    seconds = pc.if_else(pc.greater(work["decode_s"], 0), work["decode_s"], None)
-    return pc.divide(pc.cast(pc.subtract(work["num_output_tokens"], 1), pa.float64()), seconds)
 
 
 def _spread(column: pa.ChunkedArray) -> dict[str, Any] | None:
@@ -289,7 +280,6 @@ def audit_figures(rows: pa.Table, dtype: str) -> dict[str, Any] | None:
         "equal": len(compared) - len(gaps),
         "near_ties": len(gaps) - len(different),
         "different": len(different),
-        "different_doc_ids": different["doc_id"].to_pylist()[:MOST_EXAMPLES],
         "near_tie_gap": NEAR_TIES[dtype],
         "largest_gap": pc.max(gaps["gap"]).as_py(),
         "token_agreement": ratio(_total(compared["num_equal_tokens"]), _total(compared["num_tokens"])),
@@ -344,7 +334,8 @@ def limit_figures(documents: pa.Table, starts: Sequence[Start]) -> dict[str, Any
         return None
     sums: Counter[str] = Counter()
     for name in pc.unique(documents["worker"]).to_pylist():
-        kinds = (_parse(kind, limits[name][1]) for kind in (MachineLimits, ModelWork))
+        known = limits[name][1]
+        kinds = [kind(**{spec.name: known[spec.name] for spec in fields(kind)}) for kind in _KINDS]
         sums.update(_seconds(documents.filter(pc.equal(documents["worker"], name)), *kinds))
     devices = Counter((device, values["read_bytes_per_s"], values["flop_per_s"]) for device, values in limits.values())
     names = ("device", "read_bytes_per_s", "flop_per_s", "workers")
@@ -354,10 +345,6 @@ def limit_figures(documents: pa.Table, starts: Sequence[Start]) -> dict[str, Any
         "verify_share": ratio(sums["verify_limit_s"], sums["verify_s"]),
         "devices": [dict(zip(names, (*device, count), strict=True)) for device, count in devices.most_common()],
     }
-
-
-def _parse(kind: Any, values: dict[str, float]) -> Any:
-    return kind(**{spec.name: values[spec.name] for spec in fields(kind)})
 
 
 def _seconds(documents: pa.Table, machine: MachineLimits, work: ModelWork) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -65,7 +65,7 @@ def _render(report: Mapping[str, Any]) -> str:
         report=report,
         state=_state(report),
         starts=counted(len(report["starts"]), "start"),
-        tiles=[(name, *_tile(report, *figure)) for name, figure in TILES.items()],
+        tiles=[(name, path, show(look_up(report, path))) for name, (path, show) in TILES.items()],
         sections=sections(report),
         seats_of=_seats,
         duration=duration,
@@ -77,11 +77,6 @@ def _render(report: Mapping[str, Any]) -> str:
 def _shown(value: Any) -> Any:
     """Make text safe to show: control characters and signs that reorder their neighbours become codes."""
     return printable(value, keep="\n") if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _tile(report: Mapping[str, Any], path: str, show: Callable[[Any], str]) -> tuple[str, str]:
-    """Return where a figure is, and its text."""
-    return path, show(look_up(report, path))
 
 
 def _seats(timeline: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:

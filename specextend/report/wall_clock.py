@@ -10,6 +10,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -159,22 +161,13 @@ def _paid_seconds(
     """Return the worker-seconds of a start that were paid, by KINDS; None if they are not recorded."""
     if start.workers is None or works is None or end is None:
         return None
-    ready = {
-        worker.name: (worker, worker.ready, max(worker.ready, end if worker.gone is None else worker.gone))
-        for worker in start.workers
-        if worker.name is not None and worker.ready is not None
-    }
-    seats: defaultdict[int, list[WorkerRecord]] = defaultdict(list)
-    for worker in sorted(start.workers, key=lambda worker: worker.asked):
-        seats[worker.seat].append(worker)
-    spent = [work.busy for name, work in works.items() if name not in ready]  # known by their rows alone
-    for seat in seats.values():
-        spans = [ready[worker.name][1:] for worker in seat if worker.name is not None and worker.name in ready]
-        spent.append(_seat_seconds(seat, spans, end))
-    for name, (worker, since, until) in ready.items():
-        is_cut_off = is_stopped(start) or worker.reason not in (None, RELEASED)
-        spent.append(_worker_seconds(since, until, is_cut_off, works.get(name)))
-    paid = {kind: sum(seconds.get(kind, 0.0) for seconds in spent) for kind in KINDS}
+    paid = dict.fromkeys(KINDS, 0.0)
+    for work in works.values():
+        for kind, seconds in work.busy.items():
+            paid[kind] += seconds
+    for _, seat in groupby(sorted(start.workers, key=attrgetter("seat", "asked")), attrgetter("seat")):
+        for kind, seconds in _seat_seconds(list(seat), works, end, is_stopped(start)).items():
+            paid[kind] += seconds
     for kind in ("waiting", "lost"):  # rows of documents do not know of the audit
         moved = min(audit_s - paid["audit"], paid[kind])
         paid["audit"] += moved
@@ -182,33 +175,32 @@ def _paid_seconds(
     return paid
 
 
-def _worker_seconds(since: float, until: float, is_cut_off: bool, work: Work | None) -> dict[str, float]:
-    """Divide the time in which a worker was ready. is_cut_off: it may have been at work on a document at the end."""
-    busy = dict.fromkeys(BUSY, 0.0) if work is None else dict(work.busy)
-    there, total = until - since, sum(busy.values())
-    if total > there:  # parts of documents that an earlier start has decoded are in its rows
-        busy = {kind: seconds * there / total for kind, seconds in busy.items()}
-    idle, lost = max(0.0, there - total), 0.0
-    last = since if work is None else work.end
-    if is_cut_off and last is not None:
-        lost = min(idle, max(0.0, until - max(since, last)))
-    return {**busy, "lost": lost, "waiting": idle - lost}
-
-
 def _seat_seconds(
-    workers: Sequence[WorkerRecord], ready: Sequence[tuple[float, float]], end: float
+    workers: Sequence[WorkerRecord], works: Mapping[str, Work], end: float, is_cut_off: bool
 ) -> dict[str, float]:
-    """Return the seconds in which a seat was paid for and had no worker that was ready. ready: spans of its workers."""
+    """Return the seconds in which a seat was paid for and its workers, one after another, were at no document.
+
+    is_cut_off: they may have been at work on documents when their start ended.
+    """
     begun = _known(worker.begun for worker in workers)
     if not begun:
         return {}
-    last = workers[-1].gone
-    paid_from = min(begun)
-    paid_to = max(paid_from, end if last is None else last)
-    first = min((since for since, _ in ready), default=paid_to)
-    away = paid_to - paid_from - sum(until - since for since, until in ready)
-    loading = max(0.0, min(first, paid_to) - paid_from)
-    return {"loading": loading, "dead": max(0.0, away - loading)}
+    last_gone = workers[-1].gone
+    paid_to = max(min(begun), end if last_gone is None else last_gone)
+    first, there, waiting, lost = paid_to, 0.0, 0.0, 0.0
+    for worker in workers:
+        if worker.name is None or worker.ready is None:
+            continue
+        until = max(worker.ready, end if worker.gone is None else worker.gone)
+        work = works.get(worker.name, Work(0, {}, worker.ready))
+        idle = max(0.0, until - worker.ready - sum(work.busy.values()))
+        if work.end is not None and (is_cut_off or worker.reason not in (None, RELEASED)):
+            cut = min(idle, max(0.0, until - max(worker.ready, work.end)))
+            lost, idle = lost + cut, idle - cut
+        first, there, waiting = min(first, worker.ready), there + until - worker.ready, waiting + idle
+    loading = max(0.0, first - min(begun))
+    dead = max(0.0, paid_to - min(begun) - there - loading)
+    return {"waiting": waiting, "lost": lost, "loading": loading, "dead": dead}
 
 
 def wall_clock_section(
@@ -261,16 +253,14 @@ def start_section(timed: TimedStart) -> dict[str, Any]:
     """Describe one start; what is not recorded is null."""
     start = timed.start
     names = ("run_id", "begin", "end", "exit_code", "versions", "git_commit")
-    is_open = start.end is None and timed.end is not None
     return {
         **{name: getattr(start, name) for name in names},
-        "last_sign": time_text(timed.end) if is_open and timed.end is not None else None,
+        "last_sign": time_text(timed.end) if start.end is None and timed.end is not None else None,
         "seconds": timed.seconds,
         "documents": timed.documents,
         "documents_per_hour": None if timed.documents is None else _per_hour(timed.documents, timed.seconds),
         "workers": None if start.workers is None else _worker_counts(start.workers),
         "worker_hours": timed.worker_hours,
-        "gpus_per_worker": start.gpus_per_worker,
         "paid_s": timed.paid,
     }
 
@@ -279,10 +269,7 @@ def _worker_counts(workers: Sequence[WorkerRecord]) -> dict[str, int]:
     ended = [worker for worker in workers if worker.reason not in (None, RELEASED)]
     return {
         "asked": len(workers),
-        "seats": len({worker.seat for worker in workers}),
-        "never_begun": sum(worker.begun is None for worker in workers),
         "ready": sum(worker.ready is not None for worker in workers),
-        "failed_to_start": sum(worker.ready is None for worker in ended),
         "died": sum(worker.ready is not None for worker in ended),
     }
 
@@ -309,7 +296,6 @@ def tail_section(starts: Sequence[TimedStart], documents: pa.Table) -> dict[str,
         "last_percent_s": last - before,
         "last_worker_alone_s": float(idle[1]) if len(idle) > 1 else 0.0,
         "workers": len(idle),
-        "idle_worker_s": float(idle.sum()),
         "idle_workers": len(long),
         "idle_median_s": float(np.median(long)) if len(long) else 0.0,
     }
@@ -373,7 +359,7 @@ def _line(record: Mapping[str, Any], work: Work | None, spans: Mapping[str, list
     """Describe one worker. record: of WorkerRecord, or its name alone if only its rows know it."""
     times = {key: record.get(key) for key in ("asked", "begun", "ready", "gone")}
     return {
-        **{key: record.get(key) for key in ("worker", "seat", "device")},
+        **{key: record.get(key) for key in ("worker", "seat")},
         **{f"{key}_s": None if time is None else time - begin for key, time in times.items()},
         "reason": record.get("reason"),
         "documents": 0 if work is None else work.documents,

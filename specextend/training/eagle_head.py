@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
-from specextend.drafters.causal import HISTORY
+from specextend.drafters.causal import histories, last_tokens
 from specextend.drafters.draft_cache import rotate
-from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig, load_eagle_config
+from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY
-from specextend.training.fit import Fit
-from specextend.training.recording import Recording, Span
+from specextend.training.fit import fit
+from specextend.training.recording import KINDS_OF_TEXT, Recording, Span
 from specextend.training.task import Target, Task
 
 STEP_WEIGHTS = (1.0, 0.8)
@@ -56,7 +56,7 @@ class EagleHead(nn.Module):
                 if name != VOCABULARY
             }
         )
-        vocabulary = weights.get(VOCABULARY, torch.arange(len(lm_head))).to(lm_head.device)
+        vocabulary = weights[VOCABULARY].to(lm_head.device)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.register_buffer("embedding", embedding.float(), persistent=False)
         self.register_buffer("target_rows", lm_head[vocabulary], persistent=False)
@@ -124,7 +124,7 @@ class EagleHead(nn.Module):
         return self._tensors[f"{name}.weight".replace(".", "/")]
 
 
-def add_copy_heads(
+def _with_copy_heads(
     weights: Mapping[str, Tensor], config: EagleConfig, embedding: Tensor, seed: int
 ) -> dict[str, Tensor]:
     """Add copy heads that find earlier occurrences of the last tokens but do not change the output yet.
@@ -150,11 +150,8 @@ def add_copy_heads(
     }
 
 
-def new_weights(config: EagleConfig, final_norm: Tensor, seed: int) -> dict[str, Tensor]:
-    """Initialise a head without copy heads so that it first passes the target's hidden state on.
-
-    `final_norm` [C] is the weight of the target's last norm, from which the head's own norm starts.
-    """
+def new_weights(config: EagleConfig, target: Target, seed: int) -> dict[str, Tensor]:
+    """Initialise a head so that it first passes the target's hidden state on; its vocabulary is not among them."""
     generator = torch.Generator().manual_seed(seed)
     shapes = config.model_copy(update={"draft_vocab_size": None, "copy_heads": None}).shapes()
     weights = {
@@ -162,7 +159,8 @@ def new_weights(config: EagleConfig, final_norm: Tensor, seed: int) -> dict[str,
         for name, shape in shapes.items()
     }
     weights["fc.weight"][:, config.hidden_size :] += torch.eye(config.hidden_size)
-    return {**weights, "norm.weight": final_norm.float().cpu()}
+    weights["norm.weight"] = target.final_norm.float().cpu()
+    return _with_copy_heads(weights, config, target.embedding.cpu(), seed) if config.copy_heads else weights
 
 
 # Its lessons
@@ -233,21 +231,17 @@ def lay_out(recording: Recording, lm_head: Tensor, vocabulary: Tensor) -> Slots:
 
 
 def _prompt(prompt: Span) -> tuple[Tensor, ...]:
-    tokens, size = prompt.token_ids, len(prompt.token_ids) - 1
-    history = _history(tokens, torch.arange(size))
-    return tokens[1:], history, prompt.hidden[:-1], prompt.hidden[1:], torch.arange(size)
+    tokens = prompt.token_ids
+    history = histories(last_tokens(None, tokens))[1:]
+    return tokens[1:], history, prompt.hidden[:-1], prompt.hidden[1:], torch.arange(len(tokens) - 1)
 
 
 def _answer(prompt: Span, answer: Span) -> tuple[Tensor, ...]:
     tokens = torch.cat([prompt.token_ids, answer.token_ids])
     positions = torch.arange(len(prompt.token_ids) - 1, len(tokens) - 1)
     hidden = torch.cat([prompt.hidden[-1:], answer.hidden[:-1]])
-    return answer.token_ids, _history(tokens, positions), hidden, answer.hidden, positions
-
-
-def _history(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Collect the tokens at `positions` [n] and at the two before each: [n, 3]."""
-    return tokens[(positions[:, None] - torch.arange(HISTORY)).clamp(min=0)]
+    history = histories(last_tokens(None, tokens))[len(prompt.token_ids) :]
+    return answer.token_ids, history, hidden, answer.hidden, positions
 
 
 def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -297,23 +291,21 @@ def _asked(slots: Slots, generator: torch.Generator) -> Tensor:
 
 
 @torch.inference_mode()
-def agreement(
-    head: EagleHead, lessons: Sequence[Slots], kinds: Sequence[str], lm_head: Tensor
-) -> dict[str, list[float]]:
+def agreement(head: EagleHead, lessons: Sequence[Slots], lm_head: Tensor) -> dict[str, list[float]]:
     """Measure, by kind of text and chain step, the share of tokens at which head and target have the same first choice.
 
-    `kinds` names each group of slots, the prompt's first. `lm_head` [tokens, C] is the target's; a choice outside the
-    draft vocabulary counts as missed.
+    `lm_head` [tokens, C] is the target's; a choice outside the draft vocabulary counts as missed.
     """
     same: Counter[tuple[str, int]] = Counter()
     count: Counter[tuple[str, int]] = Counter()
     for lesson in lessons:
         for step, groups, right in _compare_choices(head, lesson.to(lm_head.device), lm_head):
             for group in groups.unique().tolist():
-                same[kinds[group], step] += int(right[groups == group].sum())
-                count[kinds[group], step] += int((groups == group).sum())
+                same[KINDS_OF_TEXT[group], step] += int(right[groups == group].sum())
+                count[KINDS_OF_TEXT[group], step] += int((groups == group).sum())
     steps = range(len(STEP_WEIGHTS))
-    return {name: [same[name, step] / max(1, count[name, step]) for step in steps] for name in dict.fromkeys(kinds)}
+    names = dict.fromkeys(KINDS_OF_TEXT)
+    return {name: [same[name, step] / max(1, count[name, step]) for step in steps] for name in names}
 
 
 def _compare_choices(head: EagleHead, slots: Slots, lm_head: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -331,52 +323,46 @@ def _compare_choices(head: EagleHead, slots: Slots, lm_head: Tensor) -> Iterator
 
 def train_eagle(task: Task) -> dict[str, Any]:
     """Train a head, write it and return its figures."""
-    config, weights = _first_head(task)
-    head = EagleHead(config, weights, task.target.embedding, task.target.lm_head).to(task.target.device)
+    config, options, target = _new_config(task), task.options, task.target
+    weights = new_weights(config, target, options.seed) | {VOCABULARY: task.vocabulary}
+    head = EagleHead(config, weights, target.embedding, target.lm_head).to(target.device)
     learned, held = (
-        [lay_out(Recording.load(path), task.target.lm_head, head.vocabulary) for path in paths]
+        [lay_out(Recording.load(path), target.lm_head, head.vocabulary) for path in paths]
         for paths in (task.learned, task.held)
     )
-    Fit(head, lambda lesson, chance: head_loss(head, lesson, chance), task.options.fit, task.work).run(
-        learned, task.say
+    fit(
+        head,
+        lambda lesson, chance: head_loss(head, lesson, chance),
+        learned,
+        task.work,
+        task.say,
+        passes=options.passes,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
     )
     dtype = getattr(torch, config.dtype)
     tensors = {name: weight.to(dtype).cpu().contiguous() for name, weight in head.values().items()}
-    vocabulary = {} if config.draft_vocab_size is None else {VOCABULARY: weights[VOCABULARY]}
-    save_file({**tensors, **vocabulary}, task.output / WEIGHTS_FILE)
+    save_file({**tensors, VOCABULARY: task.vocabulary}, task.output / WEIGHTS_FILE)
     config.save(task.output)
-    return {"agreement": agreement(head, held, task.groups(), task.target.lm_head)}
+    return {"agreement": agreement(head, held, target.lm_head)}
 
 
-def _first_head(task: Task) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """Return the shape and the tensors that training starts from."""
-    options, target = task.options, task.target
-    if options.start_from is not None:
-        config = load_eagle_config(options.start_from)
-        weights = load_file(f"{options.start_from}/{WEIGHTS_FILE}")
-    else:
-        assert task.vocabulary is not None
-        config = _new_config(target, len(task.vocabulary))
-        weights = new_weights(config, target.final_norm, options.sample.seed) | {VOCABULARY: task.vocabulary}
-    if options.copy_heads and config.copy_heads is None:
-        config = config.model_copy(update={"copy_heads": options.copy_heads})
-        weights = add_copy_heads(weights, config, target.embedding.cpu(), options.sample.seed)
-    return config.model_copy(update={"tokens_sha256": target.tokens_sha256}), weights
-
-
-def _new_config(target: Target, draft_vocab_size: int) -> EagleConfig:
+def _new_config(task: Task) -> EagleConfig:
     """Describe a head of one layer in the target's own shape."""
+    target, shape = task.target, task.target.config
     return EagleConfig(
         target=target.name,
         vocab_size=len(target.embedding),
-        hidden_size=target.config.hidden_size,
-        num_heads=target.config.num_attention_heads,
-        num_kv_heads=target.config.num_key_value_heads,
-        head_dim=target.head_dim,
-        intermediate_size=target.config.intermediate_size,
-        rope_theta=float(target.config.rope_parameters["rope_theta"]),
-        layer_norm_eps=float(target.config.rms_norm_eps),
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_attention_heads,
+        num_kv_heads=shape.num_key_value_heads,
+        head_dim=getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads,
+        intermediate_size=shape.intermediate_size,
+        rope_theta=float(shape.rope_parameters["rope_theta"]),
+        layer_norm_eps=float(shape.rms_norm_eps),
         head_norm_eps=1e-6,
         dtype="bfloat16",
-        draft_vocab_size=draft_vocab_size,
+        draft_vocab_size=len(task.vocabulary),
+        copy_heads=task.options.copy_heads or None,
+        tokens_sha256=target.tokens_sha256,
     )

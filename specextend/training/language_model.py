@@ -1,7 +1,7 @@
 """Training of a small standalone LM, a stock Llama: first on the text alone, then on the target's choices.
 
 It proposes a reduced vocabulary of the target's tokens; row R of its embedding stands for all other tokens. In training
-it never sees more than `positions` tokens, so a full cache of a longer document is unknown to it.
+it never sees more than POSITIONS tokens, so a full cache of a longer document is unknown to it.
 
 Shapes: `B` windows, `T` tokens, `C` the target's hidden size, `R` draft tokens.
 """
@@ -22,24 +22,29 @@ from torch.nn.functional import cross_entropy, linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specextend.drafters.formats import WEIGHTS_FILE
-from specextend.drafters.small_lm import FILE
+from specextend.drafters.small_lm import FILE, ReducedVocabulary
 from specextend.model_files import VOCABULARY
-from specextend.training.fit import Fit, FitOptions
-from specextend.training.recording import Recording
-from specextend.training.task import HEAD_DIM, LanguageModelOptions, Task
+from specextend.training.fit import fit
+from specextend.training.recording import KINDS_OF_TEXT, Recording
+from specextend.training.task import HEAD_DIM, NUM_KV_HEADS, Task, TrainOptions
+
+POSITIONS = 1024
+"""Most tokens of a window: what the model is trained on, and its `max_position_embeddings`."""
+WIDER = 8 / 3
+"""Size of the MLP in hidden sizes."""
 
 
-def new_language_model(options: LanguageModelOptions, vocabulary: Tensor, embedding: Tensor, target: str) -> Any:
+def new_language_model(options: TrainOptions, vocabulary: Tensor, embedding: Tensor, target: str) -> Any:
     """Make a model whose embedding starts as the principal components of the target's `embedding` [tokens, C]."""
     config = LlamaConfig(
         vocab_size=len(vocabulary) + 1,
         hidden_size=options.hidden_size,
-        intermediate_size=options.intermediate_size,
+        intermediate_size=round(options.hidden_size * WIDER),
         num_hidden_layers=options.num_layers,
         num_attention_heads=options.hidden_size // HEAD_DIM,
-        num_key_value_heads=options.num_kv_heads,
+        num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
-        max_position_embeddings=options.positions,
+        max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
@@ -55,13 +60,6 @@ def new_language_model(options: LanguageModelOptions, vocabulary: Tensor, embedd
     return model
 
 
-def row_of_token(vocabulary: Tensor, vocab_size: int) -> Tensor:
-    """Map each of the target's tokens to its row in the model: [tokens] int64."""
-    rows = torch.full((vocab_size,), len(vocabulary))
-    rows[vocabulary] = torch.arange(len(vocabulary))
-    return rows
-
-
 @dataclass(frozen=True, slots=True)
 class TokenWindow:
     """Rows [T] of the model, and the target's last hidden states [T, C] at them."""
@@ -70,10 +68,9 @@ class TokenWindow:
     hidden: Tensor
 
 
-def text_windows(token_ids: Sequence[int], rows: Tensor, size: int) -> list[Tensor]:
-    """Cut a text into windows of `size` rows and drop the remainder."""
-    every = rows[torch.tensor(token_ids, dtype=torch.int64)]
-    return [window for window in every.split(size) if len(window) == size]
+def text_windows(token_ids: Tensor, rows: Tensor, size: int) -> list[Tensor]:
+    """Cut a text [T] into windows of `size` rows and drop the remainder."""
+    return [window for window in rows[token_ids].split(size) if len(window) == size]
 
 
 def recorded_windows(recording: Recording, rows: Tensor, size: int, seed: int) -> list[TokenWindow]:
@@ -135,53 +132,54 @@ TEXT_RATE = 2e-3
 def train_language_model(task: Task) -> dict[str, Any]:
     """Train a model, write it and return its figures."""
     target, options, vocabulary = task.target, task.options, task.vocabulary
-    assert vocabulary is not None
-    rows, size = row_of_token(vocabulary, len(target.embedding)), options.language_model.positions
-    torch.manual_seed(options.sample.seed)
-    model = new_language_model(options.language_model, vocabulary, target.embedding.cpu(), target.name)
+    rows = ReducedVocabulary(vocabulary, len(target.embedding), len(vocabulary)).rows()
+    torch.manual_seed(options.seed)
+    model = new_language_model(options, vocabulary, target.embedding.cpu(), target.name)
     model.config.update({"tokens_sha256": target.tokens_sha256})
     model.to(target.device)
-    num_tokens = _read_text(task, model, rows) if options.text_passes else 0
+    num_tokens = _read_text(task, model, rows)
     lm_head = target.lm_head[vocabulary]
     lessons = [
         window
         for number, path in enumerate(task.learned)
-        for window in recorded_windows(Recording.load(path), rows, size, number)
+        for window in recorded_windows(Recording.load(path), rows, POSITIONS, number)
     ]
-    fit = Fit(model, lambda lesson, _: distillation_loss(model, lesson, lm_head), options.fit, task.work)
-    fit.run(lessons, task.say)
+    fit(
+        model,
+        lambda lesson, _: distillation_loss(model, lesson, lm_head),
+        lessons,
+        task.work,
+        task.say,
+        passes=options.passes,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+    )
     save_language_model(model, vocabulary, task.output)
-    return {"text_tokens": num_tokens, **_evaluate(task, model, rows, vocabulary)}
+    return {"text_tokens": num_tokens, "agreement": _agreement(task, model, rows)}
 
 
 def _read_text(task: Task, model: Any, rows: Tensor) -> int:
     """Train on the text alone, and return its number of tokens."""
-    size, fit = task.options.language_model.positions, task.options.fit
-    windows = [window for text in task.corpus.token_ids() for window in text_windows(text, rows, size)]
+    windows = [window for text in task.texts for window in text_windows(text, rows, POSITIONS)]
     batches = [windows[i : i + TEXT_BATCH] for i in range(0, len(windows), TEXT_BATCH)]
     if batches:
         folder = task.work / "text"
         folder.mkdir(exist_ok=True)
-        options = FitOptions(passes=task.options.text_passes, learning_rate=TEXT_RATE, seed=fit.seed)
-        Fit(model, lambda batch, _: text_loss(model, batch), options, folder).run(batches, task.say)
-    return len(windows) * size
+        learn, seed = (lambda batch, _: text_loss(model, batch)), task.options.seed
+        fit(model, learn, batches, folder, task.say, passes=1, learning_rate=TEXT_RATE, seed=seed)
+    return len(windows) * POSITIONS
 
 
 @torch.inference_mode()
-def _evaluate(task: Task, model: Any, rows: Tensor, vocabulary: Tensor) -> dict[str, Any]:
-    """Measure the loss and, by kind of answer, the agreement with the target on the held-out recordings."""
+def _agreement(task: Task, model: Any, rows: Tensor) -> dict[str, list[float]]:
+    """Measure, by kind of answer, the share of held-out tokens at which model and target have the same first choice."""
     same: Counter[str] = Counter()
     count: Counter[str] = Counter()
-    losses, lm_head = [], task.target.lm_head
-    names = task.groups()[1:]
+    names = KINDS_OF_TEXT[1:]
     for path in task.held:
         recording = Recording.load(path)
-        windows: list[TokenWindow] = recorded_windows(recording, rows, task.options.language_model.positions, 0)
+        windows = recorded_windows(recording, rows, POSITIONS, 0)
         for name, window, answer in zip(names, windows, recording.answers, strict=True):
-            losses.append(float(distillation_loss(model, window, lm_head[vocabulary])))
-            right = right_choices(model, window, lm_head, vocabulary)[-len(answer.token_ids) :]
+            right = right_choices(model, window, task.target.lm_head, task.vocabulary)[-len(answer.token_ids) :]
             same[name], count[name] = same[name] + int(right.sum()), count[name] + len(right)
-    return {
-        "loss": sum(losses) / len(losses),
-        "agreement": {name: [same[name] / max(1, count[name])] for name in dict.fromkeys(names)},
-    }
+    return {name: [same[name] / max(1, count[name])] for name in dict.fromkeys(names)}

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specextend.data.prompts import Prompts
+from specextend.training.task import MAX_QUOTE, MIN_QUOTE, TrainOptions
 
 LEADS = (
     'The report states: "',
@@ -38,34 +39,15 @@ FACTS = (
 SENTENCE_TOKENS = 64
 """Most tokens of one of these sentences."""
 _SYLLABLES = ("bar", "del", "fen", "gor", "hal", "jin", "kes", "lom", "mar", "nis", "pol", "ras", "sun", "tor", "vek")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleOptions:
-    """Shape of the samples. Lengths are in tokens."""
-
-    min_tokens: int = 1024
-    """Shortest piece of a document."""
-    max_tokens: int = 5120
-    """Longest piece of a document."""
-    num_quotes: int = 4
-    """Number of answers that quote the piece."""
-    min_quote: int = 32
-    max_quote: int = 96
-    num_facts: int = 3
-    """Number of facts hidden in a piece and repeated in one answer."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 2 * self.max_quote <= self.min_tokens <= self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be from 2 x max_quote ({2 * self.max_quote}) to max_tokens ({self.max_tokens}), "
-                f"got {self.min_tokens}"
-            )
-        if self.num_quotes < 0 or self.num_facts < 0:
-            raise ValueError("num_quotes and num_facts must be 0 or more")
-        if not 1 <= self.min_quote <= self.max_quote:
-            raise ValueError(f"min_quote must be from 1 to max_quote ({self.max_quote}), got {self.min_quote}")
+NUM_QUOTES = 4
+"""Answers that quote a piece."""
+NUM_FACTS = 3
+"""Facts that are hidden in a piece and repeated in one answer."""
+NUM_SUMMARIES = 3
+"""The target's summaries of a piece; the first is greedy, the others are sampled."""
+TEMPERATURE = 0.7
+KINDS_OF_TEXT = ("text", *["quotes"] * NUM_QUOTES, "facts", *["summaries"] * NUM_SUMMARIES)
+"""What each part of a recording holds, the prompt first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +56,20 @@ class Sample:
 
     prompt_token_ids: list[int]
     answers: list[list[int]]
-    """The quotes, then the facts if there are any."""
+    """The quotes, then the facts."""
 
 
 class SampleMaker:
     """Makes samples of documents; the same seed gives the same samples."""
 
-    def __init__(self, tokenizer: Any, prompts: Prompts, options: SampleOptions, max_summary_tokens: int) -> None:
-        """Check that the target's context has room for the shortest piece, its answers and `max_summary_tokens`.
+    def __init__(self, tokenizer: Any, prompts: Prompts, options: TrainOptions) -> None:
+        """Check that the target's context has room for the shortest piece, with its answers and a summary.
 
         Raises ValueError if it does not, and DocumentError as `Prompts.room` does.
         """
         self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
-        facts = SENTENCE_TOKENS * options.num_facts
-        self._answer_tokens = max(max_summary_tokens, options.max_quote + SENTENCE_TOKENS, facts)
+        facts = SENTENCE_TOKENS * NUM_FACTS
+        self._answer_tokens = max(options.summary_tokens, MAX_QUOTE + SENTENCE_TOKENS, facts)
         room = prompts.room(self._answer_tokens) - facts - SENTENCE_TOKENS
         if room < options.min_tokens:
             raise ValueError(
@@ -98,12 +80,12 @@ class SampleMaker:
 
     def fits(self, text: str) -> bool:
         """Return True if a document is long enough for a sample."""
-        return len(self._prompts.encode_document(text)) >= self._options.min_tokens
+        return len(self.encode(text)) >= self._options.min_tokens
 
     def make(self, text: str, number: int) -> Sample:
         """Make the sample `number` from a random piece of a document that `fits`."""
         random = Random(f"{self._options.seed}/{number}")
-        token_ids = self._prompts.encode_document(text)
+        token_ids = self.encode(text)
         most = min(self._most, len(token_ids))
         # Short pieces are as frequent as long ones on a logarithmic scale.
         size = min(most, round(self._options.min_tokens * (most / self._options.min_tokens) ** random.random()))
@@ -112,12 +94,12 @@ class SampleMaker:
         names, sentences = self._facts(random)
         hidden = self._hide(piece, sentences, random)
         prompt = self._prompts.render(self._tokenizer.decode(hidden), self._answer_tokens)
-        return Sample(prompt.token_ids, [*self._quotes(piece, random), *([self._encode(names)] if names else [])])
+        return Sample(prompt.token_ids, [*self._quotes(piece, random), self.encode(names)])
 
     def _facts(self, random: Random) -> tuple[str, list[str]]:
         """Make up facts: the answer that repeats them all, and the sentences to hide."""
         sentences = []
-        for _ in range(self._options.num_facts):
+        for _ in range(NUM_FACTS):
             name = "".join(random.choices(_SYLLABLES, k=3)).capitalize()
             sentences.append(random.choice(FACTS).format(name=name, code=random.randrange(10_000, 1_000_000)))
         return " ".join(sentences), random.sample(sentences, len(sentences))
@@ -125,34 +107,21 @@ class SampleMaker:
     def _hide(self, piece: list[int], sentences: Sequence[str], random: Random) -> list[int]:
         """Insert the sentences into the piece at random places."""
         hidden = list(piece)
-        for sentence in sentences:
-            at = random.randrange(len(hidden))
-            hidden[at:at] = self._encode(f" {sentence} ")
+        places = sorted((random.randrange(len(piece)) for _ in sentences), reverse=True)
+        for at, sentence in zip(places, sentences, strict=True):  # from the end on, so that none is cut by another
+            hidden[at:at] = self.encode(f" {sentence} ")
         return hidden
 
     def _quotes(self, piece: list[int], random: Random) -> Iterator[list[int]]:
-        for _ in range(self._options.num_quotes):
-            size = random.randint(self._options.min_quote, self._options.max_quote)
+        for _ in range(NUM_QUOTES):
+            size = random.randint(MIN_QUOTE, MAX_QUOTE)
             first = random.randrange(len(piece) - size + 1)
             quote = self._tokenizer.decode(piece[first : first + size]).strip()
-            yield self._encode(f'{random.choice(LEADS)}{quote}"')
+            yield self.encode(f'{random.choice(LEADS)}{quote}"')
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a text; none of its tokens is a control token."""
         return self._prompts.encode_document(text)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SummaryOptions:
-    """Number and length of the target's summaries of a prompt, and their temperature."""
-
-    count: int = 3
-    """Number of summaries of a sample; the first is greedy, the others are sampled."""
-    max_new_tokens: int = 112
-    temperature: float = 0.7
-
-    def __post_init__(self) -> None:
-        if self.count < 1 or self.max_new_tokens < 1 or self.temperature <= 0:
-            raise ValueError("summaries: count and max_new_tokens must be 1 or more, temperature above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +172,8 @@ def count_tokens(path: Path) -> int:
 class Recorder:
     """Records samples with a target of transformers."""
 
-    def __init__(self, model: Any, eos_token_ids: frozenset[int], options: SummaryOptions) -> None:
-        self._model, self._eos_token_ids, self._options = model, eos_token_ids, options
+    def __init__(self, model: Any, eos_token_ids: frozenset[int], summary_tokens: int) -> None:
+        self._model, self._eos_token_ids, self._summary_tokens = model, eos_token_ids, summary_tokens
 
     @torch.inference_mode()
     def record(self, sample: Sample, seed: int) -> Recording:
@@ -230,10 +199,10 @@ class Recorder:
 
     def _summaries(self, prompt: Span, cache: DynamicCache, generator: torch.Generator) -> list[Span]:
         """Decode [B] summaries of the prompt in the cache together, and cut each behind its end."""
-        cache.batch_repeat_interleave(self._options.count)
-        last = prompt.hidden[-1:].to(self._model.device).expand(self._options.count, -1)
+        cache.batch_repeat_interleave(NUM_SUMMARIES)
+        last = prompt.hidden[-1:].to(self._model.device).expand(NUM_SUMMARIES, -1)
         steps = []
-        for _ in range(self._options.max_new_tokens):
+        for _ in range(self._summary_tokens):
             chosen = self._choose(last, generator)[:, None]
             hidden = self._forward(chosen, cache)
             steps.append((chosen, hidden))
@@ -244,7 +213,7 @@ class Recorder:
     def _choose(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
         """Choose the next tokens [B]: greedily for the first sequence, by sampling for the others."""
         logits = self._model.lm_head(hidden).float()
-        sampled = (logits / self._options.temperature).softmax(-1).multinomial(1, generator=generator)[:, 0]
+        sampled = (logits / TEMPERATURE).softmax(-1).multinomial(1, generator=generator)[:, 0]
         sampled[0] = logits[0].argmax()
         return sampled
 

@@ -100,21 +100,6 @@ def test_it_is_the_reference(kernel, kind, lengths, dtype, heads):
     assert bool(others) == (kind == "tree" or dtype == torch.float32 or 0 in lengths)
 
 
-@pytest.mark.parametrize("lengths", [[8000], [8000, 300, 5000]])
-def test_it_copies_no_keys(lengths):
-    """It used to copy those of a batch in every layer; one sequence is a slice, several are pages of its memory."""
-    starts, num_rows = paged(lengths)
-    q, k, v = tensors(len(lengths), 1, (8, 2), num_rows, 64, torch.bfloat16)
-    seen = []
-
-    def kernel(q, keys, values, *, softmax_scale, causal, return_softmax_lse, cache_seqlens=None, block_table=None):
-        seen.extend([keys, values])
-        return q, q[..., 0].transpose(1, 2)
-
-    attend_with(kernel, attend_reference)(q, k, v, KeySpan(starts, lengths), 0.125)
-    assert [each.untyped_storage().data_ptr() for each in seen] == [x.untyped_storage().data_ptr() for x in (k, v)]
-
-
 @pytest.mark.parametrize(("modules", "version"), [("23", 3), ("2", 2), ("3", 3), ("", None)])
 def test_version_3_is_taken_where_there_is_one(modules, version, monkeypatch):
     """Its module has another name, and both may be installed."""

@@ -12,8 +12,6 @@ import pytest
 
 from specextend.cluster.display import (
     BarDisplay,
-    JsonDisplay,
-    LineDisplay,
     LogFormat,
     open_display,
 )
@@ -28,7 +26,6 @@ def test_a_log_gets_a_line_every_thirty_seconds_and_no_escape_codes():
     """Job logs are files: a bar in them is noise."""
     stream = io.StringIO()
     display = open_display(stream)
-    assert isinstance(display, LineDisplay)
     for second in range(61):
         display.show(snapshot(), float(second))
     display.close()
@@ -76,18 +73,9 @@ def test_what_others_print_under_a_bar_is_text(monkeypatch: pytest.MonkeyPatch):
     assert "\x1b]8" not in stream.getvalue()
 
 
-def test_a_line_of_a_log_is_one_line():
-    """Otherwise an id could write a line of its own into it."""
-    stream = io.StringIO()
-    display = open_display(stream)
-    display.note(HOSTILE)
-    assert stream.getvalue() == SHOWN + "\n"
-
-
 def said_as_json(*calls) -> list[dict]:
     stream = io.StringIO()
     display = open_display(stream, "json")
-    assert isinstance(display, JsonDisplay)
     for call in calls:
         call(display)
     display.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 
 from specextend.cluster.backlog import Estimates, TokenEstimate
-from specextend.cluster.exits import Interrupt, InterruptedRunError, RefusedError, WorkersFailError
+from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.forecast import (
-    DRIFT,
-    START_FACTOR,
     DocumentCost,
     Outlook,
     Rates,
@@ -58,15 +55,6 @@ def test_twice_the_workers_take_half_the_time_but_never_less_than_the_longest_do
     assert two == pytest.approx(one / 2, rel=0.02)
     assert all(corpus.lasts(workers).seconds - RATES.start_s >= 101 for workers in (8, 200, 10_000))
     assert corpus.lasts(10_000).workers == 4001, "a worker without a document is not started"
-
-
-def test_a_document_that_runs_alone_gains_nothing_from_a_batch():
-    """Rates are those of full batches. How much faster the last documents are when it empties is not known."""
-    alone = outlook(DOCUMENT, batch=4).lasts(1)
-    assert alone.seconds_low == pytest.approx(2 / (1 + DRIFT) + 30 / START_FACTOR, rel=0.01)
-    assert alone.seconds_high > (1 + 4 * 1) + 30
-    many = outlook(*[DOCUMENT] * 4000, batch=4).lasts(1)
-    assert many.seconds == pytest.approx(30 + 8000, rel=0.01), "in a long run the end does not count"
 
 
 def test_the_fewest_workers_that_are_done_in_time_are_found():
@@ -119,20 +107,13 @@ def drawn(size: int, *lengths: int, seed: int = 0) -> list[int]:
     return [estimates[key].num_prompt_tokens for key in draw_sample(estimates, size, seed)]
 
 
-def test_long_documents_are_represented_by_their_tokens():
+def test_long_documents_are_represented_by_their_tokens_longest_first():
     """Ten books among a thousand notes take half of the night; a plain draw would show none of them."""
-    for seed in range(20):
-        assert Counter(drawn(4, *[90] * 1000, *[9990] * 10, seed=seed)) == {9990: 2, 90: 2}
-    assert sorted(drawn(5, 1_000_000, *[100] * 20)) == [100, 100, 100, 100, 1_000_000], "one giant is drawn once"
+    books = sum(drawn(4, *[90] * 1000, *[9990] * 10, seed=seed).count(9990) for seed in range(50))
+    assert 60 < books < 140, "about half of 200"
+    assert drawn(5, *[100] * 20, 1_000_000) == [1_000_000, 100, 100, 100, 100], "one giant is drawn once"
     assert drawn(9, 5, 0, 7) == [7, 5], "a refused document shows nothing"
-
-
-def test_a_sample_is_seeded_and_longest_first():
-    """Two calibrations of one plan decode the same documents, in the order in which a run would."""
-    sample = drawn(8, *range(100, 1100), seed=7)
-    assert sample == drawn(8, *range(100, 1100), seed=7) != drawn(8, *range(100, 1100), seed=8)
-    assert sample == sorted(set(sample), reverse=True)
-    assert len(sample) == 8
+    assert drawn(8, *range(100, 1100), seed=7) == drawn(8, *range(100, 1100), seed=7) != drawn(8, *range(100, 1100))
 
 
 def calibrated(run: Job, size: int, factory: Any = FakeEngine, interrupt: Interrupt | None = None) -> Rates:
@@ -152,12 +133,3 @@ def test_a_worker_that_fails_is_said_in_one_line(job: Callable[..., Job]):
     """A model that does not fit the GPU is found out here, not in the night."""
     with pytest.raises(WorkersFailError, match=r"the worker of the calibration failed: .*the weights are gone"):
         calibrated(job(["one", "two"]), 3, NeverLoads())
-
-
-def test_a_calibration_can_be_interrupted(job: Callable[..., Job]):
-    """Ctrl-C, when somebody sees how long it takes."""
-    interrupt = Interrupt(600.0)
-    interrupt.tell("SIGINT received")
-    interrupt.disarm()
-    with pytest.raises(InterruptedRunError):
-        calibrated(job(["one", "two"]), 2, NeverLoads(), interrupt)

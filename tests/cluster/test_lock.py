@@ -16,7 +16,6 @@ from specextend.cluster.exits import (
     EXIT_FAILED,
     EXIT_LOCKED,
     InterruptedRunError,
-    LockGoneError,
     LockHeldError,
     LockLostError,
     OutputError,
@@ -147,21 +146,6 @@ def test_a_driver_that_slept_too_long_learns_of_its_successor_before_it_writes(o
     assert exit_code(said.value) == EXIT_LOCKED
     held.release()
     assert read_lock(output).run_id == "feedbeef", "nor remove its successor's lock"
-
-
-def test_a_driver_whose_lock_is_gone_does_not_take_it_again_and_may_be_started_again(output: Location, now: Time):
-    """Its successor may have finished while it slept: `_SUCCESS` stands, and nothing may change any more.
-
-    Nobody holds the folder, so it is not 4: the next start finds out what there is to do.
-    """
-    held = now.lock(output)
-    assert held.try_take()
-    delete(output.child("_run", "lock"))
-    held.beat()
-    with pytest.raises(LockGoneError, match="somebody removed _run/lock; run again to resume") as said:
-        held.check()
-    assert exit_code(said.value) == EXIT_FAILED
-    assert read_lock(output) is None
 
 
 def test_a_driver_that_cannot_confirm_its_lock_says_why_and_may_be_started_again(

@@ -73,7 +73,6 @@ def test_rows_with_values_of_their_own_are_taken_at_their_word(tmp_path: Path, t
     template = Prompts(tokenizer, PromptOptions(), 1000).num_template_tokens
     assert plan.estimates[DocumentKey(0, 0)] == TokenEstimate(700 + template, 10)
     assert plan.estimates[DocumentKey(0, 1)] == TokenEstimate(300 + template, 99)
-    assert plan.tokens_per_byte is None
 
 
 def test_a_document_without_a_token_count_is_measured_like_any_other(tmp_path: Path, tokenizer: Any):
@@ -84,13 +83,3 @@ def test_a_document_without_a_token_count_is_measured_like_any_other(tmp_path: P
     true = len(prompts.render(columns["text"][0], 10).token_ids)
     found = [plan.estimates[DocumentKey(0, row)].num_prompt_tokens for row in range(3)]
     assert found == [pytest.approx(true, abs=1), 7 + prompts.num_template_tokens, pytest.approx(true, abs=1)]
-    assert plan.tokens_per_byte is not None
-
-
-def test_rows_that_will_be_refused_are_counted_and_take_no_time(tmp_path: Path, tokenizer: Any):
-    """They still are documents: each becomes an error row."""
-    corpus = source(tmp_path, {"text": ["a", None, "  "]})
-    plan = planned(corpus, tokenizer)
-    assert plan.rejected == {"NullText": 1, "EmptyText": 1}
-    assert plan.estimates[DocumentKey(0, 1)].total == 0
-    assert len(plan.estimates) == 3

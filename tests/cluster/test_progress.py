@@ -41,16 +41,6 @@ def test_the_time_left_is_by_work_not_by_rows():
     assert now.fraction == pytest.approx(10000 / 12000)
 
 
-def test_true_counts_replace_estimates():
-    """Estimated lengths are a guess from bytes; what was done is known."""
-    book = ledger((100, 10), (100, 10))
-    book.snapshot(0.0, 1)
-    book.finish(key(0), stats(50, 5, prefill_s=5.0, verify_s=5.0))
-    now = book.snapshot(10.0, 1)
-    assert book.output_cost == pytest.approx(10.0)
-    assert now.fraction == pytest.approx(100 / (100 + 150)), "outputs left are taken to end as early as those ended"
-
-
 def test_the_rate_is_that_of_the_last_ten_minutes():
     """Workers come and go on a spot cluster: the rate of last night says nothing."""
     book = ledger(*[(1000, 0)] * 100)

@@ -17,7 +17,6 @@ from specextend.cluster.messages import Place, Tried
 from specextend.cluster.records import (
     StartRecord,
     describe_status,
-    read_charges,
     read_status,
     tried_before,
 )
@@ -60,10 +59,6 @@ def fail(output: Location, classes: list[str], run_id: str = "00000001") -> None
     )
 
 
-def first_line(output: Location) -> str:
-    return describe_status(read_status(output)).splitlines()[0]
-
-
 def write(output: Location, path: str, content: object) -> None:
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     write_bytes(output.child(*path.split("/")), data)
@@ -72,13 +67,13 @@ def write(output: Location, path: str, content: object) -> None:
 HOLDER = asdict(LockHolder("feedbeef", "another-host", 1, 0.0))
 DAMAGED = {
     "_run/lock": [b"", HOLDER | {"heartbeat": 10**400}],
-    "_run/attempts/0a.json": [b'{"run_id": "x', b"[" * 100_000, {"begin": 7, "exit_code": {}}],
+    "_run/attempts/0a.json": [b'{"run_id": "x', b"[" * 100_000],
     "_SUCCESS": [{"rows": 5}],
 }
 
 
 @pytest.mark.parametrize(
-    ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(6)
+    ("path", "content"), [(path, content) for path, contents in DAMAGED.items() for content in contents], ids=range(5)
 )
 def test_a_damaged_record_hides_nothing_else(output: Location, path: str, content: object):
     """A disk was full, or somebody edited it: the rows are counted all the same, without a traceback."""
@@ -88,13 +83,7 @@ def test_a_damaged_record_hides_nothing_else(output: Location, path: str, conten
     said = describe_status(read_status(output)).splitlines()
     assert said[0] == "stopped, run again to resume: 0 of 5 rows done, 1 failed, 4 left"
     assert "start 0b: 2025-01-01 to no end recorded" in said
-
-
-@pytest.mark.parametrize(("path", "content"), [("_run/attempts/0a.json", b"{"), ("_SUCCESS", b"")])
-def test_a_damaged_record_is_named(output: Location, path: str, content: bytes):
-    """Otherwise nobody learns why a start is missing, or why a finished run is not complete."""
-    write(output, path, content)
-    assert f"warning: {path} cannot be read" in describe_status(read_status(output))
+    assert any(line.startswith(f"warning: {path} cannot be read") for line in said)
 
 
 def test_no_record_can_write_a_line_of_its_own(output: Location):
@@ -111,23 +100,16 @@ def test_no_record_can_write_a_line_of_its_own(output: Location):
 
 
 def test_the_next_start_knows_how_often_and_where_documents_were_charged(tmp_path: Path):
-    """Of each document the last count, which holds those before it, and all places."""
-    config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
-    first = StartRecord(output, "0000000a", config)
-    first.charged({FIRST: Tried(1, frozenset({GPU})), SECOND: Tried(1, frozenset({GPU}))})
-    StartRecord(output, "0000000b", config).charged({FIRST: Tried(2, frozenset({GPU, OTHER}))})
-    assert read_charges(output) == {
-        FIRST: Tried(2, frozenset({GPU, OTHER})),
-        SECOND: Tried(1, frozenset({GPU})),
-    }
+    """Of each document the last count, which holds those before it, and all places.
 
-
-def test_what_ended_in_an_error_row_is_forgiven_and_what_is_done_is_forgotten(tmp_path: Path):
+    What ended in an error row is forgiven, and what is done is forgotten.
+    """
     config, output = Job(tmp_path, ["x"], {}).config(), resolve(str(tmp_path / "output"))
-    charge = Tried(2, frozenset({GPU}))
-    StartRecord(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), charge))
-    CommitWriter(output, "0000000a").commit([done(FIRST), failed(SECOND)])
+    once = Tried(1, frozenset({GPU}))
+    StartRecord(output, "0000000a", config).charged(dict.fromkeys((FIRST, SECOND, THIRD), once))
+    StartRecord(output, "0000000b", config).charged({FIRST: Tried(2, frozenset({OTHER}))})
+    CommitWriter(output, "0000000a").commit([failed(SECOND), done(THIRD)])
     assert tried_before(output, read_commits(output)) == {
+        FIRST: Tried(2, frozenset({GPU, OTHER})),
         SECOND: Tried(3, frozenset({GPU}), forgiven=3),
-        THIRD: charge,
     }

@@ -38,15 +38,6 @@ def test_idle_workers_are_let_go_while_the_last_documents_run() -> None:
     assert plan.num_wanted == 2, "one for the document that is tried again, elsewhere"
 
 
-def test_nobody_is_let_go_while_documents_wait_or_may_move() -> None:
-    """A file that nobody can read for ten minutes leaves all workers idle; they will be needed."""
-    plan = plan_of([5, 5], "ab", leases_per_worker=1)
-    for _, lease in plan.assign(0):
-        plan.unread(lease.lease_id, 0)
-    assert plan.assign(5) == []
-    assert plan.spare(IDLE_S) == []
-
-
 def test_workers_that_are_not_built_yet_are_not_asked_for_any_more() -> None:
     roster = Roster(4)
     names = roster.due(0, 4)

@@ -7,7 +7,6 @@ from specextend.cluster.workers import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     MAX_FAILED_STARTS,
-    MAX_FRUITLESS_DEATHS,
     Roster,
 )
 
@@ -37,15 +36,3 @@ def test_a_run_is_given_up_when_no_worker_can_be_built():
     [worker] = roster.due(now, 9)
     with pytest.raises(WorkersFailError, match="no weights"):
         roster.failed(worker, "no weights", now)
-
-
-def test_workers_that_die_one_after_the_other_over_nothing_end_the_run():
-    """A fault of the machine, not of the documents: charging them all would turn a corpus into error rows."""
-    roster = Roster(1)
-    for death in range(MAX_FRUITLESS_DEATHS):
-        [worker] = roster.due(death, 9)
-        roster.ready(worker)
-        if death < MAX_FRUITLESS_DEATHS - 1:
-            roster.died(worker, "CUDA error")
-    with pytest.raises(WorkersFailError, match="no document was done between"):
-        roster.died(worker, "CUDA error")

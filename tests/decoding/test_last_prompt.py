@@ -108,15 +108,3 @@ def test_a_prompt_whose_reading_failed_is_not_taken_over(pair, alone):
     assert errors == ["fails"]
     assert {name: each.token_ids for name, each in outputs.items()} == {name: alone(prompts[name]) for name in "ab"}
     assert outputs["b"].stats.num_cached_tokens == 0
-
-
-@pytest.mark.parametrize(("source", "target"), [(0, 512), (512, 0), (256, 256), (0, 256)])
-def test_rows_are_copied_between_regions_that_overlap(source, target, pair):
-    cache = tiny_engine(pair, decoding__mode="autoregressive").target.cache
-    cache.stored.normal_(generator=torch.Generator().manual_seed(0))
-    before = cache.stored.clone()
-    cache.copy(source, target, 700)
-    assert torch.equal(cache.stored[:, :, :, target : target + 700], before[:, :, :, source : source + 700])
-    others = torch.ones(cache.stored.shape[3], dtype=torch.bool)
-    others[target : target + 700] = False
-    assert torch.equal(cache.stored[:, :, :, others], before[:, :, :, others])

@@ -109,20 +109,6 @@ def test_a_nucleus_of_any_size_is_found(spread):
     assert choose_tokens(logits.expand(5, -1), torch.arange(5), sampling).tolist() == expected
 
 
-@pytest.mark.parametrize("sampling", SETTINGS)
-def test_choice_of_a_batch_is_the_choice_of_each_node(sampling):
-    """Tree nodes share positions; neither their number nor their order may matter."""
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(9, 40, generator=generator) * 2
-    positions = torch.tensor([500, 501, 501, 502, 502, 502, 503, 503, 900])
-    tokens = choose_tokens(logits, positions, sampling)
-    assert tokens.tolist() == [
-        slow_choice(row, at, sampling) for row, at in zip(logits, positions.tolist(), strict=True)
-    ]
-    order = torch.randperm(9, generator=generator)
-    assert torch.equal(choose_tokens(logits[order], positions[order], sampling), tokens[order])
-
-
 def test_greedy_takes_the_first_of_equal_logits():
     """As `generate(do_sample=False)` does; in bf16 ties are common."""
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]], dtype=torch.bfloat16)

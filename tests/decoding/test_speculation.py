@@ -85,14 +85,6 @@ def test_many_documents_pay_for_one_first_try():
     assert lost <= 0.025 * num_tokens + 5 * COST
 
 
-def test_a_free_draft_that_proposes_nothing_is_kept():
-    """An n-gram draft without a match costs nothing to ask; a pause would make it miss the next one."""
-    state = Speculation()
-    for _ in range(100):
-        assert who_speculates([state], verify_s, lambda _: 0.01, in_credit=True) == {0}
-        state.observe(1, 0.0, 0)
-
-
 def known(gain: float) -> Speculation:
     """A sequence long past its first tries, whose steps accepted `gain` tokens as its draft expected."""
     state = Speculation()
@@ -137,10 +129,3 @@ STEEP = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4, 16: 4.0}
 def test_a_tree_has_the_size_that_brings_most_tokens_per_second(probabilities, seconds, expected):
     """Probabilities of paths, falling, root left out."""
     assert best_size([probabilities], [*seconds], seconds.__getitem__) == expected
-
-
-def test_one_size_serves_a_batch():
-    """All are padded to the largest, so rows are chosen for the sum."""
-    sure, unsure = [0.9, 0.85, 0.8], [0.05, 0.04, 0.03]
-    assert best_size([unsure], [*STEEP], STEEP.__getitem__) == 1
-    assert best_size([sure, unsure], [*STEEP], STEEP.__getitem__) == 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specextend.decoding.stopping import MIN_STOP_TOKENS, StopChecker
+from specextend.decoding.stopping import StopChecker
 
 CORPUS = ["the end of the report. the committee finds", "\n\n### the report ends here", "été naïve café 😀😀 日本語"]
 SPECIAL = ["<eos>", "<|im_end|>", "<pad>"]
@@ -128,21 +128,6 @@ def test_a_loop_ends_the_output_at_the_token_that_makes_it_one(period, tokens_ne
     check = loop_checker()
     assert check.push([5, 7, *loop]) == (tokens_needed and "repetition")
     assert len(check.token_ids) == 2 + (tokens_needed or len(loop))
-
-
-def test_an_end_that_says_more_comes_before_a_loop_and_a_loop_before_the_length():
-    """All at the same token: the model had finished, or it never would have."""
-    loop = byte_ids("the en") * 20
-    at_the_limit = loop_checker(max_new_tokens=MIN_STOP_TOKENS)
-    assert at_the_limit.push(loop) == "repetition"
-    assert len(at_the_limit.token_ids) == MIN_STOP_TOKENS
-    check = loop_checker()
-    assert check.push([*[5] * (MIN_STOP_TOKENS - 1), eos(LETTERS)]) == "stop"
-    spelled = byte_ids("the end")
-    check = StopChecker(LETTERS, frozenset(), ("the end" * 10,), 10**6, stop_repetition=True)
-    assert check.push(spelled * 20) == "repetition", "64 tokens come before the 70 of the stop string"
-    check = StopChecker(LETTERS, frozenset(), ("the end" * 9 + "t",), 10**6, stop_repetition=True)
-    assert check.push(spelled * 20) == "stop"
 
 
 @pytest.mark.parametrize(

@@ -129,18 +129,6 @@ def test_drafting_stops_when_a_level_gains_too_little(threshold, num_levels):
     assert draft.num_calls == num_levels - 1
 
 
-def test_a_reduced_draft_proposes_its_own_token_ids():
-    """Its logits number a vocabulary of its own; tree and expansion speak the target's."""
-    vocabulary = torch.tensor([11, 7, 42])
-    draft = TableDraft([lambda path: torch.tensor([0.1, 0.7, 0.2]).log() + 0 * len(path)])
-    options = TreeOptions(nodes=4, depth=3, threshold=0)
-    [tree] = grow_trees(
-        torch.tensor([1]), draft.root_logits(), draft.expand, options, adaptive=True, vocabulary=vocabulary
-    )
-    assert set(weights_of(tree)) == {(7,), (7, 7), (7, 7, 7), (42,)}
-    assert {token_id for token_id, _ in draft.expanded[0]} <= {7, 42, 11}
-
-
 @given(st.lists(st.lists(st.integers(0, 10**6), min_size=7, max_size=7), min_size=1, max_size=3))
 def test_a_node_sees_itself_and_its_ancestors_alone(draws):
     """The public code's mask leaks (1,586 ones instead of 400 by level 8); ours is built from parents alone."""

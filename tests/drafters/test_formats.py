@@ -171,7 +171,7 @@ def test_missing_files_are_named(write, target, tmp_path):
     assert "has no c.safetensors" in refusal(target, folder)
     for file in folder.glob("*safetensors*"):
         file.unlink()
-    assert "has no model.safetensors" in refusal(target, folder)
+    assert "must have weights as safetensors; it has none" in refusal(target, folder)
     (folder / "config.json").unlink()
     assert "has no config.json" in refusal(target, folder)
 

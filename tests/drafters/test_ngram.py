@@ -84,15 +84,6 @@ def test_a_draft_of_one_node_makes_room_for_deep_copies_of_its_neighbours(loopin
     assert widest > 8
 
 
-@pytest.mark.parametrize("length", [1, 2, 13])
-@pytest.mark.parametrize("draft", ["ngram", "merged-eagle"])
-def test_the_shortest_prompts(draft, length, looping):
-    """Nothing has been said before the first token."""
-    reference = generate(looping[1], random_prompt(length), NEW)
-    [completion] = tiny_engine(looping[0], draft).generate([request("a", random_prompt(length), NEW)])
-    assert completion.token_ids == reference.token_ids
-
-
 def test_nothing_is_proposed_past_the_last_token(looping):
     """A tree that the output cannot take would be verified in vain, and reach past the context."""
     drafter = NgramDrafter(TreeOptions(nodes=20, depth=2), torch.device("cpu"))

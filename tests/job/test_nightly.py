@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from specextend.cluster import exits
-from specextend.cluster.metrics import exported_names
 from specextend.config import RunConfig
+from tests.cluster.test_metrics import exported_names
 from tests.job.conftest import ROOT, parse
 
 DEPLOY = ROOT / "deploy"

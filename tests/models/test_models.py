@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from specextend.model_files import ModelError, identify
-from specextend.models import TargetOptions, check_model, load_target, load_tokenizer, read_facts
+from specextend.models import TargetOptions, check_model, load_target, read_facts
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
@@ -97,21 +97,6 @@ def test_weights_that_are_not_whole_are_refused(write_model, change):
     file = folder / "model.safetensors"
     file.write_bytes(change(file.read_bytes()))
     assert "model.safetensors is not a whole safetensors file" in refusal(folder, check_model)
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "a/b/c"])
-def test_a_path_that_is_not_there_is_not_asked_of_the_hub(name):
-    """A typing error in a path must not become a request for a repository of that name."""
-    assert "does not exist" in refusal(name)
-
-
-def test_a_model_without_a_tokenizer_is_refused(write_model):
-    """Documents could not be counted, let alone read."""
-    folder = write_model()
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    with pytest.raises(ModelError, match="tokenizer"):
-        load_tokenizer(str(folder))
 
 
 def test_hashes_know_what_is_in_the_files_and_not_where_they_lie(write_model, edit_json):

@@ -16,7 +16,6 @@ from specextend.cluster.messages import (
     CallLost,
     Died,
     Done,
-    Dying,
     Event,
     Failed,
     Lease,
@@ -70,7 +69,6 @@ class Being:
 
     place: int
     is_up: bool = False
-    is_dying: bool = False
     is_hung: bool = False
     num_steps: int = 0
     leases: dict[str, Lease] = field(default_factory=dict)
@@ -105,13 +103,12 @@ class SimulatedPool:
         self.most_leases = 0
 
     def start(self, worker: str) -> None:
-        taken = {being.place for being in self.workers.values() if not being.is_dying}
+        taken = {being.place for being in self.workers.values()}
         self.workers[worker] = Being(self._draw.choice([at for at in range(self._num_places) if at not in taken]))
 
     def run(self, worker: str, lease: Lease) -> None:
         being = self.workers[worker]
         assert being.is_up
-        assert not being.is_dying, "a worker that is gone gets nothing more"
         held = [other.key for each in self.workers.values() for other in live(each).values()]
         assert lease.key not in held, "a document is at one worker at most"
         being.leases[lease.lease_id] = lease
@@ -142,14 +139,9 @@ class SimulatedPool:
 
     def _ailing(self) -> list[str]:
         """Workers that are about to die of their place: this is faster than any document."""
-        ill = {name: being for name, being in self.workers.items() if being.place in self._sick and being.leases}
-        return [name for name, being in ill.items() if not being.is_dying]
+        return [name for name, being in self.workers.items() if being.place in self._sick and being.leases]
 
     def _go_well(self, worker: str, being: Being) -> list[Event]:
-        if being.is_dying:
-            del self.workers[worker]
-            with_node = not (self._sick or self._deadly) and self._draw.random() < 0.3
-            return [Died(worker, "gone", with_node=with_node)]
         if not being.is_up:
             being.is_up = True
             return [Ready(worker, WorkerInfo("node", f"host-{being.place // 4}", 1, "H200", (f"GPU {being.place}",)))]
@@ -163,7 +155,7 @@ class SimulatedPool:
         if being.place in self._sick or lease.key in self._deadly:
             self.deaths[being.place] += 1
             begun = Polled(worker, WorkerReport(being.num_steps, {lease.lease_id: 1}))
-            return [begun, *self._die(worker, being)]
+            return [begun, *self._die(worker)]
         return [self._end(worker, being, lease)]
 
     def _end(self, worker: str, being: Being, lease: Lease) -> Event:
@@ -181,8 +173,8 @@ class SimulatedPool:
         choices: list[Callable[[], list[Event]]] = [self._kill_driver]
         if not being.is_up:
             choices += [lambda: self._fail_to_start(worker)]
-        elif not being.is_dying:
-            choices += [lambda: self._die(worker, being)] * 3 + [lambda: self._hang(worker, being)]
+        else:
+            choices += [lambda: self._die(worker)] * 3 + [lambda: self._hang(worker, being)]
             if live(being):
                 choices += [lambda: self._fail_batch(worker, being), lambda: self._lose_call(worker, being)]
                 choices += [lambda: self._cannot_read(worker, being)]
@@ -195,9 +187,10 @@ class SimulatedPool:
         del self.workers[worker]
         return [StartFailed(worker, "no weights")]
 
-    def _die(self, worker: str, being: Being) -> list[Event]:
-        being.is_dying = True
-        return [Dying(worker, "gone")]
+    def _die(self, worker: str) -> list[Event]:
+        del self.workers[worker]
+        with_node = not (self._sick or self._deadly) and self._draw.random() < 0.3
+        return [Died(worker, "gone", with_node=with_node)]
 
     def _hang(self, worker: str, being: Being) -> list[Event]:
         being.is_hung = True

@@ -44,7 +44,7 @@ def bucket(name: str, length: float | None) -> dict[str, Any]:
     return {"bucket": name, "mean_acceptance_length": length}
 
 
-TAIL = {"idle_workers": 2, "workers": 8, "idle_median_s": 2400.0, "idle_worker_s": 4800.0}
+TAIL = {"idle_workers": 2, "workers": 8, "idle_median_s": 2400.0}
 FAILED = {"error_class": "PromptTooLong", "stage": "prompt", "rows": 10, "retryable": False}
 AUDIT = {"documents": 40, "different": 0, "largest_gap": 7.2, "speedup": None}
 SLOWER = {"documents": 38, "decode": 0.8}

@@ -32,7 +32,6 @@ def test_a_small_gap_is_rounding_where_numbers_are_short(dtype, ties):
     """In bfloat16 two correct decodings choose differently where two logits nearly tie, in float32 hardly ever."""
     figures = audit_figures(table({}, {"num_equal_tokens": 5, "gap": 0.25}, {"num_equal_tokens": 0, "gap": 7.0}), dtype)
     assert (figures["equal"], figures["near_ties"], figures["different"]) == (1, ties, 2 - ties)
-    assert figures["different_doc_ids"][-1] == "d2"
     assert figures["token_agreement"] == pytest.approx(16 / 33)
     assert figures["largest_gap"] == 7.0
 

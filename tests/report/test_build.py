@@ -19,8 +19,7 @@ from specextend.data.commits import CommitWriter
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import resolve
 from specextend.report import build_report, render_outcome, write_report
-from specextend.stats import DecodingStats
-from tests.report.made_up import FIRST, NIGHT_S, config_of, done_row, failed_row, rows_of_worker, write_manifest_file
+from tests.report.made_up import FIRST, NIGHT_S, config_of, failed_row, rows_of_worker, write_manifest_file
 
 DONE = rows_of_worker(range(2), "host:1", NIGHT_S, random.Random(1))
 
@@ -50,15 +49,6 @@ def test_summaries_alone_give_the_same_figures(run: str, tmp_path: Path):
     for name in ("tokens", "acceptance", "speed", "time", "retrieval", "per_document", "buckets", "finish_reasons"):
         assert copied[name] == original[name], name
     assert copied["wall_clock"] == dict.fromkeys(copied["wall_clock"]) | {"is_exact": False}
-
-
-def test_a_run_without_speculation_has_no_acceptance(tmp_path: Path):
-    """Null, not zero and not one: there was no draft."""
-    plain = DecodingStats(num_prompt_tokens=10, num_output_tokens=1, num_plain_steps=1)
-    report = build_report(commit(tmp_path, [done_row(0, plain, "host:1", NIGHT_S, random.Random(1))]))
-    assert report["acceptance"]["mean_acceptance_length"] is None
-    assert report["speed"] == dict.fromkeys(report["speed"])
-    assert set(report["time"]["shares"].values()) == {None}
 
 
 def test_the_end_of_a_run_is_shown_in_few_lines(report: dict[str, Any]):

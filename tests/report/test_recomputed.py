@@ -198,7 +198,6 @@ def test_the_tail(rows, report):
         "last_percent_s": pytest.approx(last - before, abs=1e-5),
         "last_worker_alone_s": pytest.approx(idle, abs=1e-5),
         "workers": 2,
-        "idle_worker_s": pytest.approx(idle, abs=1e-5),
         "idle_workers": 1,
         "idle_median_s": pytest.approx(idle, abs=1e-5),
     }

@@ -18,9 +18,8 @@ from specextend.config import RunConfig
 from specextend.data.inputs import InputOptions
 from specextend.data.source import open_source
 from specextend.training.distil import distil
-from specextend.training.fit import FitOptions
-from specextend.training.recording import Recording, SampleOptions, Span, SummaryOptions
-from specextend.training.task import LanguageModelOptions, TrainedKind, TrainOptions
+from specextend.training.recording import Recording, Span
+from specextend.training.task import TrainedKind, TrainOptions
 from tests.tiny_models import FAMILIES, SECTIONS, tiny_model
 
 WORDS = ("river", "report", "county", "bridge", "water", "budget", "council", "annual", "road", "storm", "repair")
@@ -48,12 +47,13 @@ def write_texts(path: Path, texts: list[str]) -> Path:
 OPTIONS = TrainOptions(
     num_samples=6,
     vocabulary=18,
-    sample=SampleOptions(min_tokens=128, max_tokens=192, num_quotes=2, min_quote=12, max_quote=24, num_facts=1),
-    summary=SummaryOptions(count=2, max_new_tokens=6),
-    fit=FitOptions(passes=4, learning_rate=2e-3),
-    language_model=LanguageModelOptions(
-        hidden_size=64, num_layers=1, intermediate_size=64, num_kv_heads=1, positions=96
-    ),
+    min_tokens=192,
+    max_tokens=256,
+    summary_tokens=6,
+    passes=4,
+    learning_rate=2e-3,
+    hidden_size=128,
+    num_layers=1,
 )
 
 
@@ -81,7 +81,7 @@ def workshop(tmp_path_factory) -> Workshop:
     tokenizer = byte_tokenizer()
     tiny_model(FAMILIES["llama-tied-llama3"], 0, len(tokenizer)).save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
-    return Workshop(str(folder / "target"), write_texts(folder / "texts.parquet", [document(i) for i in range(8)]))
+    return Workshop(str(folder / "target"), write_texts(folder / "texts.parquet", [document(i, 200) for i in range(8)]))
 
 
 def made_up_recording(vocab_size: int, hidden_size: int) -> Recording:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from specextend.drafters.draft_options import DraftKind
-from specextend.drafters.formats import load_eagle_config
 from specextend.loading import load_engine
 from specextend.training.task import TrainedKind
 from tests.tiny_models import random_prompt, request
-from tests.training.conftest import OPTIONS, Workshop
+from tests.training.conftest import Workshop
 
 KINDS: dict[TrainedKind, DraftKind] = {"eagle": "eagle", "model": "model"}
 
@@ -59,17 +55,3 @@ def test_a_folder_of_another_training_is_refused(workshop, drafts):
         ValueError, match=r"settings\.json belongs to a training with other settings; choose another output"
     ):
         workshop.train(drafts["eagle"], "eagle", num_samples=7)
-
-
-def test_a_head_can_go_on_from_another(workshop, drafts, tmp_path):
-    """It keeps its vocabulary and gains copy heads; with no pass to speak of it still is the head it was."""
-    plain = tmp_path / "plain"
-    workshop.train(plain, "eagle", copy_heads=0)
-    fit = replace(OPTIONS.fit, passes=1, learning_rate=1e-9)
-    workshop.train(tmp_path / "on", "eagle", start_from=str(plain), copy_heads=1, fit=fit)
-    before, after = (load_file(folder / "model.safetensors") for folder in (plain, tmp_path / "on"))
-    assert load_eagle_config(plain).copy_heads is None
-    assert load_eagle_config(tmp_path / "on").copy_heads == 1
-    assert set(after) - set(before) == {f"copy.{name}_proj.weight" for name in "qkv"}
-    for name in set(before) - {"layer.self_attn.o_proj.weight"}:
-        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-7)

@@ -8,23 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specextend.training.fit import Fit, FitOptions
-
-OPTIONS = FitOptions(passes=3, learning_rate=1e-2, checkpoint_every_s=0)
+from specextend.training.fit import fit
 
 
 class Learner:
     """A linear layer that learns sums of noisy numbers, and may be interrupted after some steps."""
 
-    def __init__(self, folder: Path, options: FitOptions = OPTIONS, num_steps: int | None = None) -> None:
+    def __init__(self, folder: Path, num_steps: int | None = None) -> None:
         torch.manual_seed(0)
-        self.layer, self.taken, self._num_steps = nn.Linear(4, 1), 0, num_steps
+        self.layer, self.taken, self._folder, self._num_steps = nn.Linear(4, 1), 0, folder, num_steps
         self.said: list[str] = []
-        self._fit = Fit(self.layer, self._loss, options, folder)
 
     def run(self) -> list[Tensor]:
         lessons = [torch.randn(4, generator=torch.Generator().manual_seed(n)) for n in range(5)]
-        self._fit.run(lessons, self.said.append)
+        fit(self.layer, self._loss, lessons, self._folder, self.said.append, passes=3, learning_rate=1e-2, seed=0)
         return [parameter.detach().clone() for parameter in self.layer.parameters()]
 
     def _loss(self, lesson: Tensor, chance: torch.Generator) -> Tensor:
@@ -35,15 +32,16 @@ class Learner:
         return (self.layer(noisy) - lesson.sum()).square().sum()
 
 
-def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path):
+def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path, monkeypatch):
     """To the bit: the order, what is drawn by chance, the learning rate and the optimizer's memory all go on."""
+    monkeypatch.setattr("specextend.training.fit.CHECKPOINT_S", 0.0)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
     expected = Learner(whole).run()
     for num_steps in (4, 5):
         with pytest.raises(KeyboardInterrupt):
-            Learner(parts, num_steps=num_steps).run()
+            Learner(parts, num_steps).run()
     last = Learner(parts)
     found = last.run()
     assert last.said[0] == "resuming at step 9/15"

@@ -6,52 +6,50 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from specextend.drafters.small_lm import read_reduced
+from specextend.drafters.small_lm import ReducedVocabulary, read_reduced
 from specextend.training.language_model import (
     new_language_model,
     recorded_windows,
-    row_of_token,
     save_language_model,
     text_windows,
 )
 from tests.training.conftest import OPTIONS, made_up_recording
 
 VOCABULARY = torch.tensor([1, 4, 5, 9, 30])
+ROWS = ReducedVocabulary(VOCABULARY, 40, 5).rows()
 EMBEDDING = torch.randn(40, 48, generator=torch.Generator().manual_seed(0))
 
 
 def test_the_model_is_saved_as_its_reader_expects(tmp_path):
     """The LM head is the embedding, the vocabulary lies beside it, and the reader maps tokens to the same rows."""
     torch.manual_seed(0)
-    model = new_language_model(OPTIONS.language_model, VOCABULARY, EMBEDDING, "tiny").to(torch.bfloat16)
+    model = new_language_model(OPTIONS, VOCABULARY, EMBEDDING, "tiny").to(torch.bfloat16)
     save_language_model(model, VOCABULARY, tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     reduced = read_reduced(tmp_path)
     assert reduced is not None
-    assert torch.equal(reduced.rows(), row_of_token(VOCABULARY, 40))
+    assert torch.equal(reduced.rows(), ROWS)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert (loaded.dtype, loaded.config.max_position_embeddings) == (torch.bfloat16, 96)
-    rows = torch.tensor([[0, 5, 2, 3]])
-    assert torch.equal(loaded(rows).logits, model(rows).logits)
+    assert (loaded.dtype, loaded.config.max_position_embeddings) == (torch.bfloat16, 1024)
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
 
 
 def test_tokens_outside_the_vocabulary_share_a_row():
     """The model reads them as one and the same, and proposes none of them."""
-    rows = row_of_token(VOCABULARY, 40)
-    assert rows[VOCABULARY].tolist() == [0, 1, 2, 3, 4]
-    assert rows[[0, 2, 39]].tolist() == [5, 5, 5]
-    windows = text_windows([1, 2, 4, 5, 9, 30, 7], rows, 3)
+    assert ROWS[VOCABULARY].tolist() == [0, 1, 2, 3, 4]
+    assert ROWS[[0, 2, 39]].tolist() == [5, 5, 5]
+    windows = text_windows(torch.tensor([1, 2, 4, 5, 9, 30, 7]), ROWS, 3)
     assert [window.tolist() for window in windows] == [[0, 5, 1], [2, 3, 4]]
 
 
 def test_windows_end_in_an_answer_and_are_never_longer_than_the_model_reads():
     """More positions than it will have at run time, or fewer tokens of the answer, would be learned in vain."""
-    recording, rows = made_up_recording(40, 48), row_of_token(VOCABULARY, 40)
+    recording = made_up_recording(40, 48)
     for size in (5, 8, 16, 64):
-        windows = recorded_windows(recording, rows, size, 0)
+        windows = recorded_windows(recording, ROWS, size, 0)
         for window, answer in zip(windows, recording.answers, strict=True):
             kept = min(size, len(answer.token_ids))
             assert len(window.rows) == len(window.hidden) == min(size, 24 + kept)
-            assert torch.equal(window.rows[-kept:], rows[answer.token_ids[:kept]])
+            assert torch.equal(window.rows[-kept:], ROWS[answer.token_ids[:kept]])
             assert torch.equal(window.hidden[-kept:], answer.hidden[:kept])

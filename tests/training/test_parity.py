@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,7 +14,7 @@ from specextend.attention.reference import attend_reference
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import WEIGHTS_FILE, load_eagle_config, read_head, read_vocabulary, read_weights
+from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig, read_head, read_vocabulary, read_weights
 from specextend.models import load_causal_lm, rope_frequencies
 from specextend.training.eagle_head import EagleHead, Slots, chain, lay_out
 from tests.tiny_models import FAMILIES, VOCABULARY, tiny_model, write_eagle, write_model
@@ -61,7 +63,8 @@ def test_an_eagle_head_gives_what_its_network_gives(tmp_path, copy_heads):
     """A head that is trained on another formula than it runs by is worth nothing, and nothing else would show it."""
     target = load_tiny(tmp_path / "target")
     folder = write_eagle(tmp_path / "head", target.model, VOCABULARY // 2, copy_heads)
-    config, weights = load_eagle_config(folder), load_file(f"{folder}/{WEIGHTS_FILE}")
+    config = EagleConfig.model_validate_json(Path(folder, "config.json").read_text())
+    weights = load_file(f"{folder}/{WEIGHTS_FILE}")
     embedding, lm_head = target.model.get_input_embeddings().weight, target.model.lm_head.weight
     head = EagleHead(config, weights, embedding, lm_head)
     slots = lay_out(made_up_recording(VOCABULARY, HIDDEN), lm_head, head.vocabulary)
