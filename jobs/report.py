@@ -1,12 +1,7 @@
 """Report on a run folder. See `--help`."""
 
-from __future__ import annotations
-
-import sys
-
-from specextend.cli.report import main
-from specextend.terminal import guard_streams
+from specextend.cli.command import script
+from specextend.cli.report import report
 
 if __name__ == "__main__":
-    guard_streams()
-    sys.exit(main(sys.argv[1:]))
+    script(report)

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any, get_args
 
-from specextend.cli.settings import field_docs
+from specextend.cli.settings import described_schema
 from specextend.config import RunConfig
 
 HEAD = """\
@@ -32,14 +32,14 @@ TABLE = ["| key | default | meaning |", "|---|---|---|"]
 
 def page() -> str:
     """Return the whole page as Markdown."""
-    sections = [_section(name) for name in RunConfig.model_fields]
+    owners = described_schema(RunConfig)["$defs"]
+    sections = [_section(name, owners[_owner(name).__name__]["properties"]) for name in RunConfig.model_fields]
     return "\n".join([HEAD, *sections])
 
 
-def _section(name: str) -> str:
+def _section(name: str, keys: dict[str, Any]) -> str:
     owner = _owner(name)
-    docs = field_docs(owner)
-    rows = [_row(name, field, docs.get(field.name, "")) for field in dataclasses.fields(owner)]
+    rows = [_row(name, field, keys[field.name]["description"]) for field in dataclasses.fields(owner)]
     return "\n".join([f"## `{name}`", "", _lead(owner), "", *TABLE, *rows, ""])
 
 

@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from specextend.shipped import config_names
-from specextend.terminal import complain
+from specextend.terminal import complain, guard_streams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -62,6 +62,12 @@ def call(command: click.Command, argv: Sequence[str], name: str) -> int:
         return error.exit_code
 
 
+def script(command: click.Command) -> NoReturn:
+    """Run a command with the arguments of this process, which is a script in `jobs/`, and end the process."""
+    guard_streams()
+    end(call(command, sys.argv[1:], os.path.basename(sys.argv[0])))
+
+
 def end(code: int) -> NoReturn:
     """End the process with that code at once.
 
@@ -89,6 +95,9 @@ def in_one_line(function: Callable[..., int]) -> Callable[..., int]:
         except (ValueError, OSError) as error:
             complain(error)
             return exits.EXIT_REFUSED
+        except KeyboardInterrupt:
+            print("interrupted; run the same command again to resume", file=sys.stderr)
+            return exits.EXIT_INTERRUPTED
 
     return wrapped
 

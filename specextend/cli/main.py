@@ -10,11 +10,10 @@ import click
 from specextend.cli.check import check
 from specextend.cli.command import call, end
 from specextend.cli.demo import demo
-from specextend.cli.export import export
-from specextend.cli.init import init
-from specextend.cli.report import compare, report
+from specextend.cli.prepare import prepare
+from specextend.cli.report import compare, export, report
 from specextend.cli.run import plan, run, status
-from specextend.cli.settings import config, configs
+from specextend.cli.settings import config, configs, init
 from specextend.cli.train import train
 from specextend.terminal import guard_streams
 
@@ -25,16 +24,6 @@ class InOrder(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """List the names."""
         return list(self.commands)
-
-
-@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def prepare(arguments: tuple[str, ...]) -> int:
-    """Turn files and data sets into Parquet."""
-    from specextend.cli.prepare import main
-
-    sys.argv[0] = "specextend prepare"  # the name that its usage shows
-    return main(arguments)
 
 
 @click.group(cls=InOrder)

@@ -1,13 +1,13 @@
-"""The commands `report` and `compare`: one run, or two side by side."""
+"""The commands `report`, `compare` and `export`: one run, two side by side, or its results in another format."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from specextend.cli.command import OUTPUT, call, in_one_line, show, takes, write_json
+from specextend.cli.command import OUTPUT, in_one_line, show, takes, write_json
+from specextend.core import counted, printable
 
 EXIT_OVER_LIMIT = 3
 _OTHER = click.argument("other", type=click.Path())
@@ -64,6 +64,19 @@ def _share(comparison: dict[str, Any], of: str) -> float:
     return 1.0 if here is None or not there else 1 - here / there
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `jobs/report.py`. Returns the exit code."""
-    return call(report, argv, "report.py")
+@click.command()
+@OUTPUT
+@click.option("--to", required=True, metavar="FILE", help="the file to write, a path or a URI")
+@in_one_line
+def export(output: str, to: str) -> int:
+    """Write the results of a run as JSON Lines.
+
+    They have the output format of OpenAI's Batch API.
+    """
+    from specextend.data.storage import resolve
+    from specextend.report.rows import write_responses  # seconds: not for --help
+
+    written, errors, rows = write_responses(resolve(output), resolve(to))
+    what = counted(written, "document") if rows is None else f"{written:,} of {counted(rows, 'document')}"
+    show(printable(f"{what} in {to}, {errors:,} of them as errors"))
+    return 0

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import partial
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from specextend.cli.command import OUTPUT, SET, call, config_option, in_one_line, show, takes, write_json
+from specextend.cli.command import OUTPUT, SET, config_option, in_one_line, show, takes, write_json
 from specextend.core import first_line, printable
 
 if TYPE_CHECKING:  # it imports torch
@@ -138,11 +138,6 @@ def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
     if status is not None:
         return in_one_line(_status)(output=status)
     return _guarded(_dry_run if dry_run else _job, Arguments(**given))
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run `jobs/summarize.py`. Returns the exit code."""
-    return call(summarize, argv, "summarize.py")
 
 
 def start(arguments: Arguments) -> int:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from specextend.cli.command import SET, call, config_option, takes
-from specextend.terminal import complain
-
-INTERRUPTED = 75
+from specextend.cli.command import SET, config_option, in_one_line, show, takes
 
 
 @click.command()
@@ -38,6 +34,7 @@ INTERRUPTED = 75
     click.option("--learning-rate", type=float, help="peak learning rate"),
     click.option("--seed", type=int, help="seed of samples and training"),
 )
+@in_one_line
 def train(config: str, settings: tuple[str, ...], text: str, text_column: str, output: Path, **options: Any) -> int:
     """Distil a draft for the target of a configuration.
 
@@ -49,24 +46,7 @@ def train(config: str, settings: tuple[str, ...], text: str, text_column: str, o
     """
     for stop in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us in the background, with SIGINT ignored
         signal.signal(stop, signal.default_int_handler)
-    try:
-        written = json.dumps(_train(config, settings, text, text_column, output, options), indent=1, sort_keys=True)
-    except (ValueError, OSError) as error:
-        complain(error)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        return INTERRUPTED
-    (output / "training.json").write_text(written + "\n")
-    print(written)
-    print(f"draft: {output}")
-    return 0
 
-
-def _train(
-    config: str, settings: tuple[str, ...], text: str, text_column: str, output: Path, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Train and write the draft. Returns its figures; raises ValueError and OSError."""
     from specextend.config import RunConfig
     from specextend.data.source import open_source
     from specextend.training.distil import distil
@@ -75,13 +55,12 @@ def _train(
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
     given = TrainOptions(**{name: value for name, value in options.items() if value is not None})
-    return distil(loaded, open_source(documents), given, output, _say)
+    figures = distil(loaded, open_source(documents), given, output, _say)
+    written = json.dumps(figures, indent=1, sort_keys=True)
+    (output / "training.json").write_text(written + "\n")
+    show(f"{written}\ndraft: {output}")
+    return 0
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run `jobs/train_draft.py`. Returns the exit code."""
-    return call(train, argv, "train_draft.py")

@@ -321,7 +321,6 @@ def test_an_object_store_is_read_and_written(monkeypatch: pytest.MonkeyPatch, pr
         (["documents", "texts", "--output", "texts/a.txt"], "texts/a.txt is a file; name a folder"),
         (["documents", "texts", "--output", "texts"], "holds a.txt, which is no part of a data set"),
         (["hf", "texts/none"], "texts/none"),
-        (["govreport"], "use: prepare hf ccdv/govreport-summarization --text-field report"),
     ],
 )
 def test_a_wrong_argument_is_one_line(

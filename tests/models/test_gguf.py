@@ -11,7 +11,8 @@ import gguf
 import pytest
 import torch
 
-from specextend.cli import prepare
+from specextend.cli.command import call
+from specextend.cli.prepare import prepare
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions, check_model, load_target, load_tokenizer
 
@@ -88,7 +89,7 @@ def folder_and_file(write_model, tmp_path):
 
 
 def unpack(file: Path, folder: Path, *arguments: str) -> int:
-    return prepare.main(["model", str(file), "--output", str(folder), *arguments])
+    return call(prepare, ["model", str(file), "--output", str(folder), *arguments], "prepare")
 
 
 def test_an_unpacked_gguf_file_is_the_model_it_was_made_from(folder_and_file, tmp_path):
@@ -111,7 +112,7 @@ def test_a_gguf_file_as_a_target_is_refused_with_the_command_that_works(folder_a
         check_model(str(file))
     monkeypatch.chdir(tmp_path)
     command = shlex.split(str(refused.value).partition("specextend prepare ")[2])
-    assert prepare.main(command) == 0
+    assert call(prepare, command, "prepare") == 0
     assert check_model("./FOLDER").num_layers == 2
 
 

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specextend.cli.report import main
+from specextend.cli.command import call
+from specextend.cli.report import report
 from specextend.data.commits import CommitWriter
 from specextend.data.schema import SUMMARY_SCHEMA
 from specextend.data.storage import resolve
@@ -84,7 +85,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, capsys: pytest.Capt
     path.write_bytes(b"PAR1 and nothing more")
     if values:
         pq.write_table(pa.Table.from_pylist([row | values]), path)
-    assert main([str(tmp_path)]) == 2
+    assert call(report, [str(tmp_path)], "report") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "part-00000.parquet is damaged" in line
 

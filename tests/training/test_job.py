@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specextend.cli.train import main
+from specextend.cli.command import call
+from specextend.cli.train import train
 from tests.tiny_models import SECTIONS
 from tests.training.conftest import Workshop, document, write_texts
 
@@ -35,7 +36,8 @@ def arguments(workshop: Workshop, tmp_path) -> list[str]:
 
 def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capfd):
     """Nothing but the figures goes to stdout, nothing but progress to stderr, no third party's bars."""
-    assert main([*arguments, "--kind", "model", "--hidden-size", "128", "--layers", "1", "--passes", "1"]) == 0
+    shape = ["--kind", "model", "--hidden-size", "128", "--layers", "1", "--passes", "1"]
+    assert call(train, [*arguments, *shape], "train") == 0
     printed, progress = capfd.readouterr()
     assert printed.splitlines()[-1] == f"draft: {tmp_path / 'draft'}"
     assert (tmp_path / "draft" / "training.json").read_text().strip() in printed
@@ -52,7 +54,7 @@ def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capf
 )
 def test_what_cannot_be_is_refused_in_one_line(arguments, tmp_path, capsys, more, message):
     """With exit code 2, before the target has read anything."""
-    assert main([*arguments, *more]) == 2
+    assert call(train, [*arguments, *more], "train") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 1
