@@ -61,7 +61,7 @@ def _worker(config: RunConfig) -> dict[str, Any]:
     """Return the memory that a worker takes, in GiB, and the problem with running all of them here; None if none."""
     import torch
 
-    from specextend.cluster.prepare import check_machine
+    from specextend.cluster.checks import check_machine
     from specextend.loading import GIB, longest_request, memory_bytes, usable_bytes, with_batch_size
     from specextend.pairing import check_pair
 

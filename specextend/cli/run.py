@@ -188,10 +188,10 @@ def _job(arguments: Arguments) -> int:
 
 def _dry_run(arguments: Arguments) -> int:
     """Do the dry run: say what there is to do, and how long it will take. Returns the exit code."""
+    from specextend.cluster.checks import prepare
     from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
     from specextend.cluster.exits import Interrupt, RefusedError
     from specextend.cluster.forecast import calibrate
-    from specextend.cluster.prepare import prepare
 
     config = arguments.load()
     try:

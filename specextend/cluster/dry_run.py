@@ -14,11 +14,7 @@ from typing import Any
 import numpy as np
 
 from specextend.cluster.backlog import Estimates
-from specextend.cluster.environment import is_local, say_room
-from specextend.cluster.exits import RefusedError, reading
-from specextend.cluster.forecast import Forecast, Outlook, Rates
-from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
-from specextend.cluster.prepare import (
+from specextend.cluster.checks import (
     Prepared,
     check_machine,
     check_retry,
@@ -28,6 +24,10 @@ from specextend.cluster.prepare import (
     open_rows,
     say_left_out,
 )
+from specextend.cluster.environment import is_local, say_room
+from specextend.cluster.exits import RefusedError, reading
+from specextend.cluster.forecast import Forecast, Outlook, Rates
+from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.progress import describe_duration
 from specextend.core import counted
 from specextend.data.commits import Retry

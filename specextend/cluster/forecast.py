@@ -20,10 +20,10 @@ import ray
 from ray.exceptions import RayError
 
 from specextend.cluster.backlog import Estimates
+from specextend.cluster.checks import Prepared, check_machine
 from specextend.cluster.environment import connected, settle_cores
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.messages import Done, Outcome
-from specextend.cluster.prepare import Prepared, check_machine
 from specextend.cluster.worker import EngineFactory, checked_engine, worker_actor
 from specextend.cluster.workers import last_line
 from specextend.config import MAX_WORKERS

@@ -163,7 +163,7 @@ def rows_per_commit(workers: int) -> int:
 
 
 class Committer:
-    """Finished rows, which it writes as a part once there are enough of them or the last commit is long enough ago."""
+    """Finished rows, which it commits once there are enough of them or the last time is long enough ago."""
 
     def __init__(
         self,

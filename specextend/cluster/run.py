@@ -13,6 +13,17 @@ from functools import partial
 from typing import Any
 
 from specextend.cluster.backlog import RowSet
+from specextend.cluster.checks import (
+    Prepared,
+    check_machine,
+    check_retry,
+    check_same_run,
+    describe_selection,
+    input_errors,
+    open_rows,
+    prepare,
+    say_left_out,
+)
 from specextend.cluster.display import Display
 from specextend.cluster.driver import Driver
 from specextend.cluster.environment import connected, say_room, settle_cores
@@ -33,17 +44,6 @@ from specextend.cluster.lock import OutputLock, held
 from specextend.cluster.messages import Tried
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
-from specextend.cluster.prepare import (
-    Prepared,
-    check_machine,
-    check_retry,
-    check_same_run,
-    describe_selection,
-    input_errors,
-    open_rows,
-    prepare,
-    say_left_out,
-)
 from specextend.cluster.progress import Ledger
 from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before
 from specextend.cluster.scheduler import Scheduler

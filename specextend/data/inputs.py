@@ -40,8 +40,9 @@ def unreadable(file: str, error: Exception) -> InputError:
 class DocumentError(Exception):
     """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
-    error_class: `NullText`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadInstruction` (stage `read`) or
-    `PromptTooLong` (stage `prompt`). doc_id: set by `read_row`, empty when raised by `Prompts.render`, which has no id.
+    error_class: `NullText`, `NullId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadOptions` (stage `read`),
+    `BadInstruction` (`read` or `prompt`), `PromptTooLong` (`prompt`), or the class of what failed in the engine.
+    doc_id: set by `RowReader.read`, empty when raised by `Prompts.render`, which has no id.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specextend.cluster.checks import prepare
 from specextend.cluster.exits import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -22,7 +23,6 @@ from specextend.cluster.exits import (
     OtherRunError,
     exit_code,
 )
-from specextend.cluster.prepare import prepare
 from specextend.cluster.records import read_status
 from specextend.cluster.run import run
 from specextend.config import RunConfig

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specextend.cluster.backlog import Estimates, TokenEstimate
+from specextend.cluster.checks import prepare
 from specextend.cluster.exits import Interrupt, RefusedError, WorkersFailError
 from specextend.cluster.forecast import (
     DocumentCost,
@@ -19,7 +20,6 @@ from specextend.cluster.forecast import (
     draw_sample,
     fit_rates,
 )
-from specextend.cluster.prepare import prepare
 from specextend.core import DocumentKey
 from tests.cluster.conftest import Job
 from tests.cluster.fakes import FakeEngine, NeverLoads

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specextend.cluster.checks import prepare
 from specextend.cluster.dry_run import describe_dry_run, dry_run
 from specextend.cluster.exits import EXIT_DONE, Interrupt
-from specextend.cluster.prepare import prepare
 from specextend.cluster.records import read_status
 from specextend.cluster.run import run
 from specextend.config import RunConfig

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specextend.cluster.checks import prepare
 from specextend.cluster.driver import is_damaged_row
 from specextend.cluster.exits import EXIT_FAILED, LockHeldError, StoreError, exit_code
 from specextend.cluster.lock import OutputLock, held, read_lock
-from specextend.cluster.prepare import prepare
 from specextend.config import RunConfig
 from specextend.core import Document, DocumentKey
 from specextend.data.commits import CommitWriter, read_commits

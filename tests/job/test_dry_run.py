@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from specextend.cluster.checks import prepare
 from specextend.cluster.dry_run import describe_dry_run, dry_run, parse_time
 from specextend.cluster.environment import worker_device
 from specextend.cluster.forecast import Rates
-from specextend.cluster.prepare import prepare
 from specextend.config import JobOptions, RunConfig
 from tests.job.conftest import CONFIG, Ended, write_corpus
 

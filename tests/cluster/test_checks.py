@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
+from specextend.cluster.checks import check_same_run, prepare
 from specextend.cluster.exits import OtherRunError, RefusedError
-from specextend.cluster.prepare import check_same_run, prepare
 from specextend.config import RunConfig
 from specextend.data.fingerprint import write_manifest
 from tests.cluster.conftest import MODELS
