@@ -28,7 +28,7 @@ from specextend.report import RunFigures, build_report, read_report, write_repor
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run has come to."""
+    """Say what a run has come to."""
 
     exit_code: int
     """0: done; 3: more rows failed than `job.max_error_fraction` allows; 75: cancelled, call again to resume."""

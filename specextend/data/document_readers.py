@@ -46,7 +46,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a file holds: a document, or a part that is pending; and what is wrong with it."""
+    """Hold what a file has: a document, or a part that is pending; and what is wrong with it."""
 
     rows: tuple[dict[str, Any], ...] = ()
     pending: str | None = None

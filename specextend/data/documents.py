@@ -45,7 +45,7 @@ _COMMIT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a call has done."""
+    """Say what a call has done."""
 
     num_documents: int
     """In the data set."""

@@ -70,7 +70,7 @@ class Norm(nn.Module):
 
 @dataclass(slots=True)
 class Forward:
-    """What every layer of a forward is given."""
+    """Hold what every layer of a forward is given."""
 
     kernels: LayerKernels
     attend: Attend
