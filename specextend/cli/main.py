@@ -7,9 +7,9 @@ from typing import NoReturn
 
 import click
 
-from specextend.cli.check import check
 from specextend.cli.command import call, end
 from specextend.cli.demo import demo
+from specextend.cli.machine import check
 from specextend.cli.prepare import prepare
 from specextend.cli.report import compare, export, report
 from specextend.cli.run import plan, run, status

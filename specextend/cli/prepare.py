@@ -62,8 +62,8 @@ def prepare() -> None:
 @in_one_line
 def documents(sources: tuple[str, ...], output: str, skip_unreadable: bool, **given: Any) -> int:
     """Read files, folders and globs, local or URIs: PDF, DOCX, HTML, Markdown, text, JSON Lines, CSV."""
+    from specextend.data.document_kinds import DocumentOptions
     from specextend.data.documents import prepare_documents
-    from specextend.data.formats import DocumentOptions
 
     kind = click.get_current_context().command.name
     if kind in _ONE_KIND:
@@ -93,8 +93,8 @@ for one_kind in _ONE_KIND:
 @in_one_line
 def hf(source: str, split: str, subset: str | None, output: str, skip_unreadable: bool, **given: Any) -> int:
     """Read a data set of the Hugging Face Hub, or a local folder of one."""
+    from specextend.data.document_kinds import DocumentOptions, hub_rows
     from specextend.data.documents import prepare_rows
-    from specextend.data.formats import DocumentOptions, hub_rows
 
     rows = hub_rows(source, subset, split, given["limit"])
     name = ":".join(filter(None, (source, subset, split)))

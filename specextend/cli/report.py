@@ -74,7 +74,7 @@ def export(output: str, to: str) -> int:
     They have the output format of OpenAI's Batch API.
     """
     from specextend.data.storage import resolve
-    from specextend.report.rows import write_responses  # seconds: not for --help
+    from specextend.report.result_rows import write_responses  # seconds: not for --help
 
     written, errors, rows = write_responses(resolve(output), resolve(to))
     what = counted(written, "document") if rows is None else f"{written:,} of {counted(rows, 'document')}"

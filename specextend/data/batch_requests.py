@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specextend.data.formats import UnreadableError, json_value
+from specextend.data.document_kinds import UnreadableError, json_value
 from specextend.data.inputs import InputError
 from specextend.data.storage import atomic_output, is_folder, resolve
 

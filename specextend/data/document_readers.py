@@ -19,8 +19,8 @@ from queue import LifoQueue
 from typing import Any
 
 from specextend.core import one_line
+from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, read_document, rows_of
 from specextend.data.document_set import Failure, write_rows
-from specextend.data.formats import DocumentOptions, UnreadableError, as_row, read_document, rows_of
 from specextend.data.storage import Location
 
 PENDING = "_pending-"

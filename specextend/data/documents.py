@@ -18,9 +18,9 @@ from typing import Any
 from pyarrow import fs
 
 from specextend.core import counted
+from specextend.data.document_kinds import DocumentOptions, UnreadableError, check_packages, kind_of
 from specextend.data.document_readers import PENDING, Reading, SourceFile, read_files, read_table
 from specextend.data.document_set import Failure, known_files, new_part, settle, write_rows
-from specextend.data.formats import DocumentOptions, UnreadableError, check_packages, kind_of
 from specextend.data.inputs import InputError
 from specextend.data.listing import FoundFile, each_once, find
 from specextend.data.storage import (

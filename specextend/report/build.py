@@ -26,7 +26,7 @@ from specextend.report.figures import (
     limit_figures,
 )
 from specextend.report.page import to_html
-from specextend.report.rows import read_rows
+from specextend.report.result_rows import read_rows
 from specextend.report.wall_clock import (
     start_section,
     tail_section,

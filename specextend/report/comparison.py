@@ -11,7 +11,7 @@ from specextend.core import counted
 from specextend.data.fingerprint import flattened, read_manifest
 from specextend.data.storage import Location, resolve
 from specextend.report.build import build_report
-from specextend.report.rows import read_rows
+from specextend.report.result_rows import read_rows
 from specextend.report.sections import RUN, WALL_CLOCK, Figures, Section, look_up, number, percent, shortened, to_text
 from specextend.stats import ratio
 

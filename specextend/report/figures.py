@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from specextend.data.run_folder import Start
 from specextend.data.schema import COMMIT_SCHEMA
 from specextend.decoding.measurements import MachineLimits, ModelWork
-from specextend.report.rows import BATCH_ROWS, RUN_ID, told_apart
+from specextend.report.result_rows import BATCH_ROWS, RUN_ID, told_apart
 from specextend.stats import PHASES, ratio
 
 SMALLEST = 512

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from specextend.data.run_folder import RELEASED, Start, WorkerRecord, parse_time, time_text
-from specextend.report.rows import RUN_ID
+from specextend.report.result_rows import RUN_ID
 from specextend.stats import PHASES, ratio
 
 BUSY = {

@@ -17,8 +17,8 @@ import pypdf
 import pytest
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
+from specextend.data.document_kinds import DocumentOptions, check_packages, join_lines
 from specextend.data.documents import ERRORS, Prepared, prepare_documents
-from specextend.data.formats import DocumentOptions, check_packages, join_lines
 from specextend.data.inputs import InputError
 from specextend.data.storage import resolve, write_bytes
 from tests.data.s3_server import s3_server

@@ -14,7 +14,7 @@ from pyarrow.parquet.encryption import CryptoFactory, EncryptionConfiguration, K
 from transformers import PreTrainedTokenizerFast
 
 from specextend.core import DocumentKey
-from specextend.data.formats import DocumentOptions, UnreadableError, as_row, rows_of
+from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, rows_of
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.data.source import Source, open_source
