@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specextend import RunConfig, SamplingParams
-from specextend.config import read_yaml
+from specextend.yaml_values import read_yaml
 
 PeerName = Literal["transformers", "transformers-lookup", "llama.cpp"]
 ProbeKind = Literal["passkey", "needles", "quote"]

@@ -6,13 +6,12 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
@@ -30,17 +29,11 @@ from specextend.decoding.decoding_options import (
 from specextend.drafters.draft_options import DraftOptions
 from specextend.model_files import looks_like_path
 from specextend.models import TargetOptions
-from specextend.shipped import CONFIGS, SHIPPED, config_names, find_config, models_folder
-
-
-class ConfigError(ValueError):
-    """A key or value is not allowed; the message is one line that names the key and what is allowed."""
-
+from specextend.shipped import CONFIGS, SHIPPED, find_config, models_folder
+from specextend.yaml_values import ConfigError, parse, read_yaml, shown
 
 MAX_WORKERS = 10_000
 """Largest value of `job.workers`; one driver could not coordinate more."""
-MOST_SHOWN = 200
-"""Characters of a value that a message repeats."""
 LEAST_SILENCE_S = 3600.0
 """Seconds without a token from any worker after which the run ends, unless its workers may take longer."""
 
@@ -187,7 +180,7 @@ class RunConfig(BaseModel):
     @classmethod
     def load(
         cls,
-        config: RunConfig | Mapping[str, Any] | str | Path,
+        config: Configs,
         overrides: Iterable[str] = (),
         *,
         allow_relative: bool = True,
@@ -195,22 +188,19 @@ class RunConfig(BaseModel):
     ) -> RunConfig:
         """Read a configuration, apply `key.path=value` overrides, check everything, and make local paths absolute.
 
-        config: a YAML file, the name of a shipped one, the values of one, or one that was made already. Relative paths
-        of a file are relative to its folder; all others, and those of a shipped file, to the current folder.
+        config: a YAML file, the name of a shipped one, the values of one, or one that was made already; or several,
+        such as a pair and a task, of which a later one wins key by key. Relative paths of a file are relative to its
+        folder; all others, and those of a shipped file, to the current folder.
         Values of overrides are YAML. allow_relative: if False, a relative local path is refused instead. run_date:
         stands for `{run_date}` in the paths of input and output; None: today. Raises ConfigError.
         """
         overrides = list(overrides)
         if isinstance(config, RunConfig) and not overrides:
             return config
-        values, folder = _read(config)
-        _drop_other_draft(values, overrides)
-        for override in overrides:
-            _apply(values, override)
+        values, origins = merge(config, overrides)
         known = {"run_date": (run_date or date.today()).isoformat(), "models": models_folder(), "shipped": SHIPPED}
         _expand_paths(values, {name: str(value) for name, value in known.items()})
-        given = {override.partition("=")[0].strip() for override in overrides}
-        return cls.from_values(values)._with_absolute_paths(allow_relative, folder, given)
+        return cls.from_values(values)._with_absolute_paths(allow_relative, origins)
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> RunConfig:
@@ -220,13 +210,13 @@ class RunConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError("; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))) from None
 
-    def _with_absolute_paths(self, allow_relative: bool, folder: str, given: set[str]) -> RunConfig:
-        """Make local paths absolute: those of `given` keys from the current folder, all others from `folder`."""
+    def _with_absolute_paths(self, allow_relative: bool, origins: Mapping[str, Origin]) -> RunConfig:
+        """Make local paths absolute, from the folder of the file that gives the key."""
         changed: dict[str, Any] = {}
         for section, key in (*_PATHS, *_MODELS):
             options = changed.get(section, getattr(self, section))
             value = getattr(options, key, ())
-            base = os.getcwd() if {section, f"{section}.{key}"} & given else folder
+            base = origins[f"{section}.{key}"].folder if f"{section}.{key}" in origins else os.getcwd()
             paths = value if isinstance(value, tuple) else (value,)
             relative = [path for path in paths if _is_relative(section, options, path, base)]
             if relative and not allow_relative:
@@ -239,75 +229,66 @@ class RunConfig(BaseModel):
         return self.model_copy(update=changed)
 
 
-def _read(config: RunConfig | Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
-    """Return the values of a configuration, and the folder that its paths are relative to. Raises ConfigError."""
-    if isinstance(config, RunConfig):
-        return config.model_dump(mode="json"), os.getcwd()
-    if isinstance(config, Mapping):
-        return json.loads(_as_json(dict(config))), os.getcwd()
-    path = find_config(config)
-    is_shipped = path.resolve().parent == CONFIGS.resolve()
-    return read_yaml(path), os.getcwd() if is_shipped else os.path.abspath(path.parent)
+OneConfig = RunConfig | Mapping[str, Any] | str | Path
+"""A configuration, its values, a YAML file, or the name of a shipped one."""
+Configs = OneConfig | Sequence[OneConfig]
+"""One, or several of which a later one wins key by key."""
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file's mapping. Raises ConfigError for anything else, a repeated key and an alias."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        hint = "" if path.suffix else f"; the names of shipped ones are {', '.join(config_names())}"
-        raise ConfigError(f"configuration {path} cannot be read: {error}{hint}") from None
-    try:
-        values = yaml.load(text, _PlainValues)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"configuration {path} is not valid YAML: {_yaml_problem(error)}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"configuration {path} must hold sections ({', '.join(RunConfig.model_fields)})")
-    return values
+class Origin(NamedTuple):
+    """Where a value came from: a configuration as it was named, or `--set`; and what its paths are relative to."""
+
+    name: str
+    folder: str
 
 
-def _yaml_problem(error: Exception) -> str:
-    """Say what is wrong with a text and where, without the text, which may hold a secret."""
-    mark = getattr(error, "problem_mark", None)
-    what = str(getattr(error, "problem", None) or type(error).__name__) if mark else first_line(error)
-    return f"{what} (line {mark.line + 1}, column {mark.column + 1})" if mark else what
+def merge(config: Configs, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Origin]]:
+    """Return the values of configurations and overrides, later ones above earlier ones, and the origin of each key.
 
-
-class _PlainValues(yaml.SafeLoader):
-    """A loader that refuses a repeated key, of which YAML silently keeps the last, and aliases.
-
-    A few lines of aliases can stand for more values than any memory holds.
+    Raises ConfigError.
     """
+    merged: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for each in [config] if isinstance(config, RunConfig | Mapping | str | Path) else config:
+        values, origin = _read(each)
+        _drop_other_draft(merged, _keys(values, "draft").get("kind"))
+        for section, options in values.items():
+            merged[section] = _keys(merged, section) | options if isinstance(options, dict) else options
+            origins |= {f"{section}.{key}": origin for key in _keys(values, section)}
+    overrides = list(overrides)
+    given = {key.strip(): text.strip() for key, _, text in (each.partition("=") for each in overrides)}
+    _drop_other_draft(merged, given.get("draft.kind"))
+    for override in overrides:
+        section, key = _apply(merged, override)
+        keys = [key] if key else _keys(merged, section)
+        origins |= {f"{section}.{each}": Origin("--set", os.getcwd()) for each in keys}
+    return merged, origins
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "an alias is not taken, write the value itself", mark)
-        return super().compose_node(parent, index)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping = super().construct_mapping(node, deep)
-        if len(mapping) != len(node.value):
-            names = [key.value for key, _ in node.value]
-            twice = next((name for name in names if names.count(name) > 1), names[-1])
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice} is repeated", node.start_mark)
-        return mapping
+def _keys(values: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return the keys of a section with their values; none if it is no section."""
+    options = values.get(section)
+    return options if isinstance(options, dict) else {}
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
-    """Apply one `key.path=value` to nested values."""
+def _read(config: OneConfig) -> tuple[dict[str, Any], Origin]:
+    """Return the values of a configuration, and where they come from. Raises ConfigError."""
+    if isinstance(config, RunConfig):
+        return config.model_dump(mode="json"), Origin("RunConfig", os.getcwd())
+    if isinstance(config, Mapping):
+        return json.loads(_as_json(dict(config))), Origin("values", os.getcwd())
+    path = find_config(config)
+    is_shipped = path.resolve().is_relative_to(CONFIGS.resolve())
+    return read_yaml(path), Origin(str(config), os.getcwd() if is_shipped else os.path.abspath(path.parent))
+
+
+def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
+    """Apply one `key.path=value` to nested values. Returns its section and key; no key if it is the whole section."""
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not name or not all(sections):
-        raise ConfigError(f"--set takes key.path=value, got {_shown(override)}")
-    try:
-        value = yaml.load(text, _PlainValues)
-        tokens = [token for token in yaml.scan(text) if not isinstance(token, yaml.StreamEndToken)]
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = _yaml_problem(error)
-        raise ConfigError(f"--set {key}: {_shown(text)} is not a valid YAML value ({why}); quote it") from None
-    if comment := text[tokens[-1].end_mark.index :].strip():
-        raise ConfigError(f"--set {key}: {_shown(comment)} is a comment in YAML and would be left out; quote the value")
+        raise ConfigError(f"--set takes key.path=value, got {shown(override)}")
+    value = parse(key, text)
     for section in sections:
         if values.get(section) is None:
             values[section] = {}
@@ -315,6 +296,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"--set {key}: {section} is a value, not a section")
     values[name] = value
+    section, _, rest = key.strip().partition(".")
+    return section, rest.partition(".")[0]
 
 
 _PATHS = (("input", "path"), ("input", "except_done_in"), ("output", "path"))
@@ -324,14 +307,11 @@ _OF_OTHER_DRAFTS = {"eagle": ("revision",), "self": ("model", "revision"), "ngra
 """By kind of draft: the keys that it does not take."""
 
 
-def _drop_other_draft(values: dict[str, Any], overrides: Iterable[str]) -> None:
-    """Take out of the draft's section what the kind that an override names does not take."""
-    kinds = [
-        text.strip() for key, _, text in (each.partition("=") for each in overrides) if key.strip() == "draft.kind"
-    ]
-    draft = values.get("draft")
-    if kinds and isinstance(draft, dict) and draft.get("kind") != kinds[-1]:
-        values["draft"] = {key: draft[key] for key in draft if key not in _OF_OTHER_DRAFTS.get(kinds[-1], ())}
+def _drop_other_draft(values: dict[str, Any], kind: object) -> None:
+    """Take out of the draft's section what the kind that comes in its place does not take; None: none comes."""
+    draft = _keys(values, "draft")
+    if kind is not None and draft and draft.get("kind") != kind:
+        values["draft"] = {key: draft[key] for key in draft if key not in _OF_OTHER_DRAFTS.get(str(kind), ())}
 
 
 _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w*)")
@@ -392,20 +372,16 @@ def _sentence(detail: ErrorDetails) -> str:
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(key)
     if kind in ("missing", "missing_keyword_only_argument"):
-        return f"{key} is missing"
+        return f"{key} is missing" + ("; a pair brings it: --config smollm2" if key == "target" else "")
     if kind == "value_error":
         return message.removeprefix("Value error, ")
     if kind == "dataclass_type":
-        return f"{key} must be a section ({', '.join(_known_keys(key))}), got {_shown(detail['input'])}"
+        return f"{key} must be a section ({', '.join(_known_keys(key))}), got {shown(detail['input'])}"
     wanted = message.removeprefix("Input should be ").replace("a valid ", "a ")
     wanted = {"a integer": "an integer", "a array": "a list"}.get(wanted, wanted)
-    return f"{key} must be {wanted}, got {_shown(detail['input'])}"
-
-
-def _shown(value: object) -> str:
-    """Write a value for a message, but not one that holds an address, which may hold a secret, nor a long one."""
-    text = repr(value)
-    return text if "://" not in text and len(text) <= MOST_SHOWN else f"a value of type {type(value).__name__}"
+    is_unquoted = kind == "string_type" and isinstance(detail["input"], dict)
+    quote = f"; quote a text: --set '{key}=\"...\"'" if is_unquoted else ""
+    return f"{key} must be {wanted}, got {shown(detail['input'])}{quote}"
 
 
 def _unknown_key(key: str) -> str:

@@ -21,7 +21,7 @@ from specextend.cluster.display import BarDisplay, Display, open_display
 from specextend.cluster.environment import prepare_environment
 from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRunError
 from specextend.cluster.run import run as run_job
-from specextend.config import RunConfig
+from specextend.config import Configs, RunConfig
 from specextend.data.commits import Retry
 from specextend.report import RunFigures, build_report, read_report, write_report
 
@@ -59,7 +59,7 @@ class RunResult:
 
 
 def run(
-    config: RunConfig | Mapping[str, Any] | str | Path,
+    config: Configs,
     *,
     input: str | Path | None = None,  # noqa: A002 - as on the command line
     output: str | Path | None = None,
@@ -71,8 +71,9 @@ def run(
 ) -> RunResult:
     """Run or resume a job, in this process and any of its threads.
 
-    config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig. input, output, settings
-    (`{"job.workers": 2}`), run_date, retry_errors: as on the command line. cancel: once it is set, finished work is
+    config: a YAML file, the name of a shipped configuration, the values of one, or a RunConfig; or a list of these,
+    such as a pair and a task. input, output, settings (`{"job.workers": 2}`), run_date, retry_errors: as on the command
+    line. cancel: once it is set, finished work is
     committed and the run ends with exit code 75, as it does on Ctrl-C. progress: show it on stderr or in the notebook.
     Raises in one line what the command would say: ValueError for what must be changed, others for what may pass.
     """

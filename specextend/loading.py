@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plan import TreeAttention
-from specextend.config import RunConfig
+from specextend.config import Configs, RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
 from specextend.decoding.device import capture, device_bytes, make_current, traits_of
@@ -30,7 +27,7 @@ _WIDTH = 16
 """Numbers that a layer of a prefill forward holds for each token, in hidden sizes, if its MLP is 3.5 times as wide."""
 
 
-def load_engine(config: RunConfig | Mapping[str, Any] | str | Path) -> Engine:
+def load_engine(config: Configs) -> Engine:
     """Load the models of a configuration (what `RunConfig.load` takes) into an engine.
 
     `decoding.mode` decides which options count: `tree` runs dense tree attention and the full cache whatever the

@@ -17,16 +17,17 @@ _PACKAGE = Path(__file__).parent
 _IS_CHECKOUT = not (_PACKAGE / "shipped").is_dir()
 SHIPPED = _PACKAGE.parent if _IS_CHECKOUT else _PACKAGE / "shipped"
 CONFIGS = SHIPPED / "configs"
+TASKS = CONFIGS / "tasks"
 
 
-def config_names() -> list[str]:
-    """List the names of the shipped configurations."""
-    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+def shipped_configs() -> dict[str, Path]:
+    """List the files of the shipped configurations by name: the pairs, then the tasks, which are given beside one."""
+    return {path.stem: path for folder in (CONFIGS, TASKS) for path in sorted(folder.glob("*.yaml"))}
 
 
 def find_config(config: str | Path) -> Path:
     """Return the file of a shipped configuration's name; anything else is a path already."""
-    return CONFIGS / f"{config}.yaml" if str(config) in config_names() else Path(config)
+    return shipped_configs().get(str(config), Path(config))
 
 
 def models_folder() -> Path:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from specextend.config import RunConfig
+from specextend.config import Configs, RunConfig
 from specextend.core import Completion, Request
 from specextend.data.batches import as_table, check_batch_options, read_batch, result_table
 from specextend.data.inputs import DocumentError
@@ -44,7 +43,7 @@ class Summarizer:
 
     def __init__(
         self,
-        config: RunConfig | Mapping[str, Any] | str | Path,
+        config: Configs,
         factory: Callable[[RunConfig], Any] = load_engine,
     ) -> None:
         """Load the models of a configuration: what `RunConfig.load` takes.

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from specextend.shipped import config_names
+from specextend.shipped import shipped_configs
 from specextend.terminal import complain, guard_streams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -25,14 +25,14 @@ class ConfigFile(click.Path):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete the names, and let the shell complete files."""
-        names = [CompletionItem(name) for name in config_names() if name.startswith(incomplete)]
+        names = [CompletionItem(name) for name in shipped_configs() if name.startswith(incomplete)]
         return names + super().shell_complete(ctx, param, incomplete)
 
 
 def config_option(**attributes: Any) -> Callable[[Function], Function]:
-    """Make the option `--config`."""
-    help_text = "a YAML file, or the name of a configuration that `specextend configs` lists"
-    return click.option("--config", type=ConfigFile(), metavar="NAME|FILE", help=help_text, **attributes)
+    """Make the option `--config`, which may be repeated."""
+    text = "a YAML file, or a name that `specextend configs` lists; of several (a pair, then a task) later ones win"
+    return click.option("--config", type=ConfigFile(), multiple=True, metavar="NAME|FILE", help=text, **attributes)
 
 
 SET = click.option("settings", "--set", multiple=True, metavar="KEY.PATH=VALUE", help="override one value")

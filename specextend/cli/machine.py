@@ -22,14 +22,14 @@ _EXTRAS = {"numba": "compiled CPU kernels (cpu)", "flash_attn": "flash-attn (fla
 @SET
 @click.option("--json", metavar="FILE", help="write it there, too; -: print it in place of the lines")
 @in_one_line
-def check(config: str | None, settings: tuple[str, ...], json: str | None) -> int:
+def check(config: tuple[str, ...], settings: tuple[str, ...], json: str | None) -> int:
     """Say what this machine has and what fits it.
 
     With a configuration: the memory of a worker, and exit code 2 if it does not fit. No weights are loaded.
     """
     from specextend.config import RunConfig
 
-    found = _machine() | ({} if config is None else {"worker": _worker(RunConfig.load(config, settings))})
+    found = _machine() | ({"worker": _worker(RunConfig.load(config, settings))} if config else {})
     if json != "-":
         show(_describe(found))
     if json is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -21,15 +22,16 @@ from specextend.core import first_line, printable
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
 
-SHOWN = 2
-"""Summaries that a finished run prints."""
+SHOWN = 8
+"""Rows of a finished run that it prints: one in full, of the others a line."""
+_QUALITY = ["quality_flags", "rougeL", "copied_fraction"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arguments:
     """The arguments of a run or its plan."""
 
-    config: str
+    config: tuple[str, ...]
     input: str | None
     output: str | None
     run_date: date | None
@@ -50,7 +52,8 @@ class Arguments:
         """Load the configuration. Raises RefusedError."""
         from specextend.cluster.environment import is_submitted
         from specextend.cluster.exits import RefusedError
-        from specextend.config import ConfigError, RunConfig
+        from specextend.config import RunConfig
+        from specextend.yaml_values import ConfigError
 
         allow_relative = not is_submitted(os.environ)
         try:
@@ -131,7 +134,7 @@ def status(output: str) -> int:
 @_PLAN
 def summarize(status: str | None, dry_run: bool, **given: Any) -> int:
     """Run a job, plan it (--dry-run) or say how far it is (--status): Parquet in, Parquet out, on Ray."""
-    if (given["config"] is None) == (status is None):
+    if bool(given["config"]) == (status is not None):
         raise click.UsageError("Give either --config or --status.")
     if wrong := [name for name in ("json", "calibrate", "by") if given[name] is not None and not dry_run]:
         raise click.UsageError(f"--{wrong[0]} goes with --dry-run.")
@@ -211,7 +214,7 @@ def _dry_run(arguments: Arguments) -> int:
 
 
 def conclude(output: str) -> None:
-    """Print what people want to see of a finished run: what it did, where the rest is, and two summaries."""
+    """Print what people want to see of a finished run: what it did, where the rest is, and how its first rows read."""
     from specextend.data.fingerprint import text_column as name_of_texts
     from specextend.data.parquet import open_parquet, stream
     from specextend.data.run_folder import list_results, summaries_folder
@@ -222,10 +225,40 @@ def conclude(output: str) -> None:
     print(render_outcome(read_report(output)), end="")
     print(f"summaries: {shown}/summaries\nreport: {shown}/report.html; specextend report {shown} prints it")
     folder, text_column = summaries_folder(resolve(output)), name_of_texts(resolve(output))
-    tables = (stream(open_parquet(folder.child(name)), ["doc_id", text_column]) for name in list_results(folder))
-    found = (row for each in tables for table in each for row in table.slice(0, SHOWN).to_pylist())
-    for row in islice(found, SHOWN):
-        print(f"\nSummary of {printable(row['doc_id'])}:\n{printable(row[text_column], keep=chr(10))}")
+    files = (open_parquet(folder.child(name)) for name in list_results(folder))
+    columns = dict.fromkeys(["doc_id", "title", text_column, *_QUALITY])
+    tables = (
+        table
+        for file in files
+        for table in stream(file, [name for name in columns if name in file.schema_arrow.names])
+    )
+    if rows := list(islice((row for table in tables for row in table.slice(0, SHOWN).to_pylist()), SHOWN)):
+        _show_texts(rows, text_column)
+
+
+def _show_texts(rows: list[dict[str, Any]], column: str) -> None:
+    """Print the text that reads best by the figures of its row, and the first line of each other."""
+    from rich.text import Text  # not for --help
+
+    best = min(rows, key=_by_quality)
+    others = [row for row in rows if row is not best]
+    why = f", by its quality figures the best of {len(rows)}" if others else ""
+    print(f"\n{column.capitalize()} of {_name_of(best)}{why}:\n{printable(best[column].strip(), keep=chr(10))}")
+    if others:
+        print("\nThe others begin:")
+    for row in others:
+        line = Text(f"{_name_of(row)}: {printable(row[column].strip().partition(chr(10))[0])}")
+        line.truncate(shutil.get_terminal_size().columns, overflow="ellipsis")
+        print(line.plain)
+
+
+def _by_quality(row: dict[str, Any]) -> tuple[float, ...]:
+    """Return what is less for a text that reads better: flags, then unlike its reference, then copied."""
+    return len(row["quality_flags"]), -(row["rougeL"] or 0.0), row["copied_fraction"] or 0.0
+
+
+def _name_of(row: dict[str, Any]) -> str:
+    return printable(str(row.get("title") or row["doc_id"]))
 
 
 def _status(output: str) -> int:

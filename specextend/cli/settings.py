@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import click
 
 from specextend.cli.command import SET, config_option, in_one_line, show
 from specextend.core import printable
-from specextend.shipped import CONFIGS, config_names
+from specextend.shipped import TASKS, find_config, shipped_configs
 
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
@@ -19,13 +20,14 @@ if TYPE_CHECKING:  # it imports torch
 
 @click.command()
 def configs() -> int:
-    """List the shipped configurations and their needs."""
-    names = config_names()
-    width = max(map(len, names))
-    for name in names:
-        lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    """List the shipped configurations: pairs with their needs, and tasks."""
+    found = shipped_configs()
+    width = max(map(len, found))
+    for name, file in found.items():
+        lines = file.read_text(encoding="utf-8").splitlines()
         about = " ".join(line.removeprefix("#").strip() for line in lines[:2] if line.startswith("#"))
-        show(f"{name:{width}}  {about.partition('. ')[0].removesuffix('.')}")
+        kind = "task" if file.parent == TASKS else "pair"
+        show(f"{name:{width}}  {kind}  {about.partition('. ')[0].removesuffix('.')}")
     return 0
 
 
@@ -38,23 +40,20 @@ def config() -> None:
 @config_option(required=True)
 @SET
 @in_one_line
-def show_config(config: str, settings: tuple[str, ...]) -> int:
+def show_config(config: tuple[str, ...], settings: tuple[str, ...]) -> int:
     """Print every value that a run would use, as YAML, each with its source."""
-    from specextend.config import RunConfig, read_yaml
-    from specextend.shipped import find_config
+    from specextend.config import RunConfig, merge
 
-    loaded, in_file = RunConfig.load(config, settings), read_yaml(find_config(config))
-    given = {override.partition("=")[0].strip() for override in settings}
+    loaded, (given, origins) = RunConfig.load(config, settings), merge(config, settings)
     for section, values in loaded.model_dump(mode="json").items():
         if values is None:
             show(f"{section}: null  # default")
             continue
         show(f"{section}:")
-        of_file = in_file.get(section) or {}
+        of_section = given.get(section) or {}
         for key, value in values.items():
-            is_given = bool({section, f"{section}.{key}"} & given)
-            source = "--set" if is_given else config if key in of_file else "default"
-            show(f"  {key}: {json.dumps(value, ensure_ascii=False)}  # {source}")
+            source = origins[f"{section}.{key}"].name if key in of_section else "default"
+            show(f"  {key}: {json.dumps(value, ensure_ascii=False)}  # {printable(source)}")
     return 0
 
 
@@ -83,10 +82,17 @@ def described_schema(config: type[RunConfig]) -> dict[str, Any]:
 
 @click.command()
 @click.argument("path", metavar="INPUT")
-@click.option("--config", type=click.Choice(config_names()), default="smollm2", help="the configuration to begin with")
+@click.option(
+    "configs",
+    "--config",
+    type=click.Choice(list(shipped_configs())),
+    multiple=True,
+    default=["smollm2"],
+    help="the pair to begin with, and perhaps a task",
+)
 @click.option("--to", type=click.Path(path_type=Path), help="the file to write; default: the input's name")
 @in_one_line
-def init(path: str, config: str, to: Path | None) -> int:
+def init(path: str, configs: tuple[str, ...], to: Path | None) -> int:
     """Write a configuration for your own Parquet.
 
     It looks at the first rows of INPUT (a Parquet file, a folder or a glob), asks nothing, and says in the file why it
@@ -99,14 +105,14 @@ def init(path: str, config: str, to: Path | None) -> int:
     to = to or Path(f"{stem}.yaml")
     if to.exists():
         raise ValueError(f"{to} is there already; name another file with --to")
+    if all(find_config(name).parent == TASKS for name in configs):
+        configs = ("smollm2", *configs)
     found = guess_columns(path)
     place = path if is_uri(path) else os.path.relpath(path, to.parent)
     others = ", ".join(map(_quoted, found.others))
     id_line = f"id_column: {_quoted(found.id)}" if found.id else "# id_column: NAME"
     without = "" if found.id else "; an id is then the file and the number of its row"
     lines = [
-        f"# Begun by `specextend init` from the shipped {config}. Relative paths are relative to this file.",
-        f"# Look at the two columns; then: specextend plan --config {to}, and specextend run --config {to}",
         "input:",
         f"  path: {_quoted(place)}",
         f"  text_column: {_quoted(found.text)} # {printable(found.why_text)}",
@@ -115,11 +121,39 @@ def init(path: str, config: str, to: Path | None) -> int:
         "output:",
         f"  path: {_quoted(f'out/{stem}')}",
     ]
-    shipped = (CONFIGS / f"{config}.yaml").read_text(encoding="utf-8")
-    to.write_text("\n".join(lines) + shipped[shipped.index("\nprompt:") :], encoding="utf-8")
+    about = (
+        f"# Begun by `specextend init` from {' and '.join(configs)}. Relative paths are relative to this file.\n"
+        f"# Look at the two columns; then: specextend plan --config {to}, and specextend run --config {to}\n"
+    )
+    to.write_text(about + _merged_text("\n".join(lines) + "\n", configs), encoding="utf-8")
     show(printable(f"{to}: text {found.text} ({found.why_text}), id {found.id} ({found.why_id})"))
     show(printable(f"next: specextend plan --config {to}"))
     return 0
+
+
+def _merged_text(own: str, configs: tuple[str, ...]) -> str:
+    """Return the text of shipped configurations with their comments: later keys in place of earlier ones, `own` first.
+
+    Of theirs, the paths and columns of their input and output are left out.
+    """
+    merged = _text_by_key(own)
+    for name in configs:
+        shipped = _text_by_key(find_config(name).read_text(encoding="utf-8"))
+        shipped.pop("input", None)
+        shipped.get("output", {}).pop("  path", None)
+        for section, keys in shipped.items():
+            begun = merged.setdefault(section, keys)
+            merged[section] = begun | keys | {"": begun[""]}
+    return "".join(text for keys in merged.values() for text in keys.values())
+
+
+def _text_by_key(text: str) -> dict[str, dict[str, str]]:
+    """Return the lines of each key of each section; the section's own line is that of the key ''."""
+    found = {}
+    for section in re.split(r"^(?=\w)", text, flags=re.MULTILINE)[1:]:
+        header, *keys = re.split(r"^(?=  \w)", section, flags=re.MULTILINE)
+        found[header.partition(":")[0]] = {"": header} | {key.partition(":")[0]: key for key in keys}
+    return found
 
 
 def _quoted(text: str) -> str:

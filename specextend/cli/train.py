@@ -15,7 +15,7 @@ from specextend.cli.command import SET, config_option, in_one_line, show, takes
 
 
 @click.command()
-@config_option(default="smollm2")
+@config_option(default=["smollm2"])
 @SET
 @click.option("--text", required=True, metavar="PATH", help="Parquet file or folder with the documents to learn from")
 @click.option("--text-column", default="text", help="column that holds the text")
@@ -35,7 +35,9 @@ from specextend.cli.command import SET, config_option, in_one_line, show, takes
     click.option("--seed", type=int, help="seed of samples and training"),
 )
 @in_one_line
-def train(config: str, settings: tuple[str, ...], text: str, text_column: str, output: Path, **options: Any) -> int:
+def train(
+    config: tuple[str, ...], settings: tuple[str, ...], text: str, text_column: str, output: Path, **options: Any
+) -> int:
     """Distil a draft for the target of a configuration.
 
     The target reads pieces of the documents and summarises them; the draft learns its choices. Kind `eagle` is a head

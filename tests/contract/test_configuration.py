@@ -121,6 +121,9 @@ def test_overrides_are_yaml_and_win_over_the_file(config_file: Path):
         ("input.path.deep=3", "--set input.path.deep: path is a value, not a section"),
         ("input.text_column=the text #1", "--set input.text_column: '#1' is a comment in YAML and would be left out"),
         ("input.path=[", "--set input.path: '[' is not a valid YAML value"),
+        ("prompt.instruction={{ document }}", """quote a text: --set 'prompt.instruction="{{ document }}"'"""),
+        ("prompt.instruction=Translate: {{ document }}", """--set 'prompt.instruction="Translate: {{ document }}"'"""),
+        ("prompt.instruction={title}", "prompt.instruction must be a string, got {'title': None}; quote a text: --set"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_what_is_allowed(config_file: Path, override: str, message: str):
@@ -140,7 +143,7 @@ def test_all_mistakes_are_said_at_once(config_file: Path):
     [
         ("tree: {nodes: 3}\ntree: {depth: 2}\n", "key tree is repeated"),
         ("tree: {nodes: 3", "is not valid YAML"),
-        ("- a\n", "must hold sections (input, output, target"),
+        ("- a\n", "must hold keys with their values"),
         (None, "cannot be read"),
     ],
     ids=["repeated key", "broken", "list", "no file"],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from specextend import RunConfig, Summarizer, load_engine
+from tests.job.conftest import ROOT, rows, specextend
 from tests.tiny_models import random_prompt, tiny_config
 
 TEXT = " ".join(f"t{token_id}" for token_id in random_prompt(150))
@@ -88,3 +92,23 @@ def test_a_row_may_have_options_of_its_own(answers):
     assert rows[2]["summary"] != rows[3]["summary"]
     [plain] = answers({"text": [TEXT]})
     assert plain["summary"] == rows[0]["summary"]
+
+
+@pytest.mark.slow
+def test_the_tasks_that_come_with_it_run_as_their_page_shows(local_ray, tmp_path: Path, monkeypatch):
+    """On the default pair, from a file with a question in each row to a column for each task."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    page = (ROOT / "docs" / "input-output.md").read_text()
+    commands = [shlex.split(line) for line in re.findall(r"^specextend ((?:prepare|run) .*out/.*)$", page, re.M)]
+    tasks = {path.stem for path in (ROOT / "configs" / "tasks").iterdir()}
+    assert {command[4] for command in commands[1:]} == tasks
+    for command in commands:
+        few = ["--set", "decoding.max_new_tokens=8"] if command[0] == "run" else []
+        ended = specextend(*command, *few)
+        assert ended.code == 0, ended.stderr
+    for task in tasks:
+        found = rows(tmp_path / "out" / task / "summaries")
+        column = RunConfig.load(["smollm2", task]).output.column
+        assert len(found) == 3
+        assert any(row[column].strip() for row in found), task

@@ -81,6 +81,32 @@ def test_the_values_of_a_run_are_shown_with_their_sources(tmp_path: Path):
     assert RunConfig.load(tmp_path / "shown.yaml") == RunConfig.load("tiny-random", ["tree.depth=3"])
 
 
+def test_of_several_configurations_a_later_one_wins_key_by_key(tmp_path: Path, monkeypatch):
+    """A pair, a task and somebody's own file; each value says whose it is, and a path is relative to its own file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own.yaml").write_text(
+        "input: {path: in}\ndraft: {kind: ngram}\ndecoding: {max_new_tokens: 9}\n"
+    )
+    given = ["--config", "smollm2", "--config", "keywords", "--config", "mine/own.yaml"]
+    shown = specextend("config", "show", *given, "--set", "output.path=out").stdout.splitlines()
+    assert {
+        f'  path: "{tmp_path}/mine/in"  # mine/own.yaml',
+        f'  path: "{tmp_path}/out"  # --set',
+        '  column: "keywords"  # keywords',
+        "  max_new_tokens: 9  # mine/own.yaml",
+        '  stop: ["\\n"]  # keywords',
+        '  length_policy: "middle"  # smollm2',
+        '  kind: "ngram"  # mine/own.yaml',
+        '  model: ""  # default',
+    } <= set(shown)
+    one = RunConfig.load(["smollm2", "keywords", "mine/own.yaml"], ["output.path=out"])
+    (tmp_path / "one.yaml").write_text("\n".join(shown))
+    assert one == RunConfig.load("one.yaml")
+    alone = specextend("plan", "--config", "keywords", "--input", "in", "--output", "out")
+    assert (alone.code, alone.stderr) == (2, "error: target is missing; a pair brings it: --config smollm2\n")
+
+
 def test_the_schema_knows_every_key_and_its_meaning():
     """An editor completes keys by it, and shows what they mean."""
     schema = json.loads(specextend("config", "schema").stdout)
@@ -98,7 +124,9 @@ def test_the_schema_knows_every_key_and_its_meaning():
 def test_the_shipped_configurations_are_listed_with_what_they_need():
     """A name is what `--config` takes."""
     lines = specextend("configs").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    names = {"pair": (ROOT / "configs").glob("*.yaml"), "task": (ROOT / "configs" / "tasks").glob("*.yaml")}
+    expected = [(path.stem, kind) for kind, paths in names.items() for path in sorted(paths)]
+    assert [tuple(line.split()[:2]) for line in lines] == expected
     assert any("one GPU of 24 GB" in line for line in lines)
 
 
@@ -182,6 +210,11 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path: Path, monkeypa
     assert specextend("plan", "--config", "mine.yaml").stdout.startswith("3 of 3 rows to do")
     again = specextend("init", "my data", "--to", "mine.yaml")
     assert (again.code, again.stderr) == (2, "error: mine.yaml is there already; name another file with --to\n")
+    task = specextend("init", "my data", "--config", "tiny-random", "--config", "translation", "--to", "task.yaml")
+    assert task.code == 0, task.stderr
+    own = ["input.path=my data", "input.text_column=body", "input.id_column=doc_id", "output.path=out/my data"]
+    assert RunConfig.load("task.yaml") == RunConfig.load(["tiny-random", "translation"], own)
+    assert "is not translated by halves" in (tmp_path / "task.yaml").read_text(), "comments are the manual"
 
 
 def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path: Path, monkeypatch):

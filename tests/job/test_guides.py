@@ -44,7 +44,10 @@ def test_the_job_takes_the_commands_of_a_guide(page: Path, monkeypatch: pytest.M
 def test_the_demo_names_its_own_columns():
     """The configuration that it uses is everybody's, and knows no column but `text`."""
     config = RunConfig.load("smollm2", SETTINGS)
-    assert (config.input.id_column, config.input.passthrough) == ("doc_id", ("reference_summary", "length_bucket"))
+    assert (config.input.id_column, config.input.passthrough) == (
+        "doc_id",
+        ("title", "reference_summary", "length_bucket"),
+    )
     plain = RunConfig.load("smollm2")
     assert (plain.input.id_column, plain.input.passthrough, plain.job.cpus_per_worker) == (None, (), "auto")
 

@@ -118,7 +118,7 @@ def test_a_submitted_job_takes_its_commands(arguments: str):
     """Files that exist, keys that are known, paths that a submitted job takes."""
     assert len(COMMANDS) == 3
     _, parsed = parse(shlex.split(arguments))
-    config = RunConfig.load(ROOT / parsed.config, parsed.overrides, allow_relative=False)
+    config = RunConfig.load([ROOT / each for each in parsed.config], parsed.overrides, allow_relative=False)
     assert config.job.gpus_per_worker == 1
 
 
