@@ -228,9 +228,7 @@ def conclude(output: str) -> None:
     files = (open_parquet(folder.child(name)) for name in list_results(folder))
     columns = dict.fromkeys(["doc_id", "title", text_column, *_QUALITY])
     tables = (
-        table
-        for file in files
-        for table in stream(file, [name for name in columns if name in file.schema_arrow.names])
+        table for file in files for table in stream(file, [name for name in columns if name in file.schema_arrow.names])
     )
     if rows := list(islice((row for table in tables for row in table.slice(0, SHOWN).to_pylist()), SHOWN)):
         _show_texts(rows, text_column)
