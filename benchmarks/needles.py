@@ -27,10 +27,9 @@ from specextend import RunConfig, load_engine
 from specextend.attention.plan import AttentionPlan
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.decoding.device import traits_of
-from specextend.decoding.drafter import Decided, Drafter
 from specextend.decoding.engine import Engine
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
-from specextend.decoding.tree import DraftTree
+from specextend.decoding.tree import Decided, Drafter, DraftTree
 from specextend.models import load_tokenizer
 from specextend.stats import DecodingStats, ratio
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
-from specextend.decoding.device import traits_of
-from specextend.decoding.drafter import Drafter
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.device import Graphs, traits_of
 from specextend.decoding.model import CachedModel
+from specextend.decoding.tree import Drafter
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_network import EagleNetwork

@@ -9,7 +9,7 @@ from typing import Literal
 
 from specextend.core import Request, counted
 from specextend.decoding.cache import KVCache, Region, aligned
-from specextend.decoding.drafter import Drafter
+from specextend.decoding.tree import Drafter
 
 Work = Literal["prefill", "step"]
 SMALLEST_CHUNK = 32

@@ -24,19 +24,15 @@ from specextend.decoding.admission import (
     Work,
 )
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import is_out_of_memory, make_current, release_cached, traits_of
-from specextend.decoding.drafter import Decided, Drafter
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.device import Graphs, is_out_of_memory, make_current, release_cached, traits_of
 from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens, penalties_of
-from specextend.decoding.sequence import Sequence, Stopwatch
-from specextend.decoding.speculation import Adaptive
-from specextend.decoding.step_costs import CostTable
-from specextend.decoding.stopping import StopChecker
-from specextend.decoding.tree import DraftTrees, among_roots, prune, roots_only
+from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch
+from specextend.decoding.speculation import Adaptive, CostTable
+from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, prune, roots_only
 from specextend.decoding.verification import Verified, Verifier
 
 OnError = Callable[[str, Exception], None]

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache
-from specextend.decoding.drafter import Drafter
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sequence import Sequence, Stopwatch
+from specextend.decoding.tree import Drafter
 
 LEAST_REUSED = 256
 """Tokens that a prompt must have in common with the one before it to take its rows."""

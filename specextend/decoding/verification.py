@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
-from specextend.decoding.device import upload
-from specextend.decoding.drafter import Decided
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.device import Graphs, upload
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence
-from specextend.decoding.step_costs import CostTable
-from specextend.decoding.tree import DraftTrees, Verdict, tree_mask, verify
+from specextend.decoding.speculation import CostTable
+from specextend.decoding.tree import Decided, DraftTrees, Verdict, tree_mask, verify
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.decoding.cache import DraftCache
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.device import upload
-from specextend.decoding.drafter import Decided
-from specextend.decoding.graphs import Graphs
-from specextend.decoding.tree import DraftTrees, grow_trees
-from specextend.drafters.draft_cache import DraftCache
+from specextend.decoding.device import Graphs, upload
+from specextend.decoding.tree import Decided, DraftTrees, grow_trees
 
 HISTORY = 3
 """Number of tokens before a token that a network may read."""

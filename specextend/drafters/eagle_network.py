@@ -17,11 +17,10 @@ from torch.nn.functional import rms_norm, silu
 
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import counted
-from specextend.decoding.cache import KVCache
+from specextend.decoding.cache import DraftCache, KVCache, rotate
 from specextend.decoding.layers import pack_if_faster
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY, histories, last_tokens
-from specextend.drafters.draft_cache import DraftCache, rotate
 
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
 """Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first and end."""

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided, Drafter
-from specextend.decoding.tree import DraftTree, DraftTrees
+from specextend.decoding.tree import Decided, Drafter, DraftTree, DraftTrees
 
 LONGEST = 12
 """Largest length of a match in tokens; a longer match counts as this long."""

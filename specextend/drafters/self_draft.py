@@ -19,9 +19,8 @@ from torch.nn.functional import pad
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache, Region
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import DraftTrees
+from specextend.decoding.tree import Decided, DraftTrees
 
 
 @dataclass(slots=True)

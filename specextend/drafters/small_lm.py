@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
+from specextend.decoding.cache import DraftCache
 from specextend.decoding.model import CachedModel
-from specextend.drafters.draft_cache import DraftCache
 from specextend.model_files import VOCABULARY, read_json, read_safetensors_header, read_token_ids
 
 

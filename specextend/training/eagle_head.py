@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
+from specextend.decoding.cache import rotate
 from specextend.drafters.causal import histories, last_tokens
-from specextend.drafters.draft_cache import rotate
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY
 from specextend.training.fit import fit

@@ -11,9 +11,9 @@ from specextend.attention.backends import cpu_kernels
 from specextend.attention.reference import attend_reference
 from specextend.decoding import measurements
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.device import Graphs
+from specextend.decoding.measurements import load_step_costs, measure
 from specextend.decoding.model import CachedModel
-from specextend.decoding.step_costs import load_step_costs, measure
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
 CHOICES = TreeOptions(nodes="auto"), AttentionOptions(tree="auto"), 1, Graphs()

@@ -17,9 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specextend.attention.reference import attend_reference
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import DraftTrees
+from specextend.decoding.tree import Decided, DraftTrees
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights

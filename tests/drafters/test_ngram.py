@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
+from specextend.decoding.tree import Decided
 from specextend.drafters.ngram import NgramDrafter
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties, generate

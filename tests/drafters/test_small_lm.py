@@ -8,11 +8,11 @@ from torch import Tensor
 
 from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import attend_by_head
+from specextend.decoding.cache import DraftCache
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
+from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.draft_cache import DraftCache
 from specextend.drafters.small_lm import ModelNetwork, shared_vocabulary
 from specextend.models import load_causal_lm
 from tests.covering import covering
