@@ -8,7 +8,6 @@ Shapes: `B` windows, `T` tokens, `C` the target's hidden size, `R` draft tokens.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.drafters.small_lm import FILE, ReducedVocabulary
 from specextend.model_files import VOCABULARY
-from specextend.training.fit import fit
 from specextend.training.recording import KINDS_OF_TEXT, Recording
-from specextend.training.task import HEAD_DIM, NUM_KV_HEADS, Task, TrainOptions
+from specextend.training.task import HEAD_DIM, NUM_KV_HEADS, Task, TrainOptions, fit
 
 POSITIONS = 1024
 """Most tokens of a window: what the model is trained on, and its `max_position_embeddings`."""
@@ -173,13 +171,11 @@ def _read_text(task: Task, model: Any, rows: Tensor) -> int:
 @torch.inference_mode()
 def _agreement(task: Task, model: Any, rows: Tensor) -> dict[str, list[float]]:
     """Measure, by kind of answer, the share of held-out tokens at which model and target have the same first choice."""
-    same: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    names = KINDS_OF_TEXT[1:]
+    right: dict[str, list[bool]] = {name: [] for name in KINDS_OF_TEXT[1:]}
     for path in task.held:
         recording = Recording.load(path)
         windows = recorded_windows(recording, rows, POSITIONS, 0)
-        for name, window, answer in zip(names, windows, recording.answers, strict=True):
-            right = right_choices(model, window, task.target.lm_head, task.vocabulary)[-len(answer.token_ids) :]
-            same[name], count[name] = same[name] + int(right.sum()), count[name] + len(right)
-    return {name: [same[name] / max(1, count[name])] for name in dict.fromkeys(names)}
+        for name, window, answer in zip(KINDS_OF_TEXT[1:], windows, recording.answers, strict=True):
+            found = right_choices(model, window, task.target.lm_head, task.vocabulary)
+            right[name] += found[-len(answer.token_ids) :].tolist()
+    return {name: [sum(each) / max(1, len(each))] for name, each in right.items()}

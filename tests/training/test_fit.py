@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specextend.training.fit import fit
+from specextend.training.task import fit
 
 
 class Learner:
@@ -34,7 +34,7 @@ class Learner:
 
 def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path, monkeypatch):
     """To the bit: the order, what is drawn by chance, the learning rate and the optimizer's memory all go on."""
-    monkeypatch.setattr("specextend.training.fit.CHECKPOINT_S", 0.0)
+    monkeypatch.setattr("specextend.training.task.CHECKPOINT_S", 0.0)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
