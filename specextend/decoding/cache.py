@@ -81,19 +81,11 @@ class KVCache:
         shape = (num_layers, 2, num_heads, aligned(num_rows), head_dim)
         self.stored = torch.empty(shape, dtype=dtype, device=device)
         """[L, 2, K, R, D], keys and values of each layer."""
+        self.keys, self.values = self.stored.unbind(1)
+        """[L, K, R, D] each, of all layers, which may be written."""
         self.rows = RowAllocator(shape[3])
         self.regions: dict[int, Region] = {}
         """The rows of each slot, while a sequence has it."""
-
-    @property
-    def keys(self) -> Tensor:
-        """Return the keys [L, K, R, D] of all layers, which may be written."""
-        return self.stored[:, 0]
-
-    @property
-    def values(self) -> Tensor:
-        """Return the values [L, K, R, D] of all layers, which may be written."""
-        return self.stored[:, 1]
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy `count` rows from `source` on to `target`; both are starts of regions, which may overlap.
@@ -129,13 +121,27 @@ def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Regions:
+class DraftRows:
+    """The rows of one sequence."""
+
     full: Region
     working: Region
     length: int = 0
     """Tokens in the full cache."""
     visible: int = 0
-    """Rows in the working cache."""
+    """Rows in the working cache that the draft sees now; the next token has this position."""
+    pending: tuple[Tensor, Tensor] | None = None
+    """What prefill keeps for its next chunk: the last tokens [3], and features [1, F] that wait for the next token."""
+
+    @property
+    def full_end(self) -> int:
+        """Return the row of the full cache behind the sequence's tokens."""
+        return self.full.start + self.length
+
+    def reach(self, num_new: int) -> int:
+        """Return the rows in use with `num_new` behind the visible ones; the region must hold them."""
+        assert self.visible + num_new <= self.working.size, "the working cache is full"
+        return self.visible + num_new
 
 
 class DraftCache:
@@ -148,15 +154,16 @@ class DraftCache:
         dtype, device = working.stored.dtype, working.stored.device
         self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, dtype, device)
         self._inv_freq = inv_freq.float().to(device)
-        self._sequences: dict[int, _Regions] = {}
+        self.of: dict[int, DraftRows] = {}
+        """The rows of each slot."""
 
     def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
         """Reserve a region of each cache; return False, and reserve nothing, if either has no room."""
-        assert slot not in self._sequences, f"slot {slot} is in use"
+        assert slot not in self.of, f"slot {slot} is in use"
         full = self._full.rows.take(num_tokens)
         working = self.working.rows.take(num_working_rows)
         if full and working:
-            self._sequences[slot] = _Regions(full, working)
+            self.of[slot] = DraftRows(full, working)
             return True
         for rows, region in ((self._full.rows, full), (self.working.rows, working)):
             if region is not None:
@@ -165,37 +172,14 @@ class DraftCache:
 
     def release(self, slot: int) -> None:
         """Free both regions."""
-        sequence = self._sequences.pop(slot)
+        sequence = self.of.pop(slot)
         self._full.rows.give_back(sequence.full)
         self.working.rows.give_back(sequence.working)
 
-    def start(self, slot: int) -> int:
-        """Return the first working row of a sequence."""
-        return self._sequences[slot].working.start
-
-    def full_end(self, slot: int) -> int:
-        """Return the row of the full cache behind a sequence's tokens."""
-        sequence = self._sequences[slot]
-        return sequence.full.start + sequence.length
-
-    def visible(self, slot: int) -> int:
-        """Return the number of rows that the draft sees now; the next token has this position."""
-        return self._sequences[slot].visible
-
-    def reach(self, slot: int, num_new: int) -> int:
-        """Return the rows in use with `num_new` behind the visible ones; the region must hold them."""
-        sequence = self._sequences[slot]
-        assert sequence.visible + num_new <= sequence.working.size, "the working cache is full"
-        return sequence.visible + num_new
-
-    def length(self, slot: int) -> int:
-        """Return the number of tokens in the full cache."""
-        return self._sequences[slot].length
-
     def store(self, slot: int, keys: Tensor, values: Tensor) -> None:
         """Append keys [L, n, K, D] at position 0 (before RoPE), and values of the same shape, to the full cache."""
-        sequence = self._sequences[slot]
-        first = sequence.full.start + sequence.length
+        sequence = self.of[slot]
+        first = sequence.full_end
         sequence.length += keys.shape[1]
         assert sequence.length <= sequence.full.size, "the full cache is full"
         rows = slice(first, first + keys.shape[1])
@@ -204,7 +188,7 @@ class DraftCache:
 
     def store_working(self, slot: int, offset: int, count: int, position: int) -> None:
         """Append `count` working rows from `offset` on, whose positions begin at `position`, to the full cache."""
-        first = self.start(slot) + offset
+        first = self.of[slot].working.start + offset
         rows = slice(first, first + count)
         back = -torch.arange(position, position + count, device=self._inv_freq.device)
         keys, values = (stored[:, :, rows].transpose(1, 2) for stored in (self.working.keys, self.working.values))
@@ -212,7 +196,7 @@ class DraftCache:
 
     def keep_last(self, slot: int, offset: int, count: int) -> None:
         """Move `count` working rows from `offset` on to the front, as prefill does when its window slides."""
-        first = self.start(slot)
+        first = self.of[slot].working.start
         stored = self.working.stored
         stored[..., first : first + count, :] = stored[..., first + offset : first + offset + count, :].clone()
 
@@ -221,7 +205,7 @@ class DraftCache:
 
         `positions` are ascending and on the host, which has to know how many there are.
         """
-        sequence = self._sequences[slot]
+        sequence = self.of[slot]
         positions = positions[positions < sequence.length]
         count = len(positions)
         assert count <= sequence.working.size, "the working cache is full"
@@ -244,7 +228,7 @@ class DraftCache:
 
     def advance(self, slot: int, count: int) -> None:
         """Count the first `count` rows behind the visible ones, which were written back, as the sequence's own."""
-        sequence = self._sequences[slot]
+        sequence = self.of[slot]
         sequence.visible += count
         sequence.length += count
         assert sequence.length <= sequence.full.size, "the full cache is full"

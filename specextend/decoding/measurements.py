@@ -35,7 +35,7 @@ from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.device import Graphs, device_name, synchronise, traits_of
-from specextend.decoding.layers import pack_if_faster
+from specextend.decoding.layers import linear, pack_if_faster
 from specextend.decoding.speculation import CostTable, Line, StepCosts
 from specextend.decoding.tree import tree_mask
 
@@ -147,17 +147,10 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     values = torch.ones(num_bytes // 4, device=device)
     read_s = _best_s(values.sum, device)
     del values
-    product_s = _best_s(_product(size, device, dtype), device)
-    return MachineLimits(num_bytes / read_s, 2 * size**3 / product_s)
-
-
-def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Make a matrix product as the engine computes it."""
-    linear = nn.Linear(size, size, bias=False, device=device, dtype=dtype).requires_grad_(False)
-    layer = nn.Sequential(linear)
+    layer = nn.Sequential(linear(torch.randn(size, size, device=device, dtype=dtype)))
     pack_if_faster(layer)
-    rows = torch.ones(size, size, device=device, dtype=dtype)
-    return lambda: layer(rows)
+    product_s = _best_s(partial(layer, torch.ones(size, size, device=device, dtype=dtype)), device)
+    return MachineLimits(num_bytes / read_s, 2 * size**3 / product_s)
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
@@ -222,26 +215,21 @@ def choose_sizes(num_nodes: int, *, fixed: bool, max_batch_size: int) -> list[in
 
 
 def measure(
-    target: CachedModel,
-    kinds: Sequence[TreeAttention],
-    sizes: Sequence[int],
-    lengths: Sequence[int],
-    graphs: Graphs,
-    clock: Callable[[], float] = time.perf_counter,
+    target: CachedModel, kinds: Sequence[TreeAttention], sizes: Sequence[int], lengths: Sequence[int], graphs: Graphs
 ) -> CostTable:
     """Measure steps of each kind and size behind prefixes of several lengths. Steps go through `graphs`.
 
     It writes to the front of the target's cache, so no request may be running.
     """
-    begin = clock()
+    begin = time.perf_counter()
     num_rows = max(lengths) + max(sizes)
     target.cache.stored[..., :num_rows, :] = 0  # fresh memory may hold NaN, and costs nothing until it is written
     points: dict[tuple[TreeAttention, int], list[tuple[int, float]]] = defaultdict(list)
     for length in lengths:
-        if points and clock() - begin > BUDGET_S:
+        if points and time.perf_counter() - begin > BUDGET_S:
             break
         for kind, size in product(kinds, sizes):
-            step = partial(time_step, target, kind, size, length, graphs, clock)
+            step = partial(time_step, target, kind, size, length, graphs)
             if (kind, size) not in points:  # the first calls of a size build what later ones use
                 for _ in range(graphs.num_warm_ups):
                     step()
@@ -250,14 +238,7 @@ def measure(
 
 
 @torch.inference_mode()
-def time_step(
-    target: CachedModel,
-    kind: TreeAttention,
-    size: int,
-    length: int,
-    graphs: Graphs,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
+def time_step(target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs) -> float:
     """Time one verification of a chain of `size` rows behind `length` tokens; with one row it is a plain step."""
 
     def choose(token_ids: Tensor, parents: Tensor, start: Tensor, rows: Tensor) -> tuple[Tensor]:
@@ -266,12 +247,12 @@ def time_step(
         plan = AttentionPlan([0], [length + size], size, mask, tree=kind, on_device=places, captured=graphs.capturing)
         return (target.logits(target.forward(token_ids, rows, plan)).max(-1).indices,)
 
-    begin = clock()
+    begin = time.perf_counter()
     parents = torch.arange(-1, size - 1, device=target.device).unsqueeze(0)
     start = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
     [chosen] = graphs.run(f"step {kind}", choose, torch.zeros_like(parents), parents, start, length + parents + 1)
     chosen.tolist()  # waits for the device
-    return clock() - begin
+    return time.perf_counter() - begin
 
 
 def load_step_costs(

@@ -123,7 +123,7 @@ class PromptReader:
             return []
         if not (n := last.length_in(sequence.request.prompt_token_ids)):
             return []
-        sequence.take_over(n)
+        sequence.length = sequence.stats.num_cached_tokens = n
         return last.write(self._target.cache, sequence.region.start, n)
 
     def _let_draft_read(self, sequence: Sequence, token_ids: Tensor, chunks: Items[Tensor]) -> None:

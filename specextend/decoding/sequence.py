@@ -107,18 +107,13 @@ def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
     last = token_ids[-1]
     longest = min(MAX_PERIOD, len(token_ids) // MIN_REPEATS)
     periods = [period for period in range(1, longest + 1) if token_ids[-1 - period] == last]
-    return any(_tail_repeats(token_ids, period, max(MIN_REPEATS * period, min_tokens)) for period in periods)
+    tails = ((period, token_ids[-max(MIN_REPEATS * period, min_tokens) :]) for period in periods)
+    return any(tail[period:] == tail[:-period] for period, tail in tails)
 
 
 def is_loop(token_ids: list[int]) -> bool:
     """Return True if the end of a whole output is a loop; a final EOS does not hide it."""
     return any(ends_in_loop(tokens, MIN_FLAGGED_TOKENS) for tokens in (token_ids, token_ids[:-1]))
-
-
-def _tail_repeats(token_ids: list[int], period: int, length: int) -> bool:
-    """Return True if each of the last `length` tokens equals the one `period` before it, if that is among them too."""
-    tail = token_ids[-length:]
-    return tail[period:] == tail[:-period]
 
 
 def _find(text: str, stop: tuple[str, ...]) -> int | None:
@@ -166,18 +161,9 @@ class Sequence:
     """How far apart the two tokens were at the first difference, in logits."""
 
     @property
-    def first_new_row(self) -> int:
-        """Return the cache row behind the committed ones."""
-        return self.region.start + self.length
-
-    @property
     def is_greedy(self) -> bool:
         """Return True if every token is the likeliest one, and the logits serve nothing else."""
         return self.request.sampling.temperature == 0 and self.penalties is None and self.request.audit_of is None
-
-    def take_over(self, count: int) -> None:
-        """Count the first tokens of the prompt as read, because their cache rows are copied."""
-        self.length = self.stats.num_cached_tokens = count
 
     def push(self, token_ids: list[int], now: float) -> None:
         """Append tokens that the target decided, record the times, and check whether they end the sequence."""

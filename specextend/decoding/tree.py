@@ -20,31 +20,20 @@ from specextend.decoding.decoding_options import TreeOptions
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTree:
-    """One sequence's proposal. Node 0 is the root, whose parent is -1; parents come first."""
-
-    token_ids: Tensor
-    """[N] int64"""
-    parents: Tensor
-    """[N] int64"""
-    depths: Tensor
-    """[N] int64, 0 for the root"""
-    log_probs: Tensor
-    """[N] fp32: of the path from the root, by the draft"""
-
-
-@dataclass(frozen=True, slots=True)
 class DraftTrees:
-    """The proposals for B sequences, as a `DraftTree` each, padded to N nodes. Padding has no parent and is no root."""
+    """The proposals for B sequences, padded to N nodes; those of one sequence have no first dimension and no padding.
+
+    Node 0 is the root, whose parent is -1; parents come first. Padding has no parent and is no root.
+    """
 
     token_ids: Tensor
     """[B, N] int64; padding 0"""
     parents: Tensor
     """[B, N] int64; padding -1"""
     depths: Tensor
-    """[B, N] int64; padding 0"""
+    """[B, N] int64, 0 for the root; padding 0"""
     log_probs: Tensor
-    """[B, N] fp32; padding -inf"""
+    """[B, N] fp32: of the path from the root, by the draft; padding -inf"""
     sizes: list[int]
     """[B] number of nodes, 1 to N"""
 
@@ -62,14 +51,11 @@ class DraftTrees:
         """Return B."""
         return len(self.sizes)
 
-    def __getitem__(self, b: int) -> DraftTree:
-        """Return the tree of sequence b, without padding."""
-        n = self.sizes[b]
-        return DraftTree(self.token_ids[b, :n], self.parents[b, :n], self.depths[b, :n], self.log_probs[b, :n])
-
-    def __iter__(self) -> Iterator[DraftTree]:
-        """Yield each sequence's tree, without padding."""
-        return (self[b] for b in range(len(self)))
+    def __iter__(self) -> Iterator[DraftTrees]:
+        """Yield each sequence's tree, [N] without padding."""
+        for b, n in enumerate(self.sizes):
+            token_ids, parents, depths, log_probs = (each[b, :n] for each in self.tensors)
+            yield DraftTrees(token_ids, parents, depths, log_probs, [n])
 
 
 def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
@@ -315,16 +301,12 @@ class Drafter(Protocol):
     rounds, `propose`, `select` if the cache policy says so, and `absorb`; at the end `release`.
     """
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Return the target's layers, ascending from 0, whose concatenated outputs are a position's features [.., F].
+    hidden_layers: tuple[int, ...]
+    """The target's layers, ascending from 0, whose concatenated outputs are a position's features [.., F].
 
-        Without layers the features are the last hidden state, after the final norm.
-        """
-
-    @property
-    def num_levels(self) -> int:
-        """Return the largest number of tree levels; the acceptance histogram has one entry more."""
+    Without layers the features are the last hidden state, after the final norm."""
+    num_levels: int
+    """The largest number of tree levels; the acceptance histogram has one entry more."""
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now."""

@@ -303,16 +303,7 @@ def train_eagle(task: Task) -> dict[str, Any]:
         [lay_out(Recording.load(path), target.lm_head, head.vocabulary) for path in paths]
         for paths in (task.learned, task.held)
     )
-    fit(
-        head,
-        partial(head_loss, head),
-        learned,
-        task.work,
-        task.say,
-        passes=options.passes,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-    )
+    fit(head, partial(head_loss, head), learned, task.work, task.say, options)
     dtype = getattr(torch, config.dtype)
     tensors = {name: weight.to(dtype).cpu().contiguous() for name, weight in head.values().items()}
     save_file({**tensors, VOCABULARY: task.vocabulary}, task.output / WEIGHTS_FILE)

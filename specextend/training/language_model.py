@@ -9,7 +9,7 @@ Shapes: `B` windows, `T` tokens, `C` the target's hidden size, `R` draft tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -142,16 +142,7 @@ def train_language_model(task: Task) -> dict[str, Any]:
         for number, path in enumerate(task.learned)
         for window in recorded_windows(Recording.load(path), rows, POSITIONS, number)
     ]
-    fit(
-        model,
-        lambda lesson, _: distillation_loss(model, lesson, lm_head),
-        lessons,
-        task.work,
-        task.say,
-        passes=options.passes,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-    )
+    fit(model, lambda lesson, _: distillation_loss(model, lesson, lm_head), lessons, task.work, task.say, options)
     save_language_model(model, vocabulary, task.output)
     return {"text_tokens": num_tokens, "agreement": _agreement(task, model, rows)}
 
@@ -163,8 +154,8 @@ def _read_text(task: Task, model: Any, rows: Tensor) -> int:
     if batches:
         folder = task.work / "text"
         folder.mkdir(exist_ok=True)
-        learn, seed = (lambda batch, _: text_loss(model, batch)), task.options.seed
-        fit(model, learn, batches, folder, task.say, passes=1, learning_rate=TEXT_RATE, seed=seed)
+        options = replace(task.options, passes=1, learning_rate=TEXT_RATE)
+        fit(model, lambda batch, _: text_loss(model, batch), batches, folder, task.say, options)
     return len(windows) * POSITIONS
 
 

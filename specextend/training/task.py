@@ -147,17 +147,15 @@ def fit(
     lessons: Sequence[Any],
     folder: Path,
     say: Say,
-    *,
-    passes: int,
-    learning_rate: float,
-    seed: int,
+    options: TrainOptions,
 ) -> None:
-    """Train a module on every lesson `passes` times, from the folder's checkpoint on if there is one.
+    """Train a module on every lesson `options.passes` times, from the folder's checkpoint on if there is one.
 
-    loss: computes the loss of a lesson, with a generator seeded for the step. learning_rate: at its peak.
+    loss: computes the loss of a lesson, with a generator seeded for the step.
     """
+    passes, seed = options.passes, options.seed
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=learning_rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
     random, num_steps = Random(seed), passes * len(lessons)
     order = [number for _ in range(passes) for number in random.sample(range(len(lessons)), len(lessons))]
     if (first := _load(folder / CHECKPOINT, parameters, optimizer)) > 0:
@@ -166,7 +164,7 @@ def fit(
     losses = []
     for step in range(first, num_steps):
         found = loss(lessons[order[step]], torch.Generator().manual_seed(seed + step))
-        _descend(optimizer, found, learning_rate * _rate(step, num_steps))
+        _descend(optimizer, found, options.learning_rate * _rate(step, num_steps))
         losses.append(float(found.detach()))
         if len(losses) == max(1, len(lessons) // 4):
             mean, seconds = sum(losses) / len(losses), time.monotonic() - begun

@@ -38,11 +38,11 @@ def drafted(network: DraftNetwork, slots: Slots, group: int) -> Tensor:
     network.cache.select(0, torch.arange(num_read - 1))
 
     def run(which: Tensor, hidden: Tensor) -> Tensor:
-        places, first, count = slots.each(lambda x: x[which]), network.cache.visible(0), len(which)
-        plan = AttentionPlan([network.cache.start(0)], [first + count], count)
+        places, first, count = slots.each(lambda x: x[which]), network.cache.of[0].visible, len(which)
+        plan = AttentionPlan([network.cache.of[0].working.start], [first + count], count)
         positions = torch.arange(first, first + count)[None]
         output = network.forward(places.token_ids[None], hidden[None], positions, plan, places.history[None])
-        rows, full_rows = plan.new_rows(positions.device).flatten(), network.cache.full_end(0) + torch.arange(count)
+        rows, full_rows = plan.new_rows(positions.device).flatten(), network.cache.of[0].full_end + torch.arange(count)
         network.cache.write_back(rows, positions[0], full_rows)
         network.cache.advance(0, count)
         return output[0, -1:]
