@@ -324,7 +324,7 @@ class Engine:
         for b in going:
             if sequences[b].speculation.active and sequences[b].policy.is_due(sequences[b].length):
                 num_new = len(step.new_token_ids[b])
-                last = step.verdict.paths[b, num_new - 1 : num_new]
+                last = step.paths[b, num_new - 1 : num_new]
                 self._retrieve(sequences[b], [query[b].index_select(0, last)[0] for query in step.queries])
         prompt = [b for b in going if sequences[b].speculation.active and not sequences[b].undrafted]
         if prompt:

@@ -237,26 +237,15 @@ def prune(trees: DraftTrees, num_nodes: int) -> DraftTrees:
     return DraftTrees(token_ids, parents, depths, log_probs, [min(size, num_nodes) for size in trees.sizes])
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of verifying trees: what a step commits. `W` is the length of the longest possible path."""
-
-    paths: Tensor
-    """[B, W] int64: the accepted nodes, the root first; behind them place i holds node i"""
-    token_ids: Tensor
-    """[B, W] int64: the target's token after each accepted node, which are the tokens that the step decides: accepted
-    draft tokens, and one of the target's own; -1 behind them"""
-
-    def decided(self) -> list[list[int]]:
-        """Return each sequence's decided tokens: one small download, for which the host has to wait."""
-        return [[token_id for token_id in row if token_id >= 0] for row in self.token_ids.tolist()]
-
-
-def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -> Verdict:
+def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
     """Follow the target's choices from each root for as long as the tree contains them, `max_depth` levels at most.
 
     token_ids and parents [B, N] are those of the trees; `chosen` [B, N] is the target's token after each node. The host
     is not asked. Padding, which has no parent, is never accepted.
+
+    Returns the accepted nodes [B, W] int64, the root first (behind them place i holds node i), and the tokens [B, W]
+    int64 that the step decides, the target's after each accepted node: accepted draft tokens, one of its own, and -1
+    behind them. W is the length of the longest possible path.
     """
     batch, num_nodes = parents.shape
     numbers = torch.arange(num_nodes + 1, device=parents.device)
@@ -268,7 +257,7 @@ def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -
     for _ in range(min(max_depth, num_nodes - 1)):
         path.append(child.gather(1, path[-1]))
     steps = torch.cat(path, 1)
-    return Verdict((steps - 1).where(steps > 0, numbers[: len(path)]), choices.gather(1, steps))
+    return (steps - 1).where(steps > 0, numbers[: len(path)]), choices.gather(1, steps)
 
 
 @dataclass(frozen=True, slots=True)
