@@ -23,10 +23,9 @@ from specextend.data.prompts import Prompts
 from specextend.data.source import Source
 from specextend.models import check_model, load_target, load_tokenizer, tokens_sha256
 from specextend.training.eagle_head import train_eagle
-from specextend.training.fit import Say
 from specextend.training.language_model import train_language_model
-from specextend.training.recording import Recorder, Sample, SampleMaker, count_tokens
-from specextend.training.task import Task, TrainedKind, TrainOptions, frozen_parts
+from specextend.training.recording import Recorder, Recording, Sample, SampleMaker
+from specextend.training.task import Say, Task, TrainedKind, TrainOptions, frozen_parts
 
 Item = TypeVar("Item")
 HELD_OUT = 10
@@ -69,7 +68,7 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     del model
     task = Task(options, target, vocabulary, texts, *split(paths), output, say)
     figures = {"recordings": len(task.learned), "held_out": len(task.held)}
-    figures |= {"tokens": sum(map(count_tokens, task.learned)), **TRAIN[options.kind](task)}
+    figures |= {"tokens": sum(Recording.load(path).num_tokens for path in task.learned), **TRAIN[options.kind](task)}
     write_card(task, settings, figures)
     return figures
 
