@@ -220,9 +220,11 @@ def conclude(output: str) -> None:
 
     shown = printable(output)
     print(render_outcome(read_report(output)), end="")
-    print(f"summaries: {shown}/summaries\nreport: {shown}/report.html; specextend report {shown} prints it")
     folder, text_column = summaries_folder(resolve(output)), name_of_texts(resolve(output))
-    tables = (stream(open_parquet(folder.child(name)), ["doc_id", text_column]) for name in list_results(folder))
+    names = list_results(folder)
+    print(f"summaries: {shown}/summaries" if names else "summaries: none, because there was nothing to do")
+    print(f"report: {shown}/report.html; specextend report {shown} prints it")
+    tables = (stream(open_parquet(folder.child(name)), ["doc_id", text_column]) for name in names)
     found = (row for each in tables for table in each for row in table.slice(0, SHOWN).to_pylist())
     for row in islice(found, SHOWN):
         print(f"\nSummary of {printable(row['doc_id'])}:\n{printable(row[text_column], keep=chr(10))}")

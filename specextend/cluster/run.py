@@ -58,14 +58,16 @@ from specextend.data.fingerprint import provenance, write_manifest
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
+    read_starts,
     read_success,
     records_folder,
     remove_success,
+    report_file,
     starts_folder,
     write_success,
 )
 from specextend.data.selection import write_selection
-from specextend.data.storage import Location, remove_temporary_files
+from specextend.data.storage import Location, exists, remove_temporary_files
 from specextend.loading import load_engine
 
 EXTRA_LEASES = 2
@@ -143,11 +145,10 @@ class _LockedRun:
         output, display = self.prepared.output, self.display
         display.begin(self.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
-        if (counts := self._complete(retry_errors)) is not None:
-            display.note(f"complete already, {_say(counts)}")
-            display.event("run_ended", exit_code=EXIT_DONE)
+        if (code := self._complete(retry_errors)) is not None:
+            display.event("run_ended", exit_code=code)
             self.interrupt.disarm()
-            return EXIT_DONE
+            return code
         with writing(output):
             _sweep(output)
             self.record.write()
@@ -170,13 +171,22 @@ class _LockedRun:
         self.interrupt.disarm()
         return code
 
-    def _complete(self, retry_errors: Retry) -> Counts | None:
-        """Return the counts of a run of which nothing is left to do; None for any other."""
-        with reading(self.prepared.output):
-            counts = read_success(self.prepared.output)
-            if counts is None or not self._accepts(counts) or open_rows(self.prepared, retry_errors)[1]:
+    def _complete(self, retry_errors: Retry) -> int | None:
+        """Say how a run of which nothing is left to do has ended, and return its exit code; None for any other."""
+        output = self.prepared.output
+        with reading(output):
+            is_done, starts = read_success(output) is not None, read_starts(output)
+            has_failed = not is_done and bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS
+            if not (is_done or has_failed) or not all(exists(report_file(output, kind)) for kind in ("json", "html")):
                 return None
-            return counts if is_finalized(self.prepared.source, self.prepared.output) else None
+            progress, keys = open_rows(self.prepared, retry_errors)
+            counts = Counts(self.prepared.source.num_rows, len(progress.done), len(progress.errors))
+            if keys or self._accepts(counts) == has_failed or not is_finalized(self.prepared.source, output):
+                return None
+        self.display.note(f"complete already, {_say(counts)}")
+        if has_failed:
+            self._say_too_many(counts, progress)
+        return EXIT_TOO_MANY_ERRORS if has_failed else EXIT_DONE
 
     def _record_failure(self, error: BaseException) -> None:
         """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
@@ -287,21 +297,23 @@ class _LockedRun:
         )
         self.display.note(_say(counts))
         if code == EXIT_TOO_MANY_ERRORS:
-            share = self.prepared.config.job.max_error_fraction
-            allowed = counted(int(share * counts.rows), "failed row")
-            progress, _ = open_rows(self.prepared, "none")
-            num_retryable = len(progress.errors) - len(progress.final)
-            hint = "a retry would mend none of them"
-            if num_retryable:
-                hint = f"--retry-errors does {num_retryable:,} of them again"
-            self.display.note(
-                f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows {allowed}; "
-                f"see errors/, {hint}"
-            )
+            self._say_too_many(counts, open_rows(self.prepared, "none")[0])
             return code
         self.lock.confirm()
         write_success(output, counts)
         return code
+
+    def _say_too_many(self, counts: Counts, progress: Progress) -> None:
+        share = self.prepared.config.job.max_error_fraction
+        allowed = counted(int(share * counts.rows), "failed row")
+        num_retryable = len(progress.errors) - len(progress.final)
+        hint = "a retry would mend none of them"
+        if num_retryable:
+            hint = f"--retry-errors does {num_retryable:,} of them again"
+        self.display.note(
+            f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows {allowed}; "
+            f"see errors/, {hint}"
+        )
 
     def _accepts(self, counts: Counts) -> bool:
         return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows

@@ -32,9 +32,9 @@ class InputUnreachableError(InputError):
 
 def unreadable(file: str, error: Exception) -> InputError:
     """Return the error for a file that is not Parquet, or is damaged."""
-    is_named_so = file.lower().endswith((".parquet", ".pq", ".parq"))
-    todo = "repair it or take it out" if is_named_so else "`specextend prepare documents` makes Parquet of other files"
-    return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); {todo}")
+    if file.lower().endswith((".parquet", ".pq", ".parq")):
+        return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); repair it or take it out")
+    return InputError(f"{file} is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER")
 
 
 class DocumentError(Exception):

@@ -32,13 +32,16 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path,
     write("in/a.parquet", {"body": ["one"]})
     write("in/b.parquet", {"text": [1]})
     (tmp_path / "in" / "c.parquet").write_bytes(b"no Parquet")
+    (tmp_path / "in" / "c.csv").write_bytes(b"text\nnot Parquet either\n")
     write("in/d.parquet", {"text": ["fine"]})
     with pytest.raises(InputError) as caught:
-        open_source(InputOptions(path=str(tmp_path / "in")))
+        open_source(InputOptions(path=str(tmp_path / "in" / "*")))
     message = str(caught.value)
     assert message.startswith("a.parquet has no column 'text' (input.text_column); it has body; ")
     assert "; b.parquet: column 'text' (input.text_column) is int64, but must be a string column; " in message
+    assert "; c.csv is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER" in message
     assert "; c.parquet cannot be read as Parquet" in message
+    assert message.endswith("; repair it or take it out")
     assert "d.parquet" not in message
 
 
