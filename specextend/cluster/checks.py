@@ -242,6 +242,7 @@ _OUTCOMES = {
     "not_matching": "not matching input.filter",
     "not_in_sample": "not in input.sample",
     "unchanged": "done before and unchanged",
+    "failed_before": "failed before and would again",
     "over_limit": "over input.limit",
     "changed": "changed",
     "new": "new",

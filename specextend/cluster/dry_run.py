@@ -74,7 +74,7 @@ def dry_run(
             "counts": {} if selection is None else dict(selection.counts),
             "notes": list(describe_selection(prepared.source)),
         },
-        "rows_to_do": len(plan.estimates),
+        "rows_to_do": len(plan.estimates) + len(plan.refused),
         "error_rows_left_out": len(progress.final) if retry_errors == "retryable" else 0,
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,

@@ -41,11 +41,11 @@ from specextend.cluster.exits import (
     writing,
 )
 from specextend.cluster.lock import OutputLock, held
-from specextend.cluster.messages import Tried
+from specextend.cluster.messages import Failed, Tried, failed_row
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.progress import Ledger
-from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before
+from specextend.cluster.records import Committer, StartRecord, give_up, rows_per_commit, tried_before
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
@@ -55,6 +55,7 @@ from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, Retry
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import provenance, write_manifest
+from specextend.data.inputs import DocumentError
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
@@ -70,6 +71,8 @@ from specextend.data.selection import write_selection
 from specextend.data.storage import Location, exists, remove_temporary_files
 from specextend.loading import load_engine
 
+_REFUSED_ROWS = 4096
+"""Rows that no model has to see in one commit."""
 EXTRA_LEASES = 2
 """Leases that wait at a worker in addition to those that it decodes, while there are many documents."""
 FORCED = "ended by force; what was committed is there, run again to resume"
@@ -209,8 +212,10 @@ class _LockedRun:
                 write_manifest(output, self.prepared.manifest)
             remove_success(output)
         if plan is not None:
-            num_errors = sum(key not in keys for key in progress.errors)
-            self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors))
+            num_errors = sum(key not in keys for key in progress.errors) + len(plan.refused)
+            self._refuse(plan, progress)
+            if plan.estimates:
+                self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors))
         with writing(output):
             return self._conclude(finalize(source, output, self.interrupt.check, self.observe))
 
@@ -225,6 +230,34 @@ class _LockedRun:
             f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in {time.monotonic() - begin:.1f} s)"
         )
         return plan
+
+    def _refuse(self, plan: Plan, progress: Progress) -> None:
+        """Commit the error rows of the rows that no model has to see."""
+        writer, rows = self._commit_writer(), list[dict[str, Any]]()
+        for i, (file, row) in enumerate(plan.refused, 1):
+            self.interrupt.check()
+            key = DocumentKey(int(file), int(row))
+            rows.append(give_up(self.display, key, self._refusal(key), progress.attempts.get(key, 0) + 1))
+            if len(rows) == _REFUSED_ROWS or i == len(plan.refused):
+                with writing(self.prepared.output):
+                    writer.commit(rows)
+                rows = []
+
+    def _refusal(self, key: DocumentKey) -> Failed:
+        """Find out why no model has to see a row. Raises what `Source.read` raises about the input."""
+        row = None
+        try:
+            row = self.prepared.source.read(key)
+            self.prepared.prompts.room(row.max_new_tokens or self.prepared.config.decoding.max_new_tokens)
+        except DocumentError as error:
+            return failed_row(error, row)
+        raise AssertionError(f"{self.prepared.source.place(key)} was refused, but can be read")
+
+    def _commit_writer(self) -> CommitWriter:
+        output, manifest = self.prepared.output, self.prepared.manifest
+        with writing(output):
+            origin = provenance(manifest, [self.record.start], [self.run_id])
+            return CommitWriter(output, self.run_id, manifest["fingerprint"], origin)
 
     def _decode(self, plan: Plan, progress: Progress, ledger: Ledger) -> None:
         """Decode what is planned, with workers of a Ray."""
@@ -256,12 +289,13 @@ class _LockedRun:
             )
 
     def _driver(self, config: RunConfig, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
-        source, output, manifest, job = self.prepared.source, self.prepared.output, self.prepared.manifest, config.job
+        source, output, job = self.prepared.source, self.prepared.output, config.job
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
+        writer, metrics = self._commit_writer(), Metrics(self.run_id)
+        for error_class, num_rows in plan.rejected.items():
+            metrics.failed(error_class, num_rows)
         with writing(output):
-            origin = provenance(manifest, [self.record.start], [self.run_id])
-            writer = CommitWriter(output, self.run_id, manifest["fingerprint"], origin)
             audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(
@@ -270,7 +304,7 @@ class _LockedRun:
             pool=Pool(
                 config,
                 source,
-                partial(checked_engine, factory=self.factory, hashes=manifest["identity"]["hashes"]),
+                partial(checked_engine, factory=self.factory, hashes=self.prepared.manifest["identity"]["hashes"]),
                 num_leases,
             ),
             roster=Roster(job.workers),
@@ -279,7 +313,7 @@ class _LockedRun:
             ),
             ledger=ledger,
             display=self.display,
-            metrics=Metrics(self.run_id),
+            metrics=metrics,
             interrupt=self.interrupt,
             record=self.record,
             source=source,

@@ -42,8 +42,10 @@ class DocumentError(Exception):
 
     error_class: `NullText`, `NullId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadOptions` (stage `read`),
     `BadInstruction` (`read` or `prompt`), `PromptTooLong` (`prompt`), or the class of what failed in the engine.
-    doc_id: set by `RowReader.read`, empty when raised by `Prompts.render`, which has no id.
+    doc_id, content_sha256: set by `RowReader.read`; not known when raised by `Prompts.render`.
     """
+
+    content_sha256: str | None = None
 
     def __init__(
         self, error_class: str, message: str, stage: str = "read", retryable: bool = False, doc_id: str = ""

@@ -23,7 +23,7 @@ from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
 from specextend.data.parquet import DAMAGED, damaged_as, plain_values, write_table
 from specextend.data.row_filter import RowFilter
-from specextend.data.run_folder import list_results, selection_file, summaries_folder
+from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, read_bytes, resolve
 
@@ -60,8 +60,10 @@ def select_rows(
     if options.except_done_in:
         states = _compare(source, rows, earlier, checkpoint)
         counts["unchanged"] = sum(int((each == _UNCHANGED).sum()) for each in states)
-        rows = [each[state != _UNCHANGED] for each, state in zip(rows, states, strict=True)]
-        states = [state[state != _UNCHANGED] for state in states]
+        if num_failed := sum(int((each == _FAILED).sum()) for each in states):
+            counts["failed_before"] = num_failed
+        rows = [each[state < _UNCHANGED] for each, state in zip(rows, states, strict=True)]
+        states = [state[state < _UNCHANGED] for state in states]
     if options.limit is not None:
         before, rows = _size(rows), _first(rows, options.limit)
         counts["over_limit"] = before - _size(rows)
@@ -141,13 +143,14 @@ def _first(rows: Rows, limit: int) -> Rows:
     return kept
 
 
-_NEW, _CHANGED, _UNCHANGED = 0, 1, 2
+_NEW, _CHANGED, _UNCHANGED, _FAILED = 0, 1, 2, 3
+"""What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail again."""
 
 
 def _compare(
     source: Source, rows: Rows, earlier: Sequence[EarlierOutput], checkpoint: Callable[[], object]
 ) -> list[NDArray[np.int8]]:
-    """Say of each row whether an earlier run has done it, and whether it is still the same.
+    """Say of each row what earlier runs have made of it, and whether it is still the same.
 
     A file with size, footer and time of that run holds what it held. In any other file the row itself is read.
     """
@@ -157,32 +160,37 @@ def _compare(
     )
     ends = np.cumsum([len(each) for each in rows])
     states = np.full(len(ids), _NEW, np.int8)
-    done = [each.done_rows() for each in earlier]
-    if not len(ids) or not sum(map(len, done)):
+    ended = [each.ended_rows() for each in earlier]
+    if not len(ids) or not sum(map(len, ended)):
         return [np.full(len(each), _NEW, np.int8) for each in rows]
-    table = pa.concat_tables(done)
-    origins = np.repeat(np.arange(len(done)), [len(each) for each in done])
+    table = pa.concat_tables(ended)
+    origins = np.repeat(np.arange(len(ended)), [len(each) for each in ended])
     at = pc.fill_null(pc.index_in(table["doc_id"], value_set=ids.combine_chunks()), -1).to_numpy()
     known = np.flatnonzero(at >= 0)
     at, origins, contents = at[known], origins[known], table["content_sha256"].take(pa.array(known))
+    outcomes = np.where(table["retryable"].is_null().to_numpy()[known], _UNCHANGED, _FAILED)
     files = np.searchsorted(ends, at, side="right")
     same = np.array([[each.holds(file) for file in source.files] for each in earlier], bool)
     states[at] = _CHANGED
-    states[at[same[origins, files]]] = _UNCHANGED
+    found = same[origins, files]
+    for outcome in (_FAILED, _UNCHANGED):
+        states[at[found & (outcomes == outcome)]] = outcome
     in_doubt = states[at] == _CHANGED
 
-    def unchanged(file: InputFile) -> list[int]:
+    def unchanged(file: InputFile) -> list[tuple[int, int]]:
         mine = np.flatnonzero((files == file.number) & in_doubt)
         begin = int(ends[file.number]) - len(rows[file.number])
-        before: dict[int, set[tuple[int, str]]] = {}
-        for place, content in zip(at[mine].tolist(), contents.take(pa.array(mine)).to_pylist(), strict=True):
-            before.setdefault(int(rows[file.number][place - begin]), set()).add((place, content))
+        before: dict[int, dict[str, tuple[int, int]]] = {}
+        told = zip(at[mine].tolist(), outcomes[mine].tolist(), contents.take(pa.array(mine)).to_pylist(), strict=True)
+        for place, outcome, content in sorted(told, key=lambda each: -each[1]):
+            before.setdefault(int(rows[file.number][place - begin]), {})[content] = (place, outcome)
         found = _contents(source, file.number, before.keys(), checkpoint)
-        return [place for row, now in found for place, content in before[row] if content == now]
+        return [before[row][now] for row, now in found if now in before[row]]
 
     written = [source.files[number] for number in np.unique(files[in_doubt]).tolist()]
-    for places in _of_each_file(written, unchanged):
-        states[places] = _UNCHANGED
+    for same_as_before in _of_each_file(written, unchanged):
+        for place, outcome in same_as_before:
+            states[place] = outcome
     return np.split(states, ends[:-1])
 
 
@@ -193,7 +201,7 @@ def _ids(source: Source, rows: Rows, file: InputFile) -> pa.ChunkedArray:
 def _contents(
     source: Source, number: int, wanted: Collection[int], checkpoint: Callable[[], object]
 ) -> Iterator[tuple[int, str]]:
-    """Yield the wanted rows of a file that have a text, in order, each with the hash of its content."""
+    """Yield the wanted rows of a file, in order, each with the hash of its content."""
     reader, begin = source.reader, 0
     for batch in source.batches(number, reader.content_columns):
         checkpoint()
@@ -201,9 +209,7 @@ def _contents(
             if begin + i not in wanted:
                 continue
             row = plain_values(batch.slice(i, 1), reader.content_columns)
-            values = {name: value for name, [value] in row.items()}
-            if values[reader.options.text_column] is not None:
-                yield begin + i, reader.content(values)
+            yield begin + i, reader.content({name: value for name, [value] in row.items()})
         begin += len(batch)
 
 
@@ -239,7 +245,9 @@ def recall_selection(source: Source, output: Location, recorded: Mapping[str, in
     return source.limited_to(range(len(source.files)), ChosenRows(chosen, sha256, recorded))
 
 
-_DONE_SCHEMA = pa.schema([("doc_id", pa.large_string()), ("content_sha256", pa.large_string())])
+_ENDED_SCHEMA = pa.schema(
+    [("doc_id", pa.large_string()), ("content_sha256", pa.large_string()), ("retryable", pa.bool_())]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +257,14 @@ class EarlierOutput:
     location: Location
     manifest: Mapping[str, Any]
 
-    def done_rows(self) -> pa.Table:
-        """Read `doc_id` and `content_sha256` of its summaries."""
-        tables = in_order(self._read, list_results(summaries_folder(self.location)))
-        return pa.concat_tables([_DONE_SCHEMA.empty_table(), *tables])
+    def ended_rows(self) -> pa.Table:
+        """Read the rows of its summaries, whose `retryable` is null, and of its errors that would fail again."""
+        done, failed = summaries_folder(self.location), errors_folder(self.location)
+        tables = [
+            *in_order(lambda name: self._read(done.child(name), _ENDED_SCHEMA.names[:2]), list_results(done)),
+            *in_order(lambda name: self._read(failed.child(name), _ENDED_SCHEMA.names), list_results(failed)),
+        ]
+        return pa.concat_tables([_ENDED_SCHEMA.empty_table(), *tables])
 
     def holds(self, file: InputFile) -> bool:
         """Return True if it was made from this very file: same path, size, footer and time of the last write."""
@@ -261,14 +273,18 @@ class EarlierOutput:
         times = self.manifest.get("modified_ns", {})
         return before == now and file.modified_ns is not None and times.get(file.relative_path) == file.modified_ns
 
-    def _read(self, name: str) -> pa.Table:
-        location = summaries_folder(self.location).child(name)
+    def _read(self, location: Location, columns: list[str]) -> pa.Table:
         with (
             damaged_as(InputError, location, "repair it, or leave it out of input.except_done_in"),
             location.filesystem.open_input_file(location.path) as file,
             pq.ParquetFile(file) as parquet,
         ):
-            return parquet.read(columns=_DONE_SCHEMA.names).select(_DONE_SCHEMA.names).cast(_DONE_SCHEMA)
+            table = parquet.read(columns=columns).select(columns)
+        if "retryable" in columns:
+            table = table.filter(pc.invert(table["retryable"]))
+        else:
+            table = table.append_column("retryable", pa.nulls(len(table), pa.bool_()))
+        return table.cast(_ENDED_SCHEMA)
 
 
 def find_earlier(

@@ -150,7 +150,33 @@ def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, folder: Pa
     new = ["--output", str(folder / "new"), "--set", f"input.except_done_in=['{folder / 'out'}']"]
     ended = call(*arguments(folder, *new, "--dry-run"))
     assert ended.code == 0, ended.stderr
-    assert "\n4 of 4 rows to do" in ended.stdout, "two are new, and two were errors"
+    assert "\n2 of 2 rows to do" in ended.stdout, "the empty texts are still empty"
+
+
+def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folder: Path):
+    """Bad rows counted as new and loaded the models each night, and the end named a folder that is not there."""
+    (folder / "corpus").mkdir()
+    table = pq.read_table(folder / "in" / "a.parquet")
+    pq.write_table(table, folder / "corpus" / "a.parquet", row_group_size=2)
+    again = ["--input", str(folder / "corpus"), "--output", str(folder / "night")]
+    ended = call(*arguments(folder), *again, "--set", f"input.except_done_in=['{folder / 'out'}']")
+    assert ended.code == 0, ended.stderr
+    said = "3 done before and unchanged, 2 failed before and would again, 0 changed, 0 new"
+    assert ended.stderr.startswith(f"this run is about 0 of 5 rows: {said}")
+    assert "summaries: none, because there was nothing to do\n" in ended.stdout
+    assert not (folder / "night" / "summaries").exists()
+
+
+def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder: Path):
+    """A night on which only empty texts came started Ray and loaded the models to say so."""
+    write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])
+    again = ["--input", str(folder / "bad"), "--output", str(folder / "night"), "--set", "input.passthrough=[doc]"]
+    ended = call(*arguments(folder), *again)
+    assert ended.code == 3, ended.stderr
+    names = ("doc_id", "error_class", "attempts", "doc")
+    errors = [tuple(row[name] for name in names) for row in rows(folder / "night" / "errors")]
+    assert errors == [("x", "NullText", 1, "x"), ("y", "EmptyText", 1, "y")]
+    assert call(*arguments(folder), *again, "--set", "job.max_error_fraction=1").code == 0
 
 
 def test_the_report_has_its_keys_and_its_sums(finished: Path):

@@ -82,26 +82,28 @@ def manifest_of(source: Source, max_new_tokens: int = 5) -> dict[str, Any]:
     return build_manifest(source, config, {"target": "t"})
 
 
-def night(options: InputOptions, output: Location, *, failing: str = "", max_new_tokens: int = 5) -> Source:
+def night(
+    options: InputOptions, output: Location, *, failing: str = "", retryable: bool = True, max_new_tokens: int = 5
+) -> Source:
     """Do a night's work: select, commit a result for each row, finalize."""
     whole = open_source(options)
     earlier, notes = find_earlier(options.except_done_in, output, manifest_of(whole, max_new_tokens))
     source = select_rows(whole, earlier, notes)
     write_selection(source, output)
     write_manifest(output, manifest_of(source, max_new_tokens))
-    CommitWriter(output, "0" * 8).commit([result_of(source, key, failing) for key in keys_of(source)])
+    CommitWriter(output, "0" * 8).commit([result_of(source, key, failing, retryable) for key in keys_of(source)])
     assert not list(pending([file.num_rows for file in source.files], read_commits(output), chosen=source.rows))
     counts = finalize(source, output)
     assert (counts.rows, counts.errors) == (source.num_rows, int(bool(failing)))
     return source
 
 
-def result_of(source: Source, key: DocumentKey, failing: str) -> dict[str, Any]:
+def result_of(source: Source, key: DocumentKey, failing: str, retryable: bool) -> dict[str, Any]:
     row = source.read(key)
     doc_id = row.document.doc_id
     if doc_id == failing:
-        facts = {"error_class": "Bad", "message": "why", "stage": "decode", "retryable": True}
-        return error_row(key, doc_id, **facts, attempts=1)
+        facts = {"error_class": "Bad", "message": "why", "stage": "decode", "retryable": retryable}
+        return error_row(key, doc_id, **facts, attempts=1, content_sha256=row.content_sha256)
     own = {"doc_id": doc_id, "content_sha256": row.content_sha256}
     return done(key, f"summary of {row.document.text}") | own
 
@@ -142,6 +144,20 @@ def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus: Corpus, tm
     which = f"2 outputs ({tmp_path}/out/0 to 1)"
     why = "of another configuration: decoding.max_new_tokens: 5 there, 6 here"
     assert third.selection.notes == (f"not counted as done: rows of {which}, {why}",)
+
+
+def test_a_row_that_would_fail_again_waits_until_it_changes(corpus: Corpus, tmp_path: Path) -> None:
+    """An empty text counted as new, and as a failure, every night: also where the file is written anew each day."""
+    options, file = corpus(except_done_in=(str(tmp_path / "out" / "*"),)), tmp_path / "in/lang=de/year=2020/a.parquet"
+    outputs = [resolve(str(tmp_path / "out" / str(number))) for number in range(3)]
+    night(options, outputs[0], failing="de3", retryable=False)
+    rewrite(file, de1="another text")
+    second = night(options, outputs[1])
+    assert counts_of(second) == {"unchanged": 8, "changed": 1, "new": 0, "selected": 1}
+    assert second.selection is not None
+    assert second.selection.counts["failed_before"] == 1
+    rewrite(file, de3="a text that is no more at fault")
+    assert ids_of(night(options, outputs[2])) == ["de3"]
 
 
 def test_only_files_that_were_written_since_are_read(corpus: Corpus, tmp_path: Path) -> None:
