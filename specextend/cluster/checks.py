@@ -78,7 +78,7 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
         if begun is not None:
             source = recall_selection(source, output, begun["selection"], begun["identity"]["selection"]["sha256"])
-        elif config.input.selects:
+        else:
             whole = build_manifest(source, values, hashes, models)
             earlier, notes_on_earlier = find_earlier(config.input.except_done_in, output, whole, checkpoint)
             source = select_rows(source, earlier, notes_on_earlier, checkpoint)

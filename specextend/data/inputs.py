@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from specextend.core import one_line, printable
 from specextend.data.row_filter import RowFilter
@@ -40,7 +41,7 @@ def unreadable(file: str, error: Exception) -> InputError:
 class DocumentError(Exception):
     """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
-    error_class: `NullText`, `NullId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadOptions` (stage `read`),
+    error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadOptions` (stage `read`),
     `BadInstruction` (`read` or `prompt`), `PromptTooLong` (`prompt`), or the class of what failed in the engine.
     doc_id, content_sha256: set by `RowReader.read`; not known when raised by `Prompts.render`.
     """
@@ -74,6 +75,9 @@ class InputOptions:
     """The string column with the documents."""
     id_column: str | None = None
     """A string or integer column with unique ids; without it the id is `<path relative to the input>:<row in file>`."""
+    on_bad_id: Literal["refuse", "error"] = "refuse"
+    """What to do if ids are null or repeated among the rows that `input.filter` leaves: `refuse` the input, or make
+    each such row an `error` row, of equal ids all but the first in input order."""
     passthrough: tuple[str, ...] = ()
     """Columns of any type that are copied to the summaries; folders such as `year=2026` make a column, too."""
     max_new_tokens_column: str | None = None

@@ -1,4 +1,7 @@
-"""Which rows of the input a run is about: filter, sample, what earlier runs have done, and a limit, in this order."""
+"""Which rows of the input a run is about: filter, sample, what earlier runs have done, and a limit, in this order.
+
+Ids are checked among the rows that the filter leaves.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def select_rows(
     notes: tuple[str, ...] = (),
     checkpoint: Callable[[], object] = lambda: None,
 ) -> Source:
-    """Choose the rows of a run; return the source of the files that hold some.
+    """Check the ids and choose the rows of a run; return the source of the files that hold some.
 
     Reads the filter's columns, the ids if they are needed, and the texts of rows that an earlier run did from a file
     that was written since. Raises InputError if filter or sample leave no row; that everything is done already is no
@@ -52,6 +55,9 @@ def select_rows(
         rows = list(_of_each_file(source.files, partial(_matching, source, options.filter, checkpoint)))
         counts["not_matching"] = counts["input"] - _size(rows)
         _refuse_nothing(rows, f"input.filter {options.filter!r} matches none of {counted(counts['input'], 'row')}")
+    source = _check_ids(source, rows)
+    if not options.selects:
+        return source
     if options.sample is not None:
         before, rows = _size(rows), _sampled(source, rows, options.sample)
         counts["not_in_sample"] = before - _size(rows)
@@ -71,6 +77,42 @@ def select_rows(
         counts["changed"] = sum(int(state[: len(each)].sum()) for state, each in zip(states, rows, strict=True))
         counts["new"] = _size(rows) - counts["changed"]
     return _limited(source, rows, counts | {"selected": _size(rows)}, notes)
+
+
+def _check_ids(source: Source, rows: Rows) -> Source:
+    """Return the source that knows the rows whose ids are null or repeated. Raises InputError if they are refused."""
+    column = source.options.id_column
+    if column is None:
+        return source
+    ids = [chunk for ids in _of_each_file(source.files, partial(_ids, source, rows)) for chunk in ids.chunks]
+    every = pa.chunked_array(ids, pa.large_string())
+    num_nulls = every.null_count
+    num_repeated = len(every) - len(every.unique()) - max(0, num_nulls - 1)
+    if not num_nulls and not num_repeated:
+        return source
+    codes = pc.fill_null(every.combine_chunks().dictionary_encode().indices, -1).to_numpy()
+    is_bad = np.ones(len(codes), bool)
+    is_bad[np.unique(codes, return_index=True)[1]] = False
+    is_bad |= codes < 0
+    if source.options.on_bad_id == "refuse":
+        first = int(np.argmax(codes < 0 if num_nulls else is_bad))
+        same = [_say_place(source, rows, place) for place in np.flatnonzero(codes == codes[first])[:2].tolist()]
+        what = f"nulls in column {column!r} (input.id_column): {num_nulls:,}, the first in {same[0]}; give them ids"
+        if not num_nulls:
+            where = f"{num_repeated:,} repeated, the first is {every[first].as_py()!r} in {' and '.join(same)}"
+            what = f"ids must be unique over all files: {where}; make them different, or leave out input.id_column"
+        raise InputError(f"{what}, or set input.on_bad_id to error, which makes error rows of such rows")
+    found = zip(rows, np.split(is_bad, np.cumsum([len(each) for each in rows])[:-1]), strict=True)
+    return source.with_bad_ids({number: each[bad] for number, (each, bad) in enumerate(found) if bad.any()})
+
+
+def _say_place(source: Source, rows: Rows, place: int) -> str:
+    """Describe the row at a place among all of `rows`."""
+    for file, each in zip(source.files, rows, strict=True):
+        if place < len(each):
+            return f"{file.relative_path} row {each[place]}"
+        place -= len(each)
+    raise AssertionError("no such row")
 
 
 def _refuse_nothing(rows: Rows, what: str) -> None:
@@ -223,6 +265,8 @@ def write_selection(source: Source, output: Location) -> None:
     numbers = [np.full(len(rows), number, np.int32) for number, rows in chosen.items()]
     columns = {"file": np.concatenate([nothing.astype(np.int32), *numbers])}
     columns["row"] = np.concatenate([nothing, *chosen.values()])
+    bad = [np.isin(rows, source.bad_ids.get(number, nothing)) for number, rows in chosen.items()]
+    columns["has_bad_id"] = np.concatenate([nothing.astype(bool), *bad])
     write_table(selection_file(output), pa.table(columns))
 
 
@@ -235,13 +279,15 @@ def recall_selection(source: Source, output: Location, recorded: Mapping[str, in
     location = selection_file(output)
     try:
         table = pq.read_table(pa.BufferReader(read_bytes(location) or b""))
-        files, rows = (table[name].to_numpy() for name in ("file", "row"))
+        files, rows, is_bad = (table[name].to_numpy() for name in ("file", "row", "has_bad_id"))
     except (*DAMAGED, KeyError) as error:
         raise InputError(f"{location.path} cannot be read ({one_line(error)}); use another output folder") from error
     chosen = {file.number: rows[files == file.number] for file in source.files}
     names = [file.relative_path for file in source.files]
     if len(rows) != sum(map(len, chosen.values())) or _digest(names, chosen) != sha256:
         raise InputError(f"{location.path} does not name rows of this input; restore the input, or use another output")
+    bad = {file.number: rows[(files == file.number) & is_bad] for file in source.files}
+    source = source.with_bad_ids({number: each for number, each in bad.items() if len(each)})
     return source.limited_to(range(len(source.files)), ChosenRows(chosen, sha256, recorded))
 
 

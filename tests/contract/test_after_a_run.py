@@ -167,6 +167,21 @@ def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folde
     assert not (folder / "night" / "summaries").exists()
 
 
+def test_rows_with_bad_ids_are_refused_or_error_rows_once(call, folder: Path):
+    """Two rows without an id kept a night from all others; as error rows they are no news on the next night."""
+    texts = [*pq.read_table(folder / "in" / "a.parquet")["text"].to_pylist(), "no id", "the id of another"]
+    write_corpus(folder / "corpus" / "a.parquet", texts, doc=[*"abcde", None, "a"])
+    nights = ["--input", str(folder / "corpus"), "--set", f"input.except_done_in=['{folder}/out*']"]
+    ended = call(*arguments(folder), *nights, "--output", str(folder / "out2"))
+    assert ended.code == 2
+    assert "nulls in column 'doc' (input.id_column): 1, the first in a.parquet row 5; " in ended.stderr
+    for number, code in ((2, 3), (3, 0)):
+        output = ["--output", str(folder / f"out{number}"), "--set", "input.on_bad_id=error"]
+        assert call(*arguments(folder), *nights, *output).code == code
+    errors = {row["doc_id"]: row["message"] for row in rows(folder / "out2" / "errors")}
+    assert errors == {"a.parquet:5": "the id is null", "a.parquet:6": "the id is that of an earlier row: 'a'"}
+
+
 def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder: Path):
     """A night on which only empty texts came started Ray and loaded the models to say so."""
     write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])

@@ -16,7 +16,7 @@ from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
-from specextend.data.inputs import InputError, InputOptions
+from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.schema import error_row
 from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
 from specextend.data.source import Source, open_source
@@ -75,6 +75,33 @@ def test_a_selection_that_makes_no_sense_is_refused(corpus: Corpus) -> None:
         InputOptions(path="in", sample=1.5)
     with pytest.raises(ValueError, match="credentials"):
         InputOptions(path="in", except_done_in=("s3://key:secret@bucket/out",))
+
+
+def test_only_the_ids_of_rows_that_are_wanted_are_checked(tmp_path: Path, write: Write) -> None:
+    """Drafts without ids kept a run from the documents that have some."""
+    write("in/a.parquet", {"id": ["a", None, "a"], "text": ["t"] * 3, "is_final": [True, False, False]})
+    options = InputOptions(path=str(tmp_path / "in"), id_column="id")
+    with pytest.raises(InputError, match=r"nulls in column 'id'.* set input.on_bad_id to error"):
+        select_rows(open_source(options))
+    assert ids_of(select_rows(open_source(replace(options, filter="is_final")))) == ["a"]
+
+
+def test_rows_with_bad_ids_can_be_error_rows(tmp_path: Path, write: Write) -> None:
+    """They go by their places, so that no id stands for two rows, and a resumed run knows them."""
+    write("in/a.parquet", {"id": [7, None, 7], "text": ["one", "two", "three"]})
+    write("in/b.parquet", {"id": ["7", "8", None], "text": ["four", "five", None]})
+    options = InputOptions(path=str(tmp_path / "in"), id_column="id", on_bad_id="error")
+    source, output = select_rows(open_source(replace(options, limit=6))), resolve(str(tmp_path / "out"))
+    assert source.selection is not None
+    write_selection(source, output)
+    recalled = recall_selection(open_source(options), output, source.selection.counts, source.selection.sha256)
+    bad = {"a.parquet:1", "a.parquet:2", "b.parquet:0", "b.parquet:2"}
+    for each in (source, recalled):
+        assert {*ids_of(each)} == {"7", "8"} | bad
+        assert {each.doc_id(row.key) for row in each.scan() if row.error_class == "BadId"} == bad
+    with pytest.raises(DocumentError, match="BadId: the id is that of an earlier row: '7'") as caught:
+        source.read(DocumentKey(1, 0))
+    assert (caught.value.doc_id, caught.value.retryable) == ("b.parquet:0", False)
 
 
 def manifest_of(source: Source, max_new_tokens: int = 5) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 from specextend.core import Document, DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.rows import content_sha256
+from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
 
 Write = Callable[..., Path]
@@ -84,7 +85,7 @@ def test_ids_are_strings_and_integers_become_decimal(write: Write, ids: pa.Array
 
 def run_error(path: Path, **options: Any) -> str:
     with pytest.raises(InputError) as caught:
-        open_source(InputOptions(path=str(path), **options))
+        select_rows(open_source(InputOptions(path=str(path), **options)))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -130,15 +131,15 @@ def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
 
 def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
     write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", None]})
-    assert "nulls in column 'id' (input.id_column): 1, the first in row 2; " in run_error(
-        tmp_path / "in", id_column="id"
-    )
+    message = run_error(tmp_path / "in", id_column="id")
+    assert "nulls in column 'id' (input.id_column): 1, the first in a.parquet row 2; " in message
     write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", "3"]})
     write("in/b.parquet", {"text": ["x"] * 2, "id": [4, 2]})
     message = run_error(tmp_path / "in", id_column="id")
     assert message == (
         "ids must be unique over all files: 1 repeated, the first is '2' in a.parquet row 1 and b.parquet row 1; "
-        "make them different, or leave out input.id_column"
+        "make them different, or leave out input.id_column, or set input.on_bad_id to error, which makes error rows of "
+        "such rows"
     )
     write("in/b.parquet", {"text": ["x"], "id": NOT_UTF8})
     assert "not UTF-8" in run_error(tmp_path / "in", id_column="id")
