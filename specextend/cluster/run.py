@@ -213,7 +213,8 @@ class _LockedRun:
             remove_success(output)
         if plan is not None:
             num_errors = sum(key not in keys for key in progress.errors) + len(plan.refused)
-            self._refuse(plan, progress)
+            if len(plan.refused):
+                self._refuse(plan, progress)
             if plan.estimates:
                 self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors))
         with writing(output):
