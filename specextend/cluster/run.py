@@ -216,7 +216,7 @@ class _LockedRun:
             if len(plan.refused):
                 self._refuse(plan, progress)
             if plan.estimates:
-                self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors))
+                self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors, progress.work))
         with writing(output):
             return self._conclude(finalize(source, output, self.interrupt.check, self.observe))
 
