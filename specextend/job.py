@@ -36,7 +36,7 @@ class RunResult:
 
     @property
     def summaries(self) -> str:
-        """Return the folder of Parquet files with the summaries, which is there unless the run was cancelled."""
+        """Return the folder of Parquet files with the summaries, which a run that had nothing to do does not have."""
         return f"{self.output}/summaries"
 
     @property

@@ -37,7 +37,7 @@ def first_loop(token_ids: list[int]) -> int:
 
 
 def flags_of(completion: Completion) -> list[str]:
-    return assess(completion, "", None, QualityOptions()).quality_flags
+    return assess(completion, "some words " * 5, 0, None, QualityOptions()).quality_flags
 
 
 @pytest.mark.parametrize(("mode", "draft", "batch"), covering(MODES, DRAFTS, [1, 3]))

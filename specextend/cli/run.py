@@ -223,9 +223,11 @@ def conclude(output: str) -> None:
 
     shown = printable(output)
     print(render_outcome(read_report(output)), end="")
-    print(f"summaries: {shown}/summaries\nreport: {shown}/report.html; specextend report {shown} prints it")
     folder, text_column = summaries_folder(resolve(output)), name_of_texts(resolve(output))
-    files = (open_parquet(folder.child(name)) for name in list_results(folder))
+    names = list_results(folder)
+    print(f"summaries: {shown}/summaries" if names else "summaries: none, because there was nothing to do")
+    print(f"report: {shown}/report.html; specextend report {shown} prints it")
+    files = (open_parquet(folder.child(name)) for name in names)
     columns = dict.fromkeys(["doc_id", "title", text_column, *_QUALITY])
     tables = (
         table for file in files for table in stream(file, [name for name in columns if name in file.schema_arrow.names])

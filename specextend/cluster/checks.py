@@ -78,7 +78,7 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
         if begun is not None:
             source = recall_selection(source, output, begun["selection"], begun["identity"]["selection"]["sha256"])
-        elif config.input.selects:
+        else:
             whole = build_manifest(source, values, hashes, models)
             earlier, notes_on_earlier = find_earlier(config.input.except_done_in, output, whole, checkpoint)
             source = select_rows(source, earlier, notes_on_earlier, checkpoint)
@@ -242,6 +242,7 @@ _OUTCOMES = {
     "not_matching": "not matching input.filter",
     "not_in_sample": "not in input.sample",
     "unchanged": "done before and unchanged",
+    "failed_before": "failed before and would again",
     "over_limit": "over input.limit",
     "changed": "changed",
     "new": "new",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specextend.cluster.display import Display, Fact, Pace, lease_facts, result_facts
 from specextend.cluster.exits import Interrupt, InterruptedRunError, OutputError
@@ -29,7 +29,7 @@ from specextend.cluster.messages import (
 )
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.progress import MOST_NAMES, AwakeClock, ErrorGuard, Ledger, stalled_error
-from specextend.cluster.records import Committer, StartRecord
+from specextend.cluster.records import Committer, StartRecord, give_up
 from specextend.cluster.scheduler import PAUSE_S, Scheduler
 from specextend.cluster.workers import Pool, Roster
 from specextend.config import JobOptions
@@ -37,7 +37,6 @@ from specextend.core import DocumentKey, counted
 from specextend.data.inputs import DocumentError, InputUnreachableError
 from specextend.data.parquet import DAMAGED
 from specextend.data.run_folder import RELEASED
-from specextend.data.schema import error_row
 from specextend.data.source import Source
 
 LOOK_EVERY_S = 1.0
@@ -331,19 +330,7 @@ class Driver:
 
     def _fail(self, key: DocumentKey, attempts: int, failed: Failed, worker: str) -> None:
         doc_id = failed.doc_id or (self.source.place(key) if self._is_stopping else self.source.doc_id(key))
-        row = error_row(
-            key,
-            doc_id,
-            error_class=failed.error_class,
-            message=failed.message,
-            stage=failed.stage,
-            retryable=failed.retryable,
-            attempts=attempts,
-        )
-        self.committer.add(row)
-        facts = key._asdict() | {"document": doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
-        message = f"document {doc_id} failed: {failed.error_class}: {failed.message}"
-        self.display.note(message, "document_failed", **facts, error_class=failed.error_class)
+        self.committer.add(give_up(self.display, key, replace(failed, doc_id=doc_id), attempts, worker))
         self._errors.failed(doc_id, failed)
         self.metrics.failed(failed.error_class)
         self.ledger.finish(key, None, worker)

@@ -74,7 +74,7 @@ def dry_run(
             "counts": {} if selection is None else dict(selection.counts),
             "notes": list(describe_selection(prepared.source)),
         },
-        "rows_to_do": len(plan.estimates),
+        "rows_to_do": len(plan.estimates) + len(plan.refused),
         "error_rows_left_out": len(progress.final) if retry_errors == "retryable" else 0,
         "rows_rejected": dict(plan.rejected),
         "rows_over_length": plan.num_over_length,
@@ -192,6 +192,8 @@ def _checks(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
         ("no room for a document", counts["PromptTooLong"], "error rows"),
         ("over the prompt limit", plan.num_over_length, _OVER_LENGTH.get(policy, f"cut ({policy})")),
     ]
+    if counts["BadId"]:
+        found.append(("null or repeated id", counts["BadId"], "error rows"))
     if skipped := prepared.source.skipped:
         found.append(("files of another kind", None, f"skipped: {describe_skipped(skipped)}"))
     if repeated := prepared.source.num_repeated:

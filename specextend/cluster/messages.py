@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from specextend.core import DocumentKey
+from specextend.data.inputs import DocumentError
+from specextend.data.rows import Row
 from specextend.stats import DecodingStats
 
 MAX_LOSSES = 10
@@ -157,6 +159,14 @@ class Failed:
     """`read`, `prompt` or `decode`; `worker` if the worker itself failed."""
     retryable: bool
     """True if another machine or a later try may succeed."""
+    content_sha256: str | None = None
+    """Hash of the row, by which later runs know it; None if the document was not read."""
+
+
+def failed_row(error: DocumentError, row: Row | None) -> Failed:
+    """Return the failure of a document. row: what was read of it, if it could be."""
+    doc_id, content = (error.doc_id, error.content_sha256) if row is None else (row.document.doc_id, row.content_sha256)
+    return Failed(doc_id, error.error_class, error.message, error.stage, error.retryable, content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,10 +85,10 @@ class Metrics:
         if stats.mean_acceptance_length is not None:
             self._histograms["acceptance_length"].observe(stats.mean_acceptance_length)
 
-    def failed(self, error_class: str) -> None:
-        """Record a document that has become an error row."""
-        self._count("documents", 1, outcome="failed")
-        self._count("errors", 1, error_class=error_class)
+    def failed(self, error_class: str, num_documents: int = 1) -> None:
+        """Record documents that have become error rows."""
+        self._count("documents", num_documents, outcome="failed")
+        self._count("errors", num_documents, error_class=error_class)
 
     def worker_lost(self, cause: str) -> None:
         """Record a worker that was lost. cause: `died`, `node` or `stalled`."""

@@ -40,8 +40,6 @@ MOST_TOKENS = 1 << 40
 """More than any document has: a column may claim what overflows our sums."""
 UNKNOWN = -1
 """Stands for the tokens of a row that no column gives."""
-REFUSED = -1
-"""Stands for the output tokens of a row that is sure to become an error row."""
 BUCKETS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Upper bounds of the length buckets, in prompt tokens."""
 
@@ -51,8 +49,11 @@ class Plan:
     """The documents of a start with their estimated tokens."""
 
     estimates: Estimates
+    """Of the documents that a model has to see."""
+    refused: NDArray[np.int64]
+    """[R, 2] file and row of the rows that are sure to become error rows."""
     rejected: Counter[str]
-    """Number of rows that are sure to become error rows, by error class."""
+    """Number of these by error class."""
     num_over_length: int
     """Number of rows whose estimate exceeds the prompt limit, so that the length policy applies to them."""
 
@@ -82,7 +83,7 @@ def make_plan(
     max_new_tokens: for rows without a value of their own. seed: of the sample. checkpoint: called for every row; may
     raise.
     """
-    lengths, rejected = array("q"), Counter[str]()
+    lengths, refused, rejected = array("q"), array("q"), Counter[str]()
     """Five numbers for each row, as `_estimate` takes them: ten million rows must fit."""
     sample = set(random.Random(seed).sample(range(len(keys)), min(len(keys), SAMPLE_SIZE)))
     num_rows = num_tokens = num_bytes = 0
@@ -94,34 +95,34 @@ def make_plan(
         error_class = row.error_class or _without_room(prompts, own)
         if error_class is not None:
             rejected[error_class] += 1
-        elif row.text is not None and (num_rows in sample or not num_bytes):
+            refused.extend(row.key)
+            continue
+        if row.text is not None and (num_rows in sample or not num_bytes):
             beginning = row.text[:SAMPLE_BYTES].decode(errors="ignore")  # cut between characters
             num_tokens += len(prompts.encode_document(beginning))
             num_bytes += len(beginning.encode())
         num_rows += 1
         tokens = UNKNOWN if row.num_tokens is None else min(row.num_tokens, MOST_TOKENS)
-        lengths.extend((*row.key, row.num_bytes or 0, tokens, own if error_class is None else REFUSED))
+        lengths.extend((*row.key, row.num_bytes or 0, tokens, own))
     per_byte = num_tokens / num_bytes if num_bytes else 0.0
     estimates, num_over_length = _estimate(np.asarray(lengths).reshape(-1, 5), prompts, per_byte)
-    return Plan(estimates, rejected, num_over_length)
+    return Plan(estimates, np.asarray(refused).reshape(-1, 2), rejected, num_over_length)
 
 
 def _estimate(lengths: NDArray[np.int64], prompts: Prompts, per_byte: float) -> tuple[Estimates, int]:
-    """Estimate template and document, cut or in parts as the policy says; nothing for a row that will be refused.
+    """Estimate template and document, cut or in parts as the policy says.
 
-    lengths: [N, 5] of file, row, bytes, tokens (or `UNKNOWN`) and most output tokens (or `REFUSED`). per_byte: tokens.
-    Returns the estimates, and how many rows have to be cut.
+    lengths: [N, 5] of file, row, bytes, tokens (or `UNKNOWN`) and most output tokens. per_byte: tokens. Returns the
+    estimates, and how many rows have to be cut.
     """
     files, rows, num_bytes, counts, limits = lengths.T
     measured = np.round(num_bytes * per_byte).astype(np.int64)
     uncut = prompts.num_template_tokens + np.where(counts == UNKNOWN, measured, counts)
-    is_kept = limits != REFUSED
     most, longest = prompts.limit - limits, prompts.options.max_prompt_tokens
     if longest is not None:
         most = np.minimum(most, longest)
-    is_long = is_kept & (uncut > most)
-    kept = np.where(is_kept, np.clip(uncut, 0, np.maximum(most, 0)), 0)
-    outputs = np.maximum(limits, 0)
+    is_long = uncut > most
+    kept, outputs = np.clip(uncut, 0, np.maximum(most, 0)), limits.copy()
     if prompts.options.length_policy == "parts":
         documents = uncut[is_long] - prompts.num_template_tokens
         kept[is_long], outputs[is_long], _ = PartPrompts(prompts).work(documents, limits[is_long])
@@ -177,7 +178,7 @@ def _device(config: RunConfig) -> torch.device:
 
 def _request_lengths(config: RunConfig, facts: ModelFacts, plan: Plan) -> NDArray[np.int64]:
     """Return the tokens of each document that will be decoded, prompt and output; in parts, those of one request."""
-    totals = plan.estimates.totals[plan.estimates.num_prompt_tokens > 0]
+    totals = plan.estimates.totals
     if config.prompt.length_policy != "parts":
         return totals
     has_own_limits = config.input.has_limits

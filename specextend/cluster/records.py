@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from specextend.cluster.exits import EXIT_TOO_MANY_ERRORS, writing
 from specextend.cluster.lock import LockHolder, OutputLock, read_lock
-from specextend.cluster.messages import Place, Tried, WorkerInfo
+from specextend.cluster.messages import Failed, Place, Tried, WorkerInfo
 from specextend.core import DocumentKey, counted, printable
 from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, read_commits
@@ -34,10 +34,12 @@ from specextend.data.run_folder import (
     success_file,
     time_text,
 )
+from specextend.data.schema import error_row
 from specextend.data.storage import Location, exists, write_bytes
 from specextend.shipped import code_commit, package_version
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    from specextend.cluster.display import Display
     from specextend.config import RunConfig
 
 LEAST_ROWS, ROWS_PER_WORKER = 64, 8
@@ -212,6 +214,14 @@ class Committer:
         """Record which open documents have been charged. Raises as `commit` does."""
         with writing(self._output):
             self._record.charged(charges)
+
+
+def give_up(display: Display, key: DocumentKey, failed: Failed, attempts: int, worker: str = "") -> dict[str, Any]:
+    """Say that a document has failed, and return its error row."""
+    facts = key._asdict() | {"document": failed.doc_id, "worker": worker, "attempt": attempts, "stage": failed.stage}
+    message = f"document {failed.doc_id} failed: {failed.error_class}: {failed.message}"
+    display.note(message, "document_failed", **facts, error_class=failed.error_class)
+    return error_row(key, **asdict(failed), attempts=attempts)
 
 
 def tried_before(output: Location, progress: Progress) -> dict[DocumentKey, Tried]:

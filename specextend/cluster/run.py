@@ -41,11 +41,11 @@ from specextend.cluster.exits import (
     writing,
 )
 from specextend.cluster.lock import OutputLock, held
-from specextend.cluster.messages import Tried
+from specextend.cluster.messages import Failed, Tried, failed_row
 from specextend.cluster.metrics import Metrics
 from specextend.cluster.plan import Plan, make_plan, plan_memory, settle_batch_size
 from specextend.cluster.progress import Ledger
-from specextend.cluster.records import Committer, StartRecord, rows_per_commit, tried_before
+from specextend.cluster.records import Committer, StartRecord, give_up, rows_per_commit, tried_before
 from specextend.cluster.scheduler import Scheduler
 from specextend.cluster.worker import EngineFactory, checked_engine
 from specextend.cluster.workers import Pool, Roster
@@ -55,19 +55,24 @@ from specextend.data.audit_rows import AuditWriter
 from specextend.data.commits import CommitWriter, Progress, Retry
 from specextend.data.finalize import finalize, is_finalized
 from specextend.data.fingerprint import provenance, write_manifest
+from specextend.data.inputs import DocumentError
 from specextend.data.run_folder import (
     Counts,
     audits_folder,
+    read_starts,
     read_success,
     records_folder,
     remove_success,
+    report_file,
     starts_folder,
     write_success,
 )
 from specextend.data.selection import write_selection
-from specextend.data.storage import Location, remove_temporary_files
+from specextend.data.storage import Location, exists, remove_temporary_files
 from specextend.loading import load_engine
 
+_REFUSED_ROWS = 4096
+"""Rows that no model has to see in one commit."""
 EXTRA_LEASES = 2
 """Leases that wait at a worker in addition to those that it decodes, while there are many documents."""
 FORCED = "ended by force; what was committed is there, run again to resume"
@@ -143,11 +148,10 @@ class _LockedRun:
         output, display = self.prepared.output, self.display
         display.begin(self.run_id)
         display.event("run_started", host=socket.gethostname(), pid=os.getpid())
-        if (counts := self._complete(retry_errors)) is not None:
-            display.note(f"complete already, {_say(counts)}")
-            display.event("run_ended", exit_code=EXIT_DONE)
+        if (code := self._complete(retry_errors)) is not None:
+            display.event("run_ended", exit_code=code)
             self.interrupt.disarm()
-            return EXIT_DONE
+            return code
         with writing(output):
             _sweep(output)
             self.record.write()
@@ -170,13 +174,22 @@ class _LockedRun:
         self.interrupt.disarm()
         return code
 
-    def _complete(self, retry_errors: Retry) -> Counts | None:
-        """Return the counts of a run of which nothing is left to do; None for any other."""
-        with reading(self.prepared.output):
-            counts = read_success(self.prepared.output)
-            if counts is None or not self._accepts(counts) or open_rows(self.prepared, retry_errors)[1]:
+    def _complete(self, retry_errors: Retry) -> int | None:
+        """Say how a run of which nothing is left to do has ended, and return its exit code; None for any other."""
+        output = self.prepared.output
+        with reading(output):
+            is_done, starts = read_success(output) is not None, read_starts(output)
+            has_failed = not is_done and bool(starts) and starts[-1].exit_code == EXIT_TOO_MANY_ERRORS
+            if not (is_done or has_failed) or not all(exists(report_file(output, kind)) for kind in ("json", "html")):
                 return None
-            return counts if is_finalized(self.prepared.source, self.prepared.output) else None
+            progress, keys = open_rows(self.prepared, retry_errors)
+            counts = Counts(self.prepared.source.num_rows, len(progress.done), len(progress.errors))
+            if keys or self._accepts(counts) == has_failed or not is_finalized(self.prepared.source, output):
+                return None
+        self.display.note(f"complete already, {_say(counts)}")
+        if has_failed:
+            self._say_too_many(counts, progress)
+        return EXIT_TOO_MANY_ERRORS if has_failed else EXIT_DONE
 
     def _record_failure(self, error: BaseException) -> None:
         """Record the error if the folder takes it; if the disk is full or the lock lost, `error` says so itself."""
@@ -199,8 +212,11 @@ class _LockedRun:
                 write_manifest(output, self.prepared.manifest)
             remove_success(output)
         if plan is not None:
-            num_errors = sum(key not in keys for key in progress.errors)
-            self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors, progress.work))
+            num_errors = sum(key not in keys for key in progress.errors) + len(plan.refused)
+            if len(plan.refused):
+                self._refuse(plan, progress)
+            if plan.estimates:
+                self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors, progress.work))
         with writing(output):
             return self._conclude(finalize(source, output, self.interrupt.check, self.observe))
 
@@ -215,6 +231,34 @@ class _LockedRun:
             f"about {counted(plan.num_prompt_tokens(), 'prompt token')} (planned in {time.monotonic() - begin:.1f} s)"
         )
         return plan
+
+    def _refuse(self, plan: Plan, progress: Progress) -> None:
+        """Commit the error rows of the rows that no model has to see."""
+        writer, rows = self._commit_writer(), list[dict[str, Any]]()
+        for i, (file, row) in enumerate(plan.refused, 1):
+            self.interrupt.check()
+            key = DocumentKey(int(file), int(row))
+            rows.append(give_up(self.display, key, self._refusal(key), progress.attempts.get(key, 0) + 1))
+            if len(rows) == _REFUSED_ROWS or i == len(plan.refused):
+                with writing(self.prepared.output):
+                    writer.commit(rows)
+                rows = []
+
+    def _refusal(self, key: DocumentKey) -> Failed:
+        """Find out why no model has to see a row. Raises what `Source.read` raises about the input."""
+        row = None
+        try:
+            row = self.prepared.source.read(key)
+            self.prepared.prompts.room(row.max_new_tokens or self.prepared.config.decoding.max_new_tokens)
+        except DocumentError as error:
+            return failed_row(error, row)
+        raise AssertionError(f"{self.prepared.source.place(key)} was refused, but can be read")
+
+    def _commit_writer(self) -> CommitWriter:
+        output, manifest = self.prepared.output, self.prepared.manifest
+        with writing(output):
+            origin = provenance(manifest, [self.record.start], [self.run_id])
+            return CommitWriter(output, self.run_id, manifest["fingerprint"], origin)
 
     def _decode(self, plan: Plan, progress: Progress, ledger: Ledger) -> None:
         """Decode what is planned, with workers of a Ray."""
@@ -246,12 +290,13 @@ class _LockedRun:
             )
 
     def _driver(self, config: RunConfig, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:
-        source, output, manifest, job = self.prepared.source, self.prepared.output, self.prepared.manifest, config.job
+        source, output, job = self.prepared.source, self.prepared.output, config.job
         num_leases = config.decoding.batch_size + EXTRA_LEASES
         group_rows = [file.group_rows for file in source.files]
+        writer, metrics = self._commit_writer(), Metrics(self.run_id)
+        for error_class, num_rows in plan.rejected.items():
+            metrics.failed(error_class, num_rows)
         with writing(output):
-            origin = provenance(manifest, [self.record.start], [self.run_id])
-            writer = CommitWriter(output, self.run_id, manifest["fingerprint"], origin)
             audits = AuditWriter(output, self.run_id)
         return Driver(
             scheduler=Scheduler(
@@ -260,7 +305,7 @@ class _LockedRun:
             pool=Pool(
                 config,
                 source,
-                partial(checked_engine, factory=self.factory, hashes=manifest["identity"]["hashes"]),
+                partial(checked_engine, factory=self.factory, hashes=self.prepared.manifest["identity"]["hashes"]),
                 num_leases,
             ),
             roster=Roster(job.workers),
@@ -269,7 +314,7 @@ class _LockedRun:
             ),
             ledger=ledger,
             display=self.display,
-            metrics=Metrics(self.run_id),
+            metrics=metrics,
             interrupt=self.interrupt,
             record=self.record,
             source=source,
@@ -287,21 +332,23 @@ class _LockedRun:
         )
         self.display.note(_say(counts))
         if code == EXIT_TOO_MANY_ERRORS:
-            share = self.prepared.config.job.max_error_fraction
-            allowed = counted(int(share * counts.rows), "failed row")
-            progress, _ = open_rows(self.prepared, "none")
-            num_retryable = len(progress.errors) - len(progress.final)
-            hint = "a retry would mend none of them"
-            if num_retryable:
-                hint = f"--retry-errors does {num_retryable:,} of them again"
-            self.display.note(
-                f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows {allowed}; "
-                f"see errors/, {hint}"
-            )
+            self._say_too_many(counts, open_rows(self.prepared, "none")[0])
             return code
         self.lock.confirm()
         write_success(output, counts)
         return code
+
+    def _say_too_many(self, counts: Counts, progress: Progress) -> None:
+        share = self.prepared.config.job.max_error_fraction
+        allowed = counted(int(share * counts.rows), "failed row")
+        num_retryable = len(progress.errors) - len(progress.final)
+        hint = "a retry would mend none of them"
+        if num_retryable:
+            hint = f"--retry-errors does {num_retryable:,} of them again"
+        self.display.note(
+            f"exit {EXIT_TOO_MANY_ERRORS}, no _SUCCESS: job.max_error_fraction {share:g} allows {allowed}; "
+            f"see errors/, {hint}"
+        )
 
     def _accepts(self, counts: Counts) -> bool:
         return counts.errors <= self.prepared.config.job.max_error_fraction * counts.rows

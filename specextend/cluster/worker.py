@@ -19,7 +19,7 @@ import torch
 
 from specextend.cluster.auditing import Auditor
 from specextend.cluster.environment import worker_device
-from specextend.cluster.messages import Done, Failed, Outcome, Suspected, WorkerInfo, WorkerReport
+from specextend.cluster.messages import Done, Outcome, Suspected, WorkerInfo, WorkerReport, failed_row
 from specextend.config import RunConfig
 from specextend.core import Completion, DocumentKey, Request, first_line
 from specextend.data.inputs import DocumentError, InputError
@@ -106,24 +106,24 @@ class Worker:
         """
         received = time.monotonic()
         self._loop = loop = asyncio.get_running_loop()
-        doc_id = ""
+        row: Row | None = None
         try:
             row = await loop.run_in_executor(self._reader, self._read, key)
-            doc_id = row.document.doc_id
             outcome = await self._summarize(row, lease_id, alone)
         except DocumentError as error:
-            return Failed(error.doc_id or doc_id, error.error_class, error.message, error.stage, error.retryable)
+            return failed_row(error, row)
         finally:
             self._decoded.pop(lease_id, None)
         if isinstance(outcome, Suspected):
             return outcome
+        doc_id = row.document.doc_id
         self._auditor.offer(key, doc_id, outcome.request, outcome.last)
         self._inbox.wake()
         completion, text, options = outcome.completion, row.document.text, self._config.quality
         stats = completion.stats
         queue_s = max(0.0, time.monotonic() - received - stats.total_s)
         started_at = time.time() - stats.total_s
-        facts = (completion, text, row.reference, options)
+        facts = (completion, text, outcome.prompt.num_dropped_tokens, row.reference, options)
         quality = await loop.run_in_executor(None, assess, *facts)  # may take 0.1 s
         result = result_row(
             key,

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 from urllib.parse import unquote
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
@@ -24,7 +22,6 @@ from specextend.data.parquet import (
     is_text,
     largest_group_bytes,
     open_parquet,
-    plain_text,
     stream,
 )
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
@@ -52,14 +49,12 @@ def check_input(
 ) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
     """Check the files; return them with their row counts, and the fields of the passthrough columns.
 
-    Several files are read at once, of which each takes the memory of a row and of its ids. The first file whose store
-    does not answer ends the check: it will not answer for the next one either.
-
-    Raises InputError in one line, which tells of all unusable files, or else of repeated ids.
+    Several files are looked at at once. The first file whose store does not answer ends the check: it will not answer
+    for the next one either. Raises InputError in one line, which tells of all unusable files.
     """
     options = reader.options
     _check_names(options, text_column)
-    files, fields, ids, problems = [], [], [], []
+    files, fields, problems = [], [], []
     look = partial(_check_or_problem, listing, reader)
     for found in in_order(look, range(len(listing.relative_paths))):
         if isinstance(found, str):
@@ -67,18 +62,14 @@ def check_input(
             continue
         files.append(found[0])
         fields.append(found[1])
-        ids.append(found[2])
     if problems:
         more = len(problems) - MOST_PROBLEMS
         said = [*problems[:MOST_PROBLEMS], *([f"and {counted(more, 'more such file')}"] if more > 0 else [])]
         raise InputError("; ".join(said))
-    _check_unique(ids, listing)
     return tuple(files), _unify(fields, options, listing)
 
 
-def _check_or_problem(
-    listing: Listing, reader: RowReader, number: int
-) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray] | str:
+def _check_or_problem(listing: Listing, reader: RowReader, number: int) -> tuple[InputFile, list[pa.Field]] | str:
     """Return what `_check_file` does, or what is wrong with the file. Raises InputUnreachableError."""
     try:
         return _check_file(listing, number, reader)
@@ -88,20 +79,19 @@ def _check_or_problem(
         return str(error)
 
 
-def _check_file(listing: Listing, number: int, reader: RowReader) -> tuple[InputFile, list[pa.Field], pa.ChunkedArray]:
-    """Check one file; return it, its passthrough fields, and its ids if it has a column of them. Raises InputError."""
+def _check_file(listing: Listing, number: int, reader: RowReader) -> tuple[InputFile, list[pa.Field]]:
+    """Check one file; return it with its passthrough fields. Raises InputError."""
     options, name, size = reader.options, listing.relative_paths[number], listing.sizes[number]
     location = listing.root.child(name)
     try:
         with open_parquet(location) as parquet:
             check_columns(name, parquet.schema_arrow, reader)
             fields = [_passthrough_field(parquet.schema_arrow, column) for column in options.passthrough]
-            ids = _read_ids(name, parquet, options.id_column)
             rows = _group_rows(parquet.metadata)
             largest = largest_group_bytes(parquet, reader.document_columns)
             _check_group_size(name, largest)
         modified_ns = ask(location, name).mtime_ns
-        return InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns), fields, ids
+        return InputFile(number, name, size, rows, largest, footer_sha256(location), modified_ns), fields
     except DAMAGED as error:
         if isinstance(error, OSError):
             ask(location, name)
@@ -187,41 +177,6 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader) -> None:
         kind = schema.field(found[0]).type
         if not is_right(kind):
             raise InputError(f"{file}: column {column!r} ({option}) is {kind}, but must be {what}")
-
-
-def _read_ids(file: str, parquet: pq.ParquetFile, column: str | None) -> pa.ChunkedArray:
-    """Read a file's ids as strings; none without an id column. Raises InputError if one is null or not UTF-8."""
-    if column is None:
-        return pa.chunked_array([], pa.large_string())
-    ids = parquet.read(columns=[column])[column]
-    if ids.null_count:
-        row = ids.is_null().to_numpy().argmax()
-        raise InputError(
-            f"{file}: nulls in column {column!r} (input.id_column): {ids.null_count:,}, the first in row {row}; "
-            "every row needs an id"
-        )
-    try:
-        return plain_text(ids)
-    except pa.ArrowInvalid as error:
-        raise InputError(f"{file}: an id in column {column!r} (input.id_column) is not UTF-8; repair it") from error
-
-
-def _check_unique(ids: list[pa.ChunkedArray], listing: Listing) -> None:
-    every = pa.chunked_array([chunk for column in ids for chunk in column.chunks], pa.large_string())
-    num_repeated = len(every) - len(every.unique())
-    if not num_repeated:
-        return
-    counts = every.value_counts()
-    repeated = counts.field("values")[int(np.argmax(counts.field("counts").to_numpy() > 1))].as_py()
-    ends = np.cumsum([len(column) for column in ids])
-    places = []
-    for place in pc.indices_nonzero(pc.equal(every, repeated)).to_pylist()[:2]:
-        number = int(np.searchsorted(ends, place, side="right"))
-        places.append(f"{listing.relative_paths[number]} row {place - (ends[number] - len(ids[number]))}")
-    raise InputError(
-        f"ids must be unique over all files: {num_repeated:,} repeated, the first is {repeated!r} in "
-        f"{' and '.join(places)}; make them different, or leave out input.id_column"
-    )
 
 
 def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:

@@ -19,7 +19,7 @@ from specextend.data.commits import KEY_COLUMNS, OPEN, Settled, commit_of, commi
 from specextend.data.fingerprint import PROVENANCE, provenance, read_manifest, text_column
 from specextend.data.parquet import DAMAGED, gathered, is_damaged, rows_where
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
-from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, SUMMARY_SCHEMA, summary_schema
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, SUMMARY_SCHEMA, error_schema, summary_schema
 from specextend.data.sorted_rows import BUFFER_BYTES, SortedRows, Tables
 from specextend.data.source import Source
 from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order, remove_temporary_files
@@ -195,7 +195,8 @@ class _Ending:
             if result_name(number) in self._there[self._errors.path]:
                 delete(self._errors.child(result_name(number)))
         elif not self._holds(self._errors, number, schema):
-            self._write(self._errors, number, schema, self._commits.failed(number), failed)
+            errors = gathered(schema, self._errors_of(number, failed, schema))
+            self._write(self._errors, number, schema, self._commits.failed(number), errors)
 
     def _write(
         self, folder: Location, number: int, schema: pa.Schema, names: list[str], tables: Iterable[pa.Table]
@@ -221,13 +222,26 @@ class _Ending:
             table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
             yield rows_where(table, rows["error_class"].is_null().to_numpy()), table.nbytes
 
+    def _errors_of(self, number: int, failed: list[pa.Table], schema: pa.Schema) -> Iterator[tuple[pa.Table, int]]:
+        """Yield error rows with their passthrough columns as `_summaries_of` does. failed: their own columns."""
+        keys = [table["key"].combine_chunks().field("row").to_numpy() for table in failed]
+        mask = np.isin(self._source.rows(number), np.concatenate(keys))
+        results, fields = Tables(iter(failed)), self._source.passthrough_fields
+        for columns, num_rows in _passthrough(self._source, number):
+            self._checkpoint()
+            chosen, mask = mask[:num_rows], mask[num_rows:]
+            rows = pa.concat_tables([ERROR_SCHEMA.empty_table(), *results.take(int(chosen.sum()))])
+            own = rows_where(pa.Table.from_arrays(columns, schema=pa.schema(fields)), chosen).columns if fields else []
+            table = pa.Table.from_arrays(rows.columns + own, schema=schema)
+            yield table, table.nbytes
+
     def _summaries_schema(self, number: int) -> pa.Schema:
         return _with_digest(
             summary_schema(self._source.passthrough_fields, self._text_column), self._commits.done(number)
         )
 
     def _errors_schema(self, number: int) -> pa.Schema:
-        return _with_digest(ERROR_SCHEMA, self._commits.failed(number))
+        return _with_digest(error_schema(self._source.passthrough_fields), self._commits.failed(number))
 
     def _holds(self, folder: Location, number: int, schema: pa.Schema) -> bool:
         """Return True if a file of the folder holds the columns and results that the digest names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from specextend.core import one_line, printable
 from specextend.data.row_filter import RowFilter
@@ -32,18 +33,20 @@ class InputUnreachableError(InputError):
 
 def unreadable(file: str, error: Exception) -> InputError:
     """Return the error for a file that is not Parquet, or is damaged."""
-    is_named_so = file.lower().endswith((".parquet", ".pq", ".parq"))
-    todo = "repair it or take it out" if is_named_so else "`specextend prepare documents` makes Parquet of other files"
-    return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); {todo}")
+    if file.lower().endswith((".parquet", ".pq", ".parq")):
+        return InputError(f"{file} cannot be read as Parquet ({one_line(error)}); repair it or take it out")
+    return InputError(f"{file} is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER")
 
 
 class DocumentError(Exception):
     """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
-    error_class: `NullText`, `NullId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadOptions` (stage `read`),
+    error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadOptions` (stage `read`),
     `BadInstruction` (`read` or `prompt`), `PromptTooLong` (`prompt`), or the class of what failed in the engine.
-    doc_id: set by `RowReader.read`, empty when raised by `Prompts.render`, which has no id.
+    doc_id, content_sha256: set by `RowReader.read`; not known when raised by `Prompts.render`.
     """
+
+    content_sha256: str | None = None
 
     def __init__(
         self, error_class: str, message: str, stage: str = "read", retryable: bool = False, doc_id: str = ""
@@ -72,6 +75,9 @@ class InputOptions:
     """The string column with the documents."""
     id_column: str | None = None
     """A string or integer column with unique ids; without it the id is `<path relative to the input>:<row in file>`."""
+    on_bad_id: Literal["refuse", "error"] = "refuse"
+    """What to do if ids are null or repeated among the rows that `input.filter` leaves: `refuse` the input, or make
+    each such row an `error` row, of equal ids all but the first in input order."""
     passthrough: tuple[str, ...] = ()
     """Columns of any type that are copied to the summaries; folders such as `year=2026` make a column, too."""
     max_new_tokens_column: str | None = None

@@ -25,6 +25,8 @@ MOST_REPEATED = 0.2
 """Share of a summary's runs of words that occurred in it before, above which it is flagged `repeated_ngrams`."""
 MOST_COPIED = 0.8
 """Share of a summary's runs of words that are in its document, above which it is flagged `copied`."""
+LEAST_WORDS = 10
+"""Words of a document with fewer of which its summary is flagged `short_document`."""
 MOST_ROUGE_CHARACTERS = 200_000
 """Characters at the start of summary and reference that ROUGE compares."""
 
@@ -71,8 +73,13 @@ class Quality:
     rougeL: float | None = None  # noqa: N815 (the name of the column)
 
 
-def assess(completion: Completion, document: str, reference: str | None, options: QualityOptions) -> Quality:
-    """Assess the summary of a document, in time linear in it. reference: another summary to compare with, if any."""
+def assess(
+    completion: Completion, document: str, num_dropped_tokens: int, reference: str | None, options: QualityOptions
+) -> Quality:
+    """Assess the summary of a document, in time linear in it.
+
+    num_dropped_tokens: of the document, which were not read. reference: another summary to compare with, if any.
+    """
     text, summary = completion.text, split_words(completion.text)
     copied = copied_fraction(summary, document)
     flags = {
@@ -84,6 +91,8 @@ def assess(completion: Completion, document: str, reference: str | None, options
         "wrong_script": _differ(dominant_script(text), dominant_script(document)),
         "wrong_language": options.language and _differ(language_of(text), language_of(document)),
         "control_characters": printable(text, keep="\t\n\r") != text,
+        "shortened": num_dropped_tokens > 0,
+        "short_document": len(next(_overlapping_pieces(document), [])) < LEAST_WORDS,
     }
     scores = () if reference is None else rouge(text, reference)
     return Quality([name for name, raised in flags.items() if raised], copied, *scores)

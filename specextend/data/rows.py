@@ -71,21 +71,23 @@ class RowReader:
             max_new_tokens = check_max_new_tokens(own.pop("max_new_tokens", limit))
             instruction = self._instruction(values)
         except DocumentError as error:
-            error.doc_id = doc_id
+            error.doc_id, error.content_sha256 = doc_id, self.content(values)
             raise
         reference = values[options.reference_column] if options.reference_column else None
         summary = None if reference is None else reference.decode("utf-8", errors="replace")
         return Row(Document(key, doc_id, text), max_new_tokens, summary, self.content(values), instruction, own)
 
     def content(self, values: Mapping[str, Any]) -> str:
-        """Hash what a row with a text says about its summary: the text, and its own values where it has them."""
+        """Hash what a row says about its summary: the text, and its own values where it has them."""
         options = self.options
         own = values[options.options_column] if options.options_column else None
-        used = {} if self._own_text(values) else {name: values[name] for name in self.template_columns}
+        asked = values[options.instruction_column] if options.instruction_column else None
+        has_own = bool((asked or b"").decode(errors="replace").strip())
+        used = {} if has_own else {name: values[name] for name in self.template_columns}
         return content_sha256(
-            values[options.text_column],
+            values[options.text_column] or b"",
             values[options.max_new_tokens_column] if options.max_new_tokens_column else None,
-            values[options.instruction_column] if options.instruction_column else None,
+            asked,
             {name: value for name, value in (own or {}).items() if value is not None} | used,
         )
 

@@ -80,9 +80,10 @@ ERROR_SCHEMA = pa.schema(
         ("stage", pa.string()),
         ("retryable", pa.bool_()),
         ("attempts", pa.int32()),
+        ("content_sha256", pa.string()),
     ]
 )
-"""Columns of `errors/`."""
+"""Our columns of `errors/`; passthrough columns follow them."""
 
 COMMIT_SCHEMA = pa.schema(
     [
@@ -139,7 +140,15 @@ def result_row(
 
 
 def error_row(
-    key: DocumentKey, doc_id: str, *, error_class: str, message: str, stage: str, retryable: bool, attempts: int
+    key: DocumentKey,
+    doc_id: str,
+    *,
+    error_class: str,
+    message: str,
+    stage: str,
+    retryable: bool,
+    attempts: int,
+    content_sha256: str | None = None,
 ) -> dict[str, Any]:
     """Make the row of a commit for a document that is given up. stage: what failed: `read`, `prompt`, `decode`, ..."""
     return {
@@ -151,7 +160,14 @@ def error_row(
         "stage": stage,
         "retryable": retryable,
         "attempts": attempts,
+        "content_sha256": content_sha256,
     }
+
+
+def error_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
+    """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets a `_` behind it."""
+    ours = ERROR_SCHEMA.names
+    return pa.schema([*ERROR_SCHEMA, *(each.with_name(each.name + "_" * (each.name in ours)) for each in passthrough)])
 
 
 def summary_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:

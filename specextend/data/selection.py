@@ -1,4 +1,7 @@
-"""Which rows of the input a run is about: filter, sample, what earlier runs have done, and a limit, in this order."""
+"""Which rows of the input a run is about: filter, sample, what earlier runs have done, and a limit, in this order.
+
+Ids are checked among the rows that the filter leaves.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from specextend.data.inputs import MOST_AHEAD_BYTES, InputError, InputFile
 from specextend.data.listing import split_glob
 from specextend.data.parquet import DAMAGED, damaged_as, plain_values, write_table
 from specextend.data.row_filter import RowFilter
-from specextend.data.run_folder import list_results, selection_file, summaries_folder
+from specextend.data.run_folder import errors_folder, list_results, selection_file, summaries_folder
 from specextend.data.source import ChosenRows, Source
 from specextend.data.storage import Location, in_order, read_bytes, resolve
 
@@ -39,7 +42,7 @@ def select_rows(
     notes: tuple[str, ...] = (),
     checkpoint: Callable[[], object] = lambda: None,
 ) -> Source:
-    """Choose the rows of a run; return the source of the files that hold some.
+    """Check the ids and choose the rows of a run; return the source of the files that hold some.
 
     Reads the filter's columns, the ids if they are needed, and the texts of rows that an earlier run did from a file
     that was written since. Raises InputError if filter or sample leave no row; that everything is done already is no
@@ -52,6 +55,9 @@ def select_rows(
         rows = list(_of_each_file(source.files, partial(_matching, source, options.filter, checkpoint)))
         counts["not_matching"] = counts["input"] - _size(rows)
         _refuse_nothing(rows, f"input.filter {options.filter!r} matches none of {counted(counts['input'], 'row')}")
+    source = _check_ids(source, rows)
+    if not options.selects:
+        return source
     if options.sample is not None:
         before, rows = _size(rows), _sampled(source, rows, options.sample)
         counts["not_in_sample"] = before - _size(rows)
@@ -60,8 +66,10 @@ def select_rows(
     if options.except_done_in:
         states = _compare(source, rows, earlier, checkpoint)
         counts["unchanged"] = sum(int((each == _UNCHANGED).sum()) for each in states)
-        rows = [each[state != _UNCHANGED] for each, state in zip(rows, states, strict=True)]
-        states = [state[state != _UNCHANGED] for state in states]
+        if num_failed := sum(int((each == _FAILED).sum()) for each in states):
+            counts["failed_before"] = num_failed
+        rows = [each[state < _UNCHANGED] for each, state in zip(rows, states, strict=True)]
+        states = [state[state < _UNCHANGED] for state in states]
     if options.limit is not None:
         before, rows = _size(rows), _first(rows, options.limit)
         counts["over_limit"] = before - _size(rows)
@@ -69,6 +77,42 @@ def select_rows(
         counts["changed"] = sum(int(state[: len(each)].sum()) for state, each in zip(states, rows, strict=True))
         counts["new"] = _size(rows) - counts["changed"]
     return _limited(source, rows, counts | {"selected": _size(rows)}, notes)
+
+
+def _check_ids(source: Source, rows: Rows) -> Source:
+    """Return the source that knows the rows whose ids are null or repeated. Raises InputError if they are refused."""
+    column = source.options.id_column
+    if column is None:
+        return source
+    ids = [chunk for ids in _of_each_file(source.files, partial(_ids, source, rows)) for chunk in ids.chunks]
+    every = pa.chunked_array(ids, pa.large_string())
+    num_nulls = every.null_count
+    num_repeated = len(every) - len(every.unique()) - max(0, num_nulls - 1)
+    if not num_nulls and not num_repeated:
+        return source
+    codes = pc.fill_null(every.combine_chunks().dictionary_encode().indices, -1).to_numpy()
+    is_bad = np.ones(len(codes), bool)
+    is_bad[np.unique(codes, return_index=True)[1]] = False
+    is_bad |= codes < 0
+    if source.options.on_bad_id == "refuse":
+        first = int(np.argmax(codes < 0 if num_nulls else is_bad))
+        same = [_say_place(source, rows, place) for place in np.flatnonzero(codes == codes[first])[:2].tolist()]
+        what = f"nulls in column {column!r} (input.id_column): {num_nulls:,}, the first in {same[0]}; give them ids"
+        if not num_nulls:
+            where = f"{num_repeated:,} repeated, the first is {every[first].as_py()!r} in {' and '.join(same)}"
+            what = f"ids must be unique over all files: {where}; make them different, or leave out input.id_column"
+        raise InputError(f"{what}, or set input.on_bad_id to error, which makes error rows of such rows")
+    found = zip(rows, np.split(is_bad, np.cumsum([len(each) for each in rows])[:-1]), strict=True)
+    return source.with_bad_ids({number: each[bad] for number, (each, bad) in enumerate(found) if bad.any()})
+
+
+def _say_place(source: Source, rows: Rows, place: int) -> str:
+    """Describe the row at a place among all of `rows`."""
+    for file, each in zip(source.files, rows, strict=True):
+        if place < len(each):
+            return f"{file.relative_path} row {each[place]}"
+        place -= len(each)
+    raise AssertionError("no such row")
 
 
 def _refuse_nothing(rows: Rows, what: str) -> None:
@@ -141,13 +185,14 @@ def _first(rows: Rows, limit: int) -> Rows:
     return kept
 
 
-_NEW, _CHANGED, _UNCHANGED = 0, 1, 2
+_NEW, _CHANGED, _UNCHANGED, _FAILED = 0, 1, 2, 3
+"""What an earlier run has made of a row; it has done an unchanged one, and a failed one would fail again."""
 
 
 def _compare(
     source: Source, rows: Rows, earlier: Sequence[EarlierOutput], checkpoint: Callable[[], object]
 ) -> list[NDArray[np.int8]]:
-    """Say of each row whether an earlier run has done it, and whether it is still the same.
+    """Say of each row what earlier runs have made of it, and whether it is still the same.
 
     A file with size, footer and time of that run holds what it held. In any other file the row itself is read.
     """
@@ -157,32 +202,37 @@ def _compare(
     )
     ends = np.cumsum([len(each) for each in rows])
     states = np.full(len(ids), _NEW, np.int8)
-    done = [each.done_rows() for each in earlier]
-    if not len(ids) or not sum(map(len, done)):
+    ended = [each.ended_rows() for each in earlier]
+    if not len(ids) or not sum(map(len, ended)):
         return [np.full(len(each), _NEW, np.int8) for each in rows]
-    table = pa.concat_tables(done)
-    origins = np.repeat(np.arange(len(done)), [len(each) for each in done])
+    table = pa.concat_tables(ended)
+    origins = np.repeat(np.arange(len(ended)), [len(each) for each in ended])
     at = pc.fill_null(pc.index_in(table["doc_id"], value_set=ids.combine_chunks()), -1).to_numpy()
     known = np.flatnonzero(at >= 0)
     at, origins, contents = at[known], origins[known], table["content_sha256"].take(pa.array(known))
+    outcomes = np.where(table["retryable"].is_null().to_numpy()[known], _UNCHANGED, _FAILED)
     files = np.searchsorted(ends, at, side="right")
     same = np.array([[each.holds(file) for file in source.files] for each in earlier], bool)
     states[at] = _CHANGED
-    states[at[same[origins, files]]] = _UNCHANGED
+    found = same[origins, files]
+    for outcome in (_FAILED, _UNCHANGED):
+        states[at[found & (outcomes == outcome)]] = outcome
     in_doubt = states[at] == _CHANGED
 
-    def unchanged(file: InputFile) -> list[int]:
+    def unchanged(file: InputFile) -> list[tuple[int, int]]:
         mine = np.flatnonzero((files == file.number) & in_doubt)
         begin = int(ends[file.number]) - len(rows[file.number])
-        before: dict[int, set[tuple[int, str]]] = {}
-        for place, content in zip(at[mine].tolist(), contents.take(pa.array(mine)).to_pylist(), strict=True):
-            before.setdefault(int(rows[file.number][place - begin]), set()).add((place, content))
+        before: dict[int, dict[str, tuple[int, int]]] = {}
+        told = zip(at[mine].tolist(), outcomes[mine].tolist(), contents.take(pa.array(mine)).to_pylist(), strict=True)
+        for place, outcome, content in sorted(told, key=lambda each: -each[1]):
+            before.setdefault(int(rows[file.number][place - begin]), {})[content] = (place, outcome)
         found = _contents(source, file.number, before.keys(), checkpoint)
-        return [place for row, now in found for place, content in before[row] if content == now]
+        return [before[row][now] for row, now in found if now in before[row]]
 
     written = [source.files[number] for number in np.unique(files[in_doubt]).tolist()]
-    for places in _of_each_file(written, unchanged):
-        states[places] = _UNCHANGED
+    for same_as_before in _of_each_file(written, unchanged):
+        for place, outcome in same_as_before:
+            states[place] = outcome
     return np.split(states, ends[:-1])
 
 
@@ -193,7 +243,7 @@ def _ids(source: Source, rows: Rows, file: InputFile) -> pa.ChunkedArray:
 def _contents(
     source: Source, number: int, wanted: Collection[int], checkpoint: Callable[[], object]
 ) -> Iterator[tuple[int, str]]:
-    """Yield the wanted rows of a file that have a text, in order, each with the hash of its content."""
+    """Yield the wanted rows of a file, in order, each with the hash of its content."""
     reader, begin = source.reader, 0
     for batch in source.batches(number, reader.content_columns):
         checkpoint()
@@ -201,9 +251,7 @@ def _contents(
             if begin + i not in wanted:
                 continue
             row = plain_values(batch.slice(i, 1), reader.content_columns)
-            values = {name: value for name, [value] in row.items()}
-            if values[reader.options.text_column] is not None:
-                yield begin + i, reader.content(values)
+            yield begin + i, reader.content({name: value for name, [value] in row.items()})
         begin += len(batch)
 
 
@@ -217,6 +265,8 @@ def write_selection(source: Source, output: Location) -> None:
     numbers = [np.full(len(rows), number, np.int32) for number, rows in chosen.items()]
     columns = {"file": np.concatenate([nothing.astype(np.int32), *numbers])}
     columns["row"] = np.concatenate([nothing, *chosen.values()])
+    bad = [np.isin(rows, source.bad_ids.get(number, nothing)) for number, rows in chosen.items()]
+    columns["has_bad_id"] = np.concatenate([nothing.astype(bool), *bad])
     write_table(selection_file(output), pa.table(columns))
 
 
@@ -229,17 +279,21 @@ def recall_selection(source: Source, output: Location, recorded: Mapping[str, in
     location = selection_file(output)
     try:
         table = pq.read_table(pa.BufferReader(read_bytes(location) or b""))
-        files, rows = (table[name].to_numpy() for name in ("file", "row"))
+        files, rows, is_bad = (table[name].to_numpy() for name in ("file", "row", "has_bad_id"))
     except (*DAMAGED, KeyError) as error:
         raise InputError(f"{location.path} cannot be read ({one_line(error)}); use another output folder") from error
     chosen = {file.number: rows[files == file.number] for file in source.files}
     names = [file.relative_path for file in source.files]
     if len(rows) != sum(map(len, chosen.values())) or _digest(names, chosen) != sha256:
         raise InputError(f"{location.path} does not name rows of this input; restore the input, or use another output")
+    bad = {file.number: rows[(files == file.number) & is_bad] for file in source.files}
+    source = source.with_bad_ids({number: each for number, each in bad.items() if len(each)})
     return source.limited_to(range(len(source.files)), ChosenRows(chosen, sha256, recorded))
 
 
-_DONE_SCHEMA = pa.schema([("doc_id", pa.large_string()), ("content_sha256", pa.large_string())])
+_ENDED_SCHEMA = pa.schema(
+    [("doc_id", pa.large_string()), ("content_sha256", pa.large_string()), ("retryable", pa.bool_())]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +303,14 @@ class EarlierOutput:
     location: Location
     manifest: Mapping[str, Any]
 
-    def done_rows(self) -> pa.Table:
-        """Read `doc_id` and `content_sha256` of its summaries."""
-        tables = in_order(self._read, list_results(summaries_folder(self.location)))
-        return pa.concat_tables([_DONE_SCHEMA.empty_table(), *tables])
+    def ended_rows(self) -> pa.Table:
+        """Read the rows of its summaries, whose `retryable` is null, and of its errors that would fail again."""
+        done, failed = summaries_folder(self.location), errors_folder(self.location)
+        tables = [
+            *in_order(lambda name: self._read(done.child(name), _ENDED_SCHEMA.names[:2]), list_results(done)),
+            *in_order(lambda name: self._read(failed.child(name), _ENDED_SCHEMA.names), list_results(failed)),
+        ]
+        return pa.concat_tables([_ENDED_SCHEMA.empty_table(), *tables])
 
     def holds(self, file: InputFile) -> bool:
         """Return True if it was made from this very file: same path, size, footer and time of the last write."""
@@ -261,14 +319,18 @@ class EarlierOutput:
         times = self.manifest.get("modified_ns", {})
         return before == now and file.modified_ns is not None and times.get(file.relative_path) == file.modified_ns
 
-    def _read(self, name: str) -> pa.Table:
-        location = summaries_folder(self.location).child(name)
+    def _read(self, location: Location, columns: list[str]) -> pa.Table:
         with (
             damaged_as(InputError, location, "repair it, or leave it out of input.except_done_in"),
             location.filesystem.open_input_file(location.path) as file,
             pq.ParquetFile(file) as parquet,
         ):
-            return parquet.read(columns=_DONE_SCHEMA.names).select(_DONE_SCHEMA.names).cast(_DONE_SCHEMA)
+            table = parquet.read(columns=columns).select(columns)
+        if "retryable" in columns:
+            table = table.filter(pc.invert(table["retryable"]))
+        else:
+            table = table.append_column("retryable", pa.nulls(len(table), pa.bool_()))
+        return table.cast(_ENDED_SCHEMA)
 
 
 def find_earlier(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from specextend.core import DocumentKey, counted
@@ -88,6 +89,7 @@ class Source:
         partitions: Mapping[str, pa.DataType] | None = None,
         selection: ChosenRows | None = None,
         num_repeated: int = 0,
+        bad_ids: Mapping[int, NDArray[np.int64]] | None = None,
     ) -> None:
         self.reader = reader
         self.options = reader.options
@@ -97,6 +99,7 @@ class Source:
         self.skipped = dict(skipped or {})  # number of files in the input's folder that are not read, by extension
         self.num_repeated = num_repeated  # paths that are left out, because they lead to a file that is read already
         self.partitions = dict(partitions or {})  # type of each column in the files' paths
+        self.bad_ids = dict(bad_ids or {})  # the driver's: by file, the rows whose id is null or that of an earlier row
         self.selection = selection  # the driver's: workers get the keys of single rows
         self._lock = threading.Lock()
         self._groups: dict[Hashable, pa.Table] = {}
@@ -125,11 +128,17 @@ class Source:
     def read(self, key: DocumentKey) -> Row:
         """Read the row at `key`.
 
-        Raises DocumentError for null, empty or undecodable text or a bad `max_new_tokens`, OSError if the file cannot
-        be read at that place, and InputChangedError if it has been written to.
+        Raises DocumentError for null, empty or undecodable text, a bad id or a bad `max_new_tokens`, OSError if the
+        file cannot be read at that place, and InputChangedError if it has been written to.
         """
         row = self._row(key, self.reader.document_columns)
         values = {name: value for name, [value] in plain_values(row, row.column_names).items()}
+        if self._has_bad_id(key):
+            value = plain_text(row[self.options.id_column])[0].as_py()
+            what = "null" if value is None else f"that of an earlier row: {value!r}"
+            error = DocumentError("BadId", f"the id is {what}", doc_id=self.place(key))
+            error.content_sha256 = self.reader.content(values)
+            raise error
         return self.reader.read(key, self._id(key, row), values)
 
     @property
@@ -188,8 +197,10 @@ class Source:
         tables = in_order(self._scanned_tables, self.files, cost=InputFile.bytes_ahead, most=MOST_AHEAD_BYTES)
         for file, batches in zip(self.files, tables, strict=True):
             keys = (DocumentKey(file.number, row) for row in self.rows(file.number))
-            for batch in batches:
-                yield from _scanned_rows(batch, keys, self.options)
+            rows = (row for batch in batches for row in _scanned_rows(batch, keys, self.options))
+            if file.number in self.bad_ids:
+                rows = (replace(row, error_class="BadId") if self._has_bad_id(row.key) else row for row in rows)
+            yield from rows
 
     def batches(self, number: int, columns: list[str]) -> Iterator[pa.Table]:
         """Stream columns of a file as small tables, in row order.
@@ -226,13 +237,26 @@ class Source:
             begin += len(batch)
 
     def ids(self, number: int) -> pa.ChunkedArray:
-        """Read the ids of a file's rows as large_string. Raises what `batches` raises."""
+        """Read the ids of a file's rows as large_string; a row with a bad one goes by its place.
+
+        Raises what `batches` raises.
+        """
         column, kind = self.options.id_column, pa.large_string()
         if column is None:
             places = [self.place(DocumentKey(number, row)) for row in range(self.files[number].num_rows)]
             return pa.chunked_array([pa.array(places, kind)])
         batches = self.batches(number, [column])
-        return pa.chunked_array([chunk for batch in batches for chunk in plain_text(batch[column]).chunks], kind)
+        try:
+            ids = pa.chunked_array([chunk for batch in batches for chunk in plain_text(batch[column]).chunks], kind)
+        except pa.ArrowInvalid as error:
+            name = self.files[number].relative_path
+            raise InputError(f"{name}: an id in column {column!r} (input.id_column) is not UTF-8; repair it") from error
+        if number not in self.bad_ids:
+            return ids
+        mask = np.zeros(len(ids), bool)
+        mask[self.bad_ids[number]] = True
+        places = [self.place(DocumentKey(number, row)) for row in self.bad_ids[number].tolist()]
+        return pc.replace_with_mask(ids, pa.array(mask), pa.array(places, kind))
 
     def limited_to(self, numbers: Sequence[int], selection: ChosenRows) -> Source:
         """Return the source of some of the files, which are numbered anew, with the rows that the run is about.
@@ -240,8 +264,19 @@ class Source:
         numbers: in order. selection: with the new numbers.
         """
         files = tuple(replace(self.files[number], number=i) for i, number in enumerate(numbers))
-        facts = (self.skipped, self.partitions, selection, self.num_repeated)
+        bad_ids = {i: self.bad_ids[number] for i, number in enumerate(numbers) if number in self.bad_ids}
+        facts = (self.skipped, self.partitions, selection, self.num_repeated, bad_ids)
         return Source(self.reader, self.root, files, self.passthrough_fields, *facts)
+
+    def with_bad_ids(self, rows: Mapping[int, NDArray[np.int64]]) -> Source:
+        """Return the source with the rows, by file and in order, whose ids are null or those of earlier rows."""
+        facts = (self.skipped, self.partitions, self.selection, self.num_repeated, rows)
+        return Source(self.reader, self.root, self.files, self.passthrough_fields, *facts)
+
+    def _has_bad_id(self, key: DocumentKey) -> bool:
+        rows = self.bad_ids.get(key.file, np.zeros(0, np.int64))
+        place = int(rows.searchsorted(key.row))
+        return place < len(rows) and bool(rows[place] == key.row)
 
     def _with_partitions(self, batch: pa.Table, number: int, columns: list[str]) -> pa.Table:
         """Add the columns that the file's path holds, and put all into the order of `columns`."""
@@ -314,7 +349,7 @@ class Source:
         return table
 
     def _id(self, key: DocumentKey, values: pa.Table | None) -> str:
-        if values is None or self.options.id_column is None:
+        if values is None or self.options.id_column is None or self._has_bad_id(key):
             return self.place(key)
         return str(plain_text(values[self.options.id_column])[0].as_py())
 
@@ -325,7 +360,7 @@ def open_source(
     only: Collection[str] | None = None,
     template: Instruction | None = None,
 ) -> Source:
-    """List and check the input; reads footers and the id column only. Selects no rows: `select_rows` does.
+    """List and check the input; reads footers only. Selects no rows and checks no ids: `select_rows` does.
 
     output: checked too, if given: it must be writable and apart from the input. only: relative paths of the files that
     are wanted; others are left out. template: the run's instruction.

@@ -97,6 +97,7 @@ RUN: Figures = {
     "rows in": ("rows.input", number),
     "rows of the whole input": ("selection.input", number),
     "rows left out, done before and unchanged": ("selection.unchanged", number),
+    "rows left out, failed before and would again": ("selection.failed_before", number),
     "rows in that had changed": ("selection.changed", number),
     "rows in that were new": ("selection.new", number),
     "rows done": ("rows.done", number),

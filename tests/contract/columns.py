@@ -25,8 +25,9 @@ ERRORS = {
     "doc_id": pa.string(),
     **WHY,
     "attempts": pa.int32(),
+    "content_sha256": pa.string(),
 }
-"""Columns of `errors/`, all of them."""
+"""Columns of `errors/`, all of them but the passthrough columns."""
 BATCHES = SUMMARIES | WHY
 """Columns of a batch of results."""
 

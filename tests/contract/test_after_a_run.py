@@ -74,11 +74,12 @@ def test_the_status_of_a_run_that_somebody_drives_names_the_driver(call, folder:
 
 @pytest.mark.parametrize("flags", [(), ("--retry-errors",)])
 def test_a_run_that_is_finished_with_errors_ends_the_same_when_it_is_started_again(call, folder: Path, flags):
-    """Nothing is decoded, no file of results is written again, and the exit code still says that rows failed."""
-    before = stamps(folder)
+    """Nothing is decoded or written, the exit code still says that rows failed, and the report has no empty start."""
+    before = sorted((folder / "out" / "_run" / "attempts").iterdir()), stamps(folder)
     ended = call(*arguments(folder, *flags))
     assert ended.code == 3, ended.stderr
-    assert stamps(folder) == before
+    assert ended.stderr.startswith("complete already, 5 rows: 3 done, 2 failed\nexit 3, no _SUCCESS")
+    assert (sorted((folder / "out" / "_run" / "attempts").iterdir()), stamps(folder)) == before
     assert not (folder / "out" / "_SUCCESS").exists()
 
 
@@ -149,7 +150,48 @@ def test_a_run_whose_input_has_grown_says_how_to_do_what_is_new(call, folder: Pa
     new = ["--output", str(folder / "new"), "--set", f"input.except_done_in=['{folder / 'out'}']"]
     ended = call(*arguments(folder, *new, "--dry-run"))
     assert ended.code == 0, ended.stderr
-    assert "\n4 of 4 rows to do" in ended.stdout, "two are new, and two were errors"
+    assert "\n2 of 2 rows to do" in ended.stdout, "the empty texts are still empty"
+
+
+def test_a_night_on_which_only_known_failures_are_left_is_a_good_one(call, folder: Path):
+    """Bad rows counted as new and loaded the models each night, and the end named a folder that is not there."""
+    (folder / "corpus").mkdir()
+    table = pq.read_table(folder / "in" / "a.parquet")
+    pq.write_table(table, folder / "corpus" / "a.parquet", row_group_size=2)
+    again = ["--input", str(folder / "corpus"), "--output", str(folder / "night")]
+    ended = call(*arguments(folder), *again, "--set", f"input.except_done_in=['{folder / 'out'}']")
+    assert ended.code == 0, ended.stderr
+    said = "3 done before and unchanged, 2 failed before and would again, 0 changed, 0 new"
+    assert ended.stderr.startswith(f"this run is about 0 of 5 rows: {said}")
+    assert "summaries: none, because there was nothing to do\n" in ended.stdout
+    assert not (folder / "night" / "summaries").exists()
+
+
+def test_rows_with_bad_ids_are_refused_or_error_rows_once(call, folder: Path):
+    """Two rows without an id kept a night from all others; as error rows they are no news on the next night."""
+    texts = [*pq.read_table(folder / "in" / "a.parquet")["text"].to_pylist(), "no id", "the id of another"]
+    write_corpus(folder / "corpus" / "a.parquet", texts, doc=[*"abcde", None, "a"])
+    nights = ["--input", str(folder / "corpus"), "--set", f"input.except_done_in=['{folder}/out*']"]
+    ended = call(*arguments(folder), *nights, "--output", str(folder / "out2"))
+    assert ended.code == 2
+    assert "nulls in column 'doc' (input.id_column): 1, the first in a.parquet row 5; " in ended.stderr
+    for number, code in ((2, 3), (3, 0)):
+        output = ["--output", str(folder / f"out{number}"), "--set", "input.on_bad_id=error"]
+        assert call(*arguments(folder), *nights, *output).code == code
+    errors = {row["doc_id"]: row["message"] for row in rows(folder / "out2" / "errors")}
+    assert errors == {"a.parquet:5": "the id is null", "a.parquet:6": "the id is that of an earlier row: 'a'"}
+
+
+def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder: Path):
+    """A night on which only empty texts came started Ray and loaded the models to say so."""
+    write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])
+    again = ["--input", str(folder / "bad"), "--output", str(folder / "night"), "--set", "input.passthrough=[doc]"]
+    ended = call(*arguments(folder), *again)
+    assert ended.code == 3, ended.stderr
+    names = ("doc_id", "error_class", "attempts", "doc")
+    errors = [tuple(row[name] for name in names) for row in rows(folder / "night" / "errors")]
+    assert errors == [("x", "NullText", 1, "x"), ("y", "EmptyText", 1, "y")]
+    assert call(*arguments(folder), *again, "--set", "job.max_error_fraction=1").code == 0
 
 
 def test_the_report_has_its_keys_and_its_sums(finished: Path):

@@ -19,7 +19,7 @@ def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: P
     assert ended.code == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["rows"], plan["rows_to_do"], plan["rows_rejected"]) == (4, 4, {"NullText": 1})
-    assert sum(plan["prompt_lengths"].values()) == 4
+    assert sum(plan["prompt_lengths"].values()) == 3
     assert plan["output_tokens_at_most"] == 3 * 24
     assert (plan["rows_over_length"], plan["length_policy"]) == (0, "middle")
     assert plan["memory_gib"]["target_weights"] > 0
@@ -43,7 +43,7 @@ def test_a_dry_run_counts_what_is_wrong_with_the_input(call, tmp_path: Path):
     lines = [line.split() for line in ended.stdout.splitlines()]
     assert ["null", "text", "1", "error", "rows"] in lines
     assert ["over", "the", "prompt", "limit", "1", "cut", "(middle)"] in lines
-    assert ["up", "to", "512", "5"] in lines
+    assert ["up", "to", "512", "2"] in lines
     ended = call(*arguments, "--set", "input.num_tokens_column=n")
     assert ["null", "text", "not", "read", "error", "rows"] in [line.split() for line in ended.stdout.splitlines()]
 

@@ -173,7 +173,7 @@ def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path, 
     )
     arguments = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--set", "input.id_column=doc"]
     arguments += ["--set", "prompt.length_policy=error", "--set", "input.max_new_tokens_column=length"]
-    ended = summarize_here(*arguments)
+    ended = summarize_here(*arguments, "--set", "input.passthrough=[length]")
     assert ended.code == 3, ended.stderr
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     [done] = rows(tmp_path / "out" / "summaries")
@@ -188,6 +188,7 @@ def test_bad_rows_become_dead_letters_and_the_exit_code_says_so(tmp_path: Path, 
     assert errors["15"]["stage"] == "prompt"
     assert_has(pq.read_schema(tmp_path / "out" / "errors" / "part-00000.parquet"), ERRORS)
     assert errors["1"]["key"] == {"file": 0, "row": 1}
+    assert {errors[name]["length"] for name in errors} == {4}, "passthrough columns tell which rows failed"
 
 
 @pytest.mark.slow

@@ -71,7 +71,8 @@ def test_rows_stand_in_input_order_one_file_for_one_file(
     assert read(output, "summaries", 0)["topic"].to_pylist() == [[{"name": "a0"}], None, []]
     assert files(output, "errors") == ["part-00002.parquet"]
     told = {"error_class": "NullText", "message": "why", "stage": "read", "retryable": False, "attempts": 1}
-    assert read(output, "errors", 2).to_pylist() == [{"key": {"file": 2, "row": 0}, "doc_id": "id-2-0"} | told]
+    own = {"content_sha256": None, "n": 3, "topic": None}
+    assert read(output, "errors", 2).to_pylist() == [{"key": {"file": 2, "row": 0}, "doc_id": "id-2-0"} | told | own]
 
 
 @pytest.mark.parametrize("where", ["end", "footer"])

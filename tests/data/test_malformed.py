@@ -17,6 +17,7 @@ from specextend.core import DocumentKey
 from specextend.data.document_kinds import DocumentOptions, UnreadableError, as_row, rows_of
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.prompts import PromptOptions, Prompts
+from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
 from tests.job.conftest import rows, summarize
 
@@ -98,7 +99,7 @@ def break_file(rng: random.Random, path: Path) -> None:
 
 def read_all(path: Path) -> int:
     """Rows accounted for, as a run would find them. Raises InputError where it would be refused."""
-    source = open_source(InputOptions(path=str(path), id_column="id", passthrough=("topic",)))
+    source = select_rows(open_source(InputOptions(path=str(path), id_column="id", passthrough=("topic",))))
     assert sum(1 for _ in source.scan()) == source.num_rows
     found = sum(outcome(source, row) is not None for row in range(source.num_rows))
     assert sum(len(batch) for batch in source.batches(0, ["topic"])) == source.num_rows
@@ -218,7 +219,7 @@ def test_names_and_ids_cannot_write_to_a_terminal(tmp_path: Path, write: Write) 
     assert r"bo\x1b[2Jdy\n" in str(caught.value)
     path = write("in/b\nc.parquet", {"text": ["x", "y"], "id": ["\x1b[31m"] * 2})
     with pytest.raises(InputError, match="1 repeated") as caught:
-        open_source(InputOptions(path=str(path), id_column="id"))
+        select_rows(open_source(InputOptions(path=str(path), id_column="id")))
     assert str(caught.value).isprintable()
 
 

@@ -21,6 +21,8 @@ FLAGS = [
     "wrong_script",
     "wrong_language",
     "control_characters",
+    "shortened",
+    "short_document",
 ]
 DOCUMENT = "The committee met on Monday in the old town hall and spoke about the budget for the schools of the county."
 DEFAULTS = QualityOptions()
@@ -34,8 +36,10 @@ def assessed(
     token_ids: tuple[int, ...] = (1, 2, 3),
     reason: Any = "stop",
     reference: str | None = None,
+    dropped: int = 0,
 ) -> Quality:
-    return assess(Completion("x", list(token_ids), text, reason, DecodingStats()), document, reference, options)
+    completion = Completion("x", list(token_ids), text, reason, DecodingStats())
+    return assess(completion, document, dropped, reference, options)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,23 @@ def test_flags_of_the_tokens(text: str, token_ids: list[int], reason: Any, flags
 def test_flags_of_the_text(text: str, flags: list[str]) -> None:
     """A flag that is raised by what is usual is one that nobody looks at."""
     assert assessed(text).quality_flags == flags
+
+
+@pytest.mark.parametrize(
+    ("document", "dropped", "flags"),
+    [
+        (DOCUMENT, 0, []),
+        (DOCUMENT, 1, ["shortened"]),
+        ("See the\n" + "- " * 5_000 + "annex.", 0, ["short_document"]),
+        ("委员会星期一开会讨论学校预算", 0, []),
+    ],
+)
+def test_flags_of_the_document(document: str, dropped: int, flags: list[str]) -> None:
+    """A text about which 2.5% of its document, or five words, decided looked as good as any other."""
+    assert assessed("It met.", document, dropped=dropped).quality_flags == [
+        *(["wrong_script"] if not document.isascii() else []),
+        *flags,
+    ]
 
 
 ENGLISH = "The committee met on Monday in the old town hall. It spoke about the schools and what their roofs cost."

@@ -16,7 +16,7 @@ from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter, pending, read_commits
 from specextend.data.finalize import finalize
 from specextend.data.fingerprint import build_manifest, differences, write_manifest
-from specextend.data.inputs import InputError, InputOptions
+from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.schema import error_row
 from specextend.data.selection import find_earlier, recall_selection, select_rows, write_selection
 from specextend.data.source import Source, open_source
@@ -77,31 +77,60 @@ def test_a_selection_that_makes_no_sense_is_refused(corpus: Corpus) -> None:
         InputOptions(path="in", except_done_in=("s3://key:secret@bucket/out",))
 
 
+def test_only_the_ids_of_rows_that_are_wanted_are_checked(tmp_path: Path, write: Write) -> None:
+    """Drafts without ids kept a run from the documents that have some."""
+    write("in/a.parquet", {"id": ["a", None, "a"], "text": ["t"] * 3, "is_final": [True, False, False]})
+    options = InputOptions(path=str(tmp_path / "in"), id_column="id")
+    with pytest.raises(InputError, match=r"nulls in column 'id'.* set input.on_bad_id to error"):
+        select_rows(open_source(options))
+    assert ids_of(select_rows(open_source(replace(options, filter="is_final")))) == ["a"]
+
+
+def test_rows_with_bad_ids_can_be_error_rows(tmp_path: Path, write: Write) -> None:
+    """They go by their places, so that no id stands for two rows, and a resumed run knows them."""
+    write("in/a.parquet", {"id": [7, None, 7], "text": ["one", "two", "three"]})
+    write("in/b.parquet", {"id": ["7", "8", None], "text": ["four", "five", None]})
+    options = InputOptions(path=str(tmp_path / "in"), id_column="id", on_bad_id="error")
+    source, output = select_rows(open_source(replace(options, limit=6))), resolve(str(tmp_path / "out"))
+    assert source.selection is not None
+    write_selection(source, output)
+    recalled = recall_selection(open_source(options), output, source.selection.counts, source.selection.sha256)
+    bad = {"a.parquet:1", "a.parquet:2", "b.parquet:0", "b.parquet:2"}
+    for each in (source, recalled):
+        assert {*ids_of(each)} == {"7", "8"} | bad
+        assert {each.doc_id(row.key) for row in each.scan() if row.error_class == "BadId"} == bad
+    with pytest.raises(DocumentError, match="BadId: the id is that of an earlier row: '7'") as caught:
+        source.read(DocumentKey(1, 0))
+    assert (caught.value.doc_id, caught.value.retryable) == ("b.parquet:0", False)
+
+
 def manifest_of(source: Source, max_new_tokens: int = 5) -> dict[str, Any]:
     config = {"input": {"filter": source.options.filter}, "decoding": {"max_new_tokens": max_new_tokens}}
     return build_manifest(source, config, {"target": "t"})
 
 
-def night(options: InputOptions, output: Location, *, failing: str = "", max_new_tokens: int = 5) -> Source:
+def night(
+    options: InputOptions, output: Location, *, failing: str = "", retryable: bool = True, max_new_tokens: int = 5
+) -> Source:
     """Do a night's work: select, commit a result for each row, finalize."""
     whole = open_source(options)
     earlier, notes = find_earlier(options.except_done_in, output, manifest_of(whole, max_new_tokens))
     source = select_rows(whole, earlier, notes)
     write_selection(source, output)
     write_manifest(output, manifest_of(source, max_new_tokens))
-    CommitWriter(output, "0" * 8).commit([result_of(source, key, failing) for key in keys_of(source)])
+    CommitWriter(output, "0" * 8).commit([result_of(source, key, failing, retryable) for key in keys_of(source)])
     assert not list(pending([file.num_rows for file in source.files], read_commits(output), chosen=source.rows))
     counts = finalize(source, output)
     assert (counts.rows, counts.errors) == (source.num_rows, int(bool(failing)))
     return source
 
 
-def result_of(source: Source, key: DocumentKey, failing: str) -> dict[str, Any]:
+def result_of(source: Source, key: DocumentKey, failing: str, retryable: bool) -> dict[str, Any]:
     row = source.read(key)
     doc_id = row.document.doc_id
     if doc_id == failing:
-        facts = {"error_class": "Bad", "message": "why", "stage": "decode", "retryable": True}
-        return error_row(key, doc_id, **facts, attempts=1)
+        facts = {"error_class": "Bad", "message": "why", "stage": "decode", "retryable": retryable}
+        return error_row(key, doc_id, **facts, attempts=1, content_sha256=row.content_sha256)
     own = {"doc_id": doc_id, "content_sha256": row.content_sha256}
     return done(key, f"summary of {row.document.text}") | own
 
@@ -142,6 +171,20 @@ def test_a_night_does_what_is_new_or_changed_and_nothing_else(corpus: Corpus, tm
     which = f"2 outputs ({tmp_path}/out/0 to 1)"
     why = "of another configuration: decoding.max_new_tokens: 5 there, 6 here"
     assert third.selection.notes == (f"not counted as done: rows of {which}, {why}",)
+
+
+def test_a_row_that_would_fail_again_waits_until_it_changes(corpus: Corpus, tmp_path: Path) -> None:
+    """An empty text counted as new, and as a failure, every night: also where the file is written anew each day."""
+    options, file = corpus(except_done_in=(str(tmp_path / "out" / "*"),)), tmp_path / "in/lang=de/year=2020/a.parquet"
+    outputs = [resolve(str(tmp_path / "out" / str(number))) for number in range(3)]
+    night(options, outputs[0], failing="de3", retryable=False)
+    rewrite(file, de1="another text")
+    second = night(options, outputs[1])
+    assert counts_of(second) == {"unchanged": 8, "changed": 1, "new": 0, "selected": 1}
+    assert second.selection is not None
+    assert second.selection.counts["failed_before"] == 1
+    rewrite(file, de3="a text that is no more at fault")
+    assert ids_of(night(options, outputs[2])) == ["de3"]
 
 
 def test_only_files_that_were_written_since_are_read(corpus: Corpus, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from specextend.core import Document, DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions
 from specextend.data.rows import content_sha256
+from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
 
 Write = Callable[..., Path]
@@ -32,13 +33,16 @@ def test_what_is_wrong_with_files_is_said_of_all_of_them_at_once(tmp_path: Path,
     write("in/a.parquet", {"body": ["one"]})
     write("in/b.parquet", {"text": [1]})
     (tmp_path / "in" / "c.parquet").write_bytes(b"no Parquet")
+    (tmp_path / "in" / "c.csv").write_bytes(b"text\nnot Parquet either\n")
     write("in/d.parquet", {"text": ["fine"]})
     with pytest.raises(InputError) as caught:
-        open_source(InputOptions(path=str(tmp_path / "in")))
+        open_source(InputOptions(path=str(tmp_path / "in" / "*")))
     message = str(caught.value)
     assert message.startswith("a.parquet has no column 'text' (input.text_column); it has body; ")
     assert "; b.parquet: column 'text' (input.text_column) is int64, but must be a string column; " in message
+    assert "; c.csv is not Parquet; make it so: specextend prepare documents INPUT --output FOLDER" in message
     assert "; c.parquet cannot be read as Parquet" in message
+    assert message.endswith("; repair it or take it out")
     assert "d.parquet" not in message
 
 
@@ -81,7 +85,7 @@ def test_ids_are_strings_and_integers_become_decimal(write: Write, ids: pa.Array
 
 def run_error(path: Path, **options: Any) -> str:
     with pytest.raises(InputError) as caught:
-        open_source(InputOptions(path=str(path), **options))
+        select_rows(open_source(InputOptions(path=str(path), **options)))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -127,15 +131,15 @@ def test_a_row_group_that_no_worker_can_hold_is_refused_with_the_way_out(
 
 def test_null_and_repeated_ids_are_run_errors_over_all_files(tmp_path: Path, write: Write) -> None:
     write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", None]})
-    assert "nulls in column 'id' (input.id_column): 1, the first in row 2; " in run_error(
-        tmp_path / "in", id_column="id"
-    )
+    message = run_error(tmp_path / "in", id_column="id")
+    assert "nulls in column 'id' (input.id_column): 1, the first in a.parquet row 2; " in message
     write("in/a.parquet", {"text": ["x"] * 3, "id": ["1", "2", "3"]})
     write("in/b.parquet", {"text": ["x"] * 2, "id": [4, 2]})
     message = run_error(tmp_path / "in", id_column="id")
     assert message == (
         "ids must be unique over all files: 1 repeated, the first is '2' in a.parquet row 1 and b.parquet row 1; "
-        "make them different, or leave out input.id_column"
+        "make them different, or leave out input.id_column, or set input.on_bad_id to error, which makes error rows of "
+        "such rows"
     )
     write("in/b.parquet", {"text": ["x"], "id": NOT_UTF8})
     assert "not UTF-8" in run_error(tmp_path / "in", id_column="id")

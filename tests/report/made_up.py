@@ -149,7 +149,7 @@ def done_row(
     tokens = [1, 2] * 20 if draw.random() < 0.1 else [*range(40)]
     text = "" if draw.random() < 0.05 else f"text {row}"
     completion = Completion(str(row), tokens, text, reason, stats)  # type: ignore[arg-type]
-    quality = assess(completion, "another text", None, QualityOptions())
+    quality = assess(completion, "another text", 0, None, QualityOptions())
     return result_row(
         DocumentKey(0, row),
         doc_id or f"doc-{row:04d}",
