@@ -125,7 +125,7 @@ def prefill_bound(report: Report) -> Finding | None:
         return None
     limit = 1 / prefill
     says = (
-        f"{prefill:.0%} of the work is prefill, reading the prompts: with decoding for free the run would be "
+        f"{prefill:.0%} of the work on documents is prefill, reading the prompts: with decoding for free it would be "
         f"{limit:.1f} times as fast, so speculation cannot give more than that here."
     )
     return Finding(says, prefill, "Where the time of the work went", {"prefill_share": prefill, "limit": limit})
