@@ -19,9 +19,8 @@ from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plan import Attend, TreeAttention
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import capture, traits_of
+from specextend.decoding.device import Graphs, capture, traits_of
 from specextend.decoding.engine import Engine
-from specextend.decoding.graphs import Graphs
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
 from specextend.drafters.eagle_network import EagleNetwork, HeadShape

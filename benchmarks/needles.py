@@ -27,10 +27,9 @@ from specextend import RunConfig, load_engine
 from specextend.attention.plan import AttentionPlan
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.decoding.device import traits_of
-from specextend.decoding.drafter import Decided, Drafter
 from specextend.decoding.engine import Engine
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
-from specextend.decoding.tree import DraftTree
+from specextend.decoding.tree import Decided, Drafter, DraftTrees
 from specextend.models import load_tokenizer
 from specextend.stats import DecodingStats, ratio
 
@@ -367,7 +366,7 @@ class Step:
     """Positions that the draft saw when it last looked; it sees later text, too."""
 
 
-def accepted(tree: DraftTree, answer: Sequence[int], chosen: Sequence[int], first: int) -> int:
+def accepted(tree: DraftTrees, answer: Sequence[int], chosen: Sequence[int], first: int) -> int:
     """Count the nodes that are accepted from answer token `first` on: as long as target and answer agree."""
     edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
     child = {edge: node for node, edge in enumerate(edges)}

@@ -19,7 +19,7 @@ from benchmarks.needles import replay_probes
 from benchmarks.peers import PEERS, Output, Peer
 from specextend import Request, RunConfig, SamplingParams, load_engine
 from specextend.decoding.device import device_name
-from specextend.decoding.stopping import is_loop
+from specextend.decoding.sequence import is_loop
 from specextend.models import resolve_device
 from specextend.shipped import code_commit, package_version
 from specextend.stats import DecodingStats

@@ -7,8 +7,9 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -24,10 +25,10 @@ from specextend.decoding.decoding_options import (
     AttentionOptions,
     CacheOptions,
     DecodingOptions,
+    DraftOptions,
     TreeOptions,
     at_least,
 )
-from specextend.drafters.draft_options import DraftOptions
 from specextend.model_files import looks_like_path
 from specextend.models import TargetOptions
 from specextend.shipped import CONFIGS, SHIPPED, config_names, find_config, models_folder
@@ -208,9 +209,14 @@ class RunConfig(BaseModel):
         for override in overrides:
             _apply(values, override)
         known = {"run_date": (run_date or date.today()).isoformat(), "models": models_folder(), "shipped": SHIPPED}
-        _expand_paths(values, {name: str(value) for name, value in known.items()})
         given = {override.partition("=")[0].strip() for override in overrides}
-        return cls.from_values(values)._with_absolute_paths(allow_relative, folder, given)
+        for section, key in (*_PATHS, *_MODELS):
+            if isinstance(options := values.get(section), dict) and key in options:
+                base = os.getcwd() if {section, f"{section}.{key}"} & given else folder
+                whole = partial(_whole_path, section, key, base, known, options.get("kind"), allow_relative)
+                value = options[key]
+                values[section] = options | {key: [*map(whole, value)] if isinstance(value, list) else whole(value)}
+        return cls.from_values(values)
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> RunConfig:
@@ -219,24 +225,6 @@ class RunConfig(BaseModel):
             return cls.model_validate_json(_as_json(values))
         except ValidationError as error:
             raise ConfigError("; ".join(dict.fromkeys(_sentence(detail) for detail in error.errors()))) from None
-
-    def _with_absolute_paths(self, allow_relative: bool, folder: str, given: set[str]) -> RunConfig:
-        """Make local paths absolute: those of `given` keys from the current folder, all others from `folder`."""
-        changed: dict[str, Any] = {}
-        for section, key in (*_PATHS, *_MODELS):
-            options = changed.get(section, getattr(self, section))
-            value = getattr(options, key, ())
-            base = os.getcwd() if {section, f"{section}.{key}"} & given else folder
-            paths = value if isinstance(value, tuple) else (value,)
-            relative = [path for path in paths if _is_relative(section, options, path, base)]
-            if relative and not allow_relative:
-                raise ConfigError(
-                    f"{section}.{key} must be an absolute path or a URI inside a submitted job, got {relative[0]!r}"
-                )
-            if relative:
-                absolute = [_joined(base, path) if path in relative else path for path in paths]
-                changed[section] = replace(options, **{key: tuple(absolute) if value is paths else absolute[0]})
-        return self.model_copy(update=changed)
 
 
 def _read(config: RunConfig | Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
@@ -338,21 +326,27 @@ _VARIABLE = re.compile(r"\$\{([^{}]*)\}|\{([A-Za-z_]\w*)\}|(\$\{)|\$([A-Za-z_]\w
 """`${NAME}`, `{name}`, and what was meant as a variable: a `${` that is not closed, and `$NAME`."""
 
 
-def _expand_paths(values: dict[str, Any], known: Mapping[str, str]) -> None:
-    """Replace `${NAME}`, of the environment, and `{name}`, one of `known`, in the paths of input, output and models."""
-    for section, key in (*_PATHS, *_MODELS):
-        options = values.get(section)
-        if not isinstance(options, dict):
-            continue
-        value = options.get(key)
-        if isinstance(value, str):
-            values[section] = options | {key: _expanded(f"{section}.{key}", value, known)}
-        elif isinstance(value, list):
-            each = [_expanded(f"{section}.{key}", path, known) if isinstance(path, str) else path for path in value]
-            values[section] = options | {key: each}
+def _whole_path(
+    section: str, key: str, base: str, known: Mapping[str, object], kind: object, allow_relative: bool, path: Any
+) -> Any:
+    """Replace the variables of a path of the configuration, and make it absolute if it is local; base: its folder.
+
+    kind: that of the draft, if it is one. What is no text is left to the check of types. Raises ConfigError.
+    """
+    if not isinstance(path, str):
+        return path
+    path = _expanded(f"{section}.{key}", path, known)
+    if not path or "://" in path or os.path.isabs(path):
+        return path
+    is_file = section in ("input", "output") or path.endswith(".gguf") or kind == "eagle"
+    if not (is_file or looks_like_path(path) or os.path.exists(os.path.join(base, path))):
+        return path
+    if not allow_relative:
+        raise ConfigError(f"{section}.{key} must be an absolute path or a URI inside a submitted job, got {path!r}")
+    return os.path.abspath(os.path.join(base, os.path.expanduser(path)))
 
 
-def _expanded(key: str, text: str, known: Mapping[str, str]) -> str:
+def _expanded(key: str, text: str, known: Mapping[str, object]) -> str:
     """Replace the variables of one path. Raises ConfigError for an unknown one, and for one that is written wrongly."""
 
     def value_of(found: re.Match[str]) -> str:
@@ -365,23 +359,9 @@ def _expanded(key: str, text: str, known: Mapping[str, str]) -> str:
         if not value:
             takes = f"it takes {{{'}, {'.join(known)}}} and ${{NAME}} of the environment"
             raise ConfigError(f"{key} has {found[0]}, which is not set; {takes}")
-        return value
+        return str(value)
 
     return _VARIABLE.sub(value_of, text)
-
-
-def _joined(folder: str, path: str) -> str:
-    return os.path.abspath(os.path.join(folder, os.path.expanduser(path)))
-
-
-def _is_relative(section: str, options: Any, value: str, folder: str) -> bool:
-    """Return True if a value is a local path that depends on a folder."""
-    if not value or "://" in value or os.path.isabs(value):
-        return False
-    if section in ("input", "output") or value.endswith(".gguf"):
-        return True
-    is_path = looks_like_path(value) or os.path.exists(os.path.join(folder, value))
-    return is_path or getattr(options, "kind", None) == "eagle"
 
 
 def _sentence(detail: ErrorDetails) -> str:

@@ -15,13 +15,12 @@ from specextend.attention.plan import TreeAttention
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
-from specextend.decoding.device import capture, device_bytes, make_current, traits_of
+from specextend.decoding.device import MOST_GRAPHS, Graphs, capture, device_bytes, make_current, traits_of
 from specextend.decoding.engine import Engine
-from specextend.decoding.graphs import MOST_GRAPHS, Graphs
+from specextend.decoding.measurements import load_step_costs
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
-from specextend.decoding.speculation import Adaptive
-from specextend.decoding.step_costs import CostTable, StepCosts, load_step_costs
+from specextend.decoding.speculation import Adaptive, CostTable, StepCosts
 from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, num_parameters, resolve_device
 from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
 

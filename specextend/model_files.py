@@ -291,7 +291,7 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def read_token_ids(file: Path, vocab_size: int) -> Tensor:
-    """Read the tensor `draft_token_ids` [R]. Raises ValueError unless it is ascending ids below `vocab_size`."""
+    """Read the tensor `draft_token_ids` [R]. Raises ModelError unless it is ascending ids below `vocab_size`."""
     with safe_open(file, framework="pt") as opened:
         token_ids: Tensor = opened.get_tensor(VOCABULARY)
     if (
@@ -300,5 +300,5 @@ def read_token_ids(file: Path, vocab_size: int) -> Tensor:
         or int(token_ids[-1]) >= vocab_size
         or bool((token_ids.diff() < 1).any())
     ):
-        raise ValueError(f"{file}: {VOCABULARY} must be ascending ids from 0 to {vocab_size - 1}")
+        raise ModelError(f"{file}: {VOCABULARY} must be ascending ids from 0 to {vocab_size - 1}")
     return token_ids

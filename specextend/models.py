@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from specextend.core import first_line
+from specextend.decoding.measurements import head_size
 from specextend.model_files import ModelError, TensorInfo, find_folder, read_folder, read_json, read_tensors
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -97,7 +98,20 @@ class ModelFacts:
 
 def read_facts(model: str, revision: str | None = None) -> ModelFacts:
     """Read the facts of a model from its config; fetches no weights. Raises ModelError if it cannot be served."""
-    return _facts(find_folder(model, revision, weights=False), model)
+    folder = find_folder(model, revision, weights=False)
+    config = _read_config(folder, model)
+    return ModelFacts(
+        name=model,
+        architecture=config.model_type,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_size(config),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        context_length=context_length(config),
+        eos_token_ids=_eos_token_ids(folder, config),
+    )
 
 
 def check_model(model: str, revision: str | None = None) -> ModelFacts:
@@ -116,29 +130,6 @@ def num_parameters(model: str, revision: str | None = None) -> int:
     """Count the parameters of a model by its config; tied ones count once. Fetches no weights. Raises ModelError."""
     config = _read_config(find_folder(model, revision, weights=False), model)
     return sum(parameter.numel() for parameter in _without_weights(config).parameters())
-
-
-def _facts(folder: Path, model: str) -> ModelFacts:
-    config = _read_config(folder, model)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return ModelFacts(
-        name=model,
-        architecture=config.model_type,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        context_length=context_length(config),
-        eos_token_ids=_eos_token_ids(folder, config),
-    )
-
-
-def skeleton(target: TargetOptions) -> PreTrainedModel:
-    """Make a target's modules without their weights."""
-    folder = find_folder(target.model, target.revision, weights=False)
-    return _without_weights(_read_config(folder, target.model))
 
 
 def load_target(options: TargetOptions) -> PreTrainedModel:

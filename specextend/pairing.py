@@ -14,20 +14,18 @@ from torch import Tensor
 
 from specextend.config import RunConfig
 from specextend.decoding.cache import aligned
-from specextend.decoding.decoding_options import CacheOptions
-from specextend.decoding.device import traits_of
-from specextend.decoding.drafter import Drafter
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.decoding_options import CacheOptions, DraftOptions
+from specextend.decoding.device import Graphs, traits_of
 from specextend.decoding.model import CachedModel
+from specextend.decoding.tree import Drafter
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
-from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.eagle_network import EagleNetwork
-from specextend.drafters.formats import FLOATS, HeadShape, head_files, read_head, read_vocabulary, read_weights
+from specextend.drafters.formats import FLOATS, head_files, read_head, read_vocabulary, read_weights
 from specextend.drafters.ngram import NgramDrafter
 from specextend.drafters.self_draft import SelfDrafter
 from specextend.drafters.small_lm import FILE as VOCABULARY_FILE
 from specextend.drafters.small_lm import ModelNetwork, ReducedVocabulary, read_reduced, shared_vocabulary
-from specextend.model_files import INDEX, ModelError, find_folder, hash_files, identify, read_safetensors_header
+from specextend.model_files import INDEX, ModelError, find_folder, hash_files, identify
 from specextend.models import (
     ModelFacts,
     TargetOptions,
@@ -169,14 +167,12 @@ class DraftSize:
 
 def reduced_vocabulary(draft: DraftOptions) -> ReducedVocabulary | None:
     """Read the reduced vocabulary of a draft of kind `model`; None if it has none. Raises ModelError in one line."""
-    try:
-        return read_reduced(find_folder(draft.model, draft.revision, weights=False, also=VOCABULARY_FILE))
-    except ValueError as error:
-        raise ModelError(str(error)) from None
+    return read_reduced(find_folder(draft.model, draft.revision, weights=False, also=VOCABULARY_FILE))
 
 
 def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
-    head = _read_head(draft)
+    head = read_head(draft.model)
+    read_vocabulary(head)
     rope_frequencies(head.rope, head.head_dim, draft.model)
     try:
         head.hidden_layers(facts.num_layers)
@@ -185,16 +181,6 @@ def _check_eagle(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) 
     _check_equal("hidden_size", draft.model, head.target_hidden_size, facts.name, facts.hidden_size)
     _check_equal("vocab_size", draft.model, head.vocab_size, facts.name, facts.vocab_size)
     _check_same_tokens(draft.model, head.tokens_sha256, target)
-
-
-def _read_head(draft: DraftOptions) -> HeadShape:
-    """Read what a head is, and check its vocabulary. Raises ModelError in one line."""
-    try:
-        head = read_head(draft.model)
-        read_vocabulary(head)
-    except ValueError as error:
-        raise ModelError(str(error)) from None
-    return head
 
 
 def _check_model(draft: DraftOptions, facts: ModelFacts, target: TargetOptions) -> None:
@@ -230,10 +216,8 @@ def _check_equal(what: str, draft: str, theirs: object, target: str, ours: objec
 
 
 def _size_eagle(draft: DraftOptions) -> DraftSize:
-    head = _read_head(draft)
-    headers = (read_safetensors_header(file) for file in head_files(Path(draft.model)))
-    tensors = [info for header in headers for info in header.values() if info.dtype in FLOATS]
-    count = sum(math.prod(info.shape) for info in tensors)
+    head = read_head(draft.model)
+    count = sum(math.prod(info.shape) for _, _, info in head.sources.values() if info.dtype in FLOATS)
     if head.is_ours and head.draft_vocab_size < head.vocab_size:  # it copies rows of the target's LM head
         count += head.draft_vocab_size * head.hidden_size
     return DraftSize(

@@ -20,8 +20,8 @@ from specextend.attention import backends, tree_kernel
 from specextend.attention.backends import load_backend
 from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.reference import MAX_MASKED, attend_reference, masked_rows
+from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
-from specextend.decoding.graphs import Graphs
 from specextend.decoding.speculation import Adaptive
 from tests.attention.calls import attend_tree_slowly
 from tests.tiny_models import Pair, engine_with, tiny_config

@@ -7,10 +7,9 @@ from random import Random
 
 import pytest
 
-from specextend.decoding import graphs, step_costs
+from specextend.decoding import device, measurements
 from specextend.decoding.engine import Engine
-from specextend.decoding.speculation import Adaptive
-from specextend.decoding.step_costs import CostTable, StepCosts
+from specextend.decoding.speculation import Adaptive, CostTable, StepCosts
 from specextend.stats import DecodingStats
 from tests.recorded_graph import captured_engine, record
 from tests.reference_outputs import Ties
@@ -146,10 +145,10 @@ def test_speculation_comes_back_when_drafting_gets_cheap(pair, references):
 
 def test_captured_steps_size_trees_by_what_the_last_ones_promised(pair, references, monkeypatch):
     """With graphs the host does not wait for a draft, so sizes follow its certainty one step late; tokens as ever."""
-    monkeypatch.setattr(graphs, "CALLS_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(device, "CALLS_BEFORE_CAPTURE", 1)
     costs = ScriptedCosts(lambda rows: 1 + rows / 10, lambda: 0.1)
     adaptive = PausesAtRandom(costs, NUM_NODES, seed=0, reads_late=True)
-    engine = captured_engine(pair, "eagle", graphs.Graphs(record), adaptive, decoding__max_batch_size=3)
+    engine = captured_engine(pair, "eagle", device.Graphs(record), adaptive, decoding__max_batch_size=3)
     total = DecodingStats()
     for completion in run(engine):
         assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids
@@ -165,7 +164,7 @@ def test_a_configuration_turns_it_on(pair, references, monkeypatch, tmp_path):
     The clock is told what a row takes, since a stall in the measurement of a plain step would make trees look cheap.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no other test finds these times
-    monkeypatch.setattr(step_costs, "time_step", lambda target, kind, size, *_: 0.001 * size)
+    monkeypatch.setattr(measurements, "time_step", lambda target, kind, size, *_: 0.001 * size)
     engine = tiny_engine(pair, "bad", tree__nodes="auto", tree__max_nodes=8, attention__tree="auto")
     for completion in run(engine):
         assert completion.token_ids == references("llama", int(completion.request_id), NEW).token_ids

@@ -65,9 +65,9 @@ right = verification_module.verify
 
 def accept_the_first_child(token_ids, parents, chosen, max_depth):
     """A verifier that takes the draft's word for one token a step."""
-    verdict = right(token_ids, parents, chosen, max_depth)
-    if token_ids.shape[1] == 1 or len(verdict.decided()[0]) > 1:
-        return verdict
+    found = right(token_ids, parents, chosen, max_depth)
+    if token_ids.shape[1] == 1 or found[1][0, 1] >= 0:
+        return found
     return right(token_ids, parents, torch.cat([token_ids[:, 1:2], chosen[:, 1:]], 1), max_depth)
 
 

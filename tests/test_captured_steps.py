@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specextend.decoding import graphs as graphs_module
+from specextend.decoding import device
+from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
-from specextend.decoding.graphs import Graphs
 from specextend.loading import can_capture
 from tests.covering import each_once_then_slow
 from tests.recorded_graph import captured_engine, record
@@ -25,7 +25,7 @@ AXES = (
 @pytest.fixture(autouse=True)
 def captured_at_once(monkeypatch):
     """The second step of a kind is captured, not the ninth: outputs are short here."""
-    monkeypatch.setattr(graphs_module, "CALLS_BEFORE_CAPTURE", 1)
+    monkeypatch.setattr(device, "CALLS_BEFORE_CAPTURE", 1)
 
 
 class Counting:
@@ -117,11 +117,11 @@ def noting_trees(engine: Engine) -> list[list[tuple[int, int]]]:
 
 def test_steps_are_captured_where_the_kernel_is_chosen_by_name(pairs):
     """It alone reads places from the device, and nobody has seen it on one: so no default takes it."""
-    for backend, tree, device, expected in (
+    for backend, tree, kind, expected in (
         ("triton", "auto", "cuda", True),
         ("triton", "hybrid", "cuda", False),
         ("triton", "auto", "cpu", False),
         ("auto", "auto", "cuda", False),
     ):
         config = tiny_config(pairs("llama"), attention__backend=backend, attention__tree=tree)
-        assert can_capture(config, torch.device(device)) is expected
+        assert can_capture(config, torch.device(kind)) is expected

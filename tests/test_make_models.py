@@ -9,7 +9,7 @@ import pytest
 from scripts.make_models import ROOT
 from scripts.tiny_models import write_tiny_models
 from specextend.cli.demo import GGUF_FILE, build, extract_gguf
-from specextend.drafters.draft_options import DraftOptions
+from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import identify
 from specextend.models import TargetOptions
 from specextend.pairing import check_pair

@@ -6,7 +6,7 @@ import pytest
 
 from specextend.core import Completion
 from specextend.data.quality import QualityOptions, assess
-from specextend.decoding.stopping import MIN_STOP_TOKENS, ends_in_loop
+from specextend.decoding.sequence import MIN_STOP_TOKENS, ends_in_loop
 from tests.covering import covering
 from tests.tiny_models import Pair, random_prompt, request, tiny_engine, write_looping_pair
 

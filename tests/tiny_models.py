@@ -28,9 +28,9 @@ from transformers import (
 from specextend.attention.backends import cpu_kernels
 from specextend.config import RunConfig
 from specextend.core import Request, SamplingParams
-from specextend.decoding.drafter import Drafter
+from specextend.decoding.device import Graphs
 from specextend.decoding.engine import Engine
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.tree import Drafter
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.drafters.small_lm import FILE as DRAFT_VOCABULARY_FILE
 from specextend.loading import load_cached_target, load_engine, target_rows

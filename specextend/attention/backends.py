@@ -1,7 +1,7 @@
 """The attention backends by name, and for a CPU the choice among them by measurement on the machine that runs them.
 
-A backend is a function of type `Attend`. `reference.py` is the specification, which every other one must equal. Torch's
-own kernels are in `torch_kernels.py`, ours for a CPU in `compiled/`, flash-attn is in `flash.py`, the one in Triton in
+A backend is a function of type `Attend`. `reference.py` is the specification, which every other one must equal. Kernels
+of torch and of flash-attn are in `torch_kernels.py`, ours for a CPU in `compiled/`, the one in Triton in
 `tree_kernel.py`.
 
 Shapes: `L` layers, `B` sequences, `T` queries, `S` keys, `R` cache rows, `H` query heads, `K` key heads, `D` head size.
@@ -20,10 +20,17 @@ from math import inf
 import torch
 from torch import Tensor
 
-from specextend.attention.flash import attend_with, find_flash_attn
 from specextend.attention.plan import Attend, HostReadError, KeySpan
 from specextend.attention.reference import LayerKernels, attend_reference
-from specextend.attention.torch_kernels import CPU_KERNELS, TORCH, attend_by_head, attend_cuda, attend_matmul
+from specextend.attention.torch_kernels import (
+    CPU_KERNELS,
+    TORCH,
+    attend_by_head,
+    attend_cuda,
+    attend_matmul,
+    attend_with,
+    find_flash_attn,
+)
 from specextend.core import how_to_install
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
@@ -55,7 +62,11 @@ def load_backend(name: str, device: torch.device) -> Attend:
     if name == "reference":
         return attend_reference
     if name == "flash":
-        return load_flash(device)
+        if (kernel := find_flash_attn()) is None:
+            raise ValueError(f"attention.backend flash needs the flash extra: {how_to_install('flash')}")
+        if device.type == "cpu":
+            raise ValueError("attention.backend flash runs on a GPU only; choose auto")
+        return attend_with(kernel, attend_cuda)
     if name == "triton":
         return load_triton(device)
     if device.type == "cpu":
@@ -118,19 +129,6 @@ def load_sdpa() -> Attend:
         return kernel(q, k, v, span, scale)
 
     return sdpa_and_flash
-
-
-def load_flash(device: torch.device) -> Attend:
-    """Import flash-attn, with `sdpa` for calls that it does not take, such as trees.
-
-    Raises:
-        ValueError: flash-attn is not installed, or the device is a CPU.
-    """
-    if (kernel := find_flash_attn()) is None:
-        raise ValueError(f"attention.backend flash needs the flash extra: {how_to_install('flash')}")
-    if device.type == "cpu":
-        raise ValueError("attention.backend flash runs on a GPU only; choose auto")
-    return attend_with(kernel, attend_cuda)
 
 
 def load_triton(device: torch.device) -> Attend:
@@ -222,11 +220,7 @@ def make_cells(num_rows: int) -> list[Cell]:
 
 
 def measure_attention(
-    stored: Tensor,
-    num_heads: int,
-    kernels: Mapping[str, Attend],
-    cells: Sequence[Cell],
-    clock: Callable[[], float] = time.perf_counter,
+    stored: Tensor, num_heads: int, kernels: Mapping[str, Attend], cells: Sequence[Cell]
 ) -> dict[Cell, str]:
     """Find the name of the fastest kernel in each cell.
 
@@ -244,14 +238,12 @@ def measure_attention(
 
     chosen = {}
     for cell in cells:
-        seconds = shortest_runs({name: partial(run, attend, cell) for name, attend in kernels.items()}, _RUNS, clock)
+        seconds = shortest_runs({name: partial(run, attend, cell) for name, attend in kernels.items()}, _RUNS)
         chosen[cell] = min(seconds, key=lambda name: seconds[name])
     return chosen
 
 
-def shortest_runs(
-    candidates: Mapping[str, Callable[[], object]], num_runs: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
+def shortest_runs(candidates: Mapping[str, Callable[[], object]], num_runs: int) -> dict[str, float]:
     """Return the seconds of the shortest of some runs of each candidate, after a first one that builds what they use.
 
     They take turns, so that a machine that is busy for a while slows all of them. One that takes much longer than
@@ -264,7 +256,7 @@ def shortest_runs(
         limit = _HOPELESS * min(best.values(), default=inf)
         for name, run in candidates.items():
             if best.get(name, 0.0) <= limit:
-                begin = clock()
+                begin = time.perf_counter()
                 run()
-                best[name] = min(best.get(name, inf), clock() - begin)
+                best[name] = min(best.get(name, inf), time.perf_counter() - begin)
     return best

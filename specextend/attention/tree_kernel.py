@@ -253,9 +253,6 @@ def _num_splits(shape: torch.Size, num_key_heads: int, dtype: torch.dtype, devic
     num_rows = num_queries * num_heads // num_key_heads
     tiles = choose_tiles(head_dim, num_rows, dtype)
     num_programs = batch * num_key_heads * triton.cdiv(num_rows, tiles.rows)
-    return choose_num_splits(num_programs, _num_processors(device), tiles.num_warps)
-
-
-def _num_processors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU; for the interpreter on a CPU, enough for some splits."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    is_gpu = device.type == "cuda"  # the interpreter on a CPU has enough for some splits
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 4
+    return choose_num_splits(num_programs, num_processors, tiles.num_warps)

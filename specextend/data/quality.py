@@ -15,7 +15,7 @@ import regex
 from rapidfuzz.distance import LCSseq
 
 from specextend.core import Completion, how_to_install, printable
-from specextend.decoding.stopping import is_loop
+from specextend.decoding.sequence import is_loop
 
 REPEATED_WORDS = 4
 """Length of the runs of words that count as repeated, in words."""

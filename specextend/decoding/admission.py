@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from specextend.core import Request, counted
 from specextend.decoding.cache import KVCache, Region, aligned
-from specextend.decoding.drafter import Drafter
+from specextend.decoding.tree import Drafter
 
 Work = Literal["prefill", "step"]
 SMALLEST_CHUNK = 32
@@ -32,11 +31,6 @@ class Admission:
         self._num_rows = cache.rows.num_free
         self._slots = list(reversed(range(max_batch_size)))
 
-    @property
-    def has_slot(self) -> bool:
-        """Return True if the batch has room for one more sequence."""
-        return bool(self._slots)
-
     def check(self, request: Request) -> None:
         """Raise ValueError if the request can never run."""
         num_tokens = len(request.prompt_token_ids) + request.max_new_tokens
@@ -50,9 +44,9 @@ class Admission:
             raise ValueError(f"{num_tokens:,} tokens do not fit the cache of {held}; raise decoding.cache_gib")
 
     def admit(self, request: Request) -> tuple[int, Region] | None:
-        """Reserve a slot and cache rows for the request; return None if there is no room now."""
+        """Reserve a slot, of which one is free, and cache rows; return None if the caches have no room now."""
         num_prompt, num_new = len(request.prompt_token_ids), request.max_new_tokens
-        region = self._cache.rows.take(num_prompt + num_new + self._scratch) if self._slots else None
+        region = self._cache.rows.take(num_prompt + num_new + self._scratch)
         if region is None:
             return None
         if self._drafter is not None and not self._drafter.admit(self._slots[-1], num_prompt, num_new):
@@ -71,21 +65,14 @@ class Admission:
             self._drafter.release(slot)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRequest:
-    """A request that has yet to run, or to run again."""
-
-    request: Request
-    num_memory_retries: int = 0
-    """Times it was started and memory ran out."""
-
-
 class Queue:
     """The request source, behind the requests that wait: one that found no room, and those that start again."""
 
     def __init__(self, requests: Iterator[Request | None]) -> None:
         self._requests = requests
-        self._waiting: deque[PendingRequest] = deque()
+        self._waiting: deque[Request] = deque()
+        self.num_retries: dict[str, int] = {}
+        """By id: times that a waiting request was started and memory ran out."""
         self._ended = False
 
     @property
@@ -93,7 +80,7 @@ class Queue:
         """Return True once no further request will come."""
         return self._ended and not self._waiting
 
-    def peek(self) -> PendingRequest | None:
+    def peek(self) -> Request | None:
         """Return the next request without removing it; None if there is none now."""
         if not self._waiting and not self._ended:
             try:
@@ -101,20 +88,20 @@ class Queue:
             except StopIteration:
                 self._ended = True
             else:
-                self._waiting.extend([] if request is None else [PendingRequest(request)])
+                self._waiting.extend([] if request is None else [request])
         return self._waiting[0] if self._waiting else None
 
     def pop(self) -> None:
         """Remove the request that `peek` returned, which runs now."""
         self._waiting.popleft()
 
-    def give_back(self, again: Iterable[PendingRequest]) -> None:
+    def give_back(self, again: Sequence[Request]) -> None:
         """Put these in front of all others, to start again."""
-        self._waiting.extendleft(reversed(list(again)))
+        self._waiting.extendleft(reversed(again))
 
     def drop(self, names: set[str]) -> None:
         """Remove the waiting requests with these ids."""
-        self._waiting = deque(each for each in self._waiting if each.request.request_id not in names)
+        self._waiting = deque(each for each in self._waiting if each.request_id not in names)
 
 
 class MemoryLadder:

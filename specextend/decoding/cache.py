@@ -1,9 +1,15 @@
-"""The KV cache: preallocated rows for many sequences, one contiguous region each.
+"""The KV caches: preallocated rows for many sequences, one contiguous region each, and the two caches of a draft.
 
 In offline work the largest length of a sequence is known in advance, so each gets one contiguous region and no paging
 is needed. A region is aligned to 256 rows, so that a paged kernel can read it through a page table in order.
 
-Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each, `W` rows of a path.
+A draft has every committed token's K and V, and the rows that it may see now (arXiv 2505.20776, section 3). Its full
+cache holds keys rotated back to position 0. Its working cache holds the visible ones, rotated to consecutive positions,
+so that a draft trained on 2K positions stays in range at 16K. Rotations are computed in fp32 from `inv_freq` alone;
+yarn's attention scaling is part of the stored key.
+
+Shapes: `L` layers, `R` rows, `K` key heads, `D` head size, `B` sequences, `T` new rows of each, `W` rows of a path, `n`
+tokens.
 """
 
 from __future__ import annotations
@@ -75,19 +81,11 @@ class KVCache:
         shape = (num_layers, 2, num_heads, aligned(num_rows), head_dim)
         self.stored = torch.empty(shape, dtype=dtype, device=device)
         """[L, 2, K, R, D], keys and values of each layer."""
+        self.keys, self.values = self.stored.unbind(1)
+        """[L, K, R, D] each, of all layers, which may be written."""
         self.rows = RowAllocator(shape[3])
         self.regions: dict[int, Region] = {}
         """The rows of each slot, while a sequence has it."""
-
-    @property
-    def keys(self) -> Tensor:
-        """Return the keys [L, K, R, D] of all layers, which may be written."""
-        return self.stored[:, 0]
-
-    @property
-    def values(self) -> Tensor:
-        """Return the values [L, K, R, D] of all layers, which may be written."""
-        return self.stored[:, 1]
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Copy `count` rows from `source` on to `target`; both are starts of regions, which may overlap.
@@ -109,3 +107,128 @@ class KVCache:
         """
         source, target = rows.gather(1, paths).flatten(), rows[:, : paths.shape[1]].flatten()
         self.stored.index_copy_(3, target, self.stored.index_select(3, source))
+
+
+def rotate(keys: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotate keys [..., n, K, D] by RoPE to `positions` [..., n] (negative: back), in fp32; return the keys' dtype.
+
+    inv_freq is [D / 2], or [K, D / 2] if heads differ; a row of zeros leaves its head unchanged.
+    """
+    angles = positions[..., None, None].float() * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    first, second = keys.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
+
+
+@dataclass(slots=True)
+class DraftRows:
+    """The rows of one sequence."""
+
+    full: Region
+    working: Region
+    length: int = 0
+    """Tokens in the full cache."""
+    visible: int = 0
+    """Rows in the working cache that the draft sees now; the next token has this position."""
+    pending: tuple[Tensor, Tensor] | None = None
+    """What prefill keeps for its next chunk: the last tokens [3], and features [1, F] that wait for the next token."""
+
+    @property
+    def full_end(self) -> int:
+        """Return the row of the full cache behind the sequence's tokens."""
+        return self.full.start + self.length
+
+    def reach(self, num_new: int) -> int:
+        """Return the rows in use with `num_new` behind the visible ones; the region must hold them."""
+        assert self.visible + num_new <= self.working.size, "the working cache is full"
+        return self.visible + num_new
+
+
+class DraftCache:
+    """Full and working cache of one draft, for many sequences."""
+
+    def __init__(self, working: KVCache, num_full_rows: int, inv_freq: Tensor) -> None:
+        """Allocate the full cache beside the `working` one; `rotate` says what `inv_freq` is."""
+        num_layers, _, num_heads, _, head_dim = working.stored.shape
+        self.working = working
+        dtype, device = working.stored.dtype, working.stored.device
+        self._full = KVCache(num_layers, num_full_rows, num_heads, head_dim, dtype, device)
+        self._inv_freq = inv_freq.float().to(device)
+        self.of: dict[int, DraftRows] = {}
+        """The rows of each slot."""
+
+    def admit(self, slot: int, num_tokens: int, num_working_rows: int) -> bool:
+        """Reserve a region of each cache; return False, and reserve nothing, if either has no room."""
+        assert slot not in self.of, f"slot {slot} is in use"
+        full = self._full.rows.take(num_tokens)
+        working = self.working.rows.take(num_working_rows)
+        if full and working:
+            self.of[slot] = DraftRows(full, working)
+            return True
+        for rows, region in ((self._full.rows, full), (self.working.rows, working)):
+            if region is not None:
+                rows.give_back(region)
+        return False
+
+    def release(self, slot: int) -> None:
+        """Free both regions."""
+        sequence = self.of.pop(slot)
+        self._full.rows.give_back(sequence.full)
+        self.working.rows.give_back(sequence.working)
+
+    def store(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Append keys [L, n, K, D] at position 0 (before RoPE), and values of the same shape, to the full cache."""
+        sequence = self.of[slot]
+        first = sequence.full_end
+        sequence.length += keys.shape[1]
+        assert sequence.length <= sequence.full.size, "the full cache is full"
+        rows = slice(first, first + keys.shape[1])
+        self._full.keys[:, :, rows] = keys.transpose(1, 2)
+        self._full.values[:, :, rows] = values.transpose(1, 2)
+
+    def store_working(self, slot: int, offset: int, count: int, position: int) -> None:
+        """Append `count` working rows from `offset` on, whose positions begin at `position`, to the full cache."""
+        first = self.of[slot].working.start + offset
+        rows = slice(first, first + count)
+        back = -torch.arange(position, position + count, device=self._inv_freq.device)
+        keys, values = (stored[:, :, rows].transpose(1, 2) for stored in (self.working.keys, self.working.values))
+        self.store(slot, rotate(keys, back, self._inv_freq), values)
+
+    def keep_last(self, slot: int, offset: int, count: int) -> None:
+        """Move `count` working rows from `offset` on to the front, as prefill does when its window slides."""
+        first = self.of[slot].working.start
+        stored = self.working.stored
+        stored[..., first : first + count, :] = stored[..., first + offset : first + offset + count, :].clone()
+
+    def select(self, slot: int, positions: Tensor) -> None:
+        """Show the tokens at `positions` [S] that the full cache holds, at positions 0 to S - 1.
+
+        `positions` are ascending and on the host, which has to know how many there are.
+        """
+        sequence = self.of[slot]
+        positions = positions[positions < sequence.length]
+        count = len(positions)
+        assert count <= sequence.working.size, "the working cache is full"
+        source = (positions + sequence.full.start).to(self._inv_freq.device)
+        rows = slice(sequence.working.start, sequence.working.start + count)
+        places = torch.arange(count, device=source.device)
+        keys = rotate(self._full.keys[:, :, source].transpose(1, 2), places, self._inv_freq)
+        self.working.keys[:, :, rows] = keys.transpose(1, 2)
+        self.working.values[:, :, rows] = self._full.values[:, :, source]
+        sequence.visible = count
+
+    def write_back(self, rows: Tensor, positions: Tensor, full_rows: Tensor) -> None:
+        """Copy working `rows` [n], whose keys are at `positions` [n], to rows [n] of the full cache.
+
+        All int64 on the device. What lies behind a sequence's tokens there, up to the end of its region, is free.
+        """
+        new = self.working.stored.index_select(3, rows)
+        keys = rotate(new[:, 0].transpose(1, 2), -positions, self._inv_freq)
+        self._full.stored.index_copy_(3, full_rows, torch.stack([keys.transpose(1, 2), new[:, 1]], 1))
+
+    def advance(self, slot: int, count: int) -> None:
+        """Count the first `count` rows behind the visible ones, which were written back, as the sequence's own."""
+        sequence = self.of[slot]
+        sequence.visible += count
+        sequence.length += count
+        assert sequence.length <= sequence.full.size, "the full cache is full"

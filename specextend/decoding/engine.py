@@ -16,27 +16,17 @@ from torch import Tensor
 
 from specextend.attention.plan import TreeAttention
 from specextend.core import Completion, Request
-from specextend.decoding.admission import (
-    Admission,
-    MemoryLadder,
-    PendingRequest,
-    Queue,
-    Work,
-)
+from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import is_out_of_memory, make_current, release_cached, traits_of
-from specextend.decoding.drafter import Decided, Drafter
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.device import Graphs, is_out_of_memory, make_current, release_cached, traits_of
 from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.prefill import PromptReader
 from specextend.decoding.retrieval import CachePolicy, mean_mass, scored_layers
 from specextend.decoding.sampling import choose_tokens, penalties_of
-from specextend.decoding.sequence import Sequence, Stopwatch
-from specextend.decoding.speculation import Adaptive
-from specextend.decoding.step_costs import CostTable
-from specextend.decoding.stopping import StopChecker
-from specextend.decoding.tree import DraftTrees, among_roots, prune, roots_only
+from specextend.decoding.sequence import Sequence, StopChecker, Stopwatch
+from specextend.decoding.speculation import Adaptive, CostTable
+from specextend.decoding.tree import Decided, Drafter, DraftTrees, among_roots, prune, roots_only
 from specextend.decoding.verification import Verified, Verifier
 
 OnError = Callable[[str, Exception], None]
@@ -78,7 +68,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.num_steps = 0
         """Number of prefill chunks and decoding steps so far; it shows that the engine makes progress."""
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.max_tokens = target, drafter, max_tokens
         self._eos_token_ids, self._cache_options = eos_token_ids, cache
         assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
         self._adaptive, self._graphs = adaptive, graphs or Graphs()
@@ -96,11 +86,6 @@ class Engine:
         self._cancelled: set[str] = set()
         self._watch = Stopwatch()
         self._reader = PromptReader(target, drafter, hidden_layers, self._scored_layers, self._watch, self._count_step)
-
-    @property
-    def max_tokens(self) -> int:
-        """Return the largest number of tokens of one request, prompt and output together."""
-        return self._admission.max_tokens
 
     def limits(self) -> dict[str, float] | None:
         """Return what its device can do and what its target asks of it: a `MachineLimits` and a `ModelWork`, as one.
@@ -166,27 +151,23 @@ class Engine:
 
     def _admit(self, queue: Queue, on_error: OnError | None) -> None:
         """Start requests while the source has some and there is room."""
-        while self._has_slot and (waiting := queue.peek()) is not None:
+        while len(self._active) < self._memory.batch_size and (request := queue.peek()) is not None:
             try:
-                sequence = self._start(waiting)
+                sequence = self._start(request)
             except ValueError as error:
                 if on_error is None:
                     raise
-                on_error(waiting.request.request_id, error)
+                on_error(request.request_id, error)
                 queue.pop()
                 continue
             if sequence is None:
                 return
             queue.pop()
+            sequence.stats.num_memory_retries = queue.num_retries.pop(request.request_id, 0)
             self._guard("prefill", [sequence], queue, on_error)
 
-    @property
-    def _has_slot(self) -> bool:
-        return self._admission.has_slot and len(self._active) < self._memory.batch_size
-
-    def _start(self, waiting: PendingRequest) -> Sequence | None:
+    def _start(self, request: Request) -> Sequence | None:
         """Give the request a slot and cache rows; return None if it has to wait for them."""
-        request = waiting.request
         if request.request_id in self._active:
             raise ValueError(f"request {request.request_id!r} is running already; give each request an id of its own")
         self._admission.check(request)
@@ -210,7 +191,6 @@ class Engine:
         elif self._adaptive is not None:
             running = [each for each in self._active.values() if each.drafts]
             sequence.speculation = self._adaptive.begin(len(request.prompt_token_ids), running)
-        sequence.stats.num_memory_retries = waiting.num_memory_retries
         with self._lock:
             self._active[request.request_id] = sequence
         return sequence
@@ -235,7 +215,8 @@ class Engine:
         # Here the exception is released, and with it the tensors of the failed forward.
         for sequence in sequences:
             self._leave(sequence)
-        queue.give_back(PendingRequest(each.request, each.stats.num_memory_retries + 1) for each in sequences)
+            queue.num_retries[sequence.request.request_id] = sequence.stats.num_memory_retries + 1
+        queue.give_back([sequence.request for sequence in sequences])
         self._graphs.clear()
         self._reader.forget()
         release_cached(self.target.device)
@@ -343,7 +324,7 @@ class Engine:
         for b in going:
             if sequences[b].speculation.active and sequences[b].policy.is_due(sequences[b].length):
                 num_new = len(step.new_token_ids[b])
-                last = step.verdict.paths[b, num_new - 1 : num_new]
+                last = step.paths[b, num_new - 1 : num_new]
                 self._retrieve(sequences[b], [query[b].index_select(0, last)[0] for query in step.queries])
         prompt = [b for b in going if sequences[b].speculation.active and not sequences[b].undrafted]
         if prompt:
@@ -368,7 +349,7 @@ class Engine:
         self._watch.charge("other_s", [sequence])
         mass = None
         if self._scored_layers:
-            rows = slice(sequence.region.start, sequence.first_new_row)
+            rows = slice(sequence.region.start, sequence.region.start + sequence.length)
             keys = [self.target.cache.keys[layer, :, rows] for layer in self._scored_layers]
             mass = mean_mass(queries, keys, self._cache_options.chunk_size, self.target.scale)
         self.drafter.select(sequence.slot, sequence.policy.select(sequence.length, mass, sequence.stats))

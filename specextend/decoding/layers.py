@@ -13,8 +13,7 @@ size.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -120,14 +119,19 @@ class FusedLayer(nn.Module):
         return residual + self.down_proj(run.kernels.gate(self.gate_up(normed)))
 
 
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Make a layer around weight [out, in] and bias [out]."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
 def join(linears: Sequence[nn.Linear]) -> nn.Linear:
     """Make one layer whose outputs are those of `linears`, which read the same input, side by side."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=linears[0].bias is not None, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    if linears[0].bias is not None:
-        joined.bias = nn.Parameter(torch.cat([linear.bias.detach() for linear in linears]), requires_grad=False)
-    return joined
+    weight = torch.cat([each.weight.detach() for each in linears])
+    return linear(weight, None if linears[0].bias is None else torch.cat([each.bias.detach() for each in linears]))
 
 
 class PackedLinear(nn.Module):
@@ -165,7 +169,7 @@ def pack_if_faster(module: nn.Module) -> str:
     It is measured on the module's own layers, which takes a few tenths of a second. Returns the form, one of
     `linear_forms()`; `torch` if nothing is replaced.
     """
-    linears = [*_packable(module)]
+    linears = [child for child in module.modules() if isinstance(child, nn.Linear) and _can_pack(child.weight)]
     if not linears:
         return "torch"
     forms = linear_forms()
@@ -189,10 +193,10 @@ def linear_forms() -> Mapping[str, Pack]:
     return forms
 
 
-def fastest(linears: list[nn.Linear], forms: Mapping[str, Pack], clock: Callable[[], float] = time.perf_counter) -> str:
+def fastest(linears: list[nn.Linear], forms: Mapping[str, Pack]) -> str:
     """Return the form that is fastest for few rows among those that are hardly slower than another for many."""
-    few = [_shortest(_first(linears, _READ_BYTES), forms, rows, clock) for rows in _FEW_ROWS]
-    many = _shortest(_first(linears, _MULTIPLIED_BYTES), forms, _MANY_ROWS, clock)
+    few = [_shortest(_first(linears, _READ_BYTES), forms, rows) for rows in _FEW_ROWS]
+    many = _shortest(_first(linears, _MULTIPLIED_BYTES), forms, _MANY_ROWS)
     served = [name for name in forms if many[name] <= _SLACK * min(many.values())]
     return min(served, key=lambda name: sum(seconds[name] for seconds in few))
 
@@ -203,9 +207,7 @@ def _first(linears: list[nn.Linear], num_bytes: int) -> list[nn.Linear]:
     return [linear for linear, size in zip(linears, sizes, strict=True) if size <= num_bytes] or linears[:1]
 
 
-def _shortest(
-    linears: list[nn.Linear], forms: Mapping[str, Pack], rows: int, clock: Callable[[], float]
-) -> dict[str, float]:
+def _shortest(linears: list[nn.Linear], forms: Mapping[str, Pack], rows: int) -> dict[str, float]:
     """Return the seconds that the layers take in each form, for as many rows."""
     packed = {name: [pack(linear) for linear in linears] for name, pack in forms.items()}
     inputs = [torch.zeros(1, rows, linear.in_features, dtype=linear.weight.dtype) for linear in linears]
@@ -215,20 +217,13 @@ def _shortest(
         for layer, x in zip(layers, inputs, strict=True):
             layer(x)
 
-    return shortest_runs({name: partial(run, layers) for name, layers in packed.items()}, _RUNS, clock)
+    return shortest_runs({name: partial(run, layers) for name, layers in packed.items()}, _RUNS)
 
 
-def _packable(module: nn.Module) -> Iterator[nn.Linear]:
-    """Find the linear layers that oneDNN can pack: bf16 on a CPU with kernels for it, and not packed yet."""
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return
-    for child in module.modules():
-        if (
-            isinstance(child, nn.Linear)
-            and child.weight.dtype == torch.bfloat16
-            and traits_of(child.weight.device).packs_linears
-        ):
-            yield child
+def _can_pack(weight: Tensor) -> bool:
+    """Return True for a weight that oneDNN can pack: bf16 on a CPU with kernels for it."""
+    has_kernels = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return has_kernels and weight.dtype == torch.bfloat16 and traits_of(weight.device).packs_linears
 
 
 def _pack(module: nn.Module, pack: Pack) -> None:

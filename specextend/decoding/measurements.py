@@ -6,7 +6,9 @@ If a file is missing, damaged or about something else, there is nothing; if the 
 kept.
 
 A decoding step of one sequence reads every weight and the whole cache, so memory bandwidth limits it; prefill is
-limited by the rate of matrix products.
+limited by the rate of matrix products. What steps really take decides how large trees are, see `speculation.py`.
+
+Shapes: `T` rows of a forward.
 """
 
 from __future__ import annotations
@@ -16,18 +18,29 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from statistics import fmean, linear_regression
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specextend.attention.backends import shortest_runs
-from specextend.decoding.device import device_name, synchronise, traits_of
-from specextend.decoding.layers import pack_if_faster
+from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
+from specextend.decoding.device import Graphs, device_name, synchronise, traits_of
+from specextend.decoding.layers import linear, pack_if_faster
+from specextend.decoding.speculation import CostTable, Line, StepCosts
+from specextend.decoding.tree import tree_mask
+
+if TYPE_CHECKING:
+    from specextend.decoding.model import CachedModel
 
 VERSION = 4
 _MOST_PREEMPTIONS_PER_S = 100.0
@@ -35,6 +48,13 @@ _MOST_PREEMPTIONS_PER_S = 100.0
 _PATIENCE_S = 1.5
 """Seconds within which a disturbed measurement is repeated."""
 _REPEATS = 5
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Numbers of rows of a forward that are measured; a number in between costs as much as the next larger one."""
+LENGTHS = (512, 6000, 2048)
+"""Tokens of prefix, in the order of measuring; the last is left out on a slow machine."""
+BUDGET_S = 1.2
+"""Seconds after which no further length of prefix is measured."""
+_RUNS = 2
 
 
 def kept_or_measured(kind: str, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
@@ -127,17 +147,10 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     values = torch.ones(num_bytes // 4, device=device)
     read_s = _best_s(values.sum, device)
     del values
-    product_s = _best_s(_product(size, device, dtype), device)
-    return MachineLimits(num_bytes / read_s, 2 * size**3 / product_s)
-
-
-def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Make a matrix product as the engine computes it."""
-    linear = nn.Linear(size, size, bias=False, device=device, dtype=dtype).requires_grad_(False)
-    layer = nn.Sequential(linear)
+    layer = nn.Sequential(linear(torch.randn(size, size, device=device, dtype=dtype)))
     pack_if_faster(layer)
-    rows = torch.ones(size, size, device=device, dtype=dtype)
-    return lambda: layer(rows)
+    product_s = _best_s(partial(layer, torch.ones(size, size, device=device, dtype=dtype)), device)
+    return MachineLimits(num_bytes / read_s, 2 * size**3 / product_s)
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
@@ -177,3 +190,88 @@ def count_work(model: Any, dtype: torch.dtype) -> ModelWork:
 def head_size(config: Any) -> int:
     """Return the elements of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def fit_line(points: Sequence[tuple[int, float]]) -> Line:
+    """Fit the least-squares line through (length, seconds); a flat one where noise would make it fall or start below 0.
+
+    No two lengths are equal.
+    """
+    lengths, seconds = zip(*points, strict=True)
+    slope = max(0.0, linear_regression(lengths, seconds).slope) if len(points) > 1 else 0.0
+    first = fmean(seconds) - slope * fmean(lengths)
+    return (first, slope) if first > 0 else (fmean(seconds), 0.0)
+
+
+def choose_sizes(num_nodes: int, *, fixed: bool, max_batch_size: int) -> list[int]:
+    """Choose the numbers of rows to measure, ascending from 1: those that steps can have, up to `SIZES`.
+
+    `num_nodes` is the largest tree, the root not counted; with `fixed`, trees have no other size.
+    """
+    rows = num_nodes + 1
+    all_rows = max(rows, min(rows * max_batch_size, SIZES[-1]))
+    smaller = {1} if fixed else {size for size in SIZES if size < rows}
+    return sorted({*smaller, rows, all_rows, *(size for size in SIZES if rows < size < all_rows)})
+
+
+def measure(
+    target: CachedModel, kinds: Sequence[TreeAttention], sizes: Sequence[int], lengths: Sequence[int], graphs: Graphs
+) -> CostTable:
+    """Measure steps of each kind and size behind prefixes of several lengths. Steps go through `graphs`.
+
+    It writes to the front of the target's cache, so no request may be running.
+    """
+    begin = time.perf_counter()
+    num_rows = max(lengths) + max(sizes)
+    target.cache.stored[..., :num_rows, :] = 0  # fresh memory may hold NaN, and costs nothing until it is written
+    points: dict[tuple[TreeAttention, int], list[tuple[int, float]]] = defaultdict(list)
+    for length in lengths:
+        if points and time.perf_counter() - begin > BUDGET_S:
+            break
+        for kind, size in product(kinds, sizes):
+            step = partial(time_step, target, kind, size, length, graphs)
+            if (kind, size) not in points:  # the first calls of a size build what later ones use
+                for _ in range(graphs.num_warm_ups):
+                    step()
+            points[kind, size].append((length, min(step() for _ in range(_RUNS))))
+    return CostTable({kind: {size: fit_line(points[kind, size]) for size in sizes} for kind in kinds})
+
+
+@torch.inference_mode()
+def time_step(target: CachedModel, kind: TreeAttention, size: int, length: int, graphs: Graphs) -> float:
+    """Time one verification of a chain of `size` rows behind `length` tokens; with one row it is a plain step."""
+
+    def choose(token_ids: Tensor, parents: Tensor, start: Tensor, rows: Tensor) -> tuple[Tensor]:
+        mask = tree_mask(parents, size) if size > 1 else None
+        places = start, rows
+        plan = AttentionPlan([0], [length + size], size, mask, tree=kind, on_device=places, captured=graphs.capturing)
+        return (target.logits(target.forward(token_ids, rows, plan)).max(-1).indices,)
+
+    begin = time.perf_counter()
+    parents = torch.arange(-1, size - 1, device=target.device).unsqueeze(0)
+    start = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+    [chosen] = graphs.run(f"step {kind}", choose, torch.zeros_like(parents), parents, start, length + parents + 1)
+    chosen.tolist()  # waits for the device
+    return time.perf_counter() - begin
+
+
+def load_step_costs(
+    target: CachedModel, tree: TreeOptions, attention: AttentionOptions, max_batch_size: int, graphs: Graphs
+) -> StepCosts | None:
+    """Return the costs of steps, read from disk or measured now; None if the options choose nothing by them.
+
+    graphs: the engine's; the times of captured steps are kept apart. Measuring writes to the target's cache, so no
+    request may be running.
+    """
+    fixed, kinds = tree.nodes != "auto", attention.tree_kinds
+    if fixed and len(kinds) == 1:
+        return None
+    sizes = choose_sizes(tree.most_nodes, fixed=fixed, max_batch_size=max_batch_size)
+    longest = max(1, target.cache.rows.num_free - sizes[-1])
+    lengths = [*dict.fromkeys(min(length, longest) for length in LENGTHS)]
+    key = target.timing_key() | {"backend": target.attend.__name__, "graphs": graphs.enabled}
+    key |= {"kinds": [*kinds], "sizes": sizes, "lengths": lengths}
+    kept = kept_or_measured("step-costs", key, lambda: measure(target, kinds, sizes, lengths, graphs).lines)
+    graphs.clear()
+    lines = {kind: {int(size): tuple(line) for size, line in each.items()} for kind, each in kept.items()}
+    return StepCosts(CostTable(lines))  # in JSON, keys are strings and tuples lists

@@ -25,17 +25,6 @@ from specextend.decoding.device import device_name, release_cached
 from specextend.decoding.layers import Forward, fuse, pack_if_faster
 from specextend.decoding.measurements import count_work, head_size, kept_or_measured
 
-_SHAPE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-"""Values of a model's config that say how much a forward computes."""
-
 
 class CachedModel:
     """A transformers causal LM, the kernels it attends with, and its KV cache."""
@@ -104,7 +93,8 @@ class CachedModel:
             "layers": "torch" if self.kernels is TORCH else "kernels",
             "linears": self.linears,
             "head_dim": self.head_dim,
-            **{name: getattr(self.config, name) for name in _SHAPE},
+            "model_type": self.config.model_type,
+            **{name: value for name, value in self.config.to_dict().items() if type(value) is int},
         }
 
     def choose_kernels(self) -> None:

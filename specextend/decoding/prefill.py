@@ -20,9 +20,9 @@ from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache
-from specextend.decoding.drafter import Drafter
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sequence import Sequence, Stopwatch
+from specextend.decoding.tree import Drafter
 
 LEAST_REUSED = 256
 """Tokens that a prompt must have in common with the one before it to take its rows."""
@@ -123,7 +123,7 @@ class PromptReader:
             return []
         if not (n := last.length_in(sequence.request.prompt_token_ids)):
             return []
-        sequence.take_over(n)
+        sequence.length = sequence.stats.num_cached_tokens = n
         return last.write(self._target.cache, sequence.region.start, n)
 
     def _let_draft_read(self, sequence: Sequence, token_ids: Tensor, chunks: Items[Tensor]) -> None:

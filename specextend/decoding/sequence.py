@@ -1,10 +1,15 @@
-"""One running request, and the stopwatch that charges the engine's time to requests."""
+"""One running request, its end, and the stopwatch that charges the engine's time to requests.
+
+A sequence ends with its EOS, with the token that completes a stop string or a loop, or at its full length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +19,113 @@ from specextend.decoding.cache import Region
 from specextend.decoding.retrieval import CachePolicy
 from specextend.decoding.sampling import Penalties, choice_gap
 from specextend.decoding.speculation import Speculation
-from specextend.decoding.stopping import StopChecker
 from specextend.stats import DecodingStats, Phase
+
+MIN_REPEATS = 4
+"""Times that a stretch of tokens must stand in a row to be a loop."""
+MAX_PERIOD = 64
+"""Tokens of the longest stretch that is looked for."""
+MIN_STOP_TOKENS = 64
+"""Tokens that a loop must cover to end an output. A line of a table with one entry over and over has covered 40."""
+
+MIN_FLAGGED_TOKENS = 24
+"""Tokens that a loop must cover to count as one where that costs no text."""
+
+_BROKEN = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
+_LONGEST_CHARACTER = 4  # bytes, each of which can be a token
+
+
+class StopChecker:
+    """Consumes the tokens of one sequence as they are decided, and says when it ends.
+
+    Only if there are stop strings, text is decoded before the end: with each token the last few, which are enough to
+    hold any of them. The text of the first of these may be another than in the whole, so a find is confirmed there.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_ids: frozenset[int],
+        stop: tuple[str, ...],
+        max_new_tokens: int,
+        *,
+        stop_repetition: bool = False,
+    ) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._stop = stop
+        self._max_new_tokens = max_new_tokens
+        self._stop_repetition = stop_repetition
+        added = tokenizer.added_tokens_decoder.items() if stop else ()
+        self._special = {token_id for token_id, token in added if token.special}
+        self._recent: list[int] = []  # the last tokens, without special ones
+        self._num_recent = _LONGEST_CHARACTER * (2 + max(map(len, stop), default=0))
+
+    def push(self, token_ids: Iterable[int]) -> FinishReason | None:
+        """Append the next tokens up to the sequence's end; return why it ends, if it does."""
+        for token_id in token_ids:
+            if self.finish_reason is not None:
+                break
+            self.token_ids.append(token_id)
+            if token_id in self._eos_token_ids or self._completes_stop(token_id):
+                self.finish_reason = "stop"
+            elif self._stop_repetition and ends_in_loop(self.token_ids, MIN_STOP_TOKENS):
+                self.finish_reason = "repetition"
+            elif len(self.token_ids) >= self._max_new_tokens:
+                self.finish_reason = "length"
+        return self.finish_reason
+
+    @property
+    def text(self) -> str:
+        """Return the text so far, without special tokens, the EOS and the stop string."""
+        ends_with_eos = bool(self.token_ids) and self.token_ids[-1] in self._eos_token_ids
+        text = _decode(self._tokenizer, self.token_ids[:-1] if ends_with_eos else self.token_ids)
+        if self.finish_reason != "stop" or ends_with_eos:
+            return text
+        return text[: _find(text, self._stop)]
+
+    def _completes_stop(self, token_id: int) -> bool:
+        """Return True if the last token completes a stop string."""
+        if not self._stop or token_id in self._special:
+            return False
+        self._recent = [*self._recent[-self._num_recent :], token_id]
+        recent = _decode(self._tokenizer, self._recent).rstrip(_BROKEN)
+        if _find(recent, self._stop) is None:
+            return False
+        return _find(_decode(self._tokenizer, self.token_ids), self._stop) is not None
+
+
+def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
+    """Return True if a stretch of up to MAX_PERIOD tokens, MIN_REPEATS times or more in a row, is the end.
+
+    min_tokens: how many tokens the repeats must cover at least.
+    """
+    if len(token_ids) < min_tokens:
+        return False
+    last = token_ids[-1]
+    longest = min(MAX_PERIOD, len(token_ids) // MIN_REPEATS)
+    periods = [period for period in range(1, longest + 1) if token_ids[-1 - period] == last]
+    tails = ((period, token_ids[-max(MIN_REPEATS * period, min_tokens) :]) for period in periods)
+    return any(tail[period:] == tail[:-period] for period, tail in tails)
+
+
+def is_loop(token_ids: list[int]) -> bool:
+    """Return True if the end of a whole output is a loop; a final EOS does not hide it."""
+    return any(ends_in_loop(tokens, MIN_FLAGGED_TOKENS) for tokens in (token_ids, token_ids[:-1]))
+
+
+def _find(text: str, stop: tuple[str, ...]) -> int | None:
+    """Return where the earliest stop string begins; None without one."""
+    return min((start for string in stop if (start := text.find(string)) >= 0), default=None)
+
+
+def _decode(tokenizer: Any, token_ids: list[int]) -> str:
+    """Decode `token_ids` as they are, without special tokens."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
 
 
 @dataclass(slots=True)
@@ -51,18 +161,9 @@ class Sequence:
     """How far apart the two tokens were at the first difference, in logits."""
 
     @property
-    def first_new_row(self) -> int:
-        """Return the cache row behind the committed ones."""
-        return self.region.start + self.length
-
-    @property
     def is_greedy(self) -> bool:
         """Return True if every token is the likeliest one, and the logits serve nothing else."""
         return self.request.sampling.temperature == 0 and self.penalties is None and self.request.audit_of is None
-
-    def take_over(self, count: int) -> None:
-        """Count the first tokens of the prompt as read, because their cache rows are copied."""
-        self.length = self.stats.num_cached_tokens = count
 
     def push(self, token_ids: list[int], now: float) -> None:
         """Append tokens that the target decided, record the times, and check whether they end the sequence."""

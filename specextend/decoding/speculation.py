@@ -2,27 +2,33 @@
 
 The evidence of a sequence is what its draft promised, how much of that was accepted, and in how large trees. New
 sequences begin with the `Experience` of those before them, so that a run finds out once, not once a document.
-`who_speculates` and `best_size` decide in plain numbers, by the costs of `step_costs.py`; `Adaptive` asks them for the
-running batch.
+`who_speculates` and `best_size` decide in plain numbers; `Adaptive` asks them for the running batch.
+
+Steps cost what `measurements.py` measured at the start, corrected by every step that is taken. A forward of n rows
+behind a prefix of L tokens takes `a_n + b_n * L`: its linear layers, and attention over the prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specextend.attention.plan import TreeAttention
 from specextend.decoding.device import download
-from specextend.decoding.step_costs import StepCosts
 from specextend.decoding.tree import DraftTrees, prune
 
 if TYPE_CHECKING:
     from specextend.decoding.sequence import Sequence as Running
+
+Line = tuple[float, float]
+"""(a, b) of `a + b * length`, seconds and seconds per token."""
+DraftPhase = Literal["propose", "absorb"]
 
 FIRST_PAUSE = 16
 """Plain steps before speculation is tried again; doubled after each try that did not last."""
@@ -52,13 +58,108 @@ _AGED = 0.25
 """Weight after a pause of the evidence from before it."""
 _HANDICAP = 0.2
 """Tokens by which the gain of a paused sequence is reduced: resuming it costs a forward of the draft."""
+_WARM_UP = 4
+"""Number of first measurements of a cost, of which the smallest is taken."""
+_QUICKLY, _SLOWLY = 0.1, 0.05
+"""Weights of a new measurement in a running average."""
+_OUTLIER = 2.0
+"""Factor by which a measurement may exceed what was expected; more is cut off, so that one slow step does not stop
+speculation."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Lines of one pair on one device."""
+
+    lines: Mapping[TreeAttention, Mapping[int, Line]]
+    """Tree attention -> rows of a forward, ascending -> line. One row is a plain step."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the numbers of rows that were measured, ascending."""
+        return list(next(iter(self.lines.values())))
+
+    def size_for(self, num_rows: int) -> int:
+        """Return the smallest measured size that holds `num_rows`; the largest if none does."""
+        return next((size for size in self.sizes if size >= num_rows), self.sizes[-1])
+
+    def seconds(self, tree: TreeAttention, num_rows: int, lengths: Sequence[int]) -> float:
+        """Return the time of a forward of `num_rows` rows of each sequence behind its prefix, with one tree attention.
+
+        Linear layers see all sequences' rows at once; attention is done for one after the other.
+        """
+        lines, total = self.lines[tree], len(lengths) * num_rows
+        beyond = max(1.0, total / self.sizes[-1])
+        return lines[self.size_for(total)][0] * beyond + lines[self.size_for(num_rows)][1] * sum(lengths)
+
+    def tree_attention(self, num_rows: int, lengths: Sequence[int]) -> TreeAttention:
+        """Return the faster kind: dense saves a kernel call and a merge, hybrid saves time per token of prefix."""
+        return min(self.lines, key=lambda tree: self.seconds(tree, num_rows, lengths))
+
+
+class StepCosts:
+    """A cost table with corrections from this engine's own steps.
+
+    What slows the machine down slows every step down, so one pace serves all of them: it is learned from each step that
+    is taken, and holds for those that are not. What is left is learned slowly for each size of batch and tree.
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self._pace = _Average(_QUICKLY, 1.0, 1)  # the table counts as the first measurement
+        self._corrections: dict[tuple[int, int], _Average] = {}  # (sequences, size), beside the pace
+        self._drafting: dict[DraftPhase, dict[int, _Average]] = {"propose": {}, "absorb": {}}  # at pace 1
+
+    def verify_s(self, num_rows: int, lengths: Sequence[int]) -> float:
+        """Return the time of a verification of `num_rows` rows (1: a plain step) of each sequence."""
+        correction = self._corrections.get((len(lengths), self.table.size_for(num_rows)))
+        return self._pace.value * (correction.value if correction else 1.0) * self._expected_s(num_rows, lengths)
+
+    def draft_s(self, num_sequences: int) -> float:
+        """Return the time of drafting for `num_sequences`, by the nearest number seen so far; 0 if there is none."""
+
+        def distance(number: int) -> tuple[int, int]:
+            return abs(number - num_sequences), number
+
+        return self._pace.value * sum(seen[min(seen, key=distance)].value for seen in self._drafting.values() if seen)
+
+    def observe_verify(self, num_rows: int, lengths: Sequence[int], seconds: float) -> None:
+        """Record the time of a verification."""
+        key = len(lengths), self.table.size_for(num_rows)
+        correction = self._corrections.setdefault(key, _Average(_SLOWLY, 1.0, 1))
+        ratio = seconds / self._expected_s(num_rows, lengths)
+        self._pace.add(ratio / correction.value)
+        correction.add(ratio / self._pace.value)
+
+    def observe_draft(self, phase: DraftPhase, num_sequences: int, seconds: float) -> None:
+        """Record the time of drafting for `num_sequences` at once."""
+        self._drafting[phase].setdefault(num_sequences, _Average(_SLOWLY)).add(seconds / self._pace.value)
+
+    def _expected_s(self, num_rows: int, lengths: Sequence[int]) -> float:
+        return self.table.seconds(self.table.tree_attention(num_rows, lengths), num_rows, lengths)
 
 
 @dataclass(slots=True)
-class TrackRecord:
+class _Average:
+    """A running average that begins with the smallest of the first values, because first calls build kernels."""
+
+    weight: float
+    """Weight of a new value."""
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        if self.count <= _WARM_UP:
+            self.value = min(self.value, value) if self.count > 1 else value
+        else:
+            likely = min(max(value, self.value / _OUTLIER), self.value * _OUTLIER)
+            self.value += self.weight * (likely - self.value)
+
+
+class Evidence(NamedTuple):
     """Sums over speculative steps, of which each counts a little less than the one after it."""
 
-    memory: float
     num_steps: float = 0.0
     num_rows: float = 0.0
     """Rows of verifications."""
@@ -67,22 +168,13 @@ class TrackRecord:
     accepted: float = 0.0
     """Nodes that were accepted."""
 
-    def add(self, num_rows: float, expected: float, accepted: float) -> None:
-        """Record a speculative step."""
-        self.num_steps = self.memory * self.num_steps + 1
-        self.num_rows = self.memory * self.num_rows + num_rows
-        self.expected = self.memory * self.expected + expected
-        self.accepted = self.memory * self.accepted + accepted
+    def times(self, weight: float) -> Evidence:
+        """Return all sums times a weight."""
+        return Evidence(*(weight * each for each in self))
 
-    def mean(self) -> TrackRecord:
-        """Return the same for one step alone, with the memory of a sequence."""
-        sums = self.num_rows, self.expected, self.accepted
-        return TrackRecord(_MEMORY, 1.0, *(value / self.num_steps for value in sums))
-
-    def age(self) -> None:
-        """Let what comes after a pause count for more."""
-        for name in ("num_steps", "num_rows", "expected", "accepted"):
-            setattr(self, name, _AGED * getattr(self, name))
+    def after(self, memory: float, *step: float) -> Evidence:
+        """Add a step, its rows, expected and accepted nodes; what came before counts `memory` times as much."""
+        return Evidence(*(memory * old + new for old, new in zip(self, (1.0, *step), strict=True)))
 
 
 @dataclass(slots=True)
@@ -93,7 +185,7 @@ class Speculation:
     """True while the draft proposes; otherwise steps are plain."""
     prior: float = 1.0
     """The calibration before the first step."""
-    evidence: TrackRecord = field(default_factory=lambda: TrackRecord(_MEMORY))
+    evidence: Evidence = field(default_factory=Evidence)
     promised: list[float] = field(default_factory=list)
     """Path probabilities of the draft tokens of its last whole tree."""
     _trust: float = _TRUST
@@ -130,7 +222,7 @@ class Speculation:
     def observe(self, num_rows: int, expected: float, accepted: int) -> None:
         """Record a speculative step; `expected` is the sum of the path probabilities of the verified nodes."""
         self._trust = max(_LEAST_TRUST, _MEMORY * self._trust)
-        self.evidence.add(num_rows, expected, accepted)
+        self.evidence = self.evidence.after(_MEMORY, num_rows, expected, accepted)
         self._run += 1
 
     def observe_plain(self) -> None:
@@ -146,7 +238,7 @@ class Speculation:
     def resume(self) -> None:
         """Speculate again."""
         self.active, self._run = True, 0
-        self.evidence.age()
+        self.evidence = self.evidence.times(_AGED)
 
 
 @dataclass(slots=True)
@@ -155,7 +247,7 @@ class Experience:
 
     balance: float = 0.0
     """Tokens won by speculation minus its cost in plain steps, and `ALLOWED_LOSS` of all tokens."""
-    evidence: TrackRecord = field(default_factory=lambda: TrackRecord(_LONG_MEMORY))
+    evidence: Evidence = field(default_factory=Evidence)
     num_steps: int = 0
     """Speculative steps so far."""
 
@@ -175,7 +267,7 @@ class Experience:
             return Speculation()
         seen = self.evidence
         prior = (seen.accepted + _LEAST_TRUST) / (seen.expected + _LEAST_TRUST)
-        return Speculation(prior=prior, evidence=seen.mean(), _run=TRIAL_STEPS)
+        return Speculation(prior=prior, evidence=seen.times(1 / seen.num_steps), _run=TRIAL_STEPS)
 
     def observe(self, num_rows: int, expected: float, accepted: int, cost: float) -> None:
         """Record a speculative step of a sequence.
@@ -183,7 +275,7 @@ class Experience:
         `cost` is its share of the time that the step, drafting included, took beyond a plain step, in plain steps.
         """
         self.num_steps += 1
-        self.evidence.add(num_rows, expected, accepted)
+        self.evidence = self.evidence.after(_LONG_MEMORY, num_rows, expected, accepted)
         self._book(1 + accepted, accepted - cost)
 
     def observe_plain(self) -> None:
@@ -285,19 +377,18 @@ class Adaptive:
         self._promises = drafting, download(promises) if self._reads_late else promises
         if not self._reads_late:
             self._read_promises()
-        if not all(each.speculation.promised for each in drafting):
+        states, draft_s = [sequence.speculation for sequence in drafting], self.costs.draft_s(len(drafting))
+        if not all(state.promised for state in states):
             return trees
-        draft_s = self.costs.draft_s(len(drafting))
-        trying = any(sequence.speculation.on_trial for sequence in drafting)
         size = best_size(
-            [_calibrated(each.speculation.promised, each.speculation.calibration) for each in drafting],
-            self._sizes[1:] if trying else self._sizes,
+            [sorted((min(1.0, each.calibration * p) for p in each.promised), reverse=True) for each in states],
+            self._sizes[1:] if any(state.on_trial for state in states) else self._sizes,
             lambda rows: draft_s + self.costs.verify_s(rows, lengths),
         )
         return prune(trees, size)
 
     def _read_promises(self) -> None:
-        """Give each sequence the path probabilities of its last whole tree."""
+        """Give each sequence the path probabilities of its last whole tree, unless it has them."""
         drafting, promises = self._promises
         self._promises = [], torch.empty(0, 0)
         for sequence, promised in zip(drafting, promises.tolist(), strict=True):
@@ -313,8 +404,7 @@ class Adaptive:
     ) -> None:
         """Record a step: `lengths` before it, its trees, `accepted` draft tokens, seconds of its verification."""
         num_rows = trees.num_nodes
-        if self._reads_late:
-            self._read_promises()
+        self._read_promises()
         self.costs.observe_verify(num_rows, lengths, verify_s)
         num_drafting = sum(sequence.speculation.active for sequence in sequences)
         plain_s = self.costs.verify_s(1, lengths)
@@ -355,8 +445,3 @@ class Adaptive:
             self.costs.draft_s,
             in_credit=self._experience.in_credit,
         )
-
-
-def _calibrated(promised: Sequence[float], calibration: float) -> Sequence[float]:
-    """Return the calibrated path probabilities of the draft tokens, in falling order."""
-    return sorted((min(1.0, calibration * p) for p in promised), reverse=True)

@@ -1,4 +1,4 @@
-"""Draft trees: the data structure, growing them (OPT-Tree, arXiv 2406.17276), pruning and verifying them.
+"""Draft trees: what proposes them, growing them (OPT-Tree, arXiv 2406.17276), pruning and verifying them.
 
 Shapes: `B` sequences, `N` tree nodes (root included), `F` frontier nodes, `P` pooled candidates, `M` expanded nodes,
 `V` vocabulary, `W` nodes of a path.
@@ -9,41 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from specextend.decoding.decoding_options import TreeOptions
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTree:
-    """One sequence's proposal. Node 0 is the root, whose parent is -1; parents come first."""
-
-    token_ids: Tensor
-    """[N] int64"""
-    parents: Tensor
-    """[N] int64"""
-    depths: Tensor
-    """[N] int64, 0 for the root"""
-    log_probs: Tensor
-    """[N] fp32: of the path from the root, by the draft"""
-
-
-@dataclass(frozen=True, slots=True)
 class DraftTrees:
-    """The proposals for B sequences, as a `DraftTree` each, padded to N nodes. Padding has no parent and is no root."""
+    """The proposals for B sequences, padded to N nodes; those of one sequence have no first dimension and no padding.
+
+    Node 0 is the root, whose parent is -1; parents come first. Padding has no parent and is no root.
+    """
 
     token_ids: Tensor
     """[B, N] int64; padding 0"""
     parents: Tensor
     """[B, N] int64; padding -1"""
     depths: Tensor
-    """[B, N] int64; padding 0"""
+    """[B, N] int64, 0 for the root; padding 0"""
     log_probs: Tensor
-    """[B, N] fp32; padding -inf"""
+    """[B, N] fp32: of the path from the root, by the draft; padding -inf"""
     sizes: list[int]
     """[B] number of nodes, 1 to N"""
 
@@ -61,14 +51,11 @@ class DraftTrees:
         """Return B."""
         return len(self.sizes)
 
-    def __getitem__(self, b: int) -> DraftTree:
-        """Return the tree of sequence b, without padding."""
-        n = self.sizes[b]
-        return DraftTree(self.token_ids[b, :n], self.parents[b, :n], self.depths[b, :n], self.log_probs[b, :n])
-
-    def __iter__(self) -> Iterator[DraftTree]:
-        """Yield each sequence's tree, without padding."""
-        return (self[b] for b in range(len(self)))
+    def __iter__(self) -> Iterator[DraftTrees]:
+        """Yield each sequence's tree, [N] without padding."""
+        for b, n in enumerate(self.sizes):
+            token_ids, parents, depths, log_probs = (each[b, :n] for each in self.tensors)
+            yield DraftTrees(token_ids, parents, depths, log_probs, [n])
 
 
 def roots_only(token_ids: Sequence[int], device: torch.device) -> DraftTrees:
@@ -250,26 +237,15 @@ def prune(trees: DraftTrees, num_nodes: int) -> DraftTrees:
     return DraftTrees(token_ids, parents, depths, log_probs, [min(size, num_nodes) for size in trees.sizes])
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of verifying trees: what a step commits. `W` is the length of the longest possible path."""
-
-    paths: Tensor
-    """[B, W] int64: the accepted nodes, the root first; behind them place i holds node i"""
-    token_ids: Tensor
-    """[B, W] int64: the target's token after each accepted node, which are the tokens that the step decides: accepted
-    draft tokens, and one of the target's own; -1 behind them"""
-
-    def decided(self) -> list[list[int]]:
-        """Return each sequence's decided tokens: one small download, for which the host has to wait."""
-        return [[token_id for token_id in row if token_id >= 0] for row in self.token_ids.tolist()]
-
-
-def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -> Verdict:
+def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
     """Follow the target's choices from each root for as long as the tree contains them, `max_depth` levels at most.
 
     token_ids and parents [B, N] are those of the trees; `chosen` [B, N] is the target's token after each node. The host
     is not asked. Padding, which has no parent, is never accepted.
+
+    Returns the accepted nodes [B, W] int64, the root first (behind them place i holds node i), and the tokens [B, W]
+    int64 that the step decides, the target's after each accepted node: accepted draft tokens, one of its own, and -1
+    behind them. W is the length of the longest possible path.
     """
     batch, num_nodes = parents.shape
     numbers = torch.arange(num_nodes + 1, device=parents.device)
@@ -281,4 +257,60 @@ def verify(token_ids: Tensor, parents: Tensor, chosen: Tensor, max_depth: int) -
     for _ in range(min(max_depth, num_nodes - 1)):
         path.append(child.gather(1, path[-1]))
     steps = torch.cat(path, 1)
-    return Verdict((steps - 1).where(steps > 0, numbers[: len(path)]), choices.gather(1, steps))
+    return (steps - 1).where(steps > 0, numbers[: len(path)]), choices.gather(1, steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Holds what the target decided for B sequences, for the draft to read: in a step, or in several.
+
+    `T` is the width of the padded tensors, `F` the features of a position.
+    """
+
+    token_ids: Sequence[list[int]]
+    """Each sequence's newly decided tokens, the new root last."""
+    padded: Tensor
+    """[B, T] int64: the same on the device, with -1 behind them"""
+    features: Tensor
+    """[B, T, F]: the target's, at the position before each token; padding is not read"""
+
+    @classmethod
+    def pad(cls, token_ids: Sequence[list[int]], features: Sequence[Tensor]) -> Decided:
+        """Make it from each sequence's tokens and its features [n, F]."""
+        width = max(len(new) for new in token_ids)
+        rows = [new + [-1] * (width - len(new)) for new in token_ids]
+        padded = torch.tensor(rows, device=features[0].device)
+        return cls(token_ids, padded, pad_sequence(list(features), batch_first=True))
+
+
+class Drafter(Protocol):
+    """Proposes trees. A `slot` is a sequence's place in the batch.
+
+    For each slot the engine calls `admit`, `prefill` chunk by chunk, `select`, and `absorb` of the first root; then, in
+    rounds, `propose`, `select` if the cache policy says so, and `absorb`; at the end `release`.
+    """
+
+    hidden_layers: tuple[int, ...]
+    """The target's layers, ascending from 0, whose concatenated outputs are a position's features [.., F].
+
+    Without layers the features are the last hidden state, after the final norm."""
+    num_levels: int
+    """The largest number of tree levels; the acceptance histogram has one entry more."""
+
+    def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
+        """Reserve room for a sequence; return False if there is none now."""
+
+    def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
+        """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
+
+    def select(self, slot: int, positions: Tensor) -> None:
+        """Let the draft see these committed positions [S], ascending and on the host, and what `absorb` adds later."""
+
+    def absorb(self, slots: Sequence[int], decided: Decided) -> None:
+        """Read what was decided for these slots."""
+
+    def propose(self, slots: Sequence[int]) -> DraftTrees:
+        """Propose a tree behind each slot's root."""
+
+    def release(self, slot: int) -> None:
+        """Free the slot."""

@@ -15,23 +15,24 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
-from specextend.decoding.device import upload
-from specextend.decoding.drafter import Decided
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.device import Graphs, upload
 from specextend.decoding.model import CachedModel
 from specextend.decoding.sampling import choose_tokens
 from specextend.decoding.sequence import Sequence
-from specextend.decoding.step_costs import CostTable
-from specextend.decoding.tree import DraftTrees, Verdict, tree_mask, verify
+from specextend.decoding.speculation import CostTable
+from specextend.decoding.tree import Decided, DraftTrees, tree_mask, verify
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
     """One verification: what it decided, and what later phases need of its forward."""
 
-    verdict: Verdict
+    paths: Tensor
+    """[B, W] int64: the accepted nodes, as `verify` gives them"""
+    token_ids: Tensor
+    """[B, W] int64: the decided tokens, -1 behind them"""
     new_token_ids: list[list[int]]
-    """The decided tokens of each sequence."""
+    """The same on the host, for each sequence."""
     features: Tensor
     """[B, W, F], along the accepted paths"""
     queries: tuple[Tensor, ...]
@@ -44,7 +45,7 @@ class Verified:
         `whole`: as wide as the longest possible path, so that its shape is that of every step.
         """
         token_ids = [self.new_token_ids[b] for b in places]
-        padded, features = self.verdict.token_ids, self.features
+        padded, features = self.token_ids, self.features
         if len(places) < len(self.new_token_ids):
             padded, features = padded[places], features[places]
         if not whole:
@@ -86,8 +87,8 @@ class Verifier:
             logits, features, *queries = self._graphs.run("score", forward, *inputs)
             chosen = self._choose(sequences, trees, logits, places[:, 1:] + trees.depths + 1)
             paths, decided, along = self._accept(chosen, features, *inputs[:3])
-        verdict = Verdict(paths, decided)
-        return Verified(verdict, verdict.decided(), along, tuple(queries), kind)
+        new = [[token_id for token_id in row if token_id >= 0] for row in decided.tolist()]  # waits for the device
+        return Verified(paths, decided, new, along, tuple(queries), kind)
 
     def _decide(self, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run trees as `_forward` does, and commit what the likeliest tokens accept of them.
@@ -131,16 +132,16 @@ class Verifier:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Commit the paths that follow the target's `chosen` tokens [B, N]; features [B, N, F] become [B, W, F].
 
-        Returns them behind paths and decided tokens [B, W], as a `Verdict` has them.
+        Returns them behind paths and decided tokens [B, W], as `verify` gives both.
         """
         num_nodes = token_ids.shape[1]
         if num_nodes == 1:
             return torch.zeros_like(chosen), chosen, features
-        verdict = verify(token_ids, parents, chosen, self._num_levels)
+        paths, decided = verify(token_ids, parents, chosen, self._num_levels)
         rows = places.sum(1, keepdim=True) + torch.arange(num_nodes, device=places.device)
-        self._target.cache.commit(rows, verdict.paths)
-        along = verdict.paths.unsqueeze(2).expand(-1, -1, features.shape[2])
-        return verdict.paths, verdict.token_ids, features.gather(1, along)
+        self._target.cache.commit(rows, paths)
+        along = paths.unsqueeze(2).expand(-1, -1, features.shape[2])
+        return paths, decided, features.gather(1, along)
 
     def _choose(self, sequences: Items[Sequence], trees: DraftTrees, logits: Tensor, positions: Tensor) -> Tensor:
         """Choose the target's tokens [B, N] from logits [B, N, V]; `positions` [B, N] are the chosen tokens'."""

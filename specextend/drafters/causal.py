@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan, TreeAttention
+from specextend.decoding.cache import DraftCache
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.device import upload
-from specextend.decoding.drafter import Decided
-from specextend.decoding.graphs import Graphs
-from specextend.decoding.tree import DraftTrees, grow_trees
-from specextend.drafters.draft_cache import DraftCache
+from specextend.decoding.device import Graphs, upload
+from specextend.decoding.tree import Decided, DraftTrees, grow_trees
 
 HISTORY = 3
 """Number of tokens before a token that a network may read."""
@@ -47,15 +45,11 @@ class DraftNetwork(Protocol):
     """Target layers, ascending, whose concatenated outputs are the features [.., F]; empty: the last hidden state."""
     reads_history: bool
     """True if `forward` needs the tokens before each token."""
+    num_staging_rows: int
+    """Working rows that prefill needs."""
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Put the next chunk of a prompt into the full cache: token_ids [T], features [T, F] of the target."""
-
-    def num_staging_rows(self) -> int:
-        """Return the number of working rows that prefill needs."""
-
-    def release(self, slot: int) -> None:
-        """Free what prefill keeps for the slot."""
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
@@ -121,6 +115,7 @@ class CausalDrafter:
         of a tree runs at full width, so that nothing is asked of the device.
         """
         self.network, self._cache = network, network.cache
+        self.hidden_layers, self.num_levels = network.hidden_layers, tree.depth
         self._options, self._tree_attention = tree, tree_attention
         self._num_visible_rows, self._num_slots = num_visible_rows, num_slots
         self._graphs = graphs or Graphs()
@@ -134,16 +129,6 @@ class CausalDrafter:
         self._located: tuple[list[list[int]], Tensor] | None = None
         """What the host last knew of some slots' places, and the same on the device."""
 
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Return the target layers whose outputs the network takes; none: the last hidden state."""
-        return self.network.hidden_layers
-
-    @property
-    def num_levels(self) -> int:
-        """Return the largest number of tree levels."""
-        return self._options.depth
-
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now."""
         assert slot < self._num_slots, "the drafter was made for fewer slots"
@@ -152,7 +137,7 @@ class CausalDrafter:
         visible = min(num_tokens, chosen + max_new_tokens + self._options.depth + 1)
         scratch = self._options.depth * self._options.most_nodes
         self._texts[slot] = -1
-        return self._cache.admit(slot, num_tokens, max(visible + scratch, self.network.num_staging_rows()))
+        return self._cache.admit(slot, num_tokens, max(visible + scratch, self.network.num_staging_rows))
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Read the next chunk of the prompt: token_ids [T] and the target's features [T, F] at them."""
@@ -188,15 +173,14 @@ class CausalDrafter:
     def release(self, slot: int) -> None:
         """Free the slot."""
         self._cache.release(slot)
-        self.network.release(slot)
         self._located = None
 
     def _known(self, slots: Sequence[int]) -> list[list[int]]:
         """Return what the host knows of the slots' places: the rows of `_SlotPlaces`."""
-        cache = self._cache
+        held = [self._cache.of[slot] for slot in slots]
         return [
-            [slot, start := cache.start(slot), start + (seen := cache.visible(slot)), seen, cache.full_end(slot)]
-            for slot in slots
+            [slot, each.working.start, each.working.start + each.visible, each.visible, each.full_end]
+            for slot, each in zip(slots, held, strict=True)
         ]
 
     def _locate(self, slots: Sequence[int]) -> Tensor:
@@ -278,8 +262,8 @@ class CausalDrafter:
         behind = num_new if mask is None else mask.shape[2]
         offsets = torch.arange(behind - num_new, behind, device=token_ids.device)
         plan = AttentionPlan(
-            starts=[self._cache.start(slot) for slot in slots],
-            lengths=[self._cache.reach(slot, behind) for slot in slots],
+            starts=[self._cache.of[slot].working.start for slot in slots],
+            lengths=[self._cache.of[slot].reach(behind) for slot in slots],
             num_new=num_new,
             mask=mask,
             tree=self._tree_attention,

@@ -17,12 +17,14 @@ from torch.nn.functional import rms_norm, silu
 
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.core import counted
-from specextend.decoding.cache import KVCache
-from specextend.decoding.layers import pack_if_faster
+from specextend.decoding.cache import DraftCache, KVCache, rotate
+from specextend.decoding.layers import linear, pack_if_faster
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import HISTORY, histories, last_tokens
-from specextend.drafters.draft_cache import DraftCache, rotate
+from specextend.model_files import TensorInfo
 
+Found = dict[str, tuple[Path, str, TensorInfo]]
+"""Our name of a tensor -> its file, its name there, its type and shape."""
 _COPY_READS = {"q_proj": (0, 3), "k_proj": (1, 4), "v_proj": (0, 1)}
 """Range of the tokens i + 1, i, i - 1, i - 2 that a projection of the copy heads reads, as first and end."""
 
@@ -66,8 +68,7 @@ class HeadShape:
     copy_heads: int = 0
     tokens_sha256: str | None = None
     """`models.tokens_sha256` of the target's tokenizer; None: not known, and not checked."""
-    sources: dict[str, tuple[Path, str]] = field(default_factory=dict)
-    """Our name of a tensor -> file, and name in it."""
+    sources: Found = field(default_factory=dict)
 
     @property
     def num_layers_read(self) -> int:
@@ -147,14 +148,6 @@ class HeadShape:
         return shapes
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """State that prefill keeps for its next chunk."""
-
-    last: Tensor  # [3] tokens
-    hidden: Tensor  # [1, F] at the last one, which waits for the next token
-
-
 class EagleNetwork:
     """A head. It uses the target's embedding and LM head if it has none of its own.
 
@@ -217,25 +210,16 @@ class EagleNetwork:
         working = KVCache(1, num_full_rows, head.num_kv_heads + head.copy_heads, head.head_dim, dtype, device)
         inv_freq = torch.stack([self._inv_freq] * head.num_kv_heads + [self._inv_freq * 0] * head.copy_heads)
         self.cache = DraftCache(working, num_full_rows, inv_freq if self.reads_history else self._inv_freq)
-        self._pending: dict[int, _Pending] = {}
-
-    def num_staging_rows(self) -> int:
-        """Return 0: prefill fills the full cache directly."""
-        return 0
-
-    def release(self, slot: int) -> None:
-        """Free the slot."""
-        self._pending.pop(slot, None)
+        self.num_staging_rows = 0  # prefill fills the full cache directly
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Store keys and values of every position whose next token is known; the last one waits for the next chunk."""
-        pending = self._pending.get(slot)
-        text = last_tokens(None if pending is None else pending.last, token_ids)
-        if pending is None:
-            text, token_ids = text[1:], token_ids[1:]
+        held = self.cache.of[slot]
+        if held.pending is None:
+            text, token_ids = last_tokens(None, token_ids)[1:], token_ids[1:]
         else:
-            hidden = torch.cat([pending.hidden, hidden])
-        self._pending[slot] = _Pending(text[-HISTORY:], hidden[-1:].clone())
+            text, hidden = last_tokens(held.pending[0], token_ids), torch.cat([held.pending[1], hidden])
+        held.pending = text[-HISTORY:], hidden[-1:].clone()
         if len(token_ids):
             embedded = self._embedded(token_ids, histories(text) if self.reads_history else None)
             _, inputs = self._inputs(embedded, hidden[:-1])
@@ -299,12 +283,12 @@ class EagleNetwork:
         """Return the projections [..., heads, D], each with its copy heads behind the others, if there are any."""
         if not self.reads_history:
             return list(projected.values())
-        return [torch.cat([own, self._copies(name, embedded)], -2) for name, own in projected.items()]
-
-    def _copies(self, name: str, embedded: Tensor) -> Tensor:
-        """Project embedded [..., 4C] to the copy heads [..., heads, D]."""
-        first, last = (token * self._head.hidden_size for token in _COPY_READS[name])
-        return self._linears[f"copy/{name}"](embedded[..., first:last]).unflatten(-1, (-1, self._head.head_dim))
+        tokens, joined = embedded.unflatten(-1, (-1, self._head.hidden_size)), []
+        for name, own in projected.items():
+            read = tokens[..., slice(*_COPY_READS[name]), :].flatten(-2)
+            copies = self._linears[f"copy/{name}"](read).unflatten(-1, (-1, self._head.head_dim))
+            joined.append(torch.cat([own, copies], -2))
+        return joined
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         """Apply a norm, in fp32 inside, if the head has it."""
@@ -349,12 +333,3 @@ def linears(weights: Mapping[str, Tensor]) -> nn.ModuleDict:
     return nn.ModuleDict(
         {name.replace(".", "/"): linear(weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in names}
     )
-
-
-def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Make a layer around weight [out, in] and bias [out]."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias, requires_grad=False)
-    return layer

@@ -21,11 +21,11 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, Validati
 from safetensors import safe_open
 from torch import Tensor
 
-from specextend.drafters.eagle_network import HeadShape
+from specextend.drafters.eagle_network import Found, HeadShape
 from specextend.model_files import (
     INDEX,
     VOCABULARY,
-    TensorInfo,
+    ModelError,
     read_json,
     read_safetensors_header,
     read_token_ids,
@@ -46,8 +46,6 @@ _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddin
 
 
 Config = TypeVar("Config", bound=BaseModel)
-Found = dict[str, tuple[Path, str, TensorInfo]]
-"""Our name of a tensor -> its file, its name there, its type and shape."""
 
 
 class EagleConfig(BaseModel):
@@ -176,25 +174,25 @@ class PublishedConfig(BaseModel):
 def read_head(folder: str | Path) -> HeadShape:
     """Describe a head by its files, without loading a weight.
 
-    Raises ValueError in one line for an unknown format, pickled, missing or truncated files, an unsupported config, and
+    Raises ModelError in one line for an unknown format, pickled, missing or truncated files, an unsupported config, and
     tensors that the config does not describe.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"EAGLE draft {folder} has no config.json")
+        raise ModelError(f"EAGLE draft {folder} has no config.json")
     raw = read_json(folder / "config.json")
     return _read_own(folder, raw) if "format" in raw else _read_published(folder, raw)
 
 
 def _parse_config(kind: type[Config], raw: dict[str, Any], folder: Path) -> Config:
-    """Make a config of what a head's `config.json` holds. Raises ValueError in one line."""
+    """Make a config of what a head's `config.json` holds. Raises ModelError in one line."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
         found = error.errors()[0]
         where = ".".join(map(str, found["loc"]))
         got = "" if found["type"] in ("missing", "value_error") else f", got {found['input']!r}"
-        raise ValueError(f"EAGLE draft {folder}, config.json: {where}: {found['msg']}{got}") from None
+        raise ModelError(f"EAGLE draft {folder}, config.json: {where}: {found['msg']}{got}") from None
 
 
 def read_weights(head: HeadShape, device: str = "cpu") -> dict[str, Tensor]:
@@ -203,7 +201,7 @@ def read_weights(head: HeadShape, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def _read_tensor(head: HeadShape, name: str, device: str = "cpu") -> Tensor:
-    file, spelled = head.sources[name]
+    file, spelled, _ = head.sources[name]
     with safe_open(file, framework="pt", device=device) as opened:
         tensor: Tensor = opened.get_tensor(spelled)
     return tensor
@@ -212,7 +210,7 @@ def _read_tensor(head: HeadShape, name: str, device: str = "cpu") -> Tensor:
 def read_vocabulary(head: HeadShape) -> Tensor | None:
     """Return the target's token id [V] int64 of each token that the head proposes; None if the ids are the same.
 
-    `draft_token_ids` lists them; `d2t` holds differences: row i is token i + d2t[i]. Raises ValueError if an id is not
+    `draft_token_ids` lists them; `d2t` holds differences: row i is token i + d2t[i]. Raises ModelError if an id is not
     one of the target's or appears twice.
     """
     if VOCABULARY in head.sources:
@@ -222,7 +220,7 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
     differences = _read_tensor(head, "d2t").long()
     token_ids = torch.arange(len(differences)) + differences
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= head.vocab_size or len(token_ids.unique()) < len(token_ids):
-        raise ValueError(
+        raise ModelError(
             f"EAGLE draft {head.folder} ({head.format}): d2t must lead to {len(token_ids)} different token ids below "
             f"{head.vocab_size}; it leads to {len(token_ids.unique())}, from {token_ids.min()} to {token_ids.max()}"
         )
@@ -230,13 +228,13 @@ def read_vocabulary(head: HeadShape) -> Tensor | None:
 
 
 def head_files(folder: Path) -> list[Path]:
-    """List a head's safetensors files: one, or those that its index names. Raises ValueError if one is missing."""
+    """List a head's safetensors files: one, or those that its index names. Raises ModelError if one is missing."""
     files = weight_files(folder, f"EAGLE draft {folder}")
     if len(files) == 1 or (folder / INDEX).is_file():
         return files
     if folder / WEIGHTS_FILE in files:
         return [folder / WEIGHTS_FILE]
-    raise ValueError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
+    raise ModelError(f"EAGLE draft {folder} has several weight files and no {INDEX}; add it, or leave one file")
 
 
 def _read_own(folder: Path, raw: dict[str, Any]) -> HeadShape:
@@ -260,21 +258,21 @@ def _read_own(folder: Path, raw: dict[str, Any]) -> HeadShape:
         draft_vocab_size=config.draft_vocab_size or config.vocab_size,
         copy_heads=config.copy_heads or 0,
         tokens_sha256=config.tokens_sha256,
-        sources=_sources(found),
+        sources=found,
     )
-    _check_tensors(head, found, {_renamed(name, _OURS): shape for name, shape in config.shapes().items()}, {})
+    _check_tensors(head, {_renamed(name, _OURS): shape for name, shape in config.shapes().items()}, {})
     return head
 
 
 def _read_published(folder: Path, raw: dict[str, Any]) -> HeadShape:
     found = _find_tensors(folder, dict.fromkeys(_LAYERS, "layer.") | _RENAMED)
-    head = _describe(folder, {key: value for key, value in raw.items() if value is not None}, _sources(found))
-    _check_tensors(head, found, head.required(), head.optional())
+    head = _describe(folder, {key: value for key, value in raw.items() if value is not None}, found)
+    _check_tensors(head, head.required(), head.optional())
     return head
 
 
 def _find_tensors(folder: Path, prefixes: dict[str, str]) -> Found:
-    """Read the headers of a head's files. Raises ValueError if a tensor is there twice, or a file not whole."""
+    """Read the headers of a head's files. Raises ModelError if a tensor is there twice, or a file not whole."""
     found: Found = {}
     for file in head_files(folder):
         for name, info in read_safetensors_header(file).items():
@@ -282,13 +280,9 @@ def _find_tensors(folder: Path, prefixes: dict[str, str]) -> Found:
                 continue
             known = _renamed(name.removeprefix("model."), prefixes)
             if known in found:
-                raise ValueError(f"EAGLE draft {folder} has {name} twice, also as {found[known][1]}")
+                raise ModelError(f"EAGLE draft {folder} has {name} twice, also as {found[known][1]}")
             found[known] = (file, name, info)
     return found
-
-
-def _sources(found: Found) -> dict[str, tuple[Path, str]]:
-    return {known: (file, name) for known, (file, name, _) in found.items()}
 
 
 def _renamed(name: str, prefixes: dict[str, str]) -> str:
@@ -299,7 +293,7 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
     return name
 
 
-def _describe(folder: Path, raw: dict[str, Any], sources: dict[str, tuple[Path, str]]) -> HeadShape:
+def _describe(folder: Path, raw: dict[str, Any], sources: Found) -> HeadShape:
     config = _parse_config(PublishedConfig, raw, folder)
     name, fused = _detect(config, folder, set(sources))
     layer = _parse_config(LayerConfig, config.transformer_layer_config or {} if "speculators" in name else raw, folder)
@@ -339,24 +333,22 @@ def _detect(config: PublishedConfig, folder: Path, names: set[str]) -> tuple[str
         return "EAGLE-1/2", False
     whole = "embed_tokens.weight" in names and any(name.startswith("layers.1.") for name in names)
     hint = "; this looks like a whole model: draft.kind model" if whole else ""
-    raise ValueError(f"EAGLE draft {folder} is in no known format; known are {KNOWN}{hint}")
+    raise ModelError(f"EAGLE draft {folder} is in no known format; known are {KNOWN}{hint}")
 
 
-def _check_tensors(
-    head: HeadShape, found: Found, required: dict[str, tuple[int, ...]], optional: dict[str, tuple[int, ...]]
-) -> None:
-    shapes = optional | required
-    spelled = {known: name for known, (_, name) in head.sources.items()}
+def _check_tensors(head: HeadShape, required: dict[str, tuple[int, ...]], optional: dict[str, tuple[int, ...]]) -> None:
+    shapes, found = optional | required, head.sources
+    spelled = {known: name for known, (_, name, _) in found.items()}
     where = f"EAGLE draft {head.folder} ({head.format})"
     if missing := sorted(set(required) - set(found)):
-        raise ValueError(f"{where} lacks {missing[0].replace('layer.', _layer_prefix(spelled), 1)}")
+        raise ModelError(f"{where} lacks {missing[0].replace('layer.', _layer_prefix(spelled), 1)}")
     if unknown := sorted(set(found) - set(shapes)):
-        raise ValueError(f"{where} has the unknown tensor {spelled[unknown[0]]}")
+        raise ModelError(f"{where} has the unknown tensor {spelled[unknown[0]]}")
     for known, (_, name, info) in sorted(found.items()):
         if info.shape != shapes[known]:
-            raise ValueError(f"{where}: {name} is {list(info.shape)}, config.json says {list(shapes[known])}")
+            raise ModelError(f"{where}: {name} is {list(info.shape)}, config.json says {list(shapes[known])}")
         if info.dtype not in (supported := _DTYPES.get(known, FLOATS)):
-            raise ValueError(f"{where}: {name} is {info.dtype}; supported are {', '.join(supported)}")
+            raise ModelError(f"{where}: {name} is {info.dtype}; supported are {', '.join(supported)}")
 
 
 def _layer_prefix(spelled: dict[str, str]) -> str:

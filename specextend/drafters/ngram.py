@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided, Drafter
-from specextend.decoding.tree import DraftTree, DraftTrees
+from specextend.decoding.tree import Decided, Drafter, DraftTrees
 
 LONGEST = 12
 """Largest length of a match in tokens; a longer match counts as this long."""
@@ -163,7 +162,7 @@ class DraftChild(NamedTuple):
     node: int
 
 
-def children_of(tree: DraftTree) -> dict[int, list[DraftChild]]:
+def children_of(tree: DraftTrees) -> dict[int, list[DraftChild]]:
     """Group the nodes of a draft's tree by their parents, on the host."""
     token_ids, parents = torch.stack([tree.token_ids, tree.parents]).tolist()
     log_probs = tree.log_probs.tolist()
@@ -275,20 +274,12 @@ class NgramDrafter:
         a step's time. Without one it always proposes, so that equal requests give equal counts.
         """
         self._options, self._device, self._draft, self._clock = tree, device, draft, clock
+        self.hidden_layers = () if draft is None else draft.hidden_layers
+        self.num_levels = max(0 if draft is None else draft.num_levels, tree.ngram_depth)
         self._slots: dict[int, NgramState] = {}
         self._proposal_s = self._rest_s = 0.0
         self._ended_at: float | None = None
         """When the last proposal ended; None if a prompt was read since, whose time is not a step's."""
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Return the draft's layers; none without a draft, which reads no features."""
-        return () if self._draft is None else self._draft.hidden_layers
-
-    @property
-    def num_levels(self) -> int:
-        """Return the largest number of tree levels."""
-        return max(0 if self._draft is None else self._draft.num_levels, self._options.ngram_depth)
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now.

@@ -19,9 +19,8 @@ from torch.nn.functional import pad
 from specextend.attention.plan import AttentionPlan
 from specextend.decoding.cache import KVCache, Region
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import DraftTrees
+from specextend.decoding.tree import Decided, DraftTrees
 
 
 @dataclass(slots=True)
@@ -54,15 +53,11 @@ class SelfDrafter:
         `most_visible` is the largest number of visible rows of a sequence; None: all of its tokens.
         """
         self._target, self._tree, self._most_visible = target, tree, most_visible
+        self.num_levels = tree.depth
         self._model = copy(target)
         num_layers, _, num_heads, _, head_dim = target.cache.stored.shape
         self._model.cache = KVCache(num_layers, num_rows, num_heads, head_dim, target.dtype, target.device)
         self._views: dict[int, _View] = {}
-
-    @property
-    def num_levels(self) -> int:
-        """Return the largest number of tree levels."""
-        return self._tree.depth
 
     def admit(self, slot: int, num_prompt_tokens: int, max_new_tokens: int) -> bool:
         """Reserve room for a sequence; return False if there is none now."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import AttentionPlan
+from specextend.decoding.cache import DraftCache
 from specextend.decoding.model import CachedModel
-from specextend.drafters.draft_cache import DraftCache
-from specextend.model_files import VOCABULARY, read_json, read_safetensors_header, read_token_ids
+from specextend.model_files import VOCABULARY, ModelError, read_json, read_safetensors_header, read_token_ids
 
 
 class ModelNetwork:
@@ -35,26 +35,21 @@ class ModelNetwork:
         self.hidden_size: int = model.config.hidden_size
         self.hidden_layers: tuple[int, ...] = ()
         self.reads_history = False
+        self.num_staging_rows = prefill_window - 1 + max_chunk
         self.cache = DraftCache(model.cache, num_full_rows, model.model.model.rotary_emb.inv_freq)
-
-    def num_staging_rows(self) -> int:
-        """Return the rows of a window and a chunk, which prefill keeps in the working cache."""
-        return self._window - 1 + self._max_chunk
 
     def prefill(self, slot: int, token_ids: Tensor, hidden: Tensor) -> None:
         """Run a chunk at its original positions with sliding-window attention, and store its rows in the full cache."""
-        num_new, position = len(token_ids), self.cache.length(slot)
+        num_new, held = len(token_ids), self.cache.of[slot]
+        position = held.length
         assert num_new <= self._max_chunk
         kept = min(position, self._window - 1)
-        plan = AttentionPlan([self.cache.start(slot)], [kept + num_new], num_new, window=self._window)
+        plan = AttentionPlan([held.working.start], [kept + num_new], num_new, window=self._window)
         positions = torch.arange(position, position + num_new, device=token_ids.device)
         self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), plan)
         self.cache.store_working(slot, kept, num_new, position)
         keep_next = min(position + num_new, self._window - 1)
         self.cache.keep_last(slot, kept + num_new - keep_next, keep_next)
-
-    def release(self, slot: int) -> None:
-        """Do nothing: all that belongs to a slot is in the cache."""
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, positions: Tensor, plan: AttentionPlan, history: Tensor | None
@@ -112,21 +107,21 @@ def read_reduced(folder: Path) -> ReducedVocabulary | None:
 
     Beside a stock model's files, `draft_vocabulary.safetensors` holds `draft_token_ids` [R], ascending ids of the
     target; one more row of the model stands for all others. In `config.json`, `target_vocab_size` is the number of the
-    target's tokens, and `tokens_sha256` their hash. No weight is loaded for the check. Raises ValueError in one line.
+    target's tokens, and `tokens_sha256` their hash. No weight is loaded for the check. Raises ModelError in one line.
     """
     file = folder / FILE
     if not file.is_file():
         return None
     header, config = read_safetensors_header(file), read_json(folder / "config.json")
     if set(header) != {VOCABULARY} or header[VOCABULARY].dtype != "I64" or len(header[VOCABULARY].shape) != 1:
-        raise ValueError(f"{file} must hold one tensor, {VOCABULARY}, a list of int64")
+        raise ModelError(f"{file} must hold one tensor, {VOCABULARY}, a list of int64")
     size, target_vocab_size = header[VOCABULARY].shape[0], config.get("target_vocab_size")
     if type(target_vocab_size) is not int or target_vocab_size < 1:
-        raise ValueError(
+        raise ModelError(
             f"{folder / 'config.json'}: target_vocab_size must be a positive int, got {target_vocab_size!r}"
         )
     if config.get("vocab_size") != size + 1:
-        raise ValueError(
+        raise ModelError(
             f"{folder / 'config.json'}: vocab_size is {config.get('vocab_size')!r}; {FILE} lists {size} tokens, "
             "and one more row stands for all others"
         )

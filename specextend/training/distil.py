@@ -23,10 +23,9 @@ from specextend.data.prompts import Prompts
 from specextend.data.source import Source
 from specextend.models import check_model, load_target, load_tokenizer, tokens_sha256
 from specextend.training.eagle_head import train_eagle
-from specextend.training.fit import Say
 from specextend.training.language_model import train_language_model
-from specextend.training.recording import Recorder, Sample, SampleMaker, count_tokens
-from specextend.training.task import Task, TrainedKind, TrainOptions, frozen_parts
+from specextend.training.recording import Recorder, Recording, Sample, SampleMaker
+from specextend.training.task import Say, Task, TrainedKind, TrainOptions, frozen_parts
 
 Item = TypeVar("Item")
 HELD_OUT = 10
@@ -69,7 +68,7 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     del model
     task = Task(options, target, vocabulary, texts, *split(paths), output, say)
     figures = {"recordings": len(task.learned), "held_out": len(task.held)}
-    figures |= {"tokens": sum(map(count_tokens, task.learned)), **TRAIN[options.kind](task)}
+    figures |= {"tokens": sum(Recording.load(path).num_tokens for path in task.learned), **TRAIN[options.kind](task)}
     write_card(task, settings, figures)
     return figures
 
@@ -150,7 +149,7 @@ CARD = """\
 A draft for {target}: {description}. It proposes the tokens that the target is likely to choose, and the target verifies
 each one: the draft decides how fast text comes, never which text.
 
-It was trained by `jobs/train_draft.py` on {prompts} around pieces of the documents in `files`, each followed by quotes
+It was trained by `specextend train` on {prompts} around pieces of the documents in `files`, each followed by quotes
 from it, facts that were hidden in it, and the target's own summaries of it.
 
 ```json

@@ -11,9 +11,9 @@ Shapes: `S` slots, `Q` of them asked, `n` some slots, `C` hidden size, `H` query
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
+from specextend.decoding.cache import rotate
 from specextend.drafters.causal import histories, last_tokens
-from specextend.drafters.draft_cache import rotate
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.model_files import VOCABULARY
-from specextend.training.fit import fit
-from specextend.training.recording import KINDS_OF_TEXT, Recording, Span
-from specextend.training.task import Target, Task
+from specextend.training.recording import KINDS_OF_TEXT, Recording
+from specextend.training.task import Target, Task, fit
 
 STEP_WEIGHTS = (1.0, 0.8)
 """Weights of the losses of the first and the second drafted token."""
@@ -63,24 +62,24 @@ class EagleHead(nn.Module):
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         self.register_buffer("_inv_freq", config.rope_theta**-exponents, persistent=False)
 
-    def keys_values(self, places: SlotInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute keys and values [n, K, D] from hidden [n, C]; the copy heads come last."""
-        normed = self._norm("layer.input_layernorm", self._inputs(places, hidden))
-        keys = rotate(self._heads("layer.self_attn.k_proj", normed), places.positions, self._inv_freq)
+    def keys_values(self, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Compute the keys and values [n, K, D] of slots; the copy heads come last."""
+        normed = self._norm("layer.input_layernorm", self._inputs(slots))
+        keys = rotate(self._heads("layer.self_attn.k_proj", normed), slots.positions, self._inv_freq)
         values = self._heads("layer.self_attn.v_proj", normed)
         if self.config.copy_heads:
-            copied = self._heads("copy.k_proj", self._embed(places.history).flatten(-2))
+            copied = self._heads("copy.k_proj", self._embed(slots.history).flatten(-2))
             keys = torch.cat([keys, copied], -2)
-            values = torch.cat([values, self._heads("copy.v_proj", self._embed(places.token_ids))], -2)
+            values = torch.cat([values, self._heads("copy.v_proj", self._embed(slots.token_ids))], -2)
         return keys, values
 
-    def layer(self, places: SlotInputs, hidden: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    def layer(self, slots: Slots, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
         """Compute the output [n, C] of slots that see keys and values [m, K, D] where `visible` [n, m] is true."""
-        residual = self._inputs(places, hidden)
+        residual = self._inputs(slots)
         normed = self._norm("layer.input_layernorm", residual)
-        query = rotate(self._heads("layer.self_attn.q_proj", normed), places.positions, self._inv_freq)
+        query = rotate(self._heads("layer.self_attn.q_proj", normed), slots.positions, self._inv_freq)
         if self.config.copy_heads:
-            latest = torch.cat([places.token_ids[:, None], places.history[:, :-1]], 1)
+            latest = torch.cat([slots.token_ids[:, None], slots.history[:, :-1]], 1)
             query = torch.cat([query, self._heads("copy.q_proj", self._embed(latest).flatten(-2))], -2)
         return self._norm("norm", self._finish(residual, query, keys, values, visible))
 
@@ -88,8 +87,8 @@ class EagleHead(nn.Module):
         """Compute logits [n, V] from outputs [n, C]."""
         return linear(hidden, self.target_rows.to(hidden.dtype))
 
-    def _inputs(self, places: SlotInputs, hidden: Tensor) -> Tensor:
-        return self._linear("fc", torch.cat([self._embed(places.token_ids), self._norm("hn", hidden)], -1))
+    def _inputs(self, slots: Slots) -> Tensor:
+        return self._linear("fc", torch.cat([self._embed(slots.token_ids), self._norm("hn", slots.hidden)], -1))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         return self._norm("en", self.embedding[token_ids])
@@ -167,8 +166,8 @@ def new_weights(config: EagleConfig, target: Target, seed: int) -> dict[str, Ten
 
 
 @dataclass(frozen=True, slots=True)
-class SlotInputs:
-    """The tokens at some slots, the tokens before them, and their positions."""
+class Slots:
+    """Slots of a recording; all of them are a lesson."""
 
     token_ids: Tensor
     """[S] int64: token i + 1"""
@@ -176,21 +175,6 @@ class SlotInputs:
     """[S, 3] int64: tokens i, i - 1, i - 2; the first token stands for those before it"""
     positions: Tensor
     """[S] int64: i"""
-
-    def at(self, slots: Tensor) -> SlotInputs:
-        """Select `slots` [n]."""
-        return SlotInputs(self.token_ids[slots], self.history[slots], self.positions[slots])
-
-    def to(self, device: torch.device) -> SlotInputs:
-        """Move to `device`."""
-        return SlotInputs(self.token_ids.to(device), self.history.to(device), self.positions.to(device))
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """All slots of a recording, which are a lesson."""
-
-    places: SlotInputs
     hidden: Tensor
     """[S, C] of the target at i"""
     labels: Tensor
@@ -200,15 +184,14 @@ class Slots:
     shares: Tensor
     """[S] fp32 probability that the target gives to the draft vocabulary: a head can learn no more than that"""
 
-    def to(self, device: torch.device) -> Slots:
-        """Move to `device`."""
-        tensors = self.hidden, self.labels, self.groups, self.shares
-        return Slots(self.places.to(device), *(x.to(device) for x in tensors))
+    def each(self, change: Callable[[Tensor], Tensor]) -> Slots:
+        """Change all tensors in the same way: move them to a device, or select slots."""
+        return Slots(*(change(getattr(self, field.name)) for field in fields(self)))
 
     def visible(self, asked: Tensor) -> Tensor:
         """Return the mask [Q, S] bool of what each asked slot sees: the prompt, and its own answer up to itself."""
         own = self.groups[asked][:, None]
-        before = self.places.positions[None] <= self.places.positions[asked][:, None]
+        before = self.positions[None] <= self.positions[asked][:, None]
         return before & ((self.groups[None] == 0) | (self.groups[None] == own))
 
     def follow(self, asked: Tensor, steps: int) -> Tensor:
@@ -219,29 +202,23 @@ class Slots:
 
 def lay_out(recording: Recording, lm_head: Tensor, vocabulary: Tensor) -> Slots:
     """Lay out a recording for a head that proposes `vocabulary` [V]; `lm_head` [tokens, C] is the target's."""
-    parts = [_prompt(recording.prompt), *(_answer(recording.prompt, answer) for answer in recording.answers)]
+    prompt, parts = recording.prompt, [_part(recording.prompt.token_ids, recording.prompt.hidden, 0)]
+    for answer in recording.answers:
+        token_ids, hidden = torch.cat([prompt.token_ids, answer.token_ids]), torch.cat([prompt.hidden, answer.hidden])
+        parts.append(_part(token_ids, hidden, len(prompt.token_ids) - 1))
     groups = [torch.full_like(part[0], number) for number, part in enumerate(parts)]
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    token_ids, history, hidden, labels, positions = columns
+    token_ids, history, positions, hidden, labels = (torch.cat(column) for column in zip(*parts, strict=True))
     shares = []
     for each in labels.split(256):
         logits = linear(each.to(lm_head), lm_head).float()
         shares.append((logits[:, vocabulary].logsumexp(1) - logits.logsumexp(1)).exp().cpu())
-    return Slots(SlotInputs(token_ids, history, positions), hidden, labels, torch.cat(groups), torch.cat(shares))
+    return Slots(token_ids, history, positions, hidden, labels, torch.cat(groups), torch.cat(shares))
 
 
-def _prompt(prompt: Span) -> tuple[Tensor, ...]:
-    tokens = prompt.token_ids
-    history = histories(last_tokens(None, tokens))[1:]
-    return tokens[1:], history, prompt.hidden[:-1], prompt.hidden[1:], torch.arange(len(tokens) - 1)
-
-
-def _answer(prompt: Span, answer: Span) -> tuple[Tensor, ...]:
-    tokens = torch.cat([prompt.token_ids, answer.token_ids])
-    positions = torch.arange(len(prompt.token_ids) - 1, len(tokens) - 1)
-    hidden = torch.cat([prompt.hidden[-1:], answer.hidden[:-1]])
-    history = histories(last_tokens(None, tokens))[len(prompt.token_ids) :]
-    return answer.token_ids, history, hidden, answer.hidden, positions
+def _part(tokens: Tensor, hidden: Tensor, first: int) -> tuple[Tensor, ...]:
+    """Return tokens, history, positions, hidden states and labels of the slots from `first` on."""
+    history, positions = histories(last_tokens(None, tokens))[first + 1 :], torch.arange(first, len(tokens) - 1)
+    return tokens[first + 1 :], history, positions, hidden[first:-1], hidden[first + 1 :]
 
 
 def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -250,17 +227,16 @@ def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Itera
     Yields, for each step, outputs [Q, C] and the slots [Q] with whose labels they are compared. Values of a chain that
     has left its group (`Slots.follow`) are meaningless.
     """
-    keys, values = head.keys_values(slots.places, slots.hidden)
+    keys, values = head.keys_values(slots)
     visible = slots.visible(asked)
     hidden, own = slots.hidden[asked], torch.eye(len(asked), dtype=torch.bool, device=asked.device)
     for step in range(num_steps):
         at = (asked + step).clamp(max=len(slots.groups) - 1)
-        places = slots.places.at(at)
+        drafted = replace(slots.each(partial(torch.index_select, dim=0, index=at)), hidden=hidden)
         if step:  # a drafted slot sees the real slots up to its root's, and the drafted slots of its own chain
-            drafted = head.keys_values(places, hidden)
-            keys, values = torch.cat([keys, drafted[0]]), torch.cat([values, drafted[1]])
+            keys, values = (torch.cat(both) for both in zip((keys, values), head.keys_values(drafted), strict=True))
             visible = torch.cat([visible, own], 1)
-        hidden = head.layer(places, hidden, keys, values, visible)
+        hidden = head.layer(drafted, keys, values, visible)
         yield hidden, at
 
 
@@ -270,7 +246,7 @@ def head_loss(head: EagleHead, lesson: Slots, generator: torch.Generator) -> Ten
     Each slot is weighted by the share of the target's probability that the draft vocabulary holds.
     """
     rows = head.target_rows
-    slots = lesson.to(rows.device)
+    slots = lesson.each(lambda values: values.to(rows.device))
     asked = _asked(slots, generator)
     total = torch.zeros((), device=rows.device)
     with torch.autocast(rows.device.type, torch.bfloat16):
@@ -296,20 +272,17 @@ def agreement(head: EagleHead, lessons: Sequence[Slots], lm_head: Tensor) -> dic
 
     `lm_head` [tokens, C] is the target's; a choice outside the draft vocabulary counts as missed.
     """
-    same: Counter[tuple[str, int]] = Counter()
-    count: Counter[tuple[str, int]] = Counter()
+    right: dict[str, list[list[bool]]] = {name: [[] for _ in STEP_WEIGHTS] for name in KINDS_OF_TEXT}
     for lesson in lessons:
-        for step, groups, right in _compare_choices(head, lesson.to(lm_head.device), lm_head):
-            for group in groups.unique().tolist():
-                same[KINDS_OF_TEXT[group], step] += int(right[groups == group].sum())
-                count[KINDS_OF_TEXT[group], step] += int((groups == group).sum())
-    steps = range(len(STEP_WEIGHTS))
-    names = dict.fromkeys(KINDS_OF_TEXT)
-    return {name: [same[name, step] / max(1, count[name, step]) for step in steps] for name in names}
+        for step, groups, is_right in _compare_choices(head, lesson, lm_head):
+            for group, each in zip(groups.tolist(), is_right.tolist(), strict=True):
+                right[KINDS_OF_TEXT[group]][step].append(each)
+    return {name: [sum(each) / max(1, len(each)) for each in steps] for name, steps in right.items()}
 
 
 def _compare_choices(head: EagleHead, slots: Slots, lm_head: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield for each step, of the asked slots whose chain holds, the groups [n] and where the choices are equal [n]."""
+    slots = slots.each(lambda values: values.to(lm_head.device))
     asked = _asked(slots, torch.Generator().manual_seed(0))
     with torch.autocast(lm_head.device.type, torch.bfloat16):
         for step, (hidden, at) in enumerate(chain(head, slots, asked, len(STEP_WEIGHTS))):
@@ -330,16 +303,7 @@ def train_eagle(task: Task) -> dict[str, Any]:
         [lay_out(Recording.load(path), target.lm_head, head.vocabulary) for path in paths]
         for paths in (task.learned, task.held)
     )
-    fit(
-        head,
-        lambda lesson, chance: head_loss(head, lesson, chance),
-        learned,
-        task.work,
-        task.say,
-        passes=options.passes,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-    )
+    fit(head, partial(head_loss, head), learned, task.work, task.say, options)
     dtype = getattr(torch, config.dtype)
     tensors = {name: weight.to(dtype).cpu().contiguous() for name, weight in head.values().items()}
     save_file({**tensors, VOCABULARY: task.vocabulary}, task.output / WEIGHTS_FILE)

@@ -8,9 +8,8 @@ Shapes: `B` windows, `T` tokens, `C` the target's hidden size, `R` draft tokens.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,9 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.drafters.small_lm import FILE, ReducedVocabulary
 from specextend.model_files import VOCABULARY
-from specextend.training.fit import fit
 from specextend.training.recording import KINDS_OF_TEXT, Recording
-from specextend.training.task import HEAD_DIM, NUM_KV_HEADS, Task, TrainOptions
+from specextend.training.task import HEAD_DIM, NUM_KV_HEADS, Task, TrainOptions, fit
 
 POSITIONS = 1024
 """Most tokens of a window: what the model is trained on, and its `max_position_embeddings`."""
@@ -144,16 +142,7 @@ def train_language_model(task: Task) -> dict[str, Any]:
         for number, path in enumerate(task.learned)
         for window in recorded_windows(Recording.load(path), rows, POSITIONS, number)
     ]
-    fit(
-        model,
-        lambda lesson, _: distillation_loss(model, lesson, lm_head),
-        lessons,
-        task.work,
-        task.say,
-        passes=options.passes,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-    )
+    fit(model, lambda lesson, _: distillation_loss(model, lesson, lm_head), lessons, task.work, task.say, options)
     save_language_model(model, vocabulary, task.output)
     return {"text_tokens": num_tokens, "agreement": _agreement(task, model, rows)}
 
@@ -165,21 +154,19 @@ def _read_text(task: Task, model: Any, rows: Tensor) -> int:
     if batches:
         folder = task.work / "text"
         folder.mkdir(exist_ok=True)
-        learn, seed = (lambda batch, _: text_loss(model, batch)), task.options.seed
-        fit(model, learn, batches, folder, task.say, passes=1, learning_rate=TEXT_RATE, seed=seed)
+        options = replace(task.options, passes=1, learning_rate=TEXT_RATE)
+        fit(model, lambda batch, _: text_loss(model, batch), batches, folder, task.say, options)
     return len(windows) * POSITIONS
 
 
 @torch.inference_mode()
 def _agreement(task: Task, model: Any, rows: Tensor) -> dict[str, list[float]]:
     """Measure, by kind of answer, the share of held-out tokens at which model and target have the same first choice."""
-    same: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    names = KINDS_OF_TEXT[1:]
+    right: dict[str, list[bool]] = {name: [] for name in KINDS_OF_TEXT[1:]}
     for path in task.held:
         recording = Recording.load(path)
         windows = recorded_windows(recording, rows, POSITIONS, 0)
-        for name, window, answer in zip(names, windows, recording.answers, strict=True):
-            right = right_choices(model, window, task.target.lm_head, task.vocabulary)[-len(answer.token_ids) :]
-            same[name], count[name] = same[name] + int(right.sum()), count[name] + len(right)
-    return {name: [same[name] / max(1, count[name])] for name in dict.fromkeys(names)}
+        for name, window, answer in zip(KINDS_OF_TEXT[1:], windows, recording.answers, strict=True):
+            found = right_choices(model, window, task.target.lm_head, task.vocabulary)
+            right[name] += found[-len(answer.token_ids) :].tolist()
+    return {name: [sum(each) / max(1, len(each))] for name, each in right.items()}

@@ -16,7 +16,6 @@ from random import Random
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
@@ -158,15 +157,12 @@ class Recording:
         def span(name: str) -> Span:
             return Span(tensors[f"{name}.token_ids"], tensors[f"{name}.hidden"])
 
-        count = sum(name.startswith("answer") and name.endswith(".token_ids") for name in tensors)
-        return Recording(span("prompt"), [span(f"answer{i}") for i in range(count)])
+        return Recording(span("prompt"), [span(f"answer{i}") for i in range(len(tensors) // 2 - 1)])
 
-
-def count_tokens(path: Path) -> int:
-    """Count the tokens of a saved recording without reading a tensor."""
-    with safe_open(path, "pt") as file:
-        names = [name for name in file.keys() if name.endswith(".token_ids")]  # noqa: SIM118  it is no dict
-        return sum(file.get_slice(name).get_shape()[0] for name in names)
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of its tokens."""
+        return sum(len(span.token_ids) for span in (self.prompt, *self.answers))
 
 
 class Recorder:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from specextend.attention.backends import load_backend
-from specextend.attention.flash import PAGE, attend_with, find_flash_attn
 from specextend.attention.plan import KeySpan
 from specextend.attention.reference import attend_reference
+from specextend.attention.torch_kernels import PAGE, attend_with, find_flash_attn
 from tests.attention.calls import random_mask, tensors
 from tests.covering import covering
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.command import main
 from benchmarks.needles import ProbeMaker, accepted
-from specextend.decoding.tree import DraftTree
+from specextend.decoding.tree import DraftTrees
 from specextend.models import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_needle_tokens_stand_where_their_source_is_said_to_be(kind, length, make
 def test_a_path_is_accepted_as_long_as_target_and_answer_agree(chosen, count):
     """What the target would not choose is no acceptance, even where the tree holds the answer."""
     token_ids, parents = torch.tensor([7, 1, 4, 2, 9]), torch.tensor([-1, 0, 1, 1, 3])
-    tree = DraftTree(token_ids, parents, torch.tensor([0, 1, 2, 2, 3]), torch.zeros(5))
+    tree = DraftTrees(token_ids, parents, torch.tensor([0, 1, 2, 2, 3]), torch.zeros(5), [5])
     assert accepted(tree, [7, 1, 2, 9], chosen, 1) == count
 
 

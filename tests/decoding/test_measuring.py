@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -11,9 +9,9 @@ from specextend.attention.backends import cpu_kernels
 from specextend.attention.reference import attend_reference
 from specextend.decoding import measurements
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
-from specextend.decoding.graphs import Graphs
+from specextend.decoding.device import Graphs
+from specextend.decoding.measurements import load_step_costs, measure
 from specextend.decoding.model import CachedModel
-from specextend.decoding.step_costs import load_step_costs, measure
 from tests.tiny_models import FAMILIES, random_prompt, request, tiny_engine, write_pair
 
 CHOICES = TreeOptions(nodes="auto"), AttentionOptions(tree="auto"), 1, Graphs()
@@ -33,12 +31,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "specextend"
 
 
-def steady_clock(step: float = 1e-3):
-    """A clock that ticks whenever it is read, so that every step takes the same time."""
-    ticks = itertools.count()
-    return lambda: next(ticks) * step
-
-
 def mark_cache(target: CachedModel) -> None:
     """Put into the first row what a measurement overwrites."""
     target.cache.keys[:, :, 0] = 7.0
@@ -52,7 +44,7 @@ def test_measuring_leaves_nothing_behind(engine):
     """It writes to rows that requests take later; the prompt that takes them first must not see it."""
     prompt = random_prompt(300)
     [before] = engine.generate([request("a", prompt, 30)])
-    measure(engine.target, ("dense", "hybrid"), (1, 4, 16), (512, 1500), Graphs(), steady_clock())
+    measure(engine.target, ("dense", "hybrid"), (1, 4, 16), (512, 1500), Graphs())
     [after] = engine.generate([request("a", prompt, 30)])
     assert after.token_ids == before.token_ids
     assert torch.isfinite(engine.target.cache.keys[:, :, :300]).all()

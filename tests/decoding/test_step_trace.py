@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from specextend.decoding import graphs as graphs_module
-from specextend.decoding.graphs import Graphs
+import specextend
+from specextend.decoding import device
+from specextend.decoding.device import Graphs
 from tests.recorded_graph import captured_engine, record
 from tests.step_trace import StepTrace, Tracer, tracing
-from tests.tiny_models import random_prompt, request
+from tests.tiny_models import random_prompt, request, tiny_engine
+
+PACKAGE = Path(specextend.__file__).parent
+OURS = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if not path.stem.endswith("_options")}
 
 
 class Capturing:
@@ -31,7 +36,7 @@ class Capturing:
 
 def traced_steps(pair, batch: int, calls_before_capture: int, monkeypatch) -> list[StepTrace]:
     """Trace the speculative steps of a batch, in the fixed shapes of a GPU, up to the one in which the first ends."""
-    monkeypatch.setattr(graphs_module, "CALLS_BEFORE_CAPTURE", calls_before_capture)
+    monkeypatch.setattr(device, "CALLS_BEFORE_CAPTURE", calls_before_capture)
     capture = Capturing()
     changes = {"cache__policy": "full", "decoding__max_batch_size": batch}
     engine = captured_engine(pair, "good", Graphs(capture), **changes)
@@ -59,3 +64,33 @@ def test_a_captured_step_is_three_launches(batch, pairs, monkeypatch):
     assert step.operators.total() <= 13, step.operators
     assert step.num_downloads == 1
     assert step.num_uploads == 1
+
+
+@pytest.mark.parametrize("draft", ["eagle", "good"])
+def test_a_step_crosses_at_most_fifteen_modules(draft, pairs, monkeypatch):
+    """Who follows one through the code holds as many pages in the head; options that it reads do not count."""
+    changes = {"cache__refresh_every": 1, "tree__nodes": "auto", "attention__backend": "sdpa"}
+    engine = tiny_engine(pairs("llama"), draft, **changes)
+    drafter, steps = engine.drafter, list[set[str]]()
+    propose, absorb = drafter.propose, drafter.absorb
+
+    def note(frame, event, arg) -> None:
+        _, _, module = frame.f_code.co_filename.rpartition("/specextend/")
+        steps[-1].add(module)
+
+    def begin(slots):
+        steps.append(set())
+        sys.setprofile(note)
+        return propose(slots)
+
+    def end(slots, decided) -> None:
+        absorb(slots, decided)
+        sys.setprofile(None)
+
+    monkeypatch.setattr(drafter, "propose", begin)
+    monkeypatch.setattr(drafter, "absorb", end)
+    list(engine.generate([request("a", random_prompt(102), 24, temperature=0.8)]))
+    sys.setprofile(None)  # the last step absorbs nothing: behind it comes the end
+    crossed = [{name for name in step if name in OURS} for step in steps[:-1]]
+    assert max(map(len, crossed)) <= 15, sorted(max(crossed, key=len))
+    assert {"decoding/engine.py", "decoding/sampling.py", "decoding/retrieval.py"} <= set().union(*crossed)

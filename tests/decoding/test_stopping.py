@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specextend.decoding.stopping import StopChecker
+from specextend.decoding.sequence import StopChecker
 
 CORPUS = ["the end of the report. the committee finds", "\n\n### the report ends here", "été naïve café 😀😀 日本語"]
 SPECIAL = ["<eos>", "<|im_end|>", "<pad>"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import DraftTree, DraftTrees, grow_trees, tree_mask
+from specextend.decoding.tree import DraftTrees, grow_trees, tree_mask
 from tests.covering import covering
 
 Table = Callable[[tuple[int, ...]], Tensor]
@@ -63,7 +63,7 @@ def grow(tables: list[Table], options: TreeOptions, *, adaptive: bool = True) ->
     return trees, draft
 
 
-def weights_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+def weights_of(tree: DraftTrees) -> dict[tuple[int, ...], float]:
     """Path -> log probability of every node but the root, after checking the tree's form."""
     parents, token_ids = tree.parents.tolist(), tree.token_ids.tolist()
     assert parents[0] == -1

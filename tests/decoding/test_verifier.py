@@ -37,9 +37,10 @@ def test_a_batch_is_verified_as_each_tree_alone(drawn):
     batch, num_nodes = drawn
     padded = [[*tree, *[(-1, 0, 0)] * (num_nodes - len(tree))] for tree in batch]
     parents, token_ids, chosen = torch.tensor(padded).unbind(2)
-    verdict = verify(token_ids, parents, chosen, num_nodes)
-    for tree, path, decided in zip(batch, verdict.paths.tolist(), verdict.decided(), strict=True):
+    paths, rows = verify(token_ids, parents, chosen, num_nodes)
+    for tree, path, decided in zip(batch, paths.tolist(), rows.tolist(), strict=True):
         columns = [list(column) for column in zip(*tree, strict=True)]
         expected, bonus_token_id = follow(columns[1], columns[0], columns[2])
         assert path == [*expected, *range(len(expected), num_nodes)]
-        assert decided == [*(columns[1][node] for node in expected[1:]), bonus_token_id]
+        kept = [*(columns[1][node] for node in expected[1:]), bonus_token_id]
+        assert decided == [*kept, *[-1] * (num_nodes - len(kept))]

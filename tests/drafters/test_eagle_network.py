@@ -17,9 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specextend.attention.reference import attend_reference
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
-from specextend.decoding.tree import DraftTrees
+from specextend.decoding.tree import Decided, DraftTrees
 from specextend.drafters.causal import CausalDrafter
 from specextend.drafters.eagle_network import EagleNetwork
 from specextend.drafters.formats import read_head, read_vocabulary, read_weights
@@ -260,7 +259,7 @@ def test_a_batch_of_unequal_rows_is_each_row_alone(pair, variant):
         case.prefill(row, length, 16)
         case.drafter.select(row, torch.arange(length))
     case.absorb([0, 1, 2], lengths, [length + new for length, new in zip(lengths, news, strict=True)])
-    together = case.drafter.propose([0, 1, 2])
+    together = [*case.drafter.propose([0, 1, 2])]
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
         case.assert_tree_is_the_twins(row, list(range(length + new - 1)))
         [alone] = case.drafter.propose([row])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specextend.drafters.draft_options import DraftOptions
+from specextend.decoding.decoding_options import DraftOptions
 from specextend.drafters.formats import read_head
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions

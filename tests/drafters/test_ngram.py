@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
+from specextend.decoding.tree import Decided
 from specextend.drafters.ngram import NgramDrafter
 from specextend.stats import DecodingStats
 from tests.reference_outputs import Ties, generate
@@ -93,5 +93,5 @@ def test_nothing_is_proposed_past_the_last_token(looping):
     depths = []
     for new in ([5, 6, 7], [8], [9]):
         drafter.absorb([0], Decided.pad([new], [torch.zeros(len(new), 1)]))
-        depths.append(int(drafter.propose([0])[0].depths.max()))
+        depths.append(int(drafter.propose([0]).depths.max()))
     assert depths == [2, 1, 0]

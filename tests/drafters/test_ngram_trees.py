@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specextend.decoding.tree import DraftTree
+from specextend.decoding.tree import DraftTrees
 from specextend.drafters.ngram import NgramState, Node, as_draft_trees, children_of
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def paths(nodes: list[Node]) -> set[tuple[int, ...]]:
     return set(by_number[1:])
 
 
-def draft_tree(*nodes: tuple[int, int, float]) -> DraftTree:
+def draft_tree(*nodes: tuple[int, int, float]) -> DraftTrees:
     """Node 0 is the root; others as (token, parent, probability after it)."""
     token_ids, parents, depths, log_probs = [0], [-1], [0], [0.0]
     for token_id, parent, probability in nodes:
@@ -38,7 +38,8 @@ def draft_tree(*nodes: tuple[int, int, float]) -> DraftTree:
         parents.append(parent)
         depths.append(depths[parent] + 1)
         log_probs.append(log_probs[parent] + math.log(probability))
-    return DraftTree(*(torch.tensor(column) for column in (token_ids, parents, depths, log_probs)))
+    columns = (torch.tensor(column) for column in (token_ids, parents, depths, log_probs))
+    return DraftTrees(*columns, [len(token_ids)])
 
 
 @st.composite

@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specextend.attention.torch_kernels import attend_by_head
-from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
+from specextend.decoding.decoding_options import DraftOptions, TreeOptions
 from specextend.decoding.model import CachedModel
+from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.draft_options import DraftOptions
 from specextend.drafters.small_lm import FILE, ModelNetwork, read_reduced
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions, load_causal_lm

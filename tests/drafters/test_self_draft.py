@@ -10,8 +10,8 @@ from specextend.attention.plan import AttentionPlan
 from specextend.attention.torch_kernels import attend_by_head
 from specextend.decoding.cache import Region
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
+from specextend.decoding.tree import Decided
 from specextend.drafters.self_draft import SelfDrafter
 from specextend.models import load_causal_lm
 from tests.tiny_models import load_reference, random_prompt, request, tiny_engine

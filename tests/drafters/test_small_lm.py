@@ -8,11 +8,11 @@ from torch import Tensor
 
 from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import attend_by_head
+from specextend.decoding.cache import DraftCache
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.drafter import Decided
 from specextend.decoding.model import CachedModel
+from specextend.decoding.tree import Decided
 from specextend.drafters.causal import CausalDrafter
-from specextend.drafters.draft_cache import DraftCache
 from specextend.drafters.small_lm import ModelNetwork, shared_vocabulary
 from specextend.models import load_causal_lm
 from tests.covering import covering
@@ -65,14 +65,14 @@ def test_windowed_prefill_is_attention_in_a_band(family, window_and_chunk, atten
     pair, prompt, (window, chunk) = pairs(family), random_prompt(130), window_and_chunk
     network = network_of(pair, window, 64, attend)
     drafter = prefilled(network, prompt, chunk)
-    assert network.cache.length(0) == len(prompt)
+    assert network.cache.of[0].length == len(prompt)
     drafter.select(0, torch.arange(len(prompt)))  # slots are the original positions
     assert_visible(network.cache, *banded_run(pair, prompt, window))
 
 
 def assert_visible(cache: DraftCache, expected_keys: Tensor, expected_values: Tensor) -> None:
     """What slot 0 sees: keys and values [L, n, K, D]."""
-    rows = slice(cache.start(0), cache.start(0) + cache.visible(0))
+    rows = slice(cache.of[0].working.start, cache.of[0].working.start + cache.of[0].visible)
     torch.testing.assert_close(cache.working.keys[:, :, rows].transpose(1, 2), expected_keys, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(cache.working.values[:, :, rows].transpose(1, 2), expected_values, atol=2e-4, rtol=1e-4)
 

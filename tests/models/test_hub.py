@@ -9,7 +9,7 @@ import huggingface_hub.constants
 import pytest
 from safetensors.torch import load_file, save_file
 
-from specextend.drafters.draft_options import DraftOptions
+from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import HubUnreachableError, ModelError, identify, resolve_revision
 from specextend.models import TargetOptions, check_model, load_target
 from specextend.pairing import check_files, check_pair, pair_hashes

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specextend.drafters.draft_options import DraftOptions
+from specextend.decoding.decoding_options import DraftOptions
 from specextend.model_files import ModelError
 from specextend.models import TargetOptions
 from specextend.pairing import check_pair, pair_hashes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specextend.drafters.draft_options import DraftKind
+from specextend.decoding.decoding_options import DraftKind
 from specextend.loading import load_engine
 from specextend.training.task import TrainedKind
 from tests.tiny_models import random_prompt, request

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specextend.training.fit import fit
+from specextend.training.task import TrainOptions, fit
+
+OPTIONS = TrainOptions(passes=3, learning_rate=1e-2)
 
 
 class Learner:
@@ -21,7 +23,7 @@ class Learner:
 
     def run(self) -> list[Tensor]:
         lessons = [torch.randn(4, generator=torch.Generator().manual_seed(n)) for n in range(5)]
-        fit(self.layer, self._loss, lessons, self._folder, self.said.append, passes=3, learning_rate=1e-2, seed=0)
+        fit(self.layer, self._loss, lessons, self._folder, self.said.append, OPTIONS)
         return [parameter.detach().clone() for parameter in self.layer.parameters()]
 
     def _loss(self, lesson: Tensor, chance: torch.Generator) -> Tensor:
@@ -34,7 +36,7 @@ class Learner:
 
 def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path, monkeypatch):
     """To the bit: the order, what is drawn by chance, the learning rate and the optimizer's memory all go on."""
-    monkeypatch.setattr("specextend.training.fit.CHECKPOINT_S", 0.0)
+    monkeypatch.setattr("specextend.training.task.CHECKPOINT_S", 0.0)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()

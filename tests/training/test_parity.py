@@ -33,16 +33,16 @@ def drafted(network: DraftNetwork, slots: Slots, group: int) -> Tensor:
     prompt, own = (slots.groups == 0).nonzero()[:, 0], (slots.groups == group).nonzero()[:, 0]
     num_read = len(prompt) + 1
     assert network.cache.admit(0, 64, 64)
-    token_ids = torch.cat([slots.places.history[:1, 0], slots.places.token_ids[prompt]])
+    token_ids = torch.cat([slots.history[:1, 0], slots.token_ids[prompt]])
     network.prefill(0, token_ids, slots.hidden[torch.cat([prompt, own[:1]])])
     network.cache.select(0, torch.arange(num_read - 1))
 
     def run(which: Tensor, hidden: Tensor) -> Tensor:
-        places, first, count = slots.places.at(which), network.cache.visible(0), len(which)
-        plan = AttentionPlan([network.cache.start(0)], [first + count], count)
+        places, first, count = slots.each(lambda x: x[which]), network.cache.of[0].visible, len(which)
+        plan = AttentionPlan([network.cache.of[0].working.start], [first + count], count)
         positions = torch.arange(first, first + count)[None]
         output = network.forward(places.token_ids[None], hidden[None], positions, plan, places.history[None])
-        rows, full_rows = plan.new_rows(positions.device).flatten(), network.cache.full_end(0) + torch.arange(count)
+        rows, full_rows = plan.new_rows(positions.device).flatten(), network.cache.of[0].full_end + torch.arange(count)
         network.cache.write_back(rows, positions[0], full_rows)
         network.cache.advance(0, count)
         return output[0, -1:]

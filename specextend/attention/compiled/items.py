@@ -19,29 +19,7 @@ from numba.core import types
 
 from specextend.attention.compiled import blocks
 from specextend.attention.compiled import vectors as vir
-from specextend.attention.compiled.blocks import (
-    BLOCK,
-    HEADER,
-    MAX_WIDTH,
-    TILE,
-    add_to,
-    clear,
-    copy_row,
-    element_size,
-    fetch,
-    finish,
-    fold,
-    get,
-    hide_behind,
-    hide_masked,
-    lay_keys,
-    lay_values,
-    product,
-    put,
-    reference_score,
-    unit_columns,
-    weigh,
-)
+from specextend.attention.compiled.blocks import BLOCK, HEADER, MAX_WIDTH, TILE
 from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES
 
 SPLIT = 512
@@ -169,7 +147,7 @@ def multiply(
     first = 0
     while first < width:
         many, offset = min(MAX_WIDTH, width - first), first * VECTOR_BYTES
-        product(
+        blocks.product(
             element, rows, many, left.start, left.stride, right.start + offset, right.stride, depth,
             sums.start + offset, sums.stride, accumulate,
         )  # fmt: skip
@@ -184,16 +162,16 @@ def hide(element: Any, call: Any, item: Any, scores: int, block: int, row: int, 
         return
     for i in range(min(TILE, item.num_rows - row)):
         where = scores + i * BLOCK * 4
-        hide_behind(element, where, min(seen, num_visible(call, item, row + i) - block))
+        blocks.hide_behind(element, where, min(seen, num_visible(call, item, row + i) - block))
         if masked:
             query = item.sequence * call.num_queries + (item.first_row + row + i) // call.group
-            hide_masked(element, where, call.mask + query * call.mask_width + block - item.first_masked)
+            blocks.hide_masked(element, where, call.mask + query * call.mask_width + block - item.first_masked)
 
 
 @inlined
 def attend_tile(element: Any, call: Any, item: Any, scratch: Any, states: int, block: int, row: int) -> None:
     """Attend with a tile of rows to the block that is laid out."""
-    columns, head_bytes = unit_columns(element), 4 * call.head_dim
+    columns, head_bytes = blocks.unit_columns(element), 4 * call.head_dim
     num_rows = min(TILE, item.num_rows - row)
     seen = min(BLOCK, item.length - block, num_visible(call, item, row + num_rows - 1) - block)
     if seen <= 0:
@@ -203,7 +181,7 @@ def attend_tile(element: Any, call: Any, item: Any, scratch: Any, states: int, b
     multiply(element, num_rows, (seen + LANES - 1) // LANES, queries, keys, call.head_dim // columns, scores, 0)
     hide(element, call, item, scratch.scores, block, row, seen)
     vectors, first = call.head_dim // LANES, state_of(call, states, row)
-    weigh(element, num_rows, scratch.scores, first, vectors, call.exponent_scale, scratch.weights)
+    blocks.weigh(element, num_rows, scratch.scores, first, vectors, call.exponent_scale, scratch.weights)
     weights, values = Matrix(scratch.weights, BLOCK * 4 // columns), Matrix(scratch.values, head_bytes)
     sums = Matrix(first + HEADER, HEADER + head_bytes)
     depth = (seen + columns - 1) // columns
@@ -213,33 +191,33 @@ def attend_tile(element: Any, call: Any, item: Any, scratch: Any, states: int, b
 @inlined
 def attend_split(element: Any, call: Any, item: Any, scratch: Any, states: int, first: int, last: int) -> None:
     """Attend to the keys from `first` to `last`, while those of the next block are on their way from memory."""
-    vectors, lines = call.head_dim // LANES, call.head_dim * element_size(element) // VECTOR_BYTES
+    vectors, lines = call.head_dim // LANES, call.head_dim * blocks.element_size(element) // VECTOR_BYTES
     num_tiles = (item.num_rows + TILE - 1) // TILE
     share = (BLOCK + num_tiles - 1) // num_tiles  # keys asked for with each tile: more at once would be waited for
     for row in range(item.num_rows):
-        clear(element, state_of(call, states, row), vectors)
+        blocks.clear(element, state_of(call, states, row), vectors)
     for block in range(first, last, BLOCK):
         where, num_keys = item.start + block, min(BLOCK, item.length - block)
         keys = call.k + item.key_head * call.k_head + where * call.k_row
         values = call.v + item.key_head * call.v_head + where * call.v_row
-        lay_keys(element, keys, call.k_row, num_keys, vectors // unit_columns(element), scratch.keys)
-        lay_values(element, values, call.v_row, num_keys, vectors, scratch.values)
+        blocks.lay_keys(element, keys, call.k_row, num_keys, vectors // blocks.unit_columns(element), scratch.keys)
+        blocks.lay_values(element, values, call.v_row, num_keys, vectors, scratch.values)
         for tile in range(num_tiles):
             ahead = BLOCK + tile * share
-            fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)
-            fetch(element, values + ahead * call.v_row, call.v_row, share, lines)
+            blocks.fetch(element, keys + ahead * call.k_row, call.k_row, share, lines)
+            blocks.fetch(element, values + ahead * call.v_row, call.v_row, share, lines)
             attend_tile(element, call, item, scratch, states, block, tile * TILE)
 
 
 @numba.njit
 def lay_queries(element: Any, call: Any, item: Any, scratch: Any) -> None:
     """Copy an item's rows."""
-    depth = call.head_dim // unit_columns(element)
+    depth = call.head_dim // blocks.unit_columns(element)
     for row in range(item.num_rows):
         token, head = divmod(item.first_row + row, call.group)
         source = call.q + item.sequence * call.q_sequence + token * call.q_token
         source += (item.key_head * call.group + head) * call.q_head
-        copy_row(element, source, depth // LANES, scratch.queries + row * depth * 4)
+        blocks.copy_row(element, source, depth // LANES, scratch.queries + row * depth * 4)
 
 
 @numba.njit
@@ -249,10 +227,10 @@ def write_results(element: Any, call: Any, item: Any, totals: int) -> None:
         token, head = divmod(item.first_row + row, call.group)
         place = (item.sequence * call.num_queries + token) * call.num_key_heads * call.group
         place += item.key_head * call.group + head
-        state, out = state_of(call, totals, row), call.out + place * call.head_dim * element_size(element)
-        weight = finish(element, state, call.head_dim // LANES, out)
-        lse = -np.inf if weight == 0 else reference_score(element, state) * call.scale + math.log(weight)
-        put(element, call.lse + 4 * place, lse)
+        state, out = state_of(call, totals, row), call.out + place * call.head_dim * blocks.element_size(element)
+        weight = blocks.finish(element, state, call.head_dim // LANES, out)
+        lse = -np.inf if weight == 0 else blocks.reference_score(element, state) * call.scale + math.log(weight)
+        blocks.put(element, call.lse + 4 * place, lse)
 
 
 @numba.njit
@@ -263,8 +241,8 @@ def find_item(element: Any, call: Any, number: int) -> WorkItem:
     first_row = row_block * call.rows
     num_rows = min(call.rows, call.num_queries * call.group - first_row)
     place, column = call.places + 8 * sequence, 8 * call.num_sequences
-    start, length = get(element, place), get(element, place + column)
-    return WorkItem(sequence, key_head, first_row, num_rows, start, length, get(element, place + 2 * column))
+    start, length = blocks.get(element, place), blocks.get(element, place + column)
+    return WorkItem(sequence, key_head, first_row, num_rows, start, length, blocks.get(element, place + 2 * column))
 
 
 @inlined
@@ -278,14 +256,14 @@ def run_item(element: Any, call: Any, scratch: Any, number: int) -> None:
     size = state_of(call, 0, call.rows)
     vectors = call.head_dim // LANES
     for row in range(item.num_rows):
-        clear(element, state_of(call, scratch.totals, row), vectors)
+        blocks.clear(element, state_of(call, scratch.totals, row), vectors)
     for split in range(0 if alone else part, call.num_splits if alone else part + 1):
         states = scratch.states if alone else call.parts + number * size
         attend_split(element, call, item, scratch, states, split * SPLIT, min((split + 1) * SPLIT, end))
         if alone:
             add_up(element, call, item, scratch.totals, states)
     if not alone:
-        if add_to(element, call.counters + 8 * (2 + which), 1) < call.num_parts - 1:
+        if blocks.add_to(element, call.counters + 8 * (2 + which), 1) < call.num_parts - 1:
             return
         for each in range(call.num_parts):
             add_up(element, call, item, scratch.totals, call.parts + (which * call.num_parts + each) * size)
@@ -297,20 +275,20 @@ def add_up(element: Any, call: Any, item: Any, totals: int, states: int) -> None
     """Add the states of an item's rows over a split to their totals."""
     for row in range(item.num_rows):
         total, state = state_of(call, totals, row), state_of(call, states, row)
-        fold(element, total, state, call.head_dim // LANES, call.exponent_scale)
+        blocks.fold(element, total, state, call.head_dim // LANES, call.exponent_scale)
 
 
 @inlined
 def work(element: Any, call: Any) -> None:
     """Take items until none is left. Every worker of a call runs this once."""
-    worker = add_to(element, call.counters, 1)
+    worker = blocks.add_to(element, call.counters, 1)
     size = scratch_of(call.head_dim, call.rows, 0).end
     scratch = scratch_of(call.head_dim, call.rows, call.workspace + worker * size)
     num_items = call.num_sequences * call.num_key_heads * call.num_row_blocks * call.num_parts
-    number = add_to(element, call.counters + 8, 1)
+    number = blocks.add_to(element, call.counters + 8, 1)
     while number < num_items:
         run_item(element, call, scratch, number)
-        number = add_to(element, call.counters + 8, 1)
+        number = blocks.add_to(element, call.counters + 8, 1)
 
 
 @cache
