@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from specextend.cli.command import OUTPUT, in_one_line, show, takes, write_json
-from specextend.core import counted, printable
+from specextend.core import counted, first_line, printable
 
 EXIT_OVER_LIMIT = 3
 _OTHER = click.argument("other", type=click.Path())
@@ -25,11 +25,20 @@ _GATE = takes(
 def report(output: str, against: str | None) -> int:
     """Print the report of a run.
 
-    It is written into the run's folder, too, as report.json and report.html.
+    It is written into the run's folder, too, as report.json and report.html, if you may write there.
     """
-    from specextend.report import compare, render, render_comparison, write_report  # seconds: not for --help
+    from specextend import report as reports  # seconds: not for --help
 
-    show(render(write_report(output)) if against is None else render_comparison(compare(output, against)), end="")
+    if against is not None:
+        show(reports.render_comparison(reports.compare(output, against)), end="")
+        return 0
+    try:
+        found = reports.write_report(output)
+    except OSError as error:
+        found = reports.build_report(output)  # fails again if it was not the writing that failed
+        why = error.strerror or first_line(error)
+        click.echo(printable(f"note: report.json and report.html cannot be written into {output}: {why}"), err=True)
+    show(reports.render(found), end="")
     return 0
 
 

@@ -201,6 +201,8 @@ def _dry_run(arguments: Arguments) -> int:
         by = None if arguments.by is None else parse_time(arguments.by, datetime.now().astimezone())
     except ValueError as error:
         raise RefusedError(str(error)) from error
+    if by is not None and arguments.calibrate is None:
+        raise RefusedError("--by needs the time of a document: add --calibrate N, which measures it on N documents")
     measure = None
     if arguments.calibrate is not None:
         told = partial(_say, event="calibration", arguments=arguments)

@@ -215,7 +215,7 @@ def describe_memory(plan: dict[str, Any]) -> list[str]:
 
 def _describe_time(plan: dict[str, Any]) -> list[str]:
     if plan["forecast"] is None:
-        return ["time: not measured; --calibrate N measures it on N documents"]
+        return ["time and cost: not measured; --calibrate N measures them on N documents"]
     forecast = Forecast(**plan["forecast"])
     ends = [datetime.fromtimestamp(time.time() + seconds).astimezone() for seconds in _span(forecast)]
     rows = [

@@ -1,25 +1,54 @@
 """Advice: rules that look at the figures of a report, and say what spoils its texts or holds the run back.
 
-A rule returns a sentence and the figures on which it rests; None if there is nothing to decide.
+A rule advises only what the run's configuration leaves open, and what its figures do not show to be of no use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specextend.core import counted
-from specextend.report.sections import duration, number
+from specextend.report.sections import duration, look_up, number, shortened
 from specextend.stats import ratio
 
 Report = Mapping[str, Any]
-Finding = tuple[str, dict[str, float | int | str]]
+LEAST_DOCUMENTS = 5
+"""Fewest documents from which a rule concludes anything about speed."""
+MOST_IDS = 3
+"""Ids that a finding names."""
+ALL_SEEN = 0.95
+"""Share of the target's attention that the draft sees, from which on a larger view has nothing to add."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule found."""
+
+    says: str
+    weight: float
+    """Share of the documents, or of the time, that it is about; more than 1 for summaries that are missing or wrong."""
+    section: str
+    """Title of the section that has the figures."""
+    evidence: Mapping[str, float | int | str]
+    doc_ids: Sequence[str] = ()
+    """Documents that show it."""
 
 
 def give_advice(report: Report) -> list[dict[str, Any]]:
-    """Apply every rule to a report, in the order in which a reader should look at the findings."""
-    found = ((rule.__name__, rule(report)) for rule in RULES)
-    return [{"rule": rule, "says": each[0], "evidence": each[1]} for rule, each in found if each is not None]
+    """Apply every rule to a report: findings about texts come first, then those about time, each by weight."""
+    advice: list[dict[str, Any]] = []
+    for rules in (OF_TEXTS, OF_TIME):
+        found = [(rule.__name__, finding) for rule in rules if (finding := rule(report)) is not None]
+        advice += [_entry(*each) for each in sorted(found, key=lambda each: -each[1].weight)]
+    return advice
+
+
+def _entry(rule: str, finding: Finding) -> dict[str, Any]:
+    ids = [shortened(doc_id) for doc_id in finding.doc_ids[:MOST_IDS]]
+    says = f"{finding.says} For example {', '.join(ids)}." if ids else finding.says
+    return {"rule": rule, "says": says, "evidence": finding.evidence, "section": finding.section, "doc_ids": ids}
 
 
 def most_failed(report: Report) -> Finding | None:
@@ -31,7 +60,9 @@ def most_failed(report: Report) -> Finding | None:
     kinds = f"{first['error_class']} ({first['stage']})"
     retry = "--retry-errors does them again" if first["retryable"] else "another try would fail in the same way"
     says = f"{counted(failed, 'document')} failed, {number(first['rows'])} of them with {kinds}: {retry}."
-    return says, {"failed": failed, "rows": first["rows"], "error_class": first["error_class"]}
+    evidence = {"failed": failed, "rows": first["rows"], "error_class": first["error_class"]}
+    weight = 1 + failed / (failed + report["rows"]["done"])
+    return Finding(says, weight, "Failed documents", evidence, first["doc_ids"])
 
 
 def texts_differ(report: Report) -> Finding | None:
@@ -41,21 +72,29 @@ def texts_differ(report: Report) -> Finding | None:
         return None
     different, gap = audit["different"], audit["largest_gap"]
     says = (
-        f"{different:,} of {counted(audit['documents'], 'audited document')} differed from "
-        f"plain decoding by more than rounding, by up to {gap:.2f} logits: speculation must not change texts. Set "
-        "decoding.mode autoregressive and report it."
+        f"{different:,} of {counted(audit['documents'], 'audited document')} differed from plain decoding by more than "
+        f"rounding, by up to {gap:.2f} logits: speculation must not change texts. "
+        f"{'Report' if _is_plain(report) else 'Set decoding.mode autoregressive and report'} it."
     )
-    return says, {"documents": audit["documents"], "different": different, "gap": gap}
+    evidence = {"documents": audit["documents"], "different": different, "gap": gap}
+    return Finding(says, 2.0, "Audit", evidence, audit["different_doc_ids"])
 
 
 def truncated(report: Report) -> Finding | None:
-    """Say that many texts were cut."""
-    rows = report["quality_flags"].get("truncated", 0)
+    """Say that many summaries were cut, and whether more tokens would help."""
+    flags = report["quality_flags"]
+    rows, loops = flags.get("truncated", 0), flags.get("repeated", 0)
     share = ratio(rows, report["rows"]["done"]) or 0.0
     if share < 0.05:
         return None
-    says = f"{share:.0%} of the texts were cut at max_new_tokens ({number(rows)}): raise decoding.max_new_tokens."
-    return says, {"documents": rows, "share": share}
+    is_loop = loops > rows / 2 and not look_up(report, "run.decoding.stop_repetition")
+    advice = "most repeat themselves, so set decoding.stop_repetition" if is_loop else "raise it"
+    says = (
+        f"{rows:,} of {report['rows']['done']:,} summaries ({share:.0%}) were cut at decoding.max_new_tokens: {advice}."
+    )
+    return Finding(
+        says, share, "Summaries to look at", {"documents": rows, "share": share}, report["flagged"]["truncated"]
+    )
 
 
 def dropped(report: Report) -> Finding | None:
@@ -64,12 +103,19 @@ def dropped(report: Report) -> Finding | None:
     share = ratio(tokens["dropped"], tokens["dropped"] + tokens["prompt"])
     if share is None or share < 0.05:
         return None
+    prompt = look_up(report, "run.prompt") or {}
+    ways = ["take a target with a longer context"]
+    if prompt.get("max_prompt_tokens") is not None:
+        ways.insert(0, "raise prompt.max_prompt_tokens")
+    if prompt.get("length_policy") != "parts":
+        ways.append("set prompt.length_policy to parts, which reads long documents in parts")
     says = (
-        f"{share:.0%} of the documents' tokens were dropped because prompts were too long: the texts cannot say what "
-        "was there. Raise prompt.max_prompt_tokens, take a target with a longer context, or set "
-        "prompt.length_policy to parts, which reads long documents in parts."
+        f"{share:.0%} of the documents' tokens were dropped because prompts were too long (num_dropped_tokens): the "
+        f"summaries cannot say what was there. To read them, {', or '.join(ways)}."
     )
-    return says, {"dropped_share": share}
+    return Finding(
+        says, share, "Summaries to look at", {"dropped_share": share}, report["flagged"].get("shortened", ())
+    )
 
 
 def prefill_bound(report: Report) -> Finding | None:
@@ -79,57 +125,74 @@ def prefill_bound(report: Report) -> Finding | None:
         return None
     limit = 1 / prefill
     says = (
-        f"{prefill:.0%} of the work is prefill: with decoding for free the run would be {limit:.1f} times as fast, so "
-        "speculation cannot give more than that here."
+        f"{prefill:.0%} of the work on documents is prefill, reading the prompts: with decoding for free it would be "
+        f"{limit:.1f} times as fast, so speculation cannot give more than that here."
     )
-    return says, {"prefill_share": prefill, "limit": limit}
+    return Finding(says, prefill, "Where the time of the work went", {"prefill_share": prefill, "limit": limit})
 
 
 def slower_than_plain(report: Report) -> Finding | None:
     """Say that plain decoding was measured to be faster."""
     speedup = (report["audit"] or {}).get("speedup")
-    if speedup is None or speedup["decode"] is None or speedup["decode"] >= 1:
+    if speedup is None or speedup["decode"] is None or speedup["decode"] >= 1 or _is_plain(report):
         return None
     documents, factor = speedup["documents"], speedup["decode"]
+    if documents < LEAST_DOCUMENTS:
+        return None
     says = (
         f"On {counted(documents, 'audited document')} decoding was {factor:.2f} times as fast as without a "
         "draft: decoding.mode autoregressive, or another draft, would be faster here."
     )
-    return says, {"documents": documents, "speedup": factor}
+    return Finding(says, 1 - factor, "Audit", {"documents": documents, "speedup": factor})
 
 
 def drafting_cost(report: Report) -> Finding | None:
-    """Compare what a speculative step brings with what it costs, in verifications."""
+    """Say that a speculative step hardly brings what it costs, in verifications."""
     shares, length = _phases(report), report["acceptance"]["mean_acceptance_length"]
     if shares is None or length is None or not shares["verify"]:
         return None
-    cost = (shares["draft"] + shares["retrieval"]) / shares["verify"]
-    says = f"A speculative step brings {length:.2f} tokens; drafting and retrieval add {cost:.0%} to its verification."
-    if length < 1.1 * (1 + cost):
-        says += " That hardly pays: try fewer tree.nodes, decoding.mode autoregressive, or another draft."
-    return says, {"acceptance_length": length, "cost": cost}
+    drafting = shares["draft"] + shares["retrieval"]
+    cost = drafting / shares["verify"]
+    if length >= 1.1 * (1 + cost):
+        return None
+    smaller = "" if look_up(report, "run.tree.nodes") == "auto" else "fewer tree.nodes, "
+    says = (
+        f"A speculative step brings {length:.2f} tokens; drafting and retrieval add {cost:.0%} to its verification. "
+        f"That hardly pays: try {smaller}decoding.mode autoregressive, or another draft."
+    )
+    return Finding(says, drafting, "Where the time of the work went", {"acceptance_length": length, "cost": cost})
 
 
 def acceptance_falls(report: Report) -> Finding | None:
-    """Say that long prompts are accepted much worse than short ones."""
-    known = [bucket for bucket in report["buckets"] if bucket["mean_acceptance_length"] is not None]
-    if len(known) < 2:
+    """Say that the draft's tokens are accepted much less often behind long prompts than behind short ones."""
+    known = [
+        bucket
+        for bucket in report["buckets"]
+        if bucket["mean_acceptance_length"] is not None and bucket["documents"] >= LEAST_DOCUMENTS
+    ]
+    if not known:
         return None
     best, last = max(known, key=lambda bucket: bucket["mean_acceptance_length"]), known[-1]
     low, high = last["mean_acceptance_length"], best["mean_acceptance_length"]
     if low > 0.8 * high:
         return None
+    seen = last["retrieval_coverage"]
+    if seen is None or seen >= ALL_SEEN:
+        advice = "the draft saw what mattered, so only a draft for longer texts would change that"
+    else:
+        advice = f"a larger cache.top_k_chunks shows the draft more of long prompts, of which it saw {seen:.0%}"
     says = (
         f"The acceptance length falls from {high:.2f} (prompts up to {best['bucket']}) to {low:.2f} (up to "
-        f"{last['bucket']}): a larger cache.top_k_chunks lets the draft see more of long prompts."
+        f"{last['bucket']}): {advice}."
     )
-    return says, {"best": high, "longest": low, "bucket": last["bucket"]}
+    weight = (1 - low / high) * last["documents"] / report["rows"]["done"]
+    return Finding(says, weight, "By prompt length", {"best": high, "longest": low, "bucket": last["bucket"]})
 
 
 def idle_tail(report: Report) -> Finding | None:
     """Say that workers had nothing to do while the last documents were decoded."""
     tail = report["tail"]
-    if tail is None or not tail["idle_workers"]:
+    if tail is None or not tail["idle_workers"] or tail["documents"] < LEAST_DOCUMENTS:
         return None
     idle, workers, seconds = tail["idle_workers"], tail["workers"], tail["idle_median_s"]
     says = (
@@ -137,7 +200,8 @@ def idle_tail(report: Report) -> Finding | None:
         "documents were decoded: fewer workers would have finished almost as soon; more documents in one run make the "
         "end matter less."
     )
-    return says, {"idle_workers": idle, "workers": workers, "idle_s": seconds}
+    weight = ratio(idle * seconds, sum((report["wall_clock"]["paid_s"] or {}).values())) or 0.0
+    return Finding(says, weight, "The workers' time", {"idle_workers": idle, "workers": workers, "idle_s": seconds})
 
 
 def loading(report: Report) -> Finding | None:
@@ -145,29 +209,26 @@ def loading(report: Report) -> Finding | None:
     share = (report["wall_clock"]["shares"] or {}).get("loading", 0.0)
     if share < 0.1:
         return None
+    fewer = "" if look_up(report, "run.job.workers") == 1 else " or fewer workers"
     says = (
-        f"{share:.0%} of the paid time went into loading models: give a start more documents or fewer workers, or keep "
-        "the weights on a local disk."
+        f"{share:.0%} of the paid time went into loading models: give a start more documents{fewer}. From a local disk "
+        "they load faster."
     )
-    return says, {"loading_share": share}
+    return Finding(says, share, "The workers' time", {"loading_share": share})
 
 
-RULES: tuple[Callable[[Report], Finding | None], ...] = (
-    most_failed,
-    texts_differ,
-    truncated,
-    dropped,
-    prefill_bound,
-    slower_than_plain,
-    drafting_cost,
-    acceptance_falls,
-    idle_tail,
-    loading,
-)
-"""What spoils texts first, then what costs time; docs/planning-and-report.md names them."""
+Rules = tuple[Callable[[Report], Finding | None], ...]
+OF_TEXTS: Rules = (most_failed, texts_differ, truncated, dropped)
+OF_TIME: Rules = (prefill_bound, slower_than_plain, drafting_cost, acceptance_falls, idle_tail, loading)
+"""What spoils texts, and what costs time; docs/planning-and-report.md names the rules."""
+
+
+def _is_plain(report: Report) -> bool:
+    return bool(look_up(report, "run.decoding.mode") == "autoregressive")
 
 
 def _phases(report: Report) -> dict[str, float] | None:
-    """Return the share of each phase; None if no time was measured."""
+    """Return the share of each phase; None if no time was measured, or of too few documents."""
     shares = report["time"]["shares"]
-    return None if any(share is None for share in shares.values()) else shares
+    is_unknown = any(share is None for share in shares.values())
+    return None if is_unknown or report["rows"]["done"] < LEAST_DOCUMENTS else shares

@@ -131,7 +131,7 @@ def _read(location: Location, checkpoint: Checkpoint) -> RunFigures:
 def _run(manifest: dict[str, Any]) -> dict[str, Any]:
     """Select from the manifest what a reader of the figures must know."""
     config = manifest["config"]
-    sections = ("target", "draft", "decoding", "attention", "tree", "cache")
+    sections = ("prompt", "target", "draft", "decoding", "attention", "tree", "cache", "job")
     named = {name: config.get(name) for name in sections}
     return {"fingerprint": manifest["fingerprint"], "models": models_of(manifest), **named}
 

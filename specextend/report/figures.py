@@ -21,6 +21,8 @@ from specextend.stats import PHASES, ratio
 SMALLEST = 512
 """Upper bound in tokens of the smallest bucket of prompt lengths."""
 NUM_SLOWEST = 10
+NUM_IDS = 10
+"""Ids that are listed of the documents of a class of errors, of a quality flag, or that differ in the audit."""
 NEAR_TIES = {"float32": 1e-3, "float16": 0.0625, "bfloat16": 0.5}
 """Gap in logits, by the target's dtype, up to which a difference is one of rounding (`docs/log.md`)."""
 _LIMITED = (
@@ -87,7 +89,9 @@ class RunFigures:
         for row in rows.to_pylist():
             kind = {"error_class": row["error_class"], "stage": row["stage"] or "", "retryable": row["retryable"]}
             example = {"example_doc_id": row["doc_id"] or "", "example_message": row["message"] or ""}
-            self._errors.setdefault(tuple(kind.values()), {**kind, "rows": 0, **example})["rows"] += 1
+            known = self._errors.setdefault(tuple(kind.values()), {**kind, "rows": 0, **example, "doc_ids": []})
+            known["rows"] += 1
+            known["doc_ids"] += [example["example_doc_id"]][: NUM_IDS - len(known["doc_ids"])]
 
     @property
     def done(self) -> pa.Table:
@@ -140,6 +144,7 @@ def document_figures(documents: pa.Table) -> dict[str, Any]:
         "buckets": _buckets(work),
         "finish_reasons": _counts(documents["finish_reason"]),
         "quality_flags": _counts(pc.list_flatten(documents["quality_flags"])),
+        "flagged": _flagged(documents.select(["doc_id", "quality_flags"])),
         "workers": _counts(work["worker"]),
         "slowest": _slowest(work),
     }
@@ -186,6 +191,7 @@ def _bucket(bound: int, sums: Mapping[str, Any]) -> dict[str, Any]:
         "documents": documents,
         "mean_acceptance_length": _acceptance_length(sums),
         **_speed(sums),
+        "retrieval_coverage": ratio(sums["coverage_sum"], sums["num_retrievals"]),
         "time_shares": _shares(sums),
         "seconds_per_document": {name.removesuffix("_s"): ratio(sums[name], documents) for name in PHASES},
     }
@@ -245,6 +251,21 @@ def _counts(column: pa.ChunkedArray) -> dict[str, int]:
     return {each["values"]: each["counts"] for each in sorted(counts, key=lambda each: -each["counts"])}
 
 
+def _flagged(documents: pa.Table) -> dict[str, list[str]]:
+    """Return by quality flag the first NUM_IDS ids, in their order, of the documents that have it."""
+    documents = documents.combine_chunks()
+    flags = pc.list_flatten(documents["quality_flags"])
+    flagged = documents["doc_id"].take(pc.list_parent_indices(documents["quality_flags"]))
+    table = pa.table({"flag": flags, "doc_id": flagged})
+    return {flag: _first_ids(table.filter(pc.equal(flags, flag))) for flag in pc.unique(flags).to_pylist()}
+
+
+def _first_ids(rows: pa.Table) -> list[str]:
+    """Return the NUM_IDS first ids, in their order."""
+    chosen = pc.select_k_unstable(rows, NUM_IDS, [("doc_id", "ascending")])
+    return list(rows["doc_id"].take(chosen).to_pylist())
+
+
 def _slowest(work: pa.Table) -> list[dict[str, Any]]:
     chosen = pc.select_k_unstable(work, NUM_SLOWEST, [("total_s", "descending"), ("doc_id", "ascending")])
     rows = work.select(list(dict.fromkeys((*_SLOWEST, "total_s", *PHASES, "started_at")))).take(chosen).to_pylist()
@@ -280,6 +301,7 @@ def audit_figures(rows: pa.Table, dtype: str) -> dict[str, Any] | None:
         "equal": len(compared) - len(gaps),
         "near_ties": len(gaps) - len(different),
         "different": len(different),
+        "different_doc_ids": _first_ids(different),
         "near_tie_gap": NEAR_TIES[dtype],
         "largest_gap": pc.max(gaps["gap"]).as_py(),
         "token_agreement": ratio(_total(compared["num_equal_tokens"]), _total(compared["num_tokens"])),

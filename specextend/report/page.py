@@ -12,7 +12,17 @@ from markupsafe import Markup, escape
 
 from specextend.core import counted, first_line, printable
 from specextend.data.run_folder import RELEASED, parse_time
-from specextend.report.sections import RUN, WALL_CLOCK, Figures, duration, look_up, number, sections
+from specextend.report.sections import (
+    KIND_NAMES,
+    LEFT_OUT,
+    RUN,
+    WALL_CLOCK,
+    Figures,
+    duration,
+    look_up,
+    number,
+    sections,
+)
 
 TILES: Figures = {
     "Documents done": ("rows.done", number),
@@ -67,8 +77,11 @@ def _render(report: Mapping[str, Any]) -> str:
         starts=counted(len(report["starts"]), "start"),
         tiles=[(name, path, show(look_up(report, path))) for name, (path, show) in TILES.items()],
         sections=sections(report),
+        left_out=LEFT_OUT,
+        kind_names=KIND_NAMES,
         seats_of=_seats,
         duration=duration,
+        counted=counted,
         released=RELEASED,
         config=_config(report),
     )
@@ -80,10 +93,11 @@ def _shown(value: Any) -> Any:
 
 
 def _seats(timeline: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
-    """Group the workers of a start by the name of their seat, or by their own if none is recorded."""
+    """Group the workers of a start by the name of their seat, or by their own; without those that had no process."""
     seats: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for worker in timeline["workers"]:
-        seats[worker["worker"][:16] if worker["seat"] is None else f"seat {worker['seat']}"].append(worker)
+        if worker["begun_s"] is not None or worker["spans"]:
+            seats[worker["worker"][:16] if worker["seat"] is None else f"seat {worker['seat']}"].append(worker)
     return seats
 
 

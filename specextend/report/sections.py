@@ -27,7 +27,7 @@ PHASE_NAMES = {
     "other": "everything else",
 }
 KIND_NAMES = {
-    "prefill": "prefill",
+    "prefill": "prefill (reading prompts)",
     "decode": "decoding",
     "other": "everything else at work",
     "audit": "decoding again for the audit",
@@ -55,6 +55,11 @@ def number(value: float | None, digits: int = 2) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def amount(value: float | None) -> str:
+    """Format hours or money, of which small runs take less than a hundredth."""
+    return f"{value:.2g}" if value is not None and value < 0.1 else number(value)
 
 
 def percent(value: float | None) -> str:
@@ -85,6 +90,11 @@ def message(text: str) -> str:
     return shortened(" ".join(text.split()))
 
 
+def listed_ids(ids: Sequence[str]) -> str:
+    """Join ids, each shortened."""
+    return ", ".join(map(shortened, ids))
+
+
 def moment(text: str | None) -> str:
     """Format a time of ISO 8601 to the second; `-` for None."""
     return "-" if text is None else text[:19].replace("T", " ")
@@ -93,13 +103,22 @@ def moment(text: str | None) -> str:
 tenths = partial(number, digits=1)
 Figures = Mapping[str, tuple[str, Callable[[Any], str]]]
 """By the name that people read: where a figure is (keys, joined by dots), and how it is shown."""
-RUN: Figures = {
-    "rows in": ("rows.input", number),
+LEFT_OUT = {
+    "not_matching": "by input.filter",
+    "not_in_sample": "by input.sample",
+    "unchanged": "as done before and unchanged",
+    "failed_before": "as failed before and unchanged",
+    "over_limit": "by input.limit",
+}
+"""What a run's selection left out, and why."""
+SELECTION: Figures = {
     "rows of the whole input": ("selection.input", number),
-    "rows left out, done before and unchanged": ("selection.unchanged", number),
-    "rows left out, failed before and would again": ("selection.failed_before", number),
+    **{f"left out {why}": (f"selection.{name}", number) for name, why in LEFT_OUT.items()},
     "rows in that had changed": ("selection.changed", number),
     "rows in that were new": ("selection.new", number),
+}
+RUN: Figures = {
+    "rows in": ("rows.input", number),
     "rows done": ("rows.done", number),
     "rows failed": ("rows.errors", number),
     "rows to do": ("rows.pending", number),
@@ -126,11 +145,11 @@ WALL_CLOCK: Figures = {
     "documents an hour": ("wall_clock.documents_per_hour", tenths),
     "prompt tokens/s of the job": ("wall_clock.prompt_tokens_per_s", tenths),
     "output tokens/s of the job": ("wall_clock.output_tokens_per_s", tenths),
-    "worker hours": ("wall_clock.worker_hours", number),
-    "GPU hours": ("wall_clock.gpu_hours", number),
-    "cost": ("wall_clock.cost.total", number),
-    "cost of 1,000 documents": ("wall_clock.cost.per_thousand_documents", number),
-    "cost of 1,000,000 output tokens": ("wall_clock.cost.per_million_output_tokens", number),
+    "worker hours": ("wall_clock.worker_hours", amount),
+    "GPU hours": ("wall_clock.gpu_hours", amount),
+    "cost": ("wall_clock.cost.total", amount),
+    "cost of 1,000 documents": ("wall_clock.cost.per_thousand_documents", amount),
+    "cost of 1,000,000 output tokens": ("wall_clock.cost.per_million_output_tokens", amount),
     "last 1% of the documents": ("tail.last_percent_s", duration),
     "last worker alone": ("tail.last_worker_alone_s", duration),
 }
@@ -186,7 +205,7 @@ ERROR: Figures = {
     "class": ("error_class", shortened),
     "stage": ("stage", str),
     "rows": ("rows", number),
-    "for example": ("example_doc_id", shortened),
+    "for example": ("doc_ids", listed_ids),
     "message": ("example_message", message),
 }
 DEVICE: Figures = {
@@ -228,20 +247,25 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
     spreads, models = report["per_document"], look_up(report, "run.models") or {}
     measures = [{"about": MEASURES[name], **spreads[name]} for name in MEASURES if spreads.get(name)]
     named_models = [{"name": name, **model} for name, model in models.items()]
-    tables = [
-        _named("Wall clock", WALL_CLOCK, report),
-        _paid_time(report["wall_clock"]),
-        _named("Run", RUN, report),
-        _listed("By prompt length", BUCKET, report["buckets"]),
-        _depths(report["acceptance"]["at_least"]),
-        _phases(report["time"]),
-        _named("Beside the limits of the device", LIMITS, report),
-        _listed("Devices", DEVICE, look_up(report, "limits.devices") or ()),
-        _texts(report),
+    of_work = [
+        _listed("Failed documents", ERROR, report["errors"], ("stage", "for example", "message")),
+        _flags(report),
         _listed("The texts measured", MEASURED, measures),
+        _paid_time(report["wall_clock"]),
+        _listed("By prompt length", BUCKET, report["buckets"]),
+        _named("Wall clock", WALL_CLOCK, report),
+        _phases(report["time"]),
+        _endings(report),
+        _depths(report["acceptance"]["at_least"]),
+        _named("Run", RUN, report),
         _named("Audit", AUDIT, report, "A sample of the documents, decoded once more without a draft."),
-        _listed("Errors", ERROR, report["errors"], ("stage", "for example", "message")),
+        _named("Beside the limits of the device", LIMITS, report),
+    ]
+    tables = [
+        *(of_work if report["rows"]["input"] != 0 else ()),
+        _named("Which rows", SELECTION, report),
         _listed("Slowest documents", SLOW, report["slowest"], ("worker",)),
+        _listed("Devices", DEVICE, look_up(report, "limits.devices") or ()),
         _listed("Starts", START, report["starts"], ("began", "took", "last sign of life")),
         _listed("How the texts were made", MODEL, named_models, [*MODEL]),
     ]
@@ -267,7 +291,7 @@ def _paid_time(clock: Mapping[str, Any]) -> Section:
     shares = {kind: share for kind, share in (clock["shares"] or {}).items() if share}
     rows = [(KIND_NAMES[kind], percent(share), duration(clock["paid_s"][kind])) for kind, share in shares.items()]
     about = "From the moment a worker has a process until it is released: seconds that were paid for."
-    return Section("The workers' time", ("at", "share", "worker time"), rows, about=about)
+    return Section("The workers' time", ("spent on", "share", "worker time"), rows, about=about)
 
 
 def _depths(shares: Sequence[float]) -> Section:
@@ -282,14 +306,25 @@ def _phases(time: Mapping[str, Any]) -> Section:
     return Section("Where the time of the work went", ("phase", "share", "seconds"), rows)
 
 
-def _texts(report: Mapping[str, Any]) -> Section:
-    done = report["rows"]["done"]
+def _flags(report: Mapping[str, Any]) -> Section:
+    done, ids = report["rows"]["done"], report["flagged"]
     rows = [
-        (f"{what} {name}", number(rows), percent(ratio(rows, done)))
-        for group, what in (("finish_reasons", "ended by"), ("quality_flags", "flagged"))
-        for name, rows in report[group].items()
+        (flag, number(rows), percent(ratio(rows, done)), listed_ids(ids[flag]))
+        for flag, rows in report["quality_flags"].items()
     ]
-    return Section("The texts", ("", "rows", "share"), rows)
+    about = (
+        "By the quality_flags of the summary. DuckDB finds all that have one: select doc_id from 'summaries/*.parquet' "
+        "where list_contains(quality_flags, 'truncated')."
+    )
+    return Section(
+        "Summaries to look at", ("the summary is", "rows", "share", "for example"), rows, ("for example",), about
+    )
+
+
+def _endings(report: Mapping[str, Any]) -> Section:
+    done = report["rows"]["done"]
+    rows = [(reason, number(rows), percent(ratio(rows, done))) for reason, rows in report["finish_reasons"].items()]
+    return Section("How the summaries ended", ("finish_reason", "rows", "share"), rows)
 
 
 def render(report: Mapping[str, Any], width: int = 110) -> str:

@@ -18,8 +18,8 @@ from tests.job.conftest import CONFIG, TEXT, in_process, rows, write_corpus
 
 REPORT = {
     "schema_version", "as_of", "output", "run", "selection", "rows", "wall_clock", "starts", "tokens", "acceptance",
-    "speed", "time", "retrieval", "retries", "per_document", "buckets", "finish_reasons", "quality_flags", "workers",
-    "slowest", "errors", "audit", "timeline", "advice",
+    "speed", "time", "retrieval", "retries", "per_document", "buckets", "finish_reasons", "quality_flags", "flagged",
+    "workers", "slowest", "errors", "audit", "timeline", "advice",
 }  # fmt: skip
 
 

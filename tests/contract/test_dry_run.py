@@ -25,7 +25,7 @@ def test_a_dry_run_says_what_there_is_to_do_and_writes_nothing(call, tmp_path: P
     assert plan["memory_gib"]["target_weights"] > 0
     assert plan["forecast"] is None
     assert "4 of 4 rows to do" in ended.stdout
-    assert "time: not measured" in ended.stdout
+    assert "time and cost: not measured; --calibrate N measures them" in ended.stdout
     assert not (tmp_path / "out").exists()
 
 
@@ -76,6 +76,7 @@ def test_a_laptop_plans_for_machines_that_it_is_not(call, tmp_path: Path):
         (["--by", "07:00"], "--by goes with --dry-run"),
         (["--calibrate", "4"], "--calibrate goes with --dry-run"),
         (["--dry-run", "--calibrate", "1"], "at least 2 documents"),
+        (["--dry-run", "--by", "07:00"], "--by needs the time of a document: add --calibrate N"),
         (["--dry-run", "--by", "7 in the morning"], "--by takes HH:MM or a time such as"),
         (["--dry-run", "--by", "2020-01-01T07:00"], "--by 2020-01-01T07:00 is past: it is"),
     ],

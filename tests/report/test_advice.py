@@ -1,4 +1,4 @@
-"""Findings: each rule speaks up when it should, with the figures on which it rests, and not before."""
+"""Findings: each rule speaks up when it should, with the figures on which it rests, and advises what can be changed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from typing import Any
 
 import pytest
 
-from specextend.report.advice import RULES, give_advice
+from specextend.report.advice import OF_TEXTS, OF_TIME, give_advice
 
 ROOT = Path(__file__).parents[2]
+TABLES = (ROOT / "specextend" / "report" / "sections.py").read_text()
 QUIET: dict[str, Any] = {
     "rows": {"done": 100, "errors": 0},
     "errors": [],
     "tokens": {"prompt": 10_000, "cached": 0, "output": 1_000, "dropped": 0},
     "quality_flags": {},
+    "flagged": {},
+    "run": {
+        "prompt": {"max_prompt_tokens": None, "length_policy": "middle"},
+        "decoding": {"mode": "specextend", "stop_repetition": False},
+        "tree": {"nodes": 16},
+        "job": {"workers": 8},
+    },
     "audit": None,
     "time": {
         "shares": {"prefill": 0.1, "draft_prefill": 0.0, "draft": 0.2, "verify": 0.6, "retrieval": 0.05, "other": 0.05}
@@ -24,7 +32,7 @@ QUIET: dict[str, Any] = {
     "acceptance": {"mean_acceptance_length": None},
     "buckets": [],
     "tail": None,
-    "wall_clock": {"shares": None},
+    "wall_clock": {"shares": None, "paid_s": None},
 }
 
 
@@ -40,36 +48,65 @@ def changed(**values: Any) -> dict[str, Any]:
     return report
 
 
-def bucket(name: str, length: float | None) -> dict[str, Any]:
-    return {"bucket": name, "mean_acceptance_length": length}
+def bucket(name: str, length: float | None, documents: int = 5, seen: float | None = 0.6) -> dict[str, Any]:
+    return {"bucket": name, "documents": documents, "mean_acceptance_length": length, "retrieval_coverage": seen}
 
 
-TAIL = {"idle_workers": 2, "workers": 8, "idle_median_s": 2400.0}
-FAILED = {"error_class": "PromptTooLong", "stage": "prompt", "rows": 10, "retryable": False}
-AUDIT = {"documents": 40, "different": 0, "largest_gap": 7.2, "speedup": None}
+IDS = ["doc-a", "doc-b", "doc-c", "doc-d"]
+TAIL = {"idle_workers": 2, "workers": 8, "idle_median_s": 2400.0, "documents": 90}
+FAILED = {"error_class": "PromptTooLong", "stage": "prompt", "rows": 10, "retryable": False, "doc_ids": IDS}
+AUDIT = {"documents": 40, "different": 0, "largest_gap": 7.2, "speedup": None, "different_doc_ids": []}
 SLOWER = {"documents": 38, "decode": 0.8}
+CUT = {"quality_flags__truncated": 8, "flagged__truncated": IDS}
+SET = {"run__decoding__stop_repetition": True}
+IN_PARTS = {"max_prompt_tokens": 4096, "length_policy": "parts"}
 CASES = [
-    ("most_failed", changed(rows__errors=12, errors=[FAILED]), "12 documents failed, 10 of them with PromptTooLong"),
+    (
+        "most_failed",
+        changed(rows__errors=12, errors=[FAILED]),
+        "12 .* 10 of them with PromptTooLong .* doc-a, doc-b, doc-c.$",
+    ),
     ("texts_differ", changed(audit=AUDIT | {"different": 3}), "3 of 40 audited documents .* by up to 7.20 logits"),
-    ("truncated", changed(quality_flags={"truncated": 8}), r"8% of the texts were cut at max_new_tokens \(8\)"),
-    ("dropped", changed(tokens__dropped=2_500), "20% of the documents' tokens were dropped"),
-    ("prefill_bound", changed(time__shares__prefill=0.61), "61% of the work is prefill: .* 1.6 times as fast"),
+    ("truncated", changed(**CUT), "8 of 100 summaries .* raise it. For example doc-a, doc-b, doc-c.$"),
+    ("truncated", changed(**CUT, quality_flags__repeated=7), "repeat themselves, so set decoding.stop_repetition"),
+    ("truncated", changed(**CUT, quality_flags__repeated=7, **SET), "max_new_tokens: raise it"),
+    ("dropped", changed(tokens__dropped=2_500), "20% .* a longer context, or set prompt.length_policy to parts"),
+    (
+        "dropped",
+        changed(tokens__dropped=2_500, run__prompt=IN_PARTS),
+        "raise prompt.max_prompt_tokens, or [^,]* context.$",
+    ),
+    ("prefill_bound", changed(time__shares__prefill=0.61), "61% of the work .* is prefill, .* 1.6 times as fast"),
     ("slower_than_plain", changed(audit=AUDIT | {"speedup": SLOWER}), "On 38 audited documents .* 0.80 times as fast"),
-    ("drafting_cost", changed(acceptance__mean_acceptance_length=2.5), "2.50 tokens; drafting and retrieval add 42%"),
-    ("drafting_cost", changed(acceptance__mean_acceptance_length=1.4), "hardly pays: try fewer tree.nodes"),
+    ("drafting_cost", changed(acceptance__mean_acceptance_length=1.4), "1.40 tokens; .* add 42% .* fewer tree.nodes"),
+    (
+        "drafting_cost",
+        changed(acceptance__mean_acceptance_length=1.4, run__tree__nodes="auto"),
+        "pays: try decoding.mode",
+    ),
     (
         "acceptance_falls",
         changed(buckets=[bucket("1K", 2.4), bucket("2K", None), bucket("16K", 1.6)]),
-        r"falls from 2.40 \(prompts up to 1K\) to 1.60 \(up to 16K\)",
+        r"falls from 2.40 \(prompts up to 1K\) to 1.60 \(up to 16K\): a larger cache.top_k_chunks .* saw 60%",
+    ),
+    (
+        "acceptance_falls",
+        changed(buckets=[bucket("1K", 2.4), bucket("16K", 1.6, seen=1.0)]),
+        "so only a draft for longer",
     ),
     ("idle_tail", changed(tail=TAIL), "2 of 8 workers stood idle for 40 min 00 s at the end"),
-    ("loading", changed(wall_clock__shares={"loading": 0.3}), "30% of the paid time went into loading"),
+    ("loading", changed(wall_clock__shares={"loading": 0.3}), "30% .* more documents or fewer workers"),
+    ("loading", changed(wall_clock__shares={"loading": 0.3}, run__job__workers=1), "give a start more documents. From"),
 ]
 BELOW = [
     changed(),
     changed(quality_flags={"truncated": 4}),
+    changed(acceptance__mean_acceptance_length=2.5),
     changed(audit=AUDIT | {"speedup": SLOWER | {"decode": 1.3}}),
     changed(buckets=[bucket("1K", 2.0), bucket("16K", 1.7)]),
+    changed(buckets=[bucket("1K", 2.4), bucket("16K", 1.6, documents=1)]),
+    changed(rows__done=1, time__shares__prefill=0.61, acceptance__mean_acceptance_length=1.4),
+    changed(audit=AUDIT | {"speedup": SLOWER}, run__decoding__mode="autoregressive"),
 ]
 
 
@@ -80,6 +117,7 @@ def test_a_rule_says_what_it_found_with_its_figures(rule: str, report: dict[str,
     assert advice["rule"] == rule
     assert re.search(said, advice["says"])
     assert advice["evidence"]
+    assert f'"{advice["section"]}"' in TABLES
 
 
 @pytest.mark.parametrize("report", BELOW, ids=range(len(BELOW)))
@@ -88,9 +126,17 @@ def test_what_is_as_usual_is_not_mentioned(report: dict[str, Any]):
     assert give_advice(report) == []
 
 
+def test_the_heaviest_finding_comes_first():
+    """Rows without a summary before cut ones, and what spoils summaries before what costs time."""
+    failed = {"rows__errors": 1, "errors": [FAILED], "wall_clock__shares": {"loading": 0.9}}
+    report = changed(**CUT, **failed, time__shares__prefill=0.5)
+    rules = [advice["rule"] for advice in give_advice(report)]
+    assert rules == ["most_failed", "truncated", "loading", "prefill_bound"]
+
+
 def test_every_rule_has_a_case_and_an_explanation():
     """A rule that nobody has seen speak may never do so; docs/planning-and-report.md says when."""
-    names = {rule.__name__ for rule in RULES}
+    names = {rule.__name__ for rule in (*OF_TEXTS, *OF_TIME)}
     assert names == {case[0] for case in CASES}
     page = (ROOT / "docs" / "planning-and-report.md").read_text()
     assert {name for name in names if f"`{name}`" not in page} == set()

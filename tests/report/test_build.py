@@ -90,6 +90,16 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, capsys: pytest.Capt
     assert "part-00000.parquet is damaged" in line
 
 
+def test_a_folder_that_takes_no_files_is_reported_all_the_same(run: str, capfd: pytest.CaptureFixture[str]):
+    """A full disk, or the run of somebody else: nobody is kept from reading. The tests of root need a folder."""
+    Path(run, "report.json").mkdir()
+    assert call(report, [run], "report") == 0
+    printed, note = capfd.readouterr()
+    assert "PromptTooLong" in printed
+    [line] = note.splitlines()
+    assert line.startswith(f"note: report.json and report.html cannot be written into {run}: ")
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"[" * 100_000], ids=range(4))
 def test_a_damaged_record_of_a_start_hides_no_figures(run: str, content: bytes):
     """A driver was killed on a full disk: what it did is in the parts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from typing import Any
 
@@ -57,7 +58,9 @@ def test_the_page_holds_every_table_and_the_largest_figures(page: Page, report: 
 
 
 def test_the_page_has_the_time_lines_and_every_finding(page: Page, report: dict[str, Any]):
-    """What is left out is not missed by anybody but its reader."""
+    """What is left out is not missed by anybody but its reader; a place that no worker took has nothing to see."""
+    assert "seat 2" in page.text
+    assert "seat 3" not in page.text
     plots = [values["data-plot"] for tag, values in page.elements if tag == "figure"]
     assert plots == [f"timeline_{FIRST}", f"timeline_{SECOND}"]
     rules = [values["data-rule"] for tag, values in page.elements if tag == "li" and "data-rule" in values]
@@ -66,7 +69,7 @@ def test_the_page_has_the_time_lines_and_every_finding(page: Page, report: dict[
 
 def test_nothing_in_the_page_is_fetched_or_run(page: Page):
     """It is opened from disks, mails and artifact stores, next to a corpus that must not leave the house."""
-    fetching = {"script", "img", "iframe", "object", "embed", "link", "base", "a"}
+    fetching = {"script", "img", "iframe", "object", "embed", "link", "base"}
     assert {tag for tag, _ in page.elements} & fetching == set()
     for tag, values in page.elements:
         assert not [name for name in values if name.startswith("on") or name in ("src", "srcset", "action")], tag
@@ -80,6 +83,29 @@ def test_an_id_with_markup_is_text(page: Page):
     """Ids and messages come from the corpus, whose authors nobody knows."""
     assert HOSTILE in page.text
     assert "<b>Bad</b>" in page.text
+
+
+def test_every_finding_leads_to_a_table_of_the_page(page: Page, report: dict[str, Any]):
+    """A reader who is told of cut summaries asks which ones; the ids of each flag are there."""
+    links = [values["href"] for tag, values in page.elements if tag == "a"]
+    anchors = {f"#{values['id']}" for tag, values in page.elements if tag == "section"}
+    assert len(links) == len(report["advice"]) > 0
+    assert set(links) <= anchors
+    for ids in (*report["flagged"].values(), *(error["doc_ids"] for error in report["errors"])):
+        assert ", ".join(ids) in page.text
+
+
+def test_the_page_says_first_what_was_done_and_left_out(report: dict[str, Any]):
+    """Of a night whose rows were done before, too, which has no figures that anybody needs."""
+    chosen = {"input": 900, "not_matching": 100, "unchanged": 500, "selected": 300, "changed": 0, "new": 300}
+    text = Page(to_html(report | {"selection": chosen})).text.split("Documents done")[0]
+    assert "293 of 300 documents done, with one summary each; 7 failed." in text
+    assert "Of the input's 900 rows, this run left out 100 by input.filter, 500 as done before and unchanged." in text
+    assert re.search(r"1,924.8 documents an hour, loading included\.\s+Of the workers' time: 55% waiting for doc", text)
+    nothing = {"input": 0, "done": 0, "errors": 0, "pending": 0}
+    text = Page(to_html(report | {"rows": nothing, "selection": chosen | {"unchanged": 800}})).text
+    assert "This run had nothing to do.\nOf the input's 900 rows, this run left out 100" in text
+    assert "Documents done" not in text
 
 
 @pytest.mark.parametrize(

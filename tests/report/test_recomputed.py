@@ -63,6 +63,8 @@ def test_rows_tokens_and_reasons(rows, report):
     assert report["finish_reasons"] == counted(rows, reasons)
     flags = "select flag, count(*) from (select unnest(quality_flags) as flag from results) group by 1"
     assert report["quality_flags"] == counted(rows, flags)
+    ids = "select flag, list(doc_id order by doc_id)[:10] from (select unnest(quality_flags) as flag, doc_id from done)"
+    assert report["flagged"] == counted(rows, f"{ids} group by 1")
     assert report["workers"] == counted(rows, "select worker, count(*) from done group by 1")
     assert report["retries"] == {
         "documents": one(rows, "count(*) from done where attempts > 1"),
