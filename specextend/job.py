@@ -15,12 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from specextend.cluster.display import BarDisplay, Display, open_display
+from specextend.cluster.display import Display, open_display
 from specextend.cluster.environment import prepare_environment
-from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRunError
-from specextend.cluster.run import run as run_job
+from specextend.cluster.exits import EXIT_INTERRUPTED, Interrupt, InterruptedRunError, RefusedError
 from specextend.config import RunConfig
 from specextend.data.commits import Retry
 from specextend.report import RunFigures, build_report, read_report, write_report
@@ -76,22 +73,37 @@ def run(
     committed and the run ends with exit code 75, as it does on Ctrl-C. progress: show it on stderr or in the notebook.
     Raises in one line what the command would say: ValueError for what must be changed, others for what may pass.
     """
-    values = {"input.path": input and str(input), "output.path": output and str(output)} | dict(settings or {})
-    overrides = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+    paths = {"input.path": input, "output.path": output}
+    values = {key: str(path) for key, path in paths.items() if path is not None} | dict(settings or {})
+    overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     loaded = RunConfig.load(config, overrides, run_date=run_date)
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        prepare_environment(os.environ)
+    _prepare_environment()
     with _cancelled_by(cancel or threading.Event(), loaded.job.deadline_s) as interrupt:
+        display = open_display() if progress else Display(lambda line: None)
         try:
-            code = carry_out(loaded, _display() if progress else Display(lambda line: None), interrupt, retry_errors)
+            code = carry_out(loaded, display, interrupt, retry_errors)
         except InterruptedRunError:
             code = EXIT_INTERRUPTED
     return RunResult(code, loaded.output.path, _report(loaded.output.path, is_over=code != EXIT_INTERRUPTED))
 
 
+def _prepare_environment() -> None:
+    """Set what a private Ray reads when it is imported. Raises RefusedError if it was imported without that."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return
+    if ray is not None and "RAY_AUTH_MODE" not in os.environ and os.environ.get("RAY_ADDRESS", "local") == "local":
+        raise RefusedError(
+            "ray was imported before specextend.run could keep its Ray to this user: import it after the first run, or "
+            "call ray.init() before and the run takes that Ray"
+        )
+    prepare_environment(os.environ)
+
+
 def carry_out(config: RunConfig, display: Display, interrupt: Interrupt, retry_errors: Retry) -> int:
     """Run the job with its report. Returns 0 or 3; raises the exceptions of `cluster/exits.py`."""
+    from specextend.cluster.run import run as run_job  # it imports Ray, which reads the environment
+
     figures = RunFigures()
     report = partial(write_report, figures=figures)
     try:
@@ -106,11 +118,6 @@ def _report(output: str, *, is_over: bool) -> Mapping[str, Any] | None:
     with suppress(ValueError):  # there is no run yet
         return build_report(output)
     return None
-
-
-def _display() -> Display:
-    console = Console()
-    return BarDisplay(console) if console.is_jupyter else open_display()
 
 
 class _Cancel(Interrupt):

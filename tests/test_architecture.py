@@ -69,6 +69,7 @@ OWNERS = {
     "pydantic": ("specextend/config.py", "specextend/drafters/", "benchmarks/benchmark.py"),
     "yaml": ("specextend/config.py", "benchmarks/benchmark.py"),
     "click": ("specextend/cli/",),
+    "IPython": ("specextend/cluster/display.py",),
     "regex": ("specextend/data/quality.py",),
     "rapidfuzz": ("specextend/data/quality.py",),
     "py3langid": ("specextend/data/quality.py",),

@@ -14,7 +14,7 @@ from airflow.exceptions import AirflowException, AirflowFailException
 from airflow.sdk import dag, task
 
 FOLDER = "/opt/specextend"
-COMMAND = [".venv/bin/python", "jobs/summarize.py", "--config", "/etc/specextend/nightly.yaml", "--log", "json"]
+COMMAND = [".venv/bin/specextend", "run", "--config", "/etc/specextend/nightly.yaml", "--log", "json"]
 PATHS = {"CORPUS": "/data/reports", "SUMMARIES": "/data/summaries"}
 FINAL = {2: "wrong configuration or input", 3: "too many error rows", 4: "at work already", 5: "another run's folder"}
 

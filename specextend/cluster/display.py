@@ -1,4 +1,4 @@
-"""Displays of a run's progress and events: a bar, plain lines, or JSON for machines."""
+"""Displays of a run's progress and events: a bar on a terminal or in a notebook, plain lines, or JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from specextend.cluster.messages import Done, Lease
 from specextend.cluster.progress import Snapshot, describe_duration
 from specextend.core import counted, printable
 from specextend.terminal import raw_stream, wrap_streams
 
-LINE_EVERY_S = 30.0
+LINE_EVERY_S, BAR_EVERY_S = 30.0, 1.0
+"""Seconds between two lines of a log, and between two updates of a notebook's bar."""
 Fact = str | int | float | None
 LogFormat = Literal["text", "json"]
 
@@ -28,14 +30,18 @@ LogFormat = Literal["text", "json"]
 def describe(snapshot: Snapshot) -> str:
     """Describe a snapshot in one line."""
     rate, length = snapshot.output_tokens_per_s, snapshot.mean_acceptance_length
+    is_running, num_loading = snapshot.num_workers > 0, snapshot.num_loading
+    waiting = f"{counted(num_loading, 'worker')} loading models" if num_loading else "waiting for Ray to start a worker"
     left = "time left unknown yet" if snapshot.eta_s is None else f"{describe_duration(snapshot.eta_s)} left"
     parts = [
-        f"{snapshot.num_done}/{snapshot.num_rows} done",
+        f"{100 * snapshot.fraction:.0f}% of the work",
+        left if is_running else "",
+        f"{snapshot.num_done:,}/{snapshot.num_rows:,} done",
         f"{snapshot.num_errors} failed" if snapshot.num_errors else "",
-        f"{snapshot.num_running} running on {counted(snapshot.num_workers, 'worker')}",
+        f"{snapshot.num_running} running on {counted(snapshot.num_workers, 'worker')}" if is_running else "",
+        waiting if num_loading or not is_running else "",
         f"{rate:,.1f} output tokens/s" if rate is not None else "",
         f"acceptance length {length:.2f}" if length is not None else "",
-        f"{100 * snapshot.fraction:.0f}% of the work, {left}",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -82,12 +88,12 @@ class Display:
 
 
 class BarDisplay(Display):
-    """Draws a progress bar on a terminal, and writes notes above it."""
+    """Draws a progress bar on a terminal, with its text in as many lines as it takes, and writes notes above it."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(partial(console.print, markup=False, highlight=False, emoji=False))
-        description = TextColumn("{task.description}", markup=False)
-        self._progress = Progress(BarColumn(bar_width=24), description, console=console)
+        description = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
+        self._progress = Progress(BarColumn(bar_width=12), description, console=console)
         self._task = self._progress.add_task("starting", total=1.0)
         self._progress.start()
         if console.is_terminal:
@@ -100,6 +106,29 @@ class BarDisplay(Display):
     def close(self) -> None:
         """Stop drawing and leave the bar as it is."""
         self._progress.stop()
+
+
+class NotebookDisplay(Display):
+    """Draws a progress bar in the output of a notebook's cell, and writes notes around it."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        from IPython.display import display  # which every notebook has
+
+        super().__init__(write)
+        self._pace, self._drawn = Pace(BAR_EVERY_S), {"text/plain": "starting"}
+        self._bar = display(self._drawn, raw=True, display_id=True)
+
+    def show(self, snapshot: Snapshot, now: float) -> None:
+        """Update the bar, if enough time has passed since the last time."""
+        text = describe(snapshot)
+        bar = f'<progress value="{snapshot.fraction:.3f}"></progress> {text}'
+        self._drawn = {"text/plain": text, "text/html": bar}
+        if self._pace.is_due(now):
+            self._bar.update(self._drawn, raw=True)
+
+    def close(self) -> None:
+        """Leave the bar as it was at the end."""
+        self._bar.update(self._drawn, raw=True)
 
 
 class JsonDisplay(Display):
@@ -159,8 +188,9 @@ class Forgiving:
 def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Display:
     """Open the display for `stream` (stderr by default): JSON if asked for, a bar on a terminal, lines elsewhere.
 
-    What cannot be written is dropped.
+    In a notebook the bar is part of the cell's output. What cannot be written is dropped.
     """
+    is_notebook = stream is None and Console().is_jupyter
     stream = stream or sys.stderr
     if log == "text" and stream.isatty():
         return BarDisplay(Console(file=cast(TextIO, Forgiving(raw_stream(stream)))))
@@ -170,7 +200,9 @@ def open_display(stream: TextIO | None = None, log: LogFormat = "text") -> Displ
         forgiving.write(line + "\n")
         forgiving.flush()
 
-    return JsonDisplay(write) if log == "json" else Display(write)
+    if log == "json":
+        return JsonDisplay(write)
+    return NotebookDisplay(write) if is_notebook else Display(write)
 
 
 def lease_facts(worker: str, lease: Lease) -> dict[str, Fact]:

@@ -150,7 +150,7 @@ class Driver:
 
     def _show(self) -> None:
         now = self.clock()
-        snapshot = self.ledger.snapshot(now, self.roster.num_ready)
+        snapshot = self.ledger.snapshot(now, self.roster.num_ready, self.roster.num_loading)
         self.display.show(snapshot, now)
         self.metrics.show(snapshot)
 
@@ -207,6 +207,7 @@ class Driver:
     def _handle(self, event: Event, now: float) -> None:
         match event:
             case Begun(worker):
+                self.roster.begun(worker)
                 self.record.worker_begun(worker)
             case Ready(worker, info):
                 self._ready(worker, info, now)

@@ -28,7 +28,7 @@ GAUGES = {
     "rows_left": "Rows neither done nor failed.",
     "documents_running": "Documents in an engine.",
     "workers": "Workers that take documents.",
-    "work_fraction": "Share of this start's work that is done, by tokens.",
+    "work_fraction": "Share of the run's work that is done, by tokens.",
     "eta_seconds": "Seconds left at the rate of the last ten minutes.",
 }
 HISTOGRAMS = {

@@ -62,30 +62,33 @@ class Snapshot:
     num_errors: int
     num_running: int
     num_workers: int
+    num_loading: int
+    """Workers that load their models."""
     fraction: float
-    """Share of this start's work that is done, 0 to 1."""
+    """Share of the run's work that is done, 0 to 1."""
     output_tokens_per_s: float | None
     """Rate over the last ten minutes, all workers together."""
     mean_acceptance_length: float | None
     eta_s: float | None
-    """By the rate; None until there is one."""
+    """By the rate; None while no worker is ready, and until a document is done."""
 
 
 class Ledger:
     """Work done and left, in prompt tokens + w x output tokens, with w as measured. True counts replace estimates."""
 
-    def __init__(self, estimates: Estimates, num_done: int, num_errors: int) -> None:
+    def __init__(self, estimates: Estimates, num_done: int, num_errors: int, work: DecodingStats | None = None) -> None:
         """Begin a start.
 
-        estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts.
+        estimates: the documents that it has to do. num_done, num_errors: rows of earlier starts; work: theirs.
         """
         self._estimates = estimates
         self._num_rows = len(estimates) + num_done + num_errors
         self._num_done, self._num_errors = num_done, num_errors
         self._prompt_left = int(estimates.num_prompt_tokens.sum(dtype=np.int64))
         self._output_left = int(estimates.max_new_tokens.sum(dtype=np.int64))
-        self._output_allowed = 0
+        self._output_allowed = num_done * self._output_left / max(1, len(estimates))
         self._stats = DecodingStats()
+        self._stats.add(work or DecodingStats())
         self._running: dict[str, dict[DocumentKey, int]] = {}
         self._num_running = 0
         self._prompt_under_way = self._output_under_way = self._allowed_under_way = 0
@@ -138,8 +141,13 @@ class Ledger:
         decode = ratio(stats.step_s, stats.num_output_tokens)
         return decode / prefill if prefill and decode else DEFAULT_OUTPUT_COST
 
-    def snapshot(self, now: float, num_workers: int) -> Snapshot:
-        """Return the figures at `now`, in seconds of any monotonic clock; keep them once a second, for the rate."""
+    def snapshot(self, now: float, num_workers: int, num_loading: int = 0) -> Snapshot:
+        """Return the figures at `now`, in seconds of any monotonic clock; keep them once a second, for the rate.
+
+        num_workers, num_loading: workers that are ready, and those that load their models.
+        """
+        if not num_workers:
+            self._history.clear()  # nothing is done while models load: that is no rate
         prompt, output = self._done_tokens()
         if not self._history or now - self._history[-1][0] >= REMEMBER_EVERY_S:
             self._history.append((now, prompt, output))
@@ -155,14 +163,15 @@ class Ledger:
             num_errors=self._num_errors,
             num_running=self._num_running,
             num_workers=num_workers,
+            num_loading=num_loading,
             fraction=done / (done + left) if done + left else 1.0,
             output_tokens_per_s=ratio(output - output_then, elapsed),
             mean_acceptance_length=self._stats.mean_acceptance_length,
-            eta_s=left / rate if rate else None,
+            eta_s=left / rate if rate and self._num_done else None,
         )
 
     def _done_tokens(self) -> tuple[int, int]:
-        """Count the prompt and output tokens that this start has done, running documents included."""
+        """Count the prompt and output tokens that are done, running documents included."""
         prompt = self._stats.num_prompt_tokens + self._prompt_under_way
         return prompt, self._stats.num_output_tokens + self._output_under_way
 

@@ -200,7 +200,7 @@ class _LockedRun:
             remove_success(output)
         if plan is not None:
             num_errors = sum(key not in keys for key in progress.errors)
-            self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors))
+            self._decode(plan, progress, Ledger(plan.estimates, len(progress.done), num_errors, progress.work))
         with writing(output):
             return self._conclude(finalize(source, output, self.interrupt.check, self.observe))
 

@@ -81,6 +81,8 @@ class Roster:
         """Of each worker. One that dies leaves its seat to its successor."""
         self._asked: dict[str, float] = {}
         """The workers that are not ready yet, and when each was asked for."""
+        self._loading: set[str] = set()
+        """Those of them that have a process."""
         self._ready: dict[str, None] = {}
         self._num_started = self._num_fruitless = 0
         self._is_of_use = False
@@ -89,6 +91,11 @@ class Roster:
     def num_ready(self) -> int:
         """Count the workers that take leases."""
         return len(self._ready)
+
+    @property
+    def num_loading(self) -> int:
+        """Count the workers that load their models."""
+        return len(self._loading)
 
     @property
     def ready_workers(self) -> list[str]:
@@ -119,10 +126,15 @@ class Roster:
         """Return the number of a worker's seat, from 1, which its successor takes over."""
         return self._seats[worker] + 1
 
+    def begun(self, worker: str) -> None:
+        """Note that a worker has a process."""
+        self._loading.add(worker)
+
     def ready(self, worker: str) -> None:
         """Note that a worker's models are loaded."""
         self._num_failures[self._seats[worker]] = 0
         self._asked.pop(worker, None)
+        self._loading.discard(worker)
         self._ready[worker] = None
 
     def leave_out(self, worker: str) -> None:
@@ -165,6 +177,7 @@ class Roster:
     def let_go(self, worker: str) -> int:
         """Note that a worker was ended, for whatever reason, and return the number of its seat, from 0."""
         self._asked.pop(worker, None)
+        self._loading.discard(worker)
         self._ready.pop(worker, None)
         return self._seats.pop(worker)
 

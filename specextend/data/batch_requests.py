@@ -64,7 +64,7 @@ class BatchRequests:
 
     @property
     def settings(self) -> str:
-        """Return the arguments of jobs/summarize.py for these requests, quoted for a shell."""
+        """Return the arguments of `specextend run` for these requests, quoted for a shell."""
         settings = _ALWAYS | {name: value for name, value in (self._shared or {}).items() if value is not None}
         values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
         values |= {name: json.dumps(values[name]) for name in ("prompt.instruction", "prompt.system") if name in values}

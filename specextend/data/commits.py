@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -18,6 +19,7 @@ from specextend.data.parquet import damaged_as, write_table
 from specextend.data.run_folder import commits_folder
 from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA
 from specextend.data.storage import Location, file_sizes, in_order, remove_temporary_files
+from specextend.stats import PHASES, DecodingStats
 
 _NAME = re.compile(r"part-(?P<run_id>[0-9a-f]{8})-(?P<seq>\d{6,})\.parquet")
 _RUN_ID, _FINGERPRINT = b"specextend.run_id", b"specextend.fingerprint"
@@ -25,6 +27,8 @@ _WHOLE_BYTES = 1 << 20
 """A commit up to this size is read in one request, also if few of its columns are wanted."""
 KEY_COLUMNS = ("file", "row", "error_class")
 """The columns that name the row of a result, and whether it is done: then the last is null."""
+_WORK_COLUMNS = ("num_prompt_tokens", "num_output_tokens", *PHASES)
+"""The columns that tell how much work is done, and what a token of each kind costs."""
 _NAME_OF = b"specextend.commit"
 
 
@@ -149,10 +153,12 @@ class Progress:
     """Those of `errors` that would fail again, because their latest result is not retryable."""
     attempts: dict[DocumentKey, int] = field(default_factory=dict)
     """Attempts of `errors`: key -> attempts of the latest result."""
+    work: DecodingStats = field(default_factory=DecodingStats)
+    """Tokens and seconds of phases, summed over `done`."""
 
 
 def read_commits(output: Location, fingerprint: str = "") -> Progress:
-    """Read the keys of every commit; without commits the progress is empty.
+    """Read the keys and the work of every commit; without commits the progress is empty.
 
     fingerprint: that of the run to which the commits must belong; if empty, that of the folder's manifest.
     """
@@ -160,17 +166,20 @@ def read_commits(output: Location, fingerprint: str = "") -> Progress:
     errors: dict[DocumentKey, str] = {}
     final: set[DocumentKey] = set()
     attempts: dict[DocumentKey, int] = {}
-    for table in read_results(output, (*KEY_COLUMNS, "retryable", "attempts"), fingerprint):
+    work = DecodingStats()
+    for table in read_results(output, (*KEY_COLUMNS, *_WORK_COLUMNS, "retryable", "attempts"), fingerprint):
         keys = map(DocumentKey, table["file"].to_pylist(), table["row"].to_pylist())
         if table["error_class"].null_count:
             done.update(keys)
+            for name in _WORK_COLUMNS:
+                setattr(work, name, getattr(work, name) + (pc.sum(table[name]).as_py() or 0))
             continue
-        for key, row in zip(keys, table.to_pylist(), strict=True):
+        for key, row in zip(keys, table.select(["error_class", "retryable", "attempts"]).to_pylist(), strict=True):
             errors[key] = row["error_class"]
             attempts[key] = row["attempts"] or 0
             if not row["retryable"]:
                 final.add(key)
-    return Progress(frozenset(done), errors, frozenset(final), attempts)
+    return Progress(frozenset(done), errors, frozenset(final), attempts, work)
 
 
 def pending(

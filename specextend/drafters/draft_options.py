@@ -17,7 +17,7 @@ class DraftOptions:
 
     kind: DraftKind
     """`eagle` is a head over the target's hidden states; `model` is a small causal LM with the target's tokens, of
-    which either may lack some, or with any part of them if `jobs/train_draft.py` made it; `self` is
+    which either may lack some, or with any part of them if `specextend train` made it; `self` is
     the target itself with a part of its own cache in view; `ngram` proposes what followed the same tokens earlier in
     prompt or output. The last two need no model."""
     model: str = ""

@@ -150,7 +150,7 @@ CARD = """\
 A draft for {target}: {description}. It proposes the tokens that the target is likely to choose, and the target verifies
 each one: the draft decides how fast text comes, never which text.
 
-It was trained by `jobs/train_draft.py` on {prompts} around pieces of the documents in `files`, each followed by quotes
+It was trained by `specextend train` on {prompts} around pieces of the documents in `files`, each followed by quotes
 from it, facts that were hidden in it, and the target's own summaries of it.
 
 ```json

@@ -4,8 +4,11 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
+import types
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TextIO
 
 import pytest
@@ -13,13 +16,14 @@ import pytest
 from specextend.cluster.display import (
     BarDisplay,
     LogFormat,
+    describe,
     open_display,
 )
 from specextend.cluster.progress import Snapshot
 
 
 def snapshot() -> Snapshot:
-    return Snapshot(9, 3, 1, 2, 1, 0.5, 20.0, 2.25, 61.2)
+    return Snapshot(9, 3, 1, 2, 1, 0, 0.5, 20.0, 2.25, 61.2)
 
 
 def test_a_log_gets_a_line_every_thirty_seconds_and_no_escape_codes():
@@ -33,11 +37,19 @@ def test_a_log_gets_a_line_every_thirty_seconds_and_no_escape_codes():
     assert (
         lines
         == [
-            "3/9 done, 1 failed, 2 running on 1 worker, 20.0 output tokens/s, acceptance length 2.25, "
-            "50% of the work, 0:01:02 left"
+            "50% of the work, 0:01:02 left, 3/9 done, 1 failed, 2 running on 1 worker, "
+            "20.0 output tokens/s, acceptance length 2.25"
         ]
         * 3
     )
+
+
+def test_while_no_worker_is_ready_the_line_says_what_it_waits_for():
+    """A time left that counts models as documents was off by minutes."""
+    idle = replace(snapshot(), num_running=0, num_workers=0, eta_s=None, output_tokens_per_s=None)
+    assert describe(idle).endswith("3/9 done, 1 failed, waiting for Ray to start a worker, acceptance length 2.25")
+    assert "2 workers loading models" in describe(replace(idle, num_loading=2))
+    assert "left" not in describe(idle)
 
 
 class Terminal(io.StringIO):
@@ -55,6 +67,40 @@ def test_a_terminal_gets_a_bar_and_notes_stay_readable_above_it():
     display.close()
     assert SHOWN in stream.getvalue(), "text and no markup"
     assert "3/9 done" in stream.getvalue()
+
+
+def test_nothing_is_cut_where_a_terminal_is_narrow(monkeypatch: pytest.MonkeyPatch):
+    """At 80 columns the bar and the time left were what was missing."""
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    display = open_display(stream)
+    display.show(replace(snapshot(), num_rows=10_000_000, num_done=123_456), 0.0)
+    display.close()
+    drawn = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines()]
+    assert max(map(len, drawn)) <= 80
+    assert drawn[-2].startswith("━━━━━━╺━━━━━ 50% of the work, 0:01:02 left, 123,456/10,000,000 done, 1 failed,")
+    assert drawn[-1].endswith("20.0 output tokens/s, acceptance length 2.25")
+
+
+def test_a_notebook_gets_one_bar_that_changes(monkeypatch: pytest.MonkeyPatch):
+    """Rich draws one only where ipywidgets is installed, and warned instead."""
+    cell: list[dict[str, str]] = []
+
+    class Output:
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            cell[0] = data
+
+    module = types.ModuleType("IPython.display")
+    module.display = lambda data, *, raw, display_id: cell.append(data) or Output()
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    display = open_display()
+    for second in range(3):
+        display.show(replace(snapshot(), fraction=second / 2), float(second))
+    display.close()
+    [shown] = cell
+    assert shown["text/plain"].startswith("100% of the work, ")
+    assert shown["text/html"].startswith('<progress value="1.000"></progress> 100% of the work, ')
 
 
 HOSTILE = "[red]a[/red] [link=http://x]b[/link] :smile: \x1b[2J\u202ec\nd"

@@ -21,9 +21,9 @@ def key(row: int) -> DocumentKey:
     return DocumentKey(0, row)
 
 
-def ledger(*estimates: tuple[int, int], num_done: int = 0, num_errors: int = 0) -> Ledger:
+def ledger(*estimates: tuple[int, int], num_done: int = 0, work: DecodingStats | None = None) -> Ledger:
     documents = {key(row): TokenEstimate(*pair) for row, pair in enumerate(estimates)}
-    return Ledger(estimates_of(documents), num_done, num_errors)
+    return Ledger(estimates_of(documents), num_done, 0, work)
 
 
 def stats(prompt: int, output: int, prefill_s: float = 1.0, verify_s: float = 1.0) -> DecodingStats:
@@ -62,6 +62,27 @@ def test_running_documents_count_for_what_they_have_done():
     done, left = 1000 + 50 * DEFAULT_OUTPUT_COST, 50 * DEFAULT_OUTPUT_COST
     assert now.fraction == pytest.approx(done / (done + left))
     assert now.num_running == 1
+
+
+def test_loading_models_is_no_pace():
+    """The time left counted the minutes of loading, and fell to a tenth with the first documents."""
+    book = ledger(*[(1000, 100)] * 10)
+    for second in range(101):
+        assert book.snapshot(float(second), 0).eta_s is None
+    book.snapshot(100.0, 1)
+    book.running("w", {key(0): 50})
+    assert book.snapshot(105.0, 1).eta_s is None, "what an output token costs is not known yet"
+    book.finish(key(0), stats(1000, 100), "w")
+    assert book.snapshot(110.0, 1).eta_s == pytest.approx(90.0)
+
+
+def test_a_resume_goes_on_where_the_run_was():
+    """It began at 0% again; its documents before count for what they took, also towards what the others will."""
+    before = stats(9000, 100, prefill_s=9.0, verify_s=1.0)
+    book = ledger((1000, 200), (1000, 200), num_done=2, work=before)
+    assert book.snapshot(1.0, 0).fraction == pytest.approx(10000 / (10000 + 2 * (1000 + 10 * 200 * 100 / 400)))
+    book.finish(key(0), stats(1000, 50, prefill_s=1.0, verify_s=0.5))
+    assert book.snapshot(11.0, 1).eta_s == pytest.approx(10.0)
 
 
 class Jumps:

@@ -23,7 +23,7 @@ def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path: Path, su
     (tmp_path / "in.jsonl").write_text("\n".join(request(name, *asked) for name, asked in texts.items()))
     prepared = in_process("prepare.py", "openai", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "in.parquet"))
     assert prepared.code == 0, prepared.stderr
-    settings = shlex.split(prepared.stdout.partition("give jobs/summarize.py:")[2])
+    settings = shlex.split(prepared.stdout.partition("give specextend run:")[2])
     output, places = tmp_path / "out", ("--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out"))
     ended = summarize_here(*places, *settings, "--set", "job.max_error_fraction=0.5")
     assert ended.code == 0, ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pydoc
 import re
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +15,18 @@ import pytest
 
 import specextend
 from specextend import RunConfig, RunResult
-from tests.job.conftest import AT_ONCE_S, CONFIG, LONGEST_S, ROOT, long_texts, parts, rows, wait_for, write_corpus
+from tests.job.conftest import (
+    AT_ONCE_S,
+    CONFIG,
+    LONGEST_S,
+    ROOT,
+    environment,
+    long_texts,
+    parts,
+    rows,
+    wait_for,
+    write_corpus,
+)
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
 
@@ -78,14 +90,27 @@ def test_what_the_command_refuses_is_raised(corpus: Path, tmp_path: Path):
         specextend.run("tiny-random", input=corpus, output=tmp_path / "out", settings={"input.text_column": "body"})
 
 
+def script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code as a script of somebody who has set nothing for Ray."""
+    kept = {name: value for name, value in environment().items() if not name.startswith("RAY_AUTH")}
+    line = [sys.executable, "-c", code]
+    return subprocess.run(line, cwd=folder, env=kept, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+
+
 @pytest.mark.slow
-def test_the_examples_of_the_page_run(tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch, capsys):
-    """In their order, with the tiny pair in place of the large one, and with no timer left behind."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(threading.Timer, "start", lambda timer: None)
-    names: dict[str, object] = {}
-    for block in BLOCKS:
-        exec(compile(block.replace('"smollm2"', '"tiny-random"'), "docs/python.md", "exec"), names)
+def test_the_examples_of_the_page_run(tmp_path: Path):
+    """In their order and in a script, which starts a Ray of its own, with the tiny pair in place of the large one."""
+    page = "\n".join(BLOCKS).replace('"smollm2"', '"tiny-random"').replace("threading.Timer(", "threading.Timer(9e6 + ")
+    ended = script(tmp_path, f"{page}\nimport os\nos._exit(0)  # the timer would go on")
+    assert ended.returncode == 0, ended.stderr
     assert len(BLOCKS) == 7
     assert pq.read_table(tmp_path / "out" / "reports" / "summaries").num_rows == 2
-    assert "govreport-1k-00" in capsys.readouterr().out
+    assert "govreport-1k-00" in ended.stdout
+    assert "0% of the work, 0/2 done, waiting for Ray to start a worker\n" in ended.stderr, "lines and no bar"
+    assert "\x1b[" not in ended.stderr
+
+
+def test_a_ray_that_was_imported_too_early_is_said(tmp_path: Path):
+    """It had read its variables by then: the private one would not have been private, and did not start."""
+    ended = script(tmp_path, f"import ray, specextend\nspecextend.run({str(CONFIG)!r}, output='out')")
+    assert "call ray.init() before and the run takes that Ray" in ended.stderr.splitlines()[-1]

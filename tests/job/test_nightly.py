@@ -23,7 +23,11 @@ PAGE = REST.partition("\n## ")[0]
 COMMANDS = [
     match.replace("/opt/specextend", str(ROOT)).rstrip(" &")
     for block in re.findall(r"^```sh\n(.*?)^```$", CLUSTER, re.MULTILINE | re.DOTALL)
-    for match in re.findall(r"(?:jobs/summarize\.py|scripts/submit\.sh) (.*)$", block.replace("\\\n", ""), re.MULTILINE)
+    for match in re.findall(
+        r"^(?:specextend run|scripts/submit\.sh) (.*)$",
+        block.replace("\\\n", ""),
+        re.MULTILINE,
+    )
 ]
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "specextend.rules.yaml").read_text())["groups"][0]["rules"]
 FINAL = {exits.EXIT_REFUSED, exits.EXIT_TOO_MANY_ERRORS, exits.EXIT_LOCKED, exits.EXIT_OTHER_RUN}
@@ -59,7 +63,7 @@ def commands() -> list[str]:
         cron_line().replace("\\%", "%"),
         shlex.join([*constant("COMMAND"), "--run-date", "2026-11-22"]),
         container()["args"][0],
-        *re.findall(r"jobs/summarize\.py .*", PAGE),
+        *re.findall(r"^specextend run .*", PAGE, re.MULTILINE),
     ]
 
 
@@ -72,7 +76,7 @@ def test_the_job_takes_the_command(command: str, monkeypatch: pytest.MonkeyPatch
     own, models = tmp_path / "nightly.yaml", {"target": {"model": "owner/t"}, "decoding": {"mode": "autoregressive"}}
     own.write_text(yaml.safe_dump(models) + configuration)
     command = command.replace("/etc/specextend/nightly.yaml", str(own)).replace("/home/ray/specextend", str(ROOT))
-    command = command.partition("jobs/summarize.py ")[2].partition(" 2>>")[0]
+    command = command.partition("specextend run ")[2].partition(" 2>>")[0]
     words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
     _, parsed = parse(words.stdout.split("\0")[:-1])
     config = RunConfig.load(parsed.config, parsed.overrides, allow_relative=False, run_date=parsed.run_date)
@@ -114,11 +118,12 @@ def test_an_alert_asks_for_what_a_run_exports(rule: dict[str, Any]):
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
-def test_a_submitted_job_takes_its_commands(arguments: str):
+def test_a_submitted_job_takes_its_commands(arguments: str, monkeypatch: pytest.MonkeyPatch):
     """Files that exist, keys that are known, paths that a submitted job takes."""
     assert len(COMMANDS) == 3
+    monkeypatch.chdir(ROOT)
     _, parsed = parse(shlex.split(arguments))
-    config = RunConfig.load(ROOT / parsed.config, parsed.overrides, allow_relative=False)
+    config = RunConfig.load(parsed.config, parsed.overrides, allow_relative=False)
     assert config.job.gpus_per_worker == 1
 
 
