@@ -1,13 +1,19 @@
-"""The commands `report`, `compare` and `export`: one run, two side by side, or its results in another format."""
+"""The commands `report`, `compare` and `export`: one run, two side by side, or answers as files for others."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import time
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specextend.cli.command import OUTPUT, in_one_line, show, takes, write_json
 from specextend.core import counted, first_line, printable
+
+if TYPE_CHECKING:  # it imports pyarrow
+    from specextend.data.storage import Location
+    from specextend.report.export import Exported
 
 EXIT_OVER_LIMIT = 3
 _OTHER = click.argument("other", type=click.Path())
@@ -73,19 +79,82 @@ def _share(comparison: dict[str, Any], of: str) -> float:
     return 1.0 if here is None or not there else 1 - here / there
 
 
-@click.command()
-@OUTPUT
-@click.option("--to", required=True, metavar="FILE", help="the file to write, a path or a URI")
-@in_one_line
-def export(output: str, to: str) -> int:
-    """Write the results of a run as JSON Lines.
+_DEST = "a file that ends in .jsonl, .csv or .parquet, or a folder for such files; a path or a URI"
+_FORMAT = "instead of what DEST ends in; parquet for a folder. openai: JSON Lines in the output format of its Batch API"
 
-    They have the output format of OpenAI's Batch API.
+
+@click.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path())
+@click.option("--to", required=True, metavar="DEST", help=_DEST)
+@click.option("kind", "--format", type=click.Choice(["jsonl", "csv", "parquet", "openai"]), help=_FORMAT)
+@click.option("--follow", is_flag=True, help="add the answers to the folder DEST as they come, until the run has ended")
+@click.option("--latest", is_flag=True, help="merge runs: the newest answer to each id")
+@click.option("--only-ids-in", metavar="INPUT", help="leave out documents that are gone from this file, folder or glob")
+@in_one_line
+def export(
+    runs: tuple[str, ...], to: str, kind: str | None, follow: bool, latest: bool, only_ids_in: str | None
+) -> int:
+    """Write the answers of a run for other programs, or of several runs the newest answers.
+
+    \b
+    specextend export out/run --to answers.csv
+    specextend export out/run --to answers/          # Parquet that load_dataset("answers") reads
+    specextend export out/run --follow --to live/    # while the run goes on
+    specextend export --latest out/nights/* --only-ids-in reports/ --to answers.parquet
     """
     from specextend.data.storage import resolve
-    from specextend.report.result_rows import write_responses  # seconds: not for --help
+    from specextend.report.export import export_answers, format_of
+    from specextend.report.result_rows import write_responses
 
-    written, errors, rows = write_responses(resolve(output), resolve(to))
-    what = counted(written, "document") if rows is None else f"{written:,} of {counted(rows, 'document')}"
-    show(printable(f"{what} in {to}, {errors:,} of them as errors"))
+    if len(runs) > 1 and not latest:
+        raise click.UsageError("several RUNs need --latest")
+    output, place = resolve(runs[0]), resolve(to)
+    if (follow or kind == "openai") and (latest or only_ids_in or (follow and kind == "openai")):
+        raise click.UsageError("--follow and --format openai are for one run, without other options")
+    if kind == "openai":
+        written, errors, rows = write_responses(output, place)
+        show(printable(f"{_of(written, rows)} in {to}, {errors:,} of them as errors"))
+        return 0
+    if follow:
+        if format_of(place):
+            raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
+        return _follow(output, place, kind or "parquet", to)
+    exported = export_answers([*map(resolve, runs)], place, kind or format_of(place) or "parquet", only_ids_in)
+    show(_say(exported, to))
     return 0
+
+
+def _follow(output: Location, folder: Location, kind: str, to: str) -> int:
+    """Export a run while it goes on. Returns the exit code."""
+    from specextend.cluster.exits import EXIT_INTERRUPTED
+    from specextend.cluster.lock import read_lock
+    from specextend.report.export import follow
+
+    def is_running() -> bool:
+        driver = read_lock(output)
+        return driver is not None and driver.seems_alive(time.time())
+
+    exported = follow(output, folder, kind, is_running)
+    show(_say(exported, to))
+    if exported.done + exported.failed == exported.rows:
+        return 0
+    print("the run has stopped before its end; run it again, then this command", file=sys.stderr)
+    return EXIT_INTERRUPTED
+
+
+def _say(exported: Exported, to: str) -> str:
+    """Say in one line what an export has written."""
+    parts = [f"{_of(exported.done, exported.rows)} in {to}"]
+    if exported.failed:
+        parts.append(f"{exported.failed:,} failed")
+    if exported.outdated:
+        parts.append(f"{exported.outdated:,} with an older answer, because a newer attempt failed")
+    if exported.gone:
+        parts.append(f"{exported.gone:,} left out, because the input has them no more")
+    if exported.difference:
+        parts.append(f"the runs differ ({exported.difference})")
+    return printable("; ".join(parts))
+
+
+def _of(count: int, rows: int | None) -> str:
+    return counted(count, "document") if rows is None else f"{count:,} of {counted(rows, 'document')}"

@@ -22,6 +22,7 @@ from specextend.data.storage import resolve
 from specextend.report import build_report, write_report
 from tests.cluster.conftest import Job, rows_of
 from tests.cluster.fakes import FakeEngine
+from tests.job.conftest import specextend
 
 
 class Nights:
@@ -84,4 +85,12 @@ def test_three_nights_decode_each_text_once(job: Callable[..., Job]) -> None:
     assert report["selection"] == {"input": 31, "unchanged": 19, "changed": 2, "new": 10, "selected": 12}
     assert (report["rows"]["input"], report["rows"]["pending"]) == (12, 0)
     assert nights.run(4) == EXIT_DONE, "a night on which nothing has come is a good night"
+    (nights.folder / "2.parquet").unlink()
+    merged = nights.folder.parent / "merged.parquet"
+    outputs = [str(nights.output(number)) for number in (4, 1, 3, 2)]
+    ended = specextend("export", "--latest", *outputs, "--only-ids-in", str(nights.folder), "--to", str(merged))
+    assert ended.stdout == f"20 documents in {merged}; 11 left out, because the input has them no more\n"
+    answers = {row["doc_id"]: row["summary"] for row in pq.read_table(merged).to_pylist()}
+    wanted = nights.done(1) | nights.done(3)
+    assert answers == {name: row["summary"] for name, row in wanted.items()}
     assert read_status(resolve(str(nights.output(4))))["state"] == "complete"

@@ -5,6 +5,7 @@ Nothing is left to decode, so no Ray may start.
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from datasets import load_dataset
 
 from tests.contract.conftest import run_job
 from tests.job.conftest import CONFIG, TEXT, in_process, rows, write_corpus
@@ -231,15 +233,41 @@ def test_two_runs_side_by_side_and_nothing_is_written(folder: Path, finished: Pa
     assert stamps(folder) == before
 
 
-def test_an_export_has_each_document_once(finished: Path, tmp_path: Path):
-    """As lines of OpenAI's Batch API: answers and errors."""
-    ended = in_process("export.py", str(finished / "out"), "--to", str(tmp_path / "out.jsonl"))
-    assert ended.code == 0, ended.stderr
-    assert ended.stdout == f"5 of 5 documents in {tmp_path / 'out.jsonl'}, 2 of them as errors\n"
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert sorted(line["custom_id"] for line in lines) == [*"abcde"]
-    errors = {line["custom_id"]: line["error"]["code"] for line in lines if line["error"]}
-    assert errors == {"b": "NullText", "d": "EmptyText"}
+@pytest.mark.parametrize("name", ["answers.jsonl", "answers.csv", "answers.parquet", "answers"])
+def test_an_export_has_each_answer_once(finished: Path, tmp_path: Path, monkeypatch, name: str):
+    """As rows of files that other programs read, each column as far as the format has its type."""
+    to = tmp_path / name
+    ended = in_process("export.py", str(finished / "out"), "--to", str(to))
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.stdout == f"3 of 5 documents in {to}; 2 failed\n"
+    wanted = rows(finished / "out" / "summaries")
+    if name == "answers.csv":
+        found = list(csv.DictReader(to.read_text(encoding="utf-8").splitlines(keepends=True)))
+        assert [row["quality_flags"] for row in found] == [json.dumps(row["quality_flags"]) for row in wanted]
+        names = ("doc_id", "summary", "finish_reason")
+        found, wanted = ([{column: row[column] for column in names} for row in each] for each in (found, wanted))
+    elif name == "answers.jsonl":
+        found = [json.loads(line) for line in to.read_text(encoding="utf-8").splitlines()]
+        wanted = [row | {"started_at": row["started_at"].isoformat()} for row in wanted]
+    elif name == "answers.parquet":
+        found = pq.read_table(to).to_pylist()
+    else:
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        found = load_dataset(str(to), split="train").to_list()
+    assert found == wanted
+
+
+def test_an_export_that_would_spoil_something_is_refused(finished: Path, tmp_path: Path):
+    """The folder of the run is its own, and files of two exports in one folder would be read as one data set."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "part-00000.parquet").touch()
+    refused = {
+        finished / "out" / "summaries": "is in the folder of the run; name a place outside",
+        tmp_path / "full": "is not empty; name another folder",
+    }
+    for to, said in refused.items():
+        ended = in_process("export.py", str(finished / "out"), "--to", str(to))
+        assert (ended.code, ended.stderr) == (2, f"error: {to} {said}\n")
 
 
 @pytest.mark.parametrize("job", [["report.py"], ["export.py", "--to", "x.jsonl"], ["summarize.py", "--status"]])

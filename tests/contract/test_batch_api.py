@@ -1,4 +1,4 @@
-"""From a file of OpenAI's Batch API to one: `prepare.py openai`, `summarize.py`, `export.py`."""
+"""From a file of OpenAI's Batch API to one: `prepare.py openai`, `summarize.py`, `export.py --format openai`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_file_of_requests_comes_back_as_a_file_of_responses(tmp_path: Path, su
     output, places = tmp_path / "out", ("--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / "out"))
     ended = summarize_here(*places, *settings, "--set", "job.max_error_fraction=0.5")
     assert ended.code == 0, ended.stderr
-    exported = in_process("export.py", str(output), "--to", str(tmp_path / "out.jsonl"))
+    exported = in_process("export.py", str(output), "--format", "openai", "--to", str(tmp_path / "out.jsonl"))
     assert (exported.code, exported.stderr) == (0, "")
     assert exported.stdout == f"3 of 3 documents in {tmp_path / 'out.jsonl'}, 1 of them as errors\n"
     lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
 from tests.contract.conftest import Run
-from tests.job.conftest import DYING_DRIVER, LONGEST_S, in_process, is_paused, wait_for
+from tests.job.conftest import DYING_DRIVER, LONGEST_S, ROOT, environment, in_process, is_paused, rows, wait_for
 
 MOMENTS = {
     "writes a part": ("before", "*/_run/parts/part-*", "2"),
@@ -114,3 +117,29 @@ def test_of_two_runs_started_at_once_one_wins_and_the_other_says_so(run: Run, un
     assert "Traceback" not in said
     assert run.result() == undisturbed
     assert json.loads((run.output / "_SUCCESS").read_text())["done"] == len(undisturbed)
+
+
+@pytest.mark.slow
+def test_answers_can_be_read_while_the_run_goes_on_each_once(run: Run, undisturbed):
+    """Also if whoever writes them is killed: the next one goes on, and ends when the run does."""
+    process = run.start(DYING_DRIVER, "SIGSTOP", *MOMENTS["has written its first part"])
+    wait_for(lambda: is_paused(process.pid), "pause")
+    live = run.folder / "live"
+    command = [sys.executable, "-m", "specextend", "export", str(run.output), "--follow", "--to", str(live)]
+    followers = [subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)]
+    wait_for(lambda: list(live.glob("*.parquet")), "answer")
+    assert not (run.output / "summaries").exists()
+    early = rows(live)
+    assert [(row["doc_id"], row["summary"]) in pairs(undisturbed) for row in early] == [True] * len(early)
+    followers[0].kill()
+    process.send_signal(signal.SIGCONT)
+    followers.append(subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    _, stderr = process.communicate(timeout=LONGEST_S)
+    assert process.returncode == 0, stderr
+    said = [follower.communicate(timeout=LONGEST_S)[1] for follower in followers]
+    assert (followers[1].returncode, said[1]) == (0, "")
+    assert sorted(pairs(rows(live))) == sorted(pairs(undisturbed))
+
+
+def pairs(found: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(row["doc_id"], row["summary"]) for row in found]

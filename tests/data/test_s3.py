@@ -35,7 +35,7 @@ from specextend.data.storage import (
     write_bytes,
 )
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, Endpoint, s3_server
-from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows
+from tests.job.conftest import CONFIG, LONGEST_S, ROOT, command, environment, parts, rows, specextend
 
 MakeRow = Callable[..., dict[str, Any]]
 
@@ -110,8 +110,13 @@ def test_a_run_is_written_resumed_and_finished(s3: Endpoint, output: Location, d
         write_manifest(output, manifest)
     CommitWriter(output, "0000000b").commit([done(0, 0), failed(0, 1), done(1, 1)])
     CommitWriter(output, "0000000a").commit([done(0, 2, "later"), done(1, 0)])
+    followed = specextend("export", "s3://corpus/runs/one night", "--follow", "--to", "s3://corpus/live")
+    assert (followed.code, followed.stdout) == (0, "4 of 5 documents in s3://corpus/live; 1 failed\n")
+    assert s3.files().keys() > {"live/part-0000000b-000000.parquet", "live/part-0000000a-000001.parquet"}
     assert finalize(source, output) == Counts(5, 4, 1)
     write_success(output, Counts(5, 4, 1))
+    exported = specextend("export", "s3://corpus/runs/one night", "--to", "s3://corpus/answers.csv")
+    assert (exported.code, exported.stdout) == (0, "4 of 5 documents in s3://corpus/answers.csv; 1 failed\n")
     folder = output.child("summaries")
     tables = [pq.read_table(folder.child(name).path, filesystem=folder.filesystem) for name in list_files(folder)]
     assert pa.concat_tables(tables)["topic"].to_pylist() == ["x", "z", "v", "w"]

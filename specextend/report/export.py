@@ -1,0 +1,303 @@
+"""The answers of runs as files for others: of a run while it goes on, of one that has ended, the newest of several."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
+from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest, text_column
+from specextend.data.inputs import InputOptions
+from specextend.data.parquet import damaged_as, gathered, is_text, open_parquet, rows_where, stream
+from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
+from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_schema
+from specextend.data.source import open_source
+from specextend.data.storage import Location, atomic_output, in_order, list_files, remove_temporary_files
+
+POLL_S = 2.0
+"""Seconds between two looks for new commits."""
+_Mask = tuple[Location, NDArray[np.bool_]]
+"""A file of results, and which of its rows are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export has written, in documents."""
+
+    done: int
+    failed: int
+    """Left without an answer."""
+    rows: int | None = None
+    """Those that the run is about; None if there are several runs, or if the folder has no manifest."""
+    outdated: int = 0
+    """With an answer that is older than an attempt which failed."""
+    gone: int = 0
+    """Left out, because the input has them no more."""
+    difference: str = ""
+    """How the runs differ in models or options, in one line; empty if they do not."""
+
+
+def format_of(place: Location) -> str | None:
+    """Return the format that a file is given by its ending; None for a folder."""
+    _, dot, ending = place.name.lower().rpartition(".")
+    return ending if dot and ending in _WRITERS else None
+
+
+def follow(output: Location, folder: Location, kind: str, is_running: Callable[[], bool]) -> Exported:
+    """Write the answers of a run into a folder as they are committed, until the run has no driver any more.
+
+    Each commit becomes a file, whole or not at all, which is also the record that it was written: another call goes on
+    from there, and each document has one row. kind: the format. is_running: asked for a driver. Raises ValueError if
+    there is no run, or for a folder with other files.
+    """
+    while (manifest := read_manifest(output)) is None and is_running():
+        time.sleep(POLL_S)
+    if manifest is None:
+        raise ValueError(f"{output.path} holds no run")
+    _check_outside([output], folder)
+    written = {f"{name.removesuffix(kind)}parquet" for name in list_files(folder)}
+    if others := sorted(written - commit_sizes(output).keys()):
+        raise ValueError(f"{folder.path} holds {others[0]}, which is no commit of this run; name another folder")
+    remove_temporary_files(folder)
+    schema, settled, seen = summary_schema((), text_column(output)), Settled(), set[str]()
+    is_last = False
+    while not is_last:
+        is_last, sizes = not is_running(), commit_sizes(output)
+        for name in sorted((name for name in sizes if name not in seen), key=lambda name: name not in written):
+            columns = KEY_COLUMNS if name in written else COMMIT_SCHEMA.names
+            commit = read_commit(output, name, columns, manifest["fingerprint"], sizes[name])
+            answers = _new_answers(commit, name, settled)
+            if len(answers) and name not in written:
+                table = answers.select(SUMMARY_SCHEMA.names).rename_columns(schema.names).cast(schema)
+                _write(folder.child(name.removesuffix("parquet") + kind), kind, schema, [table])
+        seen |= sizes.keys()
+        time.sleep(0 if is_last else POLL_S)
+    return Exported(*settled.count(), num_input_rows(manifest))
+
+
+def _new_answers(commit: pa.Table, name: str, settled: Settled) -> pa.Table:
+    """Return the rows of a commit that are done, and were not done in one before it."""
+    places, is_done = settled.places(commit, name), commit["error_class"].is_null().to_numpy()
+    settled.settle(places, ~is_done, FAILED)
+    return commit.take(pa.array(settled.settle(places, is_done, DONE)))
+
+
+def export_answers(outputs: Sequence[Location], to: Location, kind: str, only_ids_in: str | None = None) -> Exported:
+    """Write `summaries/` of runs, of several runs the newest answer to each id, to a file or into a new folder.
+
+    A run is newer than another if it began later, as its own record says. kind: the format. only_ids_in: an input;
+    documents that it does not have are left out. Texts are streamed; the ids of all rows are in memory. Raises
+    ValueError for runs that have not ended or do not belong together, and for a folder that holds files.
+    """
+    runs = [_Run.read(output) for output in outputs]
+    _check_outside(outputs, to)
+    if len(runs) > 1 or only_ids_in is not None:
+        runs = _newest_first(runs)
+    schema = _common_schema(runs)
+    chosen, exported = _choose(runs, None if only_ids_in is None else _ids_of_input(only_ids_in, runs[0]))
+    answers = [_read(file, schema, mask) for file, mask in chosen if mask.any()]
+    if format_of(to):
+        _write(to, kind, schema, chain.from_iterable(answers))
+        return exported
+    if list_files(to):
+        raise ValueError(f"{to.path} is not empty; name another folder")
+    for number, tables in enumerate(answers):
+        _write(to.child(f"part-{number:05d}.{kind}"), kind, schema, tables)
+    return exported
+
+
+def _check_outside(outputs: Sequence[Location], to: Location) -> None:
+    for output in outputs:
+        if f"{to.path}/".startswith(f"{output.path}/"):
+            raise ValueError(f"{to.path} is in the folder of the run; name a place outside")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The folder of a run."""
+
+    path: str
+    manifest: dict[str, Any]
+    """Empty if there is none."""
+    begin: float | None
+    """When its first start began, in seconds since the epoch, as its record says."""
+    columns: str
+    """Those of the ids and the texts."""
+    answers: list[Location]
+    """The files of `summaries/`."""
+    failures: list[Location]
+    """The files of `errors/`."""
+
+    @classmethod
+    def read(cls, output: Location) -> _Run:
+        """Read a folder. Raises ValueError if there is no run, or one that has not ended."""
+        manifest, folders = read_manifest(output) or {}, (summaries_folder(output), errors_folder(output))
+        begins = [begin for start in read_starts(output) if (begin := parse_time(start.begin)) is not None]
+        answers, failures = ([folder.child(name) for name in list_results(folder)] for folder in folders)
+        if not answers and not manifest:
+            raise ValueError(f"{output.path} holds no run")
+        if not answers and num_input_rows(manifest):
+            raise ValueError(f"{output.path} has not ended: run it again, or take what is done with --follow")
+        id_column = manifest.get("config", {}).get("input", {}).get("id_column")
+        columns = f"ids in {id_column}, texts in {text_column(output)}"
+        return cls(output.path, manifest, min(begins, default=None), columns, answers, failures)
+
+
+def _newest_first(runs: Sequence[_Run]) -> list[_Run]:
+    """Sort runs by age. Raises ValueError unless it is known, and the columns of their ids and texts are the same."""
+    for run in runs:
+        if not run.manifest or run.begin is None:
+            raise ValueError(f"{run.path} has no record of its start, so its age is not known; leave it out")
+        if run.columns != runs[0].columns:
+            differ = f"{run.path} has {run.columns}, {runs[0].path} {runs[0].columns}"
+            raise ValueError(f"{differ}; export them one by one")
+    return sorted(runs, key=lambda run: run.begin or 0.0, reverse=True)
+
+
+@contextmanager
+def _opened(file: Location) -> Iterator[pq.ParquetFile]:
+    """Open a file of results. Raises ValueError, in one line, if it is damaged."""
+    with damaged_as(ValueError, file, "run its job again to write it anew"), open_parquet(file) as parquet:
+        yield parquet
+
+
+def _common_schema(runs: Sequence[_Run]) -> pa.Schema:
+    """Return the columns of all runs. Raises ValueError if one has two types."""
+    schemas = [SUMMARY_SCHEMA] if not any(run.answers for run in runs) else []
+    for run in runs:
+        for file in run.answers[:1]:
+            with _opened(file) as parquet:
+                schemas.append(parquet.schema_arrow.remove_metadata())
+    try:
+        return pa.unify_schemas(schemas)
+    except pa.ArrowException as error:
+        raise ValueError(f"the runs differ in their columns ({error}); export them one by one") from error
+
+
+def _ids_of_input(path: str, run: _Run) -> pa.ChunkedArray:
+    """Read the ids of an input, whose columns have the names that a run knows. Raises InputError."""
+    names = {name: run.manifest["config"]["input"][name] for name in ("text_column", "id_column")}
+    source = open_source(InputOptions(path=path, **names))
+    return pa.chunked_array([each for file in source.files for each in source.ids(file.number).chunks])
+
+
+def _choose(runs: Sequence[_Run], wanted: pa.ChunkedArray | None) -> tuple[list[_Mask], Exported]:
+    """Choose the first answer to each id of runs, the newest first. Returns the files, each with a mask of its rows."""
+    kinds = [(files, is_answer) for run in runs for files, is_answer in ((run.answers, True), (run.failures, False))]
+    files = [(file, is_answer) for each, is_answer in kinds for file in each]
+    every, codes, sizes = _ids([file for file, _ in files])
+    is_answer = np.repeat(np.array([is_answer for _, is_answer in files], bool), sizes)
+    first, first_answer = (_first(codes, mask, len(every)) for mask in (np.ones(len(codes), bool), is_answer))
+    is_answered, is_wanted = first_answer < len(codes), np.ones(len(every), bool)
+    if wanted is not None:
+        is_wanted = pc.is_in(every, value_set=wanted).to_numpy(zero_copy_only=False)
+    mask = np.zeros(len(codes), bool)
+    mask[first_answer[is_answered & is_wanted]] = True
+    lines = (line for run in runs[1:] for line in other_configuration(run.manifest, runs[0].manifest))
+    exported = Exported(
+        done=int(mask.sum()),
+        failed=int((is_wanted & ~is_answered).sum()),
+        outdated=int((is_wanted & is_answered & (first < first_answer)).sum()),
+        gone=int((is_answered & ~is_wanted).sum()),
+        rows=None if len(runs) > 1 or not runs[0].manifest else num_input_rows(runs[0].manifest),
+        difference=next(lines, ""),
+    )
+    masks = np.split(mask, np.cumsum(sizes))  # the last one is empty
+    return [(file, mask) for (file, is_answer), mask in zip(files, masks, strict=False) if is_answer], exported
+
+
+def _ids(files: Sequence[Location]) -> tuple[pa.Array, NDArray[np.int32], NDArray[np.int64]]:
+    """Read the ids of files. Returns each of them once, its number for each row of all files, and the files' rows."""
+
+    def read(file: Location) -> pa.Array:
+        with _opened(file) as parquet:
+            return parquet.read(columns=["doc_id"])["doc_id"].cast(pa.large_string()).combine_chunks()
+
+    ids = [pa.array([], pa.large_string()), *in_order(read, files)]
+    encoded = pa.chunked_array(ids).dictionary_encode().combine_chunks()
+    return encoded.dictionary, encoded.indices.to_numpy(), np.array([len(each) for each in ids[1:]], np.int64)
+
+
+def _first(codes: NDArray[np.int32], mask: NDArray[np.bool_], num_codes: int) -> NDArray[np.int64]:
+    """Return the first row with each code among those of a mask [num_codes]; len(codes) where there is none."""
+    first, rows = np.full(num_codes, len(codes)), np.flatnonzero(mask)[::-1]
+    first[codes[rows]] = rows  # of rows with one code, the last that is written stays
+    return first
+
+
+def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterator[pa.Table]:
+    """Yield those rows of a file, as small tables; a column that the file lacks is null."""
+    begin = 0
+    with _opened(file) as parquet:
+        for table in stream(parquet, parquet.schema_arrow.names):
+            table, begin = rows_where(table, mask[begin : begin + len(table)]), begin + len(table)
+            for field in schema:
+                if field.name not in table.column_names:
+                    table = table.append_column(field, pa.nulls(len(table), field.type))
+            yield table.select(schema.names).cast(schema)
+
+
+def _write(file: Location, kind: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    """Write a file of a format, whole or not at all."""
+    with atomic_output(file) as path:
+        _WRITERS[kind](path, schema, tables)
+
+
+def _write_parquet(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in gathered(schema, ((table, table.nbytes) for table in tables)):
+            writer.write_table(table)
+
+
+def _write_csv(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    with pa_csv.CSVWriter(path, _flat(schema.empty_table()).schema) as writer:
+        for table in tables:
+            writer.write_table(_flat(table))
+
+
+def _write_json_lines(path: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        for table in tables:
+            for i, column in enumerate(table.columns):
+                if pa.types.is_floating(column.type):  # JSON has neither NaN nor infinity
+                    table = table.set_column(i, table.field(i), pc.if_else(pc.is_finite(column), column, None))
+            file.writelines(_json(row) + "\n" for row in table.to_pylist())
+
+
+_WRITERS = {"parquet": _write_parquet, "csv": _write_csv, "jsonl": _write_json_lines}
+
+
+def _flat(table: pa.Table) -> pa.Table:
+    """Write lists, structs and other values for which CSV has no form as JSON."""
+    columns = []
+    for column in table.columns:
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if not (pa.types.is_primitive(column.type) or is_text(column.type)):
+            column = pa.array([None if v is None else _json(v) for v in column.to_pylist()], pa.large_string())
+        columns.append(column)
+    return pa.table(columns, table.column_names)
+
+
+def _json(value: Any) -> str:
+    """Write a value as JSON: times as ISO 8601, bytes as Base64, any other value as a string."""
+    return json.dumps(value, ensure_ascii=False, default=_text)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -1,0 +1,178 @@
+"""`specextend export`, of runs whose commits and records are made up: each answer once, and none that is older."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specextend.cluster.records import StartRecord
+from specextend.config import RunConfig
+from specextend.core import Completion, DocumentKey
+from specextend.data.commits import CommitWriter
+from specextend.data.prompts import Prompt
+from specextend.data.quality import QualityOptions, assess
+from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA, result_row
+from specextend.data.storage import resolve
+from specextend.stats import DecodingStats
+from tests.job.conftest import Ended, rows, specextend
+from tests.report.made_up import NIGHT_S, SetClock, config_of, failed_row, write_manifest_file
+
+
+def answer(row: int, text: str, doc_id: str = "") -> dict[str, Any]:
+    completion = Completion("", [1], text, "stop", DecodingStats())
+    return result_row(
+        DocumentKey(0, row),
+        doc_id or f"doc-{row}",
+        completion,
+        Prompt([1], 0, "middle"),
+        assess(completion, "another text", None, QualityOptions()),
+        content_sha256="00",
+        queue_s=0.0,
+        started_at=NIGHT_S,
+        worker="host:1",
+        attempts=1,
+    )
+
+
+def texts(folder: Path) -> list[tuple[str, str]]:
+    return sorted((row["doc_id"], row["summary"]) for row in rows(folder))
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """A run of four documents whose driver is gone: two commits, in which one document is done twice."""
+    output = tmp_path / "run"
+    write_manifest_file(resolve(str(output)), config_of(str(output)), 4)
+    commit(output, "0000000a", answer(0, "a"), failed_row(1, doc_id="doc-1"))
+    commit(output, "0000000a", answer(0, "a again"), answer(2, "c"))
+    return output
+
+
+def commit(output: Path, run_id: str, *made: dict[str, Any]) -> None:
+    CommitWriter(resolve(str(output)), run_id).commit(made)
+
+
+def follow(output: Path, to: Path, *more: str) -> Ended:
+    return specextend("export", str(output), "--follow", "--to", str(to), *more)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped: Path, tmp_path: Path, kind: str):
+    """A row that came twice would be counted twice; one that was left out is missed by nobody before the morning."""
+    live, before = tmp_path / "live", sorted(stopped.rglob("*"))
+    ended = follow(stopped, live, "--format", kind)
+    assert ended.code == 75
+    assert ended.stdout == f"2 of 4 documents in {live}; 1 failed\n"
+    assert ended.stderr == "the run has stopped before its end; run it again, then this command\n"
+    assert sorted(stopped.rglob("*")) == before, "nothing is written into its folder"
+    first = {path.name: path.stat().st_mtime_ns for path in live.iterdir()}
+    commit(stopped, "0000000b", answer(1, "b"), answer(2, "c again"))  # a retry, and a driver that came too late
+    commit(stopped, "0000000b", failed_row(3, doc_id="doc-3"))
+    ended = follow(stopped, live, "--format", kind)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.stdout == f"3 of 4 documents in {live}; 1 failed\n"
+    assert {path.name: path.stat().st_mtime_ns for path in live.iterdir()}.items() > first.items()
+    found = texts(live)
+    if kind == "jsonl":
+        lines = [json.loads(line) for path in live.iterdir() for line in path.read_text().splitlines()]
+        found = sorted((line["doc_id"], line["summary"]) for line in lines)
+    assert found == [("doc-0", "a"), ("doc-1", "b"), ("doc-2", "c")]
+
+
+def test_a_folder_of_another_export_is_not_followed_into(stopped: Path, tmp_path: Path):
+    """Two runs in one folder would look like one."""
+    assert follow(stopped, tmp_path / "live").code == 75
+    other = tmp_path / "other"
+    write_manifest_file(resolve(str(other)), config_of(str(other)), 1)
+    ended = follow(other, tmp_path / "live")
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert "which is no commit of this run; name another folder" in ended.stderr
+
+
+Night = Callable[..., Path]
+
+
+@pytest.fixture
+def night(tmp_path: Path) -> Night:
+    """Make the folder of a run that has ended: answers and failures by id, and when it began."""
+
+    def night(day: int, answers: dict[str, str], failed: tuple[str, ...] = (), **more: Any) -> Path:
+        output = tmp_path / "nights" / f"{9 - day}"  # its name says nothing
+        values = config_of(str(output)).model_dump(mode="json", exclude_unset=True)
+        values["input"]["id_column"], values["output"]["column"] = "id", more.pop("column", "summary")
+        config = RunConfig.from_values(values)
+        digest = more.pop("digest", "f" * 64)
+        write_manifest_file(resolve(str(output)), config, len(answers) + len(failed), digest)
+        StartRecord(resolve(str(output)), f"0000000{day}", config, clock=SetClock(NIGHT_S + day * 86_400)).write()
+        made = pa.Table.from_pylist([answer(0, text, name) for name, text in answers.items()], schema=SUMMARY_SCHEMA)
+        made = made.rename_columns({"summary": values["output"]["column"]})
+        for name, value in more.items():
+            made = made.append_column(name, pa.array([value] * len(made)))
+        write(output / "summaries", made)
+        if failed:
+            rows = [{"doc_id": name, "error_class": "WorkerDied"} for name in failed]
+            write(output / "errors", pa.Table.from_pylist(rows, schema=ERROR_SCHEMA))
+        return output
+
+    return night
+
+
+def write(folder: Path, table: pa.Table) -> None:
+    folder.mkdir(parents=True)
+    pq.write_table(table, folder / "part-00000.parquet")
+
+
+def merge(to: Path, *arguments: str | Path) -> Ended:
+    return specextend("export", "--latest", *map(str, arguments), "--to", str(to))
+
+
+def test_the_newest_answer_to_each_id_is_that_of_the_run_that_began_last(night: Night, tmp_path: Path):
+    """Whatever the order of the folders, by name or on the command line; a failure hides no answer, but is said."""
+    nights = [
+        night(1, {"a": "a1", "b": "b1", "c": "c1", "d": "d1"}, failed=("e",)),
+        night(3, {"a": "a3"}, failed=("c", "f"), source="x"),
+        night(2, {"a": "a2", "b": "b2", "e": "e2"}, failed=("d",)),
+    ]
+    to = tmp_path / "merged"
+    ended = merge(to, *nights)
+    assert ended.stderr == ""
+    assert ended.stdout == (f"5 documents in {to}; 1 failed; 2 with an older answer, because a newer attempt failed\n")
+    assert texts(to) == [("a", "a3"), ("b", "b2"), ("c", "c1"), ("d", "d1"), ("e", "e2")]
+    assert {row["doc_id"]: row["source"] for row in rows(to)} == dict.fromkeys("bcde") | {"a": "x"}
+
+
+def test_a_document_that_the_input_has_no_more_is_left_out(night: Night, tmp_path: Path):
+    """It was deleted, and its summary must go with it."""
+    nights = night(1, {"a": "a1", "b": "b1"}), night(2, {"c": "c2"}, failed=("d",))
+    write(tmp_path / "in", pa.table({"id": ["b", "c", "new"], "text": ["x"] * 3}))
+    ended = merge(tmp_path / "merged", *nights, "--only-ids-in", tmp_path / "in")
+    assert ended.stderr == ""
+    assert ended.stdout == (f"2 documents in {tmp_path / 'merged'}; 1 left out, because the input has them no more\n")
+    assert texts(tmp_path / "merged") == [("b", "b1"), ("c", "c2")]
+
+
+def test_runs_that_do_not_belong_together_are_not_merged(night: Night, tmp_path: Path):
+    """One line says why; other models or options are allowed, and said."""
+    first, keywords = night(1, {"a": "a1"}), night(2, {"a": "a2"}, column="keywords")
+    number, text = night(3, {"a": "a3"}, source=1), night(4, {"a": "a4"}, source="x")
+    (unfinished := tmp_path / "unfinished").mkdir()
+    write_manifest_file(resolve(str(unfinished)), config_of(str(unfinished)), 4)
+    for runs, said in (
+        ((first, keywords), "texts in keywords, "),
+        ((number, text), "the runs differ in their columns"),
+        ((first, unfinished), "has not ended: run it again"),
+        ((first, tmp_path / "in"), "holds no run"),
+    ):
+        ended = merge(tmp_path / "merged", *runs)
+        assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+        assert said in ended.stderr
+        assert not (tmp_path / "merged").exists()
+    assert specextend("export", str(first), str(number), "--to", str(tmp_path / "merged")).code == 2
+    said = merge(tmp_path / "merged", first, night(5, {"a": "a5"}, digest="e" * 64)).stdout
+    assert '; the runs differ (weights of target: "ffffffffffff" there, "eeeeeeeeeeee" here)' in said
