@@ -18,8 +18,8 @@ from benchmarks.documents import PromptGroup, choose_documents
 from benchmarks.needles import replay_probes
 from benchmarks.peers import PEERS, Output, Peer
 from specextend import Request, RunConfig, SamplingParams, load_engine
+from specextend.core import is_loop
 from specextend.decoding.device import device_name
-from specextend.decoding.sequence import is_loop
 from specextend.models import resolve_device
 from specextend.shipped import code_commit, package_version
 from specextend.stats import DecodingStats

@@ -1,4 +1,4 @@
-"""Documents, requests and completions, which hold no tensors; and functions that show text and errors safely."""
+"""Documents, requests and completions, which hold no tensors; loops of tokens; functions that show text safely."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ _NEEDED = frozenset("\u180e\u200b\u200c\u200d\u06dd\u070f\u0890\u0891\u08e2\U000
     map(chr, (*range(0x600, 0x606), *range(0x13430, 0x13440)))
 )
 """Exceptions, because scripts are written with them: word and vowel separators, joiners, signs around numbers."""
+
+MIN_REPEATS = 4
+"""Times that a stretch of tokens must stand in a row to be a loop."""
+MAX_PERIOD = 64
+"""Tokens of the longest stretch that is looked for."""
+MIN_STOP_TOKENS = 64
+"""Tokens that a loop must cover to end an output. A line of a table with one entry over and over has covered 40."""
+
+MIN_FLAGGED_TOKENS = 24
+"""Tokens that a loop must cover to count as one where that costs no text."""
 
 
 class DocumentKey(NamedTuple):
@@ -154,3 +164,22 @@ def _is_unsafe(character: str) -> bool:
 def how_to_install(extra: str) -> str:
     """Return the command that adds an extra of this package, which no package index has."""
     return f"pip install '.[{extra}]' in the clone, or 'WHEEL[{extra}]' with the path of the wheel"
+
+
+def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
+    """Return True if a stretch of up to MAX_PERIOD tokens, MIN_REPEATS times or more in a row, is the end.
+
+    min_tokens: how many tokens the repeats must cover at least.
+    """
+    if len(token_ids) < min_tokens:
+        return False
+    last = token_ids[-1]
+    longest = min(MAX_PERIOD, len(token_ids) // MIN_REPEATS)
+    periods = [period for period in range(1, longest + 1) if token_ids[-1 - period] == last]
+    tails = ((period, token_ids[-max(MIN_REPEATS * period, min_tokens) :]) for period in periods)
+    return any(tail[period:] == tail[:-period] for period, tail in tails)
+
+
+def is_loop(token_ids: list[int]) -> bool:
+    """Return True if the end of a whole output is a loop; a final EOS does not hide it."""
+    return any(ends_in_loop(tokens, MIN_FLAGGED_TOKENS) for tokens in (token_ids, token_ids[:-1]))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specextend.core import Completion
+from specextend.core import MIN_STOP_TOKENS, Completion, ends_in_loop
 from specextend.data.quality import QualityOptions, assess
-from specextend.decoding.sequence import MIN_STOP_TOKENS, ends_in_loop
 from tests.covering import covering
 from tests.tiny_models import Pair, random_prompt, request, tiny_engine, write_looping_pair
 

@@ -14,8 +14,7 @@ from importlib.util import find_spec
 import regex
 from rapidfuzz.distance import LCSseq
 
-from specextend.core import Completion, how_to_install, printable
-from specextend.decoding.sequence import is_loop
+from specextend.core import Completion, how_to_install, is_loop, printable
 
 REPEATED_WORDS = 4
 """Length of the runs of words that count as repeated, in words."""

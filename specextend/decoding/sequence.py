@@ -14,22 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specextend.core import Agreement, Completion, FinishReason, Request
+from specextend.core import MIN_STOP_TOKENS, Agreement, Completion, FinishReason, Request, ends_in_loop
 from specextend.decoding.cache import Region
 from specextend.decoding.retrieval import CachePolicy
 from specextend.decoding.sampling import Penalties, choice_gap
 from specextend.decoding.speculation import Speculation
 from specextend.stats import DecodingStats, Phase
-
-MIN_REPEATS = 4
-"""Times that a stretch of tokens must stand in a row to be a loop."""
-MAX_PERIOD = 64
-"""Tokens of the longest stretch that is looked for."""
-MIN_STOP_TOKENS = 64
-"""Tokens that a loop must cover to end an output. A line of a table with one entry over and over has covered 40."""
-
-MIN_FLAGGED_TOKENS = 24
-"""Tokens that a loop must cover to count as one where that costs no text."""
 
 _BROKEN = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet one
 _LONGEST_CHARACTER = 4  # bytes, each of which can be a token
@@ -95,25 +85,6 @@ class StopChecker:
         if _find(recent, self._stop) is None:
             return False
         return _find(_decode(self._tokenizer, self.token_ids), self._stop) is not None
-
-
-def ends_in_loop(token_ids: list[int], min_tokens: int) -> bool:
-    """Return True if a stretch of up to MAX_PERIOD tokens, MIN_REPEATS times or more in a row, is the end.
-
-    min_tokens: how many tokens the repeats must cover at least.
-    """
-    if len(token_ids) < min_tokens:
-        return False
-    last = token_ids[-1]
-    longest = min(MAX_PERIOD, len(token_ids) // MIN_REPEATS)
-    periods = [period for period in range(1, longest + 1) if token_ids[-1 - period] == last]
-    tails = ((period, token_ids[-max(MIN_REPEATS * period, min_tokens) :]) for period in periods)
-    return any(tail[period:] == tail[:-period] for period, tail in tails)
-
-
-def is_loop(token_ids: list[int]) -> bool:
-    """Return True if the end of a whole output is a loop; a final EOS does not hide it."""
-    return any(ends_in_loop(tokens, MIN_FLAGGED_TOKENS) for tokens in (token_ids, token_ids[:-1]))
 
 
 def _find(text: str, stop: tuple[str, ...]) -> int | None:

@@ -31,7 +31,7 @@ def answer(row: int, text: str, doc_id: str = "") -> dict[str, Any]:
         doc_id or f"doc-{row}",
         completion,
         Prompt([1], 0, "middle"),
-        assess(completion, "another text", None, QualityOptions()),
+        assess(completion, "another text", 0, None, QualityOptions()),
         content_sha256="00",
         queue_s=0.0,
         started_at=NIGHT_S,
