@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plan import TreeAttention
+from specextend.attention.trials import Trial
 from specextend.config import Configs, RunConfig
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions
@@ -18,10 +19,18 @@ from specextend.decoding.measurements import load_step_costs
 from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.speculation import Adaptive, CostTable, StepCosts
+from specextend.model_files import find_folder, read_json
 from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, num_parameters, resolve_device
 from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
+from specextend.proof.confirmation import what_is_wrong_in_logits
+from specextend.proof.ladder import LADDER, Proof, load_proof
+from specextend.proof.subject import Kernels, Subject
+from specextend.proof.tiny_pair import random_model
 
+_log = logging.getLogger(__name__)
 GIB = 1024**3
+_TRIED_LAYERS = 4
+"""Layers with which kernels are tried without the target's weights: more than a processor's caches hold."""
 _WIDTH = 16
 """Numbers that a layer of a prefill forward holds for each token, in hidden sizes, if its MLP is 3.5 times as wide."""
 
@@ -40,8 +49,13 @@ def load_engine(config: Configs) -> Engine:
     config = with_batch_size(config, facts, longest_request(config, facts), device, usable_bytes(config, device))
     check_memory(config, facts, device)
     num_rows = target_rows(config, facts)
-    target, lm_head = load_cached_target(config, num_rows)
-    graphs = Graphs(capture if can_capture(config, device) else None)
+    proof = choose_kernels(config, facts, device)
+    target, lm_head = load_cached_target(config, num_rows, proof.kernels)
+    proof = confirm(proof, target)
+    target.trials += proof.trials
+    graphs = Graphs(capture if proof.kernels.graphs else None)
+    if config.attention.backend == "auto" and proof.kernels.steps == "triton":
+        config = config.model_copy(update={"attention": replace(config.attention, backend="triton")})
     cache, drafter = config.cache, None
     if config.decoding.mode == "tree" or (config.draft is not None and config.draft.kind == "ngram"):
         cache = CacheOptions(policy="full")
@@ -69,9 +83,67 @@ def load_engine(config: Configs) -> Engine:
 
 
 def can_capture(config: RunConfig, device: torch.device) -> bool:
-    """Return True if steps are captured: with the Triton kernel, which alone reads places from a GPU."""
-    triton_alone = config.attention.backend == "triton" and config.attention.tree != "hybrid"
-    return triton_alone and device.type == "cuda"
+    """Return True if steps may be captured: with the Triton kernel, which alone reads places from a GPU."""
+    has_triton = config.attention.backend in ("auto", "triton") and config.attention.tree != "hybrid"
+    return has_triton and device.type == "cuda"
+
+
+def choose_kernels(config: RunConfig, facts: ModelFacts, device: torch.device) -> Proof:
+    """Return the kernels of the target: on a GPU with `attention.backend: auto` those that are proven, else the named.
+
+    What a CPU attends with, it measures once its models are loaded.
+    """
+    backend = config.attention.backend
+    if backend != "auto" or device.type != "cuda":
+        graphs = backend == "triton" and can_capture(config, device)
+        return Proof(Kernels(prompts=backend, steps=backend, layers=backend, graphs=graphs))
+    ladder = [rung for rung in LADDER if can_capture(config, device) or not rung.changes.get("graphs")]
+    return load_proof(make_subject(config, facts, device), ladder)
+
+
+def make_subject(config: RunConfig, facts: ModelFacts, device: torch.device) -> Subject:
+    """Return what kernels are proven for: the target's shapes, and the sizes of its batches, trees and cache."""
+    return Subject(
+        device=str(device),
+        dtype=config.target.dtype,
+        model=read_json(find_folder(config.target.model, config.target.revision, weights=False) / "config.json"),
+        num_nodes=config.tree.most_nodes,
+        depth=config.num_tree_levels,
+        batch=config.decoding.batch_size,
+        longest=longest_request(config, facts),
+        num_rows=target_rows(config, facts),
+        chunk=traits_of(device).prefill_chunk,
+    )
+
+
+def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
+    """Try the kernels of this machine as a start does, on layers of the target's size with random weights."""
+    device = resolve_device(config.target.device)
+    facts = check_pair(config.target, config.active_draft)
+    config = with_batch_size(config, facts, longest_request(config, facts), device, usable_bytes(config, device))
+    proof = choose_kernels(config, facts, device)
+    if device.type != "cpu":
+        return proof.trials
+    values = make_subject(config, facts, device).config(num_hidden_layers=min(_TRIED_LAYERS, facts.num_layers))
+    model = random_model(values, device, DTYPES[config.target.dtype])
+    target = CachedModel(model, proof.kernels.attend(device), target_rows(config, facts))
+    if config.attention.backend == "auto":
+        target.choose_kernels()
+    return target.trials
+
+
+def confirm(proof: Proof, target: CachedModel) -> Proof:
+    """Check what was proven once more, on the loaded target; take torch's own kernels instead if something differs."""
+    if not any(trial.taken for trial in proof.trials):
+        return proof
+    if not (wrong := what_is_wrong_in_logits(target)):
+        return proof
+    floor = Kernels()
+    target.attend, target.kernels = floor.attend(target.device), floor.of_layers(target.device)
+    trials = tuple(replace(trial, taken=False, why=f"{wrong} with the target's own weights") for trial in proof.trials)
+    for trial in trials:
+        _log.warning("%s", trial)
+    return Proof(floor, trials)
 
 
 def _tree_attention(config: RunConfig, costs: StepCosts | None) -> TreeAttention | CostTable:
@@ -190,13 +262,12 @@ def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
         )
 
 
-def load_cached_target(config: RunConfig, num_rows: int) -> tuple[CachedModel, Tensor]:
+def load_cached_target(config: RunConfig, num_rows: int, kernels: Kernels) -> tuple[CachedModel, Tensor]:
     """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing hides in it."""
     make_current(resolve_device(config.target.device))
     model = load_target(config.target)
     lm_head = model.get_output_embeddings().weight
-    backend, device = config.attention.backend, model.device
-    target = CachedModel(model, load_backend(backend, device), num_rows, load_layer_kernels(backend, device))
-    if backend == "auto" and target.device.type == "cpu":
+    target = CachedModel(model, kernels.attend(model.device), num_rows, kernels.of_layers(model.device))
+    if config.attention.backend == "auto" and target.device.type == "cpu":
         target.choose_kernels()
     return target, lm_head

@@ -100,7 +100,7 @@ def captured_engine(
     """An engine as on a GPU with the Triton kernel, whose steps go through `graphs`."""
     config = tiny_config(pair, draft, attention__backend="reference", attention__tree="dense", **changes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specextend.loading.load_backend", lambda name, device: backend_triton(any_head=any_head))
+        patch.setattr("specextend.proof.subject.load_backend", lambda name, device: backend_triton(any_head=any_head))
         return engine_with(config, graphs=graphs, adaptive=adaptive)
 
 

@@ -115,13 +115,15 @@ def noting_trees(engine: Engine) -> list[list[tuple[int, int]]]:
     return trees
 
 
-def test_steps_are_captured_where_the_kernel_is_chosen_by_name(pairs):
-    """It alone reads places from the device, and nobody has seen it on one: so no default takes it."""
+def test_steps_may_be_captured_where_the_kernel_reads_places_from_the_device(pairs):
+    """Hybrid attention divides rows on the host; with `auto` a proof decides."""
     for backend, tree, kind, expected in (
         ("triton", "auto", "cuda", True),
         ("triton", "hybrid", "cuda", False),
         ("triton", "auto", "cpu", False),
-        ("auto", "auto", "cuda", False),
+        ("auto", "auto", "cuda", True),
+        ("auto", "hybrid", "cuda", False),
+        ("sdpa", "auto", "cuda", False),
     ):
         config = tiny_config(pairs("llama"), attention__backend=backend, attention__tree=tree)
         assert can_capture(config, torch.device(kind)) is expected

@@ -33,7 +33,7 @@ from specextend.decoding.engine import Engine
 from specextend.decoding.tree import Drafter
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
 from specextend.drafters.small_lm import FILE as DRAFT_VOCABULARY_FILE
-from specextend.loading import load_cached_target, load_engine, target_rows
+from specextend.loading import choose_kernels, load_cached_target, load_engine, target_rows
 from specextend.model_files import VOCABULARY as VOCABULARY_TENSOR
 from specextend.models import load_tokenizer
 from specextend.pairing import check_pair, load_drafter
@@ -288,7 +288,7 @@ def engine_with(
     """An engine whose drafter is what `wrap` makes of the configured one; `parts` are other arguments of `Engine`."""
     facts = check_pair(config.target, config.active_draft)
     num_rows = target_rows(config, facts)
-    target, lm_head = load_cached_target(config, num_rows)
+    target, lm_head = load_cached_target(config, num_rows, choose_kernels(config, facts, torch.device("cpu")).kernels)
     usual = {
         "eos_token_ids": frozenset(facts.eos_token_ids),
         "max_tokens": config.max_tokens(facts.context_length),

@@ -31,6 +31,7 @@ from specextend.attention.torch_kernels import (
     attend_with,
     find_flash_attn,
 )
+from specextend.attention.trials import Call, Heads, what_is_wrong
 from specextend.core import how_to_install
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
@@ -41,6 +42,7 @@ NUM_QUERIES = (1, 4, 16, 64, 512)
 NUM_KEYS = (1024, 6144)
 LONG_CALL = 64
 """Queries above which only the smaller number of keys is measured."""
+_FAULT_ROWS = 512
 _RUNS = 3
 _HOPELESS = 3.0
 """Factor over the best run above which a candidate is not run again."""
@@ -80,24 +82,22 @@ def cpu_kernels(head_dim: int, dtype: torch.dtype) -> dict[str, Attend]:
     """Return all kernels that can run here on a CPU, by name, for heads of `head_dim` elements of `dtype`."""
     kernels = dict(CPU_KERNELS)
     try:
-        from specextend.attention.compiled.attend import attend_compiled, can_compile, serves
+        from specextend.attention.compiled.attend import can_compile, serves
     except ImportError:
         return kernels
-    if serves(head_dim, dtype) and can_compile(dtype) and _is_attention(attend_compiled, head_dim, dtype):
+    if serves(head_dim, dtype) and can_compile(dtype):
         kernels["compiled"] = load_compiled()
     return kernels
 
 
-def _is_attention(kernel: Attend, head_dim: int, dtype: torch.dtype) -> bool:
-    """Return True if a kernel made for this processor agrees with the reference on a small call."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (1, 5, 4, head_dim), (2, 70, head_dim), (2, 70, head_dim)
-    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    scale = head_dim**-0.5
-    mask = torch.ones(1, 5, 5, dtype=torch.bool).tril()
-    found, expected = (attend(q, k, v, KeySpan([1], [69], mask), scale) for attend in (kernel, attend_reference))
-    tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    return all(torch.allclose(a.float(), b.float(), atol=tolerance) for a, b in zip(found, expected, strict=True))
+def find_faults(kernels: Mapping[str, Attend], heads: Heads) -> dict[str, str]:
+    """Return what is wrong with each kernel that is not right, in small calls of every kind."""
+    calls = Call("plain", 1, (130,)), Call("tree", 5, (65, 0)), Call("causal", 70, (65,))
+    return {
+        name: wrong
+        for name, attend in kernels.items()
+        if (wrong := next(filter(None, (what_is_wrong(attend, call, heads, _FAULT_ROWS) for call in calls)), ""))
+    }
 
 
 def load_compiled() -> Attend:
@@ -221,8 +221,8 @@ def make_cells(num_rows: int) -> list[Cell]:
 
 def measure_attention(
     stored: Tensor, num_heads: int, kernels: Mapping[str, Attend], cells: Sequence[Cell]
-) -> dict[Cell, str]:
-    """Find the name of the fastest kernel in each cell.
+) -> dict[Cell, dict[str, float]]:
+    """Measure the seconds of a call with each kernel in each cell.
 
     stored [L, 2, K, R, D] is the cache that the calls read, one layer after the other; it must hold finite values.
     """
@@ -236,11 +236,10 @@ def measure_attention(
         for keys, values in islice(layers, 2):
             attend(q, keys, values, span, stored.shape[-1] ** -0.5)
 
-    chosen = {}
-    for cell in cells:
-        seconds = shortest_runs({name: partial(run, attend, cell) for name, attend in kernels.items()}, _RUNS)
-        chosen[cell] = min(seconds, key=lambda name: seconds[name])
-    return chosen
+    return {
+        cell: shortest_runs({name: partial(run, attend, cell) for name, attend in kernels.items()}, _RUNS)
+        for cell in cells
+    }
 
 
 def shortest_runs(candidates: Mapping[str, Callable[[], object]], num_runs: int) -> dict[str, float]:

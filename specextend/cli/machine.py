@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +21,25 @@ _EXTRAS = {"numba": "compiled CPU kernels (cpu)", "flash_attn": "flash-attn (fla
 @click.command()
 @config_option()
 @SET
+@click.option("--kernels", is_flag=True, help="try the kernels as a start does: up to two minutes on a GPU")
 @click.option("--json", metavar="FILE", help="write it there, too; -: print it in place of the lines")
 @in_one_line
-def check(config: tuple[str, ...], settings: tuple[str, ...], json: str | None) -> int:
+def check(config: tuple[str, ...], settings: tuple[str, ...], kernels: bool, json: str | None) -> int:
     """Say what this machine has and what fits it.
 
-    With a configuration: the memory of a worker, and exit code 2 if it does not fit. No weights are loaded.
+    With a configuration: the memory of a worker, and exit code 2 if it does not fit. No weights are loaded. With
+    --kernels, too: which kernels are right and fast here, and which a start would take.
     """
     from specextend.config import RunConfig
 
-    found = _machine() | ({"worker": _worker(RunConfig.load(config, settings))} if config else {})
+    if kernels and not config:
+        raise click.UsageError("--kernels needs --config, whose target's shapes the kernels are tried with")
+    found = _machine()
+    if config:
+        loaded = RunConfig.load(config, settings)
+        found["worker"] = _worker(loaded)
+        if kernels and not found["worker"]["problem"]:
+            found["kernels"] = _kernels(loaded)
     if json != "-":
         show(_describe(found))
     if json is not None:
@@ -82,6 +92,18 @@ def _worker(config: RunConfig) -> dict[str, Any]:
     return {"memory_gib": sizes, "batch_size": sized.decoding.batch_size, "problem": problem}
 
 
+def _kernels(config: RunConfig) -> list[dict[str, Any]]:
+    """Try the kernels of a worker; return what came of each, with two lines that say so."""
+    import torch
+
+    from specextend.cluster.environment import cores_per_worker, this_machine
+    from specextend.loading import try_kernels
+
+    if not config.job.gpus_per_worker:
+        torch.set_num_threads(cores_per_worker(config.job, [this_machine()]))
+    return [asdict(trial) | {"lines": [str(trial), trial.times()]} for trial in try_kernels(config)]
+
+
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -99,4 +121,7 @@ def _describe(found: dict[str, Any]) -> str:
     if worker := found.get("worker"):
         lines += describe_memory(worker | {"cache": None})
         lines.append(f"does not fit: {worker['problem']}" if worker["problem"] else "fits this machine")
+    for trial in found.get("kernels", ()):
+        said, times = trial["lines"]
+        lines += [said, f"    ms: {times}"] if times else [said]
     return "\n".join(lines)

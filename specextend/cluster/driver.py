@@ -67,6 +67,7 @@ class Driver:
     """When a worker last read or wrote a token, or a document had its outcome."""
     _errors: ErrorGuard = field(init=False)
     _hosts: dict[str, str] = field(default_factory=dict)
+    _kernels_said: set[str] = field(default_factory=set)
     """Hosts of the workers that were ready once."""
     _pace: Pace = field(default_factory=lambda: Pace(LOOK_EVERY_S))
     _is_stopping: bool = False
@@ -242,6 +243,7 @@ class Driver:
         place = Place(info.host, device)
         facts: dict[str, Fact] = {"worker": worker, "host": info.host, "place": device}
         self.display.event("worker_ready", **facts, pid=info.pid, device=info.device)
+        self._say_kernels(worker, info)
         if (deaths := self.scheduler.join(worker, place, now)) is None:
             return
         num_deaths, last_words = deaths
@@ -250,6 +252,19 @@ class Driver:
         where = f"{info.host} ({device}, {info.device})"
         message = f"{where} is left out, {worker} there gets no more documents: {why}"
         self.display.note(message, "place_left_out", **facts, reason=why)
+
+    def _say_kernels(self, worker: str, info: WorkerInfo) -> None:
+        """Say what came of each kernel, to people only if it is a GPU's; of many workers the first that found it."""
+        for kernel in info.kernels:
+            message = f"{kernel['name']}: {'taken' if kernel['taken'] else 'left out'}"
+            if message in self._kernels_said:
+                continue
+            self._kernels_said.add(message)
+            facts: dict[str, Fact] = {"worker": worker, "kernel": kernel["name"], "taken": kernel["taken"]}
+            if info.accelerators:
+                self.display.note(f"{message}, {kernel['why']}", "kernel", **facts, reason=kernel["why"])
+            else:
+                self.display.event("kernel", **facts, reason=kernel["why"])
 
     def _returned(self, worker: str, lease: Lease, outcome: Outcome, now: float) -> None:
         """Take an outcome in. It counts only while its lease is in force."""

@@ -192,6 +192,8 @@ class WorkerInfo:
     """Accelerators that Ray has assigned to it, such as `GPU 3`."""
     limits: dict[str, float] | None = None
     """What its device can do and what its target asks of it (`Engine.limits`); None if that is not known."""
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,10 @@ class Worker:
         accelerators = tuple(
             f"{kind} {number}" for kind, numbers in sorted(given.items()) for number in sorted(numbers)
         )
-        limits = self._limits
-        return WorkerInfo(context.get_node_id(), os.uname().nodename, os.getpid(), device, accelerators, limits)
+        trials = self._engine.target.trials
+        kernels = [{"name": trial.name, "taken": trial.taken, "why": trial.why} for trial in trials]
+        place = context.get_node_id(), os.uname().nodename, os.getpid()
+        return WorkerInfo(*place, device, accelerators, self._limits, kernels)
 
     def load(self) -> str:
         """Load the models and start the engine. Returns the name of their device."""

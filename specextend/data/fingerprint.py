@@ -181,7 +181,7 @@ def provenance(manifest: Mapping[str, Any] | None, starts: Iterable[Start], run_
     """Encode where rows come from, as JSON: `{"fingerprint", "models", "starts"}`; what is not known is null.
 
     models: by name, what was asked for, its commit, and the hash of its files. starts: those of `run_ids`, each with
-    the versions of the libraries and the git commit of the code.
+    the versions of the libraries, the git commit of the code, and the kernels that its workers tried.
     """
     known = {start.run_id: start for start in starts}
     names = ("run_id", "begin", "versions", "git_commit")
@@ -190,9 +190,20 @@ def provenance(manifest: Mapping[str, Any] | None, starts: Iterable[Start], run_
         {
             "fingerprint": None if manifest is None else manifest["fingerprint"],
             "models": {} if manifest is None else models_of(manifest),
-            "starts": [{name: getattr(start, name) for name in names} for start in found],
+            "starts": [
+                {name: getattr(start, name) for name in names} | {"kernels": tried_kernels([start])} for start in found
+            ],
         }
     ).encode()
+
+
+def tried_kernels(starts: Iterable[Start]) -> list[dict[str, Any]]:
+    """Sum up the kernels that workers tried: `name`, `taken`, `why` as the first of them said, and `workers`."""
+    found: dict[tuple[str, bool], dict[str, Any]] = {}
+    for kernel in (each for start in starts for worker in start.workers or () for each in worker.kernels):
+        row = found.setdefault((kernel["name"], kernel["taken"]), kernel | {"workers": 0})
+        row["workers"] += 1
+    return [*found.values()]
 
 
 def models_of(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,6 +156,8 @@ class WorkerRecord:
     device: str | None
     limits: dict[str, float] | None = None
     """What its device can do and what its target asks of it, as measured when it was loaded; None if it was not."""
+    kernels: tuple[dict[str, Any], ...] = ()
+    """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,7 @@ def _worker(entry: dict[str, Any]) -> WorkerRecord | None:
         **times,
         name=None if host is None or pid is None else f"{host}:{pid}",
         limits=limits if limits and all(_is_measured(value) for value in limits.values()) else None,
+        kernels=tuple(kernel for kernel in _typed(entry.get("kernels"), list) or () if _is_kernel(kernel)),
     )
 
 
@@ -269,6 +272,11 @@ def _heartbeat(value: Any) -> tuple[str, float] | None:
 
 def _typed(value: Any, kind: type) -> Any:
     return value if isinstance(value, kind) else None
+
+
+def _is_kernel(value: Any) -> bool:
+    names = {"name": str, "taken": bool, "why": str}
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in names.items())
 
 
 def _is_measured(value: Any) -> bool:

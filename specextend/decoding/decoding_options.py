@@ -96,15 +96,16 @@ class AttentionOptions:
     multiple of 32 (16 in float32) take `matmul` instead. `flash`, on a GPU only, is the flash-attn
     package, version 2 (the `flash` extra) or 3; trees and float32 take `sdpa`. `triton`, on a GPU only, is a kernel of
     our own for up to 128 queries and heads of 64 or 128; other calls take flash-attn if it is installed, else `sdpa`.
-    Kernels of our own for norms, RoPE and gates come with it, and its steps are recorded as CUDA graphs and replayed;
-    no GPU has run it yet. `auto` is, on a CPU, for each number of queries and keys, the kernel that was fastest at
-    start-up; on a GPU `sdpa`, and flash-attn for prompts where it is installed. `reference` is for tests: on a GPU it
-    takes gigabytes and most of the time."""
+    Kernels of our own for norms, RoPE and gates come with it, and its steps are recorded as CUDA graphs and replayed.
+    `auto` is proven at start-up. On a CPU it is, for each number of queries and keys, the kernel that was right and
+    fastest. On a GPU it is `sdpa`, and flash-attn, the Triton kernels and CUDA graphs where a trial of each, in a
+    process of its own, was right on the model's shapes and faster; the first start of a node takes up to two minutes
+    for it. `reference` is for tests: on a GPU it takes gigabytes and most of the time."""
     tree: Literal["auto", "dense", "hybrid"] = "auto"
     """`hybrid` runs an unmasked kernel call over the prefix and a masked one over the tree, and merges both by their
-    log-sum-exp (arXiv 2505.20776, section 3); `dense` runs one masked call over everything; `auto` uses, at each
-    step, whichever was measured to be faster at start-up for that length. With backend `triton`, whose one call does
-    both and masks only the tree, `auto` is `dense`."""
+    log-sum-exp (arXiv 2505.20776, section 3), and its steps are never captured; `dense` runs one masked call over
+    everything; `auto` uses, at each step, whichever was measured to be faster at start-up for that length. With the
+    Triton kernel, whose one call does both and masks only the tree, `auto` is `dense`."""
 
     @property
     def tree_kinds(self) -> tuple[TreeAttention, ...]:
@@ -131,7 +132,7 @@ class TreeOptions:
     """Maximum depth of a draft's own tree, in levels; n-gram drafts have up to 16."""
     threshold: float = 0.05
     """Stop growing a tree when a level adds less than this to the expected number of accepted tokens. Not used where
-    steps are replayed (`attention.backend: triton`): there every tree grows to its full depth."""
+    steps are replayed, with the Triton kernel: there every tree grows to its full depth."""
 
     def __post_init__(self) -> None:
         at_least("tree.max_nodes", self.max_nodes, 1)

@@ -13,7 +13,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -26,6 +26,8 @@ from torch.nn.functional import rms_norm
 from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import Attend, AttentionPlan, attend_plan
 from specextend.attention.reference import HeadNorms, LayerKernels
+from specextend.attention.trials import Trial, what_is_wrong_in_a_product
+from specextend.core import counted
 from specextend.decoding.device import traits_of
 
 _FEW_ROWS = (1, 16)
@@ -163,19 +165,42 @@ class CompiledLinear(nn.Module):
         return self._multiply(x, self.packed, self.bias)
 
 
-def pack_if_faster(module: nn.Module) -> str:
+def pack_if_faster(module: nn.Module) -> tuple[Trial, ...]:
     """Replace every linear layer below `module` by the form that is fastest, in place, if it can be packed.
 
-    It is measured on the module's own layers, which takes a few tenths of a second. Returns the form, one of
-    `linear_forms()`; `torch` if nothing is replaced.
+    It is measured on the module's own layers, which takes a few tenths of a second. Returns what came of each form of
+    `linear_forms()`, of which one is taken; nothing if no layer can be packed.
     """
     linears = [child for child in module.modules() if isinstance(child, nn.Linear) and _can_pack(child.weight)]
     if not linears:
-        return "torch"
+        return ()
     forms = linear_forms()
-    name = fastest(linears, forms)
-    _pack(module, forms[name])
-    return name
+    faults = {name: wrong for name, pack in forms.items() if (wrong := _fault(pack, linears[0]))}
+    times = measure_forms(linears, {name: pack for name, pack in forms.items() if name not in faults})
+    taken = fastest(times)
+    _pack(module, forms[taken])
+    return tuple(
+        Trial(
+            name=f"products: {name}",
+            taken=name == taken,
+            why=faults.get(name) or ("the fastest for few rows" if name == taken else "slower"),
+            ms={counted(rows, "row"): 1e3 * seconds[name] for rows, seconds in times.items() if name in seconds},
+            is_wrong=name in faults,
+        )
+        for name in forms
+    )
+
+
+def taken_form(trials: Iterable[Trial]) -> str:
+    """Return the form that `pack_if_faster` took."""
+    return next((trial.name.removeprefix("products: ") for trial in trials if trial.taken), "torch")
+
+
+def _fault(pack: Pack, linear: nn.Linear) -> str:
+    """Return what is wrong with a form of a layer."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(max(_FEW_ROWS) + 1, linear.in_features, generator=generator).to(linear.weight.dtype)
+    return what_is_wrong_in_a_product(pack(linear)(x), linear, x)
 
 
 @cache
@@ -193,12 +218,17 @@ def linear_forms() -> Mapping[str, Pack]:
     return forms
 
 
-def fastest(linears: list[nn.Linear], forms: Mapping[str, Pack]) -> str:
+def measure_forms(linears: list[nn.Linear], forms: Mapping[str, Pack]) -> dict[int, dict[str, float]]:
+    """Return the seconds of each form for few rows and for many."""
+    few = {rows: _shortest(_first(linears, _READ_BYTES), forms, rows) for rows in _FEW_ROWS}
+    return few | {_MANY_ROWS: _shortest(_first(linears, _MULTIPLIED_BYTES), forms, _MANY_ROWS)}
+
+
+def fastest(times: Mapping[int, Mapping[str, float]]) -> str:
     """Return the form that is fastest for few rows among those that are hardly slower than another for many."""
-    few = [_shortest(_first(linears, _READ_BYTES), forms, rows) for rows in _FEW_ROWS]
-    many = _shortest(_first(linears, _MULTIPLIED_BYTES), forms, _MANY_ROWS)
-    served = [name for name in forms if many[name] <= _SLACK * min(many.values())]
-    return min(served, key=lambda name: sum(seconds[name] for seconds in few))
+    many = times[_MANY_ROWS]
+    served = [name for name, seconds in many.items() if seconds <= _SLACK * min(many.values())]
+    return min(served, key=lambda name: sum(times[rows][name] for rows in _FEW_ROWS))
 
 
 def _first(linears: list[nn.Linear], num_bytes: int) -> list[nn.Linear]:

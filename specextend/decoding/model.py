@@ -5,6 +5,7 @@ Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,17 +13,20 @@ from torch import Tensor
 
 from specextend.attention.backends import (
     KERNELS_VERSION,
+    Cell,
     MeasuredAttention,
     cpu_kernels,
+    find_faults,
     make_cells,
     measure_attention,
 )
 from specextend.attention.plan import Attend, AttentionPlan
 from specextend.attention.reference import LayerKernels
 from specextend.attention.torch_kernels import TORCH
+from specextend.attention.trials import Heads, Trial
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached
-from specextend.decoding.layers import Forward, fuse, pack_if_faster
+from specextend.decoding.layers import Forward, fuse, pack_if_faster, taken_form
 from specextend.decoding.measurements import count_work, head_size, kept_or_measured
 
 
@@ -41,7 +45,9 @@ class CachedModel:
         """What decoding with it takes."""
         fuse(model)
         release_cached(self.device)  # the weights that were joined
-        self.linears = pack_if_faster(model)
+        self.trials = pack_if_faster(model)
+        """What came of the kernels that were tried."""
+        self.linears = taken_form(self.trials)
         """How linear layers are multiplied, see `layers`."""
         self.cache = KVCache(
             self.config.num_hidden_layers,
@@ -104,13 +110,31 @@ class CachedModel:
         """
         kernels, cells = cpu_kernels(self.head_dim, self.dtype), make_cells(self.cache.rows.num_free)
         key = self.timing_key() | {"kernels": [*kernels], "cells": [[*cell] for cell in cells]}
-        stored, num_heads = self.cache.stored, self.config.num_attention_heads
+        config, stored = self.config, self.cache.stored
+        heads = config.num_attention_heads, config.num_key_value_heads, self.head_dim
 
         @torch.inference_mode()
-        def measure() -> list[str]:
+        def measure() -> dict[str, Any]:
+            faults = find_faults(kernels, Heads(*heads, self.dtype, self.device))
+            right = {name: attend for name, attend in kernels.items() if name not in faults}
             stored[..., : max(length for _, _, length in cells), :] = 0
-            chosen = measure_attention(stored, num_heads, kernels, cells)
-            return [chosen[cell] for cell in cells]
+            seconds = measure_attention(stored, config.num_attention_heads, right, cells)
+            return {"faults": faults, "seconds": [seconds[cell] for cell in cells]}
 
-        names = kept_or_measured("attention", key, measure)
-        self.attend = MeasuredAttention(kernels, dict(zip(cells, names, strict=True)))
+        found = kept_or_measured("attention", key, measure)
+        seconds = dict(zip(cells, found["seconds"], strict=True))
+        choices = {cell: min(times, key=times.__getitem__) for cell, times in seconds.items()}
+        self.attend = MeasuredAttention(kernels, choices)
+        self.trials += tuple(_trial(name, found["faults"].get(name, ""), seconds, choices) for name in kernels)
+
+
+def _trial(name: str, fault: str, seconds: Mapping[Cell, Mapping[str, float]], choices: Mapping[Cell, str]) -> Trial:
+    """Sum up what came of a CPU's kernel."""
+    num_taken = sum(choice == name for choice in choices.values())
+    ms = {
+        f"{num_queries} {'masked ' * masked}behind {length}": 1e3 * times[name]
+        for (masked, num_queries, length), times in seconds.items()
+        if name in times
+    }
+    why = fault or f"the fastest for {num_taken} of {len(choices)} kinds of call"
+    return Trial(name=f"attention: {name}", taken=num_taken > 0, why=why, ms=ms, is_wrong=bool(fault))

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from specextend.data.audit_rows import read_audits
 from specextend.data.commits import list_commits
-from specextend.data.fingerprint import models_of, num_input_rows, read_manifest
+from specextend.data.fingerprint import models_of, num_input_rows, read_manifest, tried_kernels
 from specextend.data.run_folder import Start, read_heartbeat, read_starts, report_file, time_text
 from specextend.data.storage import Location, read_bytes, resolve, write_bytes
 from specextend.report.advice import give_advice
@@ -102,6 +102,7 @@ def build_report(
         "wall_clock": wall_clock_section(starts, len(times), tokens["prompt"], tokens["output"]),
         "starts": [start_section(timed) for timed in starts],
         "limits": limit_figures(done, records),
+        "kernels": tried_kernels(records),
         "tail": tail_section(starts, times),
         **described,
         "errors": figures.errors,

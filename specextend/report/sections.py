@@ -214,6 +214,12 @@ DEVICE: Figures = {
     "GFLOP/s": ("flop_per_s", lambda rate: tenths(rate / 1e9)),
     "GB/s": ("read_bytes_per_s", lambda rate: tenths(rate / 1e9)),
 }
+KERNEL: Figures = {
+    "kernel": ("name", str),
+    "taken": ("taken", lambda taken: "yes" if taken else "no"),
+    "workers": ("workers", number),
+    "why": ("why", str),
+}
 MODEL: Figures = {
     "model": ("name", str),
     "asked for": ("model", shortened),
@@ -266,6 +272,7 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
         _named("Which rows", SELECTION, report),
         _listed("Slowest documents", SLOW, report["slowest"], ("worker",)),
         _listed("Devices", DEVICE, look_up(report, "limits.devices") or ()),
+        _listed("Kernels that the workers tried", KERNEL, report["kernels"], ("why",)),
         _listed("Starts", START, report["starts"], ("began", "took", "last sign of life")),
         _listed("How the texts were made", MODEL, named_models, [*MODEL]),
     ]

@@ -110,6 +110,20 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(demo: tuple[Ended, Path]
     assert {"versions", "git_commit", "models", "job", "workers", "memory"} <= record.keys()
 
 
+def test_a_run_says_which_kernels_its_workers_tried(demo: tuple[Ended, Path]):
+    """In the start's record, in the report and in each file: with other kernels figures and last bits are others."""
+    _, output = demo
+    [path] = (output / "_run" / "attempts").iterdir()
+    recorded = [kernel for worker in json.loads(path.read_text())["workers"] for kernel in worker["kernels"]]
+    assert {"attention: sdpa", "attention: matmul"} <= {kernel["name"] for kernel in recorded}
+    assert any(kernel["taken"] for kernel in recorded)
+    reported = json.loads((output / "report.json").read_text())["kernels"]
+    assert sum(kernel["workers"] for kernel in reported) == len(recorded)
+    schema = pq.read_schema(output / "summaries" / "part-00000.parquet")
+    [start] = json.loads(schema.metadata[b"specextend"])["starts"]
+    assert start["kernels"] == reported
+
+
 def test_a_run_says_what_it_did(demo: tuple[Ended, Path]):
     """Progress on stderr without escape codes; on stdout a few lines that fit on a screen, the paths and a summary."""
     ended, output = demo

@@ -141,6 +141,19 @@ def test_a_machine_is_checked_for_a_configuration():
     assert large.stdout.splitlines()[-1].startswith("does not fit: job.cpus_per_worker is 5000 but this machine has")
 
 
+def test_the_kernels_of_a_machine_are_tried_with_the_shapes_of_a_target():
+    """As a start does, without the target's weights: which are right, how fast they are, and which it would take."""
+    shown = specextend("check", "--config", "tiny-random", "--set", "attention.tree=auto", "--kernels", "--json", "-")
+    trials = {trial["name"]: trial for trial in json.loads(shown.stdout)["kernels"]}
+    assert {"attention: sdpa", "attention: matmul"} <= trials.keys()
+    assert any(trial["taken"] for trial in trials.values())
+    assert all(trial["ms"] for trial in trials.values())
+    assert not any(trial["is_wrong"] for trial in trials.values())
+    alone = specextend("check", "--kernels")
+    assert alone.code == 2
+    assert "--kernels needs --config" in alone.stderr
+
+
 def test_a_shell_completes_commands_and_names_of_configurations():
     """By the variable that `--help` names."""
 

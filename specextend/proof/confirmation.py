@@ -1,0 +1,65 @@
+"""The last check, on the loaded target itself: a prompt in plain torch and with the chosen kernels.
+
+Shapes: `P` positions that are compared, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specextend.attention.plan import AttentionPlan
+from specextend.attention.reference import attend_reference
+from specextend.attention.torch_kernels import TORCH
+from specextend.decoding.model import CachedModel
+
+_NUM_TOKENS = 2048
+_CHUNK = 512
+_POSITIONS = 64
+"""P, the last ones."""
+_MOST_NOISE = 0.2
+"""How far logits may be away from the reference's, root mean square, in standard deviations of those."""
+_NEARLY_TIED = 0.5
+"""By how many standard deviations the reference may prefer its own first choice to another one."""
+
+
+@torch.inference_mode()
+def what_is_wrong_in_logits(target: CachedModel) -> str:
+    """Read a prompt of random tokens with the target's kernels and in plain torch; return what differs too much.
+
+    It writes to the front of the cache, so no request may be running.
+    """
+    num_tokens = min(_NUM_TOKENS, target.cache.rows.num_free)
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(target.config.vocab_size, (num_tokens,), generator=generator).to(target.device)
+    found = _read(target, token_ids)
+    chosen = target.attend, target.kernels
+    target.attend, target.kernels = attend_reference, TORCH
+    try:
+        expected = _read(target, token_ids)
+    finally:
+        target.attend, target.kernels = chosen
+    return compare_logits(found, expected)
+
+
+def _read(target: CachedModel, token_ids: Tensor) -> Tensor:
+    """Return the logits [P, V] in fp32 of the last tokens."""
+    for first in range(0, len(token_ids), _CHUNK):
+        chunk = token_ids[first : first + _CHUNK].unsqueeze(0)
+        positions = torch.arange(first, first + chunk.shape[1], device=target.device).unsqueeze(0)
+        plan = AttentionPlan([0], [first + chunk.shape[1]], chunk.shape[1])
+        hidden = target.forward(chunk, positions, plan)
+    return target.logits(hidden[0, -_POSITIONS:]).float()
+
+
+def compare_logits(found: Tensor, expected: Tensor) -> str:
+    """Say what is wrong with logits [P, V], or return an empty text."""
+    spread = expected.std(-1, keepdim=True)
+    noise = float(((found - expected) / spread).square().mean().sqrt())
+    if not noise <= _MOST_NOISE:  # NaN is not
+        return f"logits differ by {noise:.2g} standard deviations"
+    chosen = expected.gather(-1, found.argmax(-1, keepdim=True))
+    lead = float(((expected.amax(-1, keepdim=True) - chosen) / spread).max())
+    if lead > _NEARLY_TIED:
+        return f"a first choice differs that leads by {lead:.2g} standard deviations"
+    return ""

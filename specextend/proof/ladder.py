@@ -1,0 +1,185 @@
+"""The ladder: rung by rung, kernels that are right and faster take the place of those before them.
+
+Each rung is tried in a process of its own, so that one which crashes, hangs or poisons its GPU costs itself alone. A
+node proves once, under a lock, and keeps the result until the driver, a library, our code or a shape changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from specextend.attention.trials import Trial
+from specextend.decoding.device import device_name
+from specextend.decoding.measurements import cache_folder, kept_or_measured
+from specextend.proof.child import Times, least_times
+from specextend.proof.subject import Kernels, Subject
+from specextend.shipped import package_version
+
+LIMIT_S = 120.0
+"""Seconds of a whole proof; rungs that are not tried by then are left out."""
+_WIN = 1.05
+"""How many times as fast as the one before it a rung must be to be taken."""
+_PACKAGES = ("torch", "triton", "flash-attn", "transformers")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """A change of kernels, and the forwards by which it is judged."""
+
+    name: str
+    changes: Mapping[str, Any]
+    """Of `Kernels`."""
+    judged_by: tuple[str, ...]
+    """Of `Times`."""
+    needs: str = ""
+    """A rung without which this one is nothing."""
+
+
+TORCH_ALONE = Kernels()
+LADDER = (
+    Rung(name="flash-attn for prompts", changes={"prompts": "flash"}, judged_by=("prompt",)),
+    Rung(name="Triton for trees", changes={"steps": "triton"}, judged_by=("plain", "tree")),
+    Rung(name="Triton for layers", changes={"layers": "triton"}, judged_by=("prompt", "plain", "tree")),
+    Rung(name="captured steps", changes={"graphs": True}, judged_by=("plain", "tree"), needs="Triton for trees"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The kernels that a proof chose, and all that it tried."""
+
+    kernels: Kernels
+    trials: tuple[Trial, ...] = ()
+
+
+def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER, limit_s: float = LIMIT_S) -> Proof:
+    """Return the kept proof of a subject, or prove it now; log a line for each rung. A node proves once at a time."""
+    key = identity(subject, ladder)
+    folder = cache_folder()
+    if folder is None:
+        proof = prove(subject, ladder, limit_s)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "proof.lock"):
+            kept = kept_or_measured("proof", key, lambda: asdict(prove(subject, ladder, limit_s)))
+        proof = Proof(Kernels(**kept["kernels"]), tuple(Trial(**each) for each in kept["trials"]))
+    for each in proof.trials:
+        _log.info("%s", each)
+    return proof
+
+
+def identity(subject: Subject, ladder: Sequence[Rung] = LADDER) -> dict[str, Any]:
+    """Return what a proof holds for, as JSON values."""
+    found = {
+        "device": device_name(torch.device(subject.device)),
+        "driver": _DRIVER.read_text() if _DRIVER.exists() else "",
+        "cuda": torch.version.cuda,
+        "versions": {name: package_version(name) for name in _PACKAGES},
+        "code": _code_sha256(),
+        "subject": asdict(subject),
+        "ladder": [asdict(rung) for rung in ladder],
+    }
+    values: dict[str, Any] = json.loads(json.dumps(found))  # as it will be read again
+    return values
+
+
+def _code_sha256() -> str:
+    """Compute a hash of the code that a proof runs."""
+    package, found = Path(__file__).parents[1], hashlib.sha256()
+    for folder in ("attention", "decoding", "drafters", "proof"):
+        for path in sorted((package / folder).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def prove(
+    subject: Subject, ladder: Sequence[Rung] = LADDER, limit_s: float = LIMIT_S, kernels: Kernels = TORCH_ALONE
+) -> Proof:
+    """Try each rung on top of `kernels` and of those rungs that were taken before it."""
+    ends_at, least_s = time.monotonic() + limit_s, least_times(subject)
+    tried: list[Trial] = []
+    for rung in ladder:
+        names = {each.name for each in tried if each.taken}
+        if rung.needs and rung.needs not in names:
+            each = _left_out(rung, f"it needs {rung.needs}")
+        else:
+            each = _try(subject, kernels, rung, ends_at, least_s)
+        if each.taken:
+            kernels = replace(kernels, **rung.changes)
+        tried.append(each)
+    return Proof(kernels, tuple(tried))
+
+
+def _left_out(rung: Rung, why: str) -> Trial:
+    return Trial(name=rung.name, taken=False, why=why)
+
+
+def _try(subject: Subject, base: Kernels, rung: Rung, ends_at: float, least_s: Times) -> Trial:
+    """Try a rung in a process of its own, and judge what it found."""
+    left_s = ends_at - time.monotonic()
+    if left_s <= 0:
+        return _left_out(rung, "no time was left to try it")
+    task = {"subject": asdict(subject), "base": asdict(base), "rung": asdict(replace(base, **rung.changes))}
+    found = _run_apart(task, left_s)
+    if reason := found.get("absent") or found.get("wrong"):
+        return replace(_left_out(rung, reason), is_wrong="wrong" in found)
+    base_s, rung_s = (sum(found[side][name] for name in rung.judged_by) for side in ("base_s", "rung_s"))
+    taken = base_s >= _WIN * rung_s
+    times = f"{base_s / rung_s:.2f} times as fast ({', '.join(rung.judged_by)})"
+    rung_ms, base_ms, floor_ms = (
+        {name: 1e3 * seconds for name, seconds in each.items()} for each in (found["rung_s"], found["base_s"], least_s)
+    )
+    return Trial(name=rung.name, taken=taken, why=times, ms=rung_ms, base_ms=base_ms, floor_ms=floor_ms)
+
+
+def _run_apart(task: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """Run a task in a process of its own, and return its result; how it ended is what is wrong if it has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        child = subprocess.Popen(
+            [sys.executable, "-m", "specextend.proof.child", str(out)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # what it starts, such as a compiler, ends with it
+        )
+        try:
+            _, said = child.communicate(json.dumps(task), timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return {"wrong": f"it was not done after {limit_s:.0f} s"}
+        finally:
+            _end(child)
+        if child.returncode < 0:
+            return {"wrong": f"it ended by {signal.Signals(-child.returncode).name}"}
+        if child.returncode or not out.exists():
+            return {"wrong": (said.strip().splitlines() or [f"it ended with exit code {child.returncode}"])[-1]}
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return found
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End a process with all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()

@@ -1,0 +1,57 @@
+"""Kernels with the faults that a proof must find. They are called by their places, so each runs where it is tried."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import torch
+
+from specextend.attention.reference import attend_reference
+
+
+def raises(q, k, v, span, scale):
+    """A kernel that does not take the shapes."""
+    raise RuntimeError("no kernel image is available")
+
+
+def not_a_number(q, k, v, span, scale):
+    """A kernel that reads rows which are not the sequence's."""
+    out, lse = attend_reference(q, k, v, span, scale)
+    return out * torch.nan, lse
+
+
+def a_little_wrong(q, k, v, span, scale):
+    """A kernel that loses the last bits but one of its result."""
+    out, lse = attend_reference(q, k, v, span, scale)
+    return out * 1.03, lse
+
+
+def wrong_lse(q, k, v, span, scale):
+    """A kernel that is right but for what merges it with another."""
+    out, lse = attend_reference(q, k, v, span, scale)
+    return out, lse + 0.4
+
+
+def hangs(q, k, v, span, scale):
+    """A kernel that never ends."""
+    threading.Event().wait()
+
+
+def dies(q, k, v, span, scale):
+    """A kernel that ends its process."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def right_but_slow(q, k, v, span, scale):
+    """A kernel that does everything many times."""
+    for _ in range(20):
+        attend_reference(q, k, v, span, scale)
+    return attend_reference(q, k, v, span, scale)
+
+
+def right_alone(q, k, v, span, scale):
+    """A kernel that gives every sequence of a batch the first one's result."""
+    out, lse = attend_reference(q, k, v, span, scale)
+    return out[:1].expand_as(out), lse[:1].expand_as(lse)

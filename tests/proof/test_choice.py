@@ -1,0 +1,82 @@
+"""What a proof chose is what an engine runs, once the loaded target has confirmed it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specextend import loading
+from specextend.attention.torch_kernels import attend_by_head
+from specextend.attention.trials import Trial
+from specextend.loading import choose_kernels, confirm
+from specextend.pairing import check_pair
+from specextend.proof.confirmation import compare_logits, what_is_wrong_in_logits
+from specextend.proof.ladder import Kernels, Proof
+from tests.proof.faulty import a_little_wrong, not_a_number
+from tests.tiny_models import tiny_config, tiny_engine
+
+TAKEN = Trial(name="better", taken=True, why="2.00 times as fast")
+
+
+@pytest.fixture
+def target(pairs):
+    """The tiny target of an engine."""
+    return tiny_engine(pairs("llama")).target
+
+
+def test_a_target_confirms_kernels_that_are_right(target):
+    """They stay."""
+    proof = Proof(Kernels(), (TAKEN,))
+    attend = target.attend
+    assert confirm(proof, target) is proof
+    assert target.attend is attend
+
+
+@pytest.mark.parametrize(
+    "kernel", [not_a_number, lambda *call: (attend_by_head(*call)[0] * -1, attend_by_head(*call)[1])]
+)
+def test_a_target_that_disagrees_goes_back_to_the_floor(kernel, target):
+    """Its weights may show what random numbers did not; the record says so of every rung."""
+    target.attend = kernel
+    proof = confirm(Proof(Kernels(steps="better"), (TAKEN,)), target)
+    assert proof.kernels == Kernels()
+    assert target.attend is attend_by_head
+    [trial] = proof.trials
+    assert not trial.taken
+    assert "with the target's own weights" in trial.why
+
+
+def test_kernels_that_round_otherwise_are_not_refused(target):
+    """Three percent on each attention are much more than any rounding, and change few first choices."""
+    target.attend = a_little_wrong
+    assert not what_is_wrong_in_logits(target)
+
+
+def test_a_first_choice_may_differ_where_two_are_nearly_tied():
+    """Not where one leads."""
+    expected = torch.tensor([[0.0, 1.0, 3.0, 3.05]])
+    assert not compare_logits(expected + torch.tensor([0.0, 0.0, 0.1, 0.0]), expected)
+    wide = torch.cat([torch.zeros(1, 500), torch.tensor([[10.0, 20.0]])], 1)
+    swapped = torch.cat([torch.zeros(1, 500), torch.tensor([[16.0, 15.9]])], 1)
+    assert compare_logits(swapped, wide)
+
+
+@pytest.mark.parametrize(("tree", "names"), [("auto", {"captured steps"}), ("hybrid", set())])
+def test_a_gpu_takes_what_is_proven_for_its_batches_and_trees(tree, names, pairs, monkeypatch):
+    """Without a proof nothing but torch's own; a kernel that is named is taken without one."""
+    asked = []
+
+    def load_proof(subject, ladder):
+        asked.append((subject, {rung.name for rung in ladder}))
+        return Proof(Kernels(steps="triton", graphs=True), (TAKEN,))
+
+    monkeypatch.setattr(loading, "load_proof", load_proof)
+    config = tiny_config(pairs("llama"), attention__tree=tree, decoding__max_batch_size=3, tree__nodes=7)
+    facts = check_pair(config.target, config.active_draft)
+    assert choose_kernels(config, facts, torch.device("cuda")).kernels.graphs
+    [(subject, ladder)] = asked
+    assert (subject.batch, subject.num_nodes, subject.device) == (3, 7, "cuda")
+    assert ladder & {"captured steps"} == names
+    named = tiny_config(pairs("llama"), attention__backend="sdpa")
+    assert choose_kernels(named, facts, torch.device("cuda")).kernels == Kernels()
+    assert len(asked) == 1
