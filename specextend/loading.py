@@ -97,8 +97,22 @@ def choose_kernels(config: RunConfig, facts: ModelFacts, device: torch.device) -
     if backend != "auto" or device.type != "cuda":
         graphs = backend == "triton" and can_capture(config, device)
         return Proof(Kernels(prompts=backend, steps=backend, layers=backend, graphs=graphs))
-    ladder = [rung for rung in LADDER if can_capture(config, device) or not rung.changes.get("graphs")]
-    return load_proof(make_subject(config, facts, device), ladder)
+    why_eager = _why_eager(config, facts, device)
+    ladder = [rung for rung in LADDER if not (why_eager and rung.changes.get("graphs"))]
+    proof = load_proof(make_subject(config, facts, device), ladder)
+    eager = [Trial(name=rung.name, taken=False, why=why_eager) for rung in LADDER if rung not in ladder]
+    return replace(proof, trials=(*proof.trials, *eager))
+
+
+def _why_eager(config: RunConfig, facts: ModelFacts, device: torch.device) -> str:
+    """Return why a start with `attention.backend: auto` captures no steps; an empty text if it may."""
+    if not can_capture(config, device):
+        return "hybrid attention divides rows on the host"
+    captured = config.model_copy(update={"attention": replace(config.attention, backend="triton")})
+    there = usable_bytes(config, device)
+    if there is not None and sum(memory_bytes(captured, facts, device).values()) > there:
+        return "they find no room beside the caches; lower decoding.cache_gib"
+    return ""
 
 
 def make_subject(config: RunConfig, facts: ModelFacts, device: torch.device) -> Subject:
@@ -232,8 +246,8 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -
 
 def _graph_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> int:
     """Compute what captured steps hold, each in memory of its own: its logits, and what a layer makes."""
-    if not can_capture(config, device):
-        return 0
+    if config.attention.backend != "triton" or not can_capture(config, device):
+        return 0  # with `auto`, steps are captured only where there is room
     num_rows = config.decoding.batch_size * (config.tree.most_nodes + 1)
     numbers = facts.vocab_size + _WIDTH * facts.hidden_size
     return MOST_GRAPHS * num_rows * numbers * DTYPES[config.target.dtype].itemsize

@@ -32,7 +32,7 @@ from specextend.attention.torch_kernels import (
     find_flash_attn,
 )
 from specextend.attention.trials import Call, Heads, what_is_wrong
-from specextend.core import how_to_install
+from specextend.core import first_line, how_to_install
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
 KERNELS_VERSION = 4
@@ -92,12 +92,15 @@ def cpu_kernels(head_dim: int, dtype: torch.dtype) -> dict[str, Attend]:
 
 def find_faults(kernels: Mapping[str, Attend], heads: Heads) -> dict[str, str]:
     """Return what is wrong with each kernel that is not right, in small calls of every kind."""
+    return {name: wrong for name, attend in kernels.items() if (wrong := _fault(attend, heads))}
+
+
+def _fault(attend: Attend, heads: Heads) -> str:
     calls = Call("plain", 1, (130,)), Call("tree", 5, (65, 0)), Call("causal", 70, (65,))
-    return {
-        name: wrong
-        for name, attend in kernels.items()
-        if (wrong := next(filter(None, (what_is_wrong(attend, call, heads, _FAULT_ROWS) for call in calls)), ""))
-    }
+    try:
+        return next(filter(None, (what_is_wrong(attend, call, heads, _FAULT_ROWS) for call in calls)), "")
+    except Exception as error:  # noqa: BLE001  whatever a kernel raises costs itself alone
+        return f"{type(error).__name__}: {first_line(error)}"
 
 
 def load_compiled() -> Attend:

@@ -85,8 +85,7 @@ class Worker:
         accelerators = tuple(
             f"{kind} {number}" for kind, numbers in sorted(given.items()) for number in sorted(numbers)
         )
-        trials = self._engine.target.trials
-        kernels = [{"name": trial.name, "taken": trial.taken, "why": trial.why} for trial in trials]
+        kernels = [{"name": each.name, "taken": each.taken, "why": each.why} for each in self._engine.trials]
         place = context.get_node_id(), os.uname().nodename, os.getpid()
         return WorkerInfo(*place, device, accelerators, self._limits, kernels)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specextend.attention.plan import TreeAttention
+from specextend.attention.trials import Trial
 from specextend.core import Completion, Request
 from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
@@ -100,6 +101,11 @@ class Engine:
             release_cached(self.target.device)
             return None
         return asdict(limits) | asdict(self.target.work)
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """Return what came of the kernels that its target tried."""
+        return self.target.trials
 
     @property
     def num_active(self) -> int:

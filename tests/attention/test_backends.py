@@ -10,11 +10,12 @@ import torch
 from numba.core.errors import NumbaError
 from torch import Tensor
 
-from specextend.attention.backends import cpu_kernels, load_backend
+from specextend.attention.backends import cpu_kernels, find_faults, load_backend
 from specextend.attention.compiled import attend as compiled
 from specextend.attention.plan import AttentionPlan, KeySpan
 from specextend.attention.reference import attend_reference
 from specextend.attention.torch_kernels import CPU_KERNELS
+from specextend.attention.trials import Heads
 from tests.attention.calls import random_mask, regions, tensors
 from tests.covering import covering
 
@@ -141,12 +142,25 @@ def fail_to_compile(element):
     raise NumbaError("no such instruction")
 
 
-@pytest.mark.parametrize("failure", ["wrong", "numba cannot", "no numba"])
+def answer_the_question(q, k, v, span, scale):
+    return q, q[..., 0].float()
+
+
+def raise_an_error(q, k, v, span, scale):
+    raise NumbaError("no such instruction")
+
+
+@pytest.mark.parametrize("kernel", [answer_the_question, raise_an_error])
+def test_a_kernel_that_is_wrong_on_this_processor_is_not_measured(kernel):
+    """It is made for the machine at hand, so it must prove itself there; those of torch are right."""
+    heads = Heads(4, 2, HEAD_DIM, torch.float32, torch.device("cpu"))
+    assert [*find_faults({**CPU_KERNELS, "made": kernel}, heads)] == ["made"]
+
+
+@pytest.mark.parametrize("failure", ["numba cannot", "no numba"])
 def test_a_compiled_kernel_that_fails_on_this_processor_is_left_out(failure, monkeypatch):
-    """It is made for the machine at hand, so it must prove itself there; a run starts without it."""
-    if failure == "wrong":
-        monkeypatch.setattr(compiled, "attend_compiled", lambda q, k, v, span, scale: (q, q[..., 0].float()))
-    elif failure == "numba cannot":
+    """A run starts without it."""
+    if failure == "numba cannot":
         monkeypatch.setattr(compiled, "kernel", fail_to_compile)
     else:
         monkeypatch.setitem(sys.modules, "specextend.attention.compiled.attend", None)

@@ -46,6 +46,8 @@ class FakeEngine:
     def num_active(self) -> int:
         return len(self._active)
 
+    trials = ()
+
     def limits(self) -> None:
         """It has no model, so it has no limits."""
 
