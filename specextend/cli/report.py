@@ -90,14 +90,15 @@ _FORMAT = "instead of what DEST ends in; parquet for a folder. openai: JSON Line
 @click.option("--follow", is_flag=True, help="add the answers to the folder DEST as they come, until the run has ended")
 @click.option("--latest", is_flag=True, help="merge runs: the newest answer to each id")
 @click.option("--only-ids-in", metavar="INPUT", help="leave out documents that are gone from this file, folder or glob")
+@click.option("--columns", default="", metavar="NAME,...", help="only these, in this order; all if not given")
 @in_one_line
 def export(
-    runs: tuple[str, ...], to: str, kind: str | None, follow: bool, latest: bool, only_ids_in: str | None
+    runs: tuple[str, ...], to: str, kind: str | None, follow: bool, latest: bool, only_ids_in: str | None, columns: str
 ) -> int:
     """Write the answers of a run for other programs, or of several runs the newest answers.
 
     \b
-    specextend export out/run --to answers.csv
+    specextend export out/run --columns doc_id,summary --to answers.csv
     specextend export out/run --to answers/          # Parquet that load_dataset("answers") reads
     specextend export out/run --follow --to live/    # while the run goes on
     specextend export --latest out/nights/* --only-ids-in reports/ --to answers.parquet
@@ -108,7 +109,9 @@ def export(
 
     if len(runs) > 1 and not latest:
         raise click.UsageError("several RUNs need --latest")
-    output, place = resolve(runs[0]), resolve(to)
+    output, place, names = resolve(runs[0]), resolve(to), columns.split(",") if columns else []
+    if kind == "openai" and columns:
+        raise click.UsageError("--columns is not for --format openai")
     if (follow or kind == "openai") and (latest or only_ids_in or (follow and kind == "openai")):
         raise click.UsageError("--follow and --format openai are for one run, without other options")
     if kind == "openai":
@@ -118,13 +121,13 @@ def export(
     if follow:
         if format_of(place):
             raise click.UsageError("--follow adds files: let DEST be a folder, and give --format")
-        return _follow(output, place, kind or "parquet", to)
-    exported = export_answers([*map(resolve, runs)], place, kind or format_of(place) or "parquet", only_ids_in)
+        return _follow(output, place, kind or "parquet", to, names)
+    exported = export_answers([*map(resolve, runs)], place, kind or format_of(place) or "parquet", only_ids_in, names)
     show(_say(exported, to))
     return 0
 
 
-def _follow(output: Location, folder: Location, kind: str, to: str) -> int:
+def _follow(output: Location, folder: Location, kind: str, to: str, columns: list[str]) -> int:
     """Export a run while it goes on. Returns the exit code."""
     from specextend.cluster.exits import EXIT_INTERRUPTED
     from specextend.cluster.lock import read_lock
@@ -134,7 +137,7 @@ def _follow(output: Location, folder: Location, kind: str, to: str) -> int:
         driver = read_lock(output)
         return driver is not None and driver.seems_alive(time.time())
 
-    exported = follow(output, folder, kind, is_running)
+    exported = follow(output, folder, kind, is_running, columns)
     show(_say(exported, to))
     if exported.done + exported.failed == exported.rows:
         return 0
