@@ -99,15 +99,19 @@ def init(path: str, configs: tuple[str, ...], to: Path | None) -> int:
     takes which columns for the text and the id.
     """
     from specextend.data.columns import guess_columns
+    from specextend.data.instructions import Instruction
     from specextend.data.storage import is_uri
+    from specextend.yaml_values import read_yaml
 
     stem = Path(path.rstrip("/")).stem.strip("*") or "documents"
     to = to or Path(f"{stem}.yaml")
     if to.exists():
         raise ValueError(f"{to} is there already; name another file with --to")
-    if all(find_config(name).parent == TASKS for name in configs):
+    tasks = [name for name in configs if find_config(name).parent == TASKS]
+    if len(tasks) == len(configs):
         configs = ("smollm2", *configs)
     found = guess_columns(path)
+    output = "-".join([f"out/{stem}", *tasks])
     place = path if is_uri(path) else os.path.relpath(path, to.parent)
     others = ", ".join(map(_quoted, found.others))
     id_line = f"id_column: {_quoted(found.id)}" if found.id else "# id_column: NAME"
@@ -117,16 +121,26 @@ def init(path: str, configs: tuple[str, ...], to: Path | None) -> int:
         f"  path: {_quoted(place)}",
         f"  text_column: {_quoted(found.text)} # {printable(found.why_text)}",
         f"  {id_line} # {printable(found.why_id)}{without}",
+        "  # limit: 20 # for a trial",
+        f"  # except_done_in: [{_quoted(f'{output}/*')}] # every night: only what is new, with output.path as below",
         *([f"  # passthrough: [{others}] # columns to copy to the summaries"] if others else []),
         "output:",
-        f"  path: {_quoted(f'out/{stem}')}",
+        f"  path: {_quoted(output)}",
+        f"  # path: {_quoted(f'{output}/{{run_date}}')} # every night",
     ]
     about = (
         f"# Begun by `specextend init` from {' and '.join(configs)}. Relative paths are relative to this file.\n"
         f"# Look at the two columns; then: specextend plan --config {to}, and specextend run --config {to}\n"
     )
     to.write_text(about + _merged_text("\n".join(lines) + "\n", configs), encoding="utf-8")
-    show(printable(f"{to}: text {found.text} ({found.why_text}), id {found.id} ({found.why_id})"))
+    show(printable(f"{to}: text {found.text} ({found.why_text}), id {found.id or 'none'} ({found.why_id})"))
+    if found.differs:
+        show(printable(f"the files differ: {found.differs}"))
+    has = tuple(filter(None, (found.text, found.id, *found.others)))
+    instruction = read_yaml(to).get("prompt", {}).get("instruction", "")
+    for column in sorted({*Instruction("prompt.instruction", instruction).columns} - {*has}):
+        wanted = f"the task wants a column {column}; the data has {', '.join(has)}"
+        show(printable(f"{wanted}: set prompt.instruction"))
     show(printable(f"next: specextend plan --config {to}"))
     return 0
 

@@ -10,10 +10,14 @@ import pyarrow as pa
 
 from specextend.core import counted
 from specextend.data.inputs import InputError, unreadable
-from specextend.data.listing import list_input
+from specextend.data.listing import Listing, list_input
 from specextend.data.parquet import DAMAGED, is_text, open_parquet
 
 SAMPLE_ROWS = 200
+_MOST_FILES = 8
+"""Files whose columns are compared."""
+_ID_CHARACTERS, _ID_ROWS = 64, 10
+"""Characters at most, on average, and rows at least, with which a column is an id without being named as one."""
 _ID_NAMES = re.compile(r"(^|_)(id|uuid|guid|key|doi|url|path|file|filename|name|number|no)$|Id$|ID$")
 
 
@@ -26,10 +30,15 @@ class Guess:
     id: str | None
     why_id: str
     others: tuple[str, ...]
+    differs: str
+    """How the columns of another file differ, in one line; empty if they do not in those looked at."""
 
 
 def guess_columns(path: str) -> Guess:
-    """Look at the first rows of the first file. Raises InputError if there is none, or no column holds text."""
+    """Look at the first rows of the first file, and at the footers of a few more.
+
+    Raises InputError if there is no file, or no column holds text.
+    """
     listing = list_input(path)
     name = listing.relative_paths[0]
     try:
@@ -46,11 +55,37 @@ def guess_columns(path: str) -> Guess:
     text = max(lengths, key=lengths.__getitem__)
     rows = f"the first {counted(len(values[text]), 'row')} of {name}"
     unique = [column for column in values if column != text and _is_unique(values[column])]
-    ids = [column for column in unique if _ID_NAMES.search(column)]
-    found = min(ids, key=lambda column: (column.lower() != "id", not column.lower().endswith("id")), default=None)
+    named = [column for column in unique if _ID_NAMES.search(column)]
+    found = min(named, key=lambda column: (column.lower() != "id", not column.lower().endswith("id")), default=None)
     why = f"named as an id, unique and never null in {rows}" if found else "no column is named as an id and unique"
+    if not found and len(values[text]) >= _ID_ROWS:  # the shortest texts, and before them integers
+        short = [column for column in unique if lengths.get(column, 0) <= _ID_CHARACTERS]
+        found = min(short, key=lambda column: lengths.get(column, 0), default=None)
+        why = f"unique in {rows}" if found else why
     others = tuple(column for column in schema.names if column not in (text, found))
-    return Guess(text, f"the longest texts: {lengths[text]:,.0f} characters on average in {rows}", found, why, others)
+    why_text = f"the longest texts: {lengths[text]:,.0f} characters on average in {rows}"
+    return Guess(text, why_text, found, why, others, _difference(listing, schema))
+
+
+def _difference(listing: Listing, schema: pa.Schema) -> str:
+    """Say how the columns of the first file that differs do; empty if none does. Raises InputError if it is damaged."""
+    for name in listing.relative_paths[1:_MOST_FILES]:
+        try:
+            with open_parquet(listing.root.child(name)) as parquet:
+                found = parquet.schema_arrow
+        except DAMAGED as error:
+            raise unreadable(name, error) from error
+        theirs, ours = _only(found, schema), _only(schema, found)
+        if theirs or ours:
+            theirs, ours = theirs or "nothing else", ours or "nothing else"
+            return f"{name} has {theirs}, {listing.relative_paths[0]} {ours}; a run needs the columns it uses in all"
+    return ""
+
+
+def _only(schema: pa.Schema, other: pa.Schema) -> str:
+    """Name the columns that another schema lacks, or has with another type."""
+    others = dict(zip(other.names, other.types, strict=True))
+    return ", ".join(f"{field.name} ({field.type})" for field in schema if others.get(field.name) != field.type)
 
 
 def _mean_length(values: list[Any]) -> float:

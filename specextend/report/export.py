@@ -56,12 +56,14 @@ def format_of(place: Location) -> str | None:
     return ending if dot and ending in _WRITERS else None
 
 
-def follow(output: Location, folder: Location, kind: str, is_running: Callable[[], bool]) -> Exported:
+def follow(
+    output: Location, folder: Location, kind: str, is_running: Callable[[], bool], columns: Sequence[str] = ()
+) -> Exported:
     """Write the answers of a run into a folder as they are committed, until the run has no driver any more.
 
     Each commit becomes a file, whole or not at all, which is also the record that it was written: another call goes on
-    from there, and each document has one row. kind: the format. is_running: asked for a driver. Raises ValueError if
-    there is no run, or for a folder with other files.
+    from there, and each document has one row. kind: the format. is_running: asked for a driver. columns: all if empty.
+    Raises ValueError if there is no run, for a folder with other files, or for a column that commits do not have.
     """
     while (manifest := read_manifest(output)) is None and is_running():
         time.sleep(POLL_S)
@@ -72,16 +74,19 @@ def follow(output: Location, folder: Location, kind: str, is_running: Callable[[
     if others := sorted(written - commit_sizes(output).keys()):
         raise ValueError(f"{folder.path} holds {others[0]}, which is no commit of this run; name another folder")
     remove_temporary_files(folder)
-    schema, settled, seen = summary_schema((), text_column(output)), Settled(), set[str]()
+    full, settled, seen = summary_schema((), text_column(output)), Settled(), set[str]()
+    schema = _narrowed(full, columns)
     is_last = False
     while not is_last:
         is_last, sizes = not is_running(), commit_sizes(output)
         for name in sorted((name for name in sizes if name not in seen), key=lambda name: name not in written):
-            columns = KEY_COLUMNS if name in written else COMMIT_SCHEMA.names
-            commit = read_commit(output, name, columns, manifest["fingerprint"], sizes[name])
+            needed = KEY_COLUMNS if name in written else COMMIT_SCHEMA.names
+            commit = read_commit(output, name, needed, manifest["fingerprint"], sizes[name])
             answers = _new_answers(commit, name, settled)
             if len(answers) and name not in written:
-                table = answers.select(SUMMARY_SCHEMA.names).rename_columns(schema.names).cast(schema)
+                table = (
+                    answers.select(SUMMARY_SCHEMA.names).rename_columns(full.names).select(schema.names).cast(schema)
+                )
                 _write(folder.child(name.removesuffix("parquet") + kind), kind, schema, [table])
         seen |= sizes.keys()
         time.sleep(0 if is_last else POLL_S)
@@ -95,18 +100,25 @@ def _new_answers(commit: pa.Table, name: str, settled: Settled) -> pa.Table:
     return commit.take(pa.array(settled.settle(places, is_done, DONE)))
 
 
-def export_answers(outputs: Sequence[Location], to: Location, kind: str, only_ids_in: str | None = None) -> Exported:
+def export_answers(
+    outputs: Sequence[Location],
+    to: Location,
+    kind: str,
+    only_ids_in: str | None = None,
+    columns: Sequence[str] = (),
+) -> Exported:
     """Write `summaries/` of runs, of several runs the newest answer to each id, to a file or into a new folder.
 
     A run is newer than another if it began later, as its own record says. kind: the format. only_ids_in: an input;
-    documents that it does not have are left out. Texts are streamed; the ids of all rows are in memory. Raises
-    ValueError for runs that have not ended or do not belong together, and for a folder that holds files.
+    documents that it does not have are left out. columns: all if empty. Texts are streamed; the ids of all rows are in
+    memory. Raises ValueError for runs that have not ended or do not belong together, for a folder that holds files, and
+    for a column that no run has.
     """
     runs = [_Run.read(output) for output in outputs]
     _check_outside(outputs, to)
     if len(runs) > 1 or only_ids_in is not None:
         runs = _newest_first(runs)
-    schema = _common_schema(runs)
+    schema = _narrowed(_common_schema(runs), columns)
     chosen, exported = _choose(runs, None if only_ids_in is None else _ids_of_input(only_ids_in, runs[0]))
     answers = [_read(file, schema, mask) for file, mask in chosen if mask.any()]
     if format_of(to):
@@ -117,6 +129,13 @@ def export_answers(outputs: Sequence[Location], to: Location, kind: str, only_id
     for number, tables in enumerate(answers):
         _write(to.child(f"part-{number:05d}.{kind}"), kind, schema, tables)
     return exported
+
+
+def _narrowed(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
+    """Return the columns of that name, in that order; all if none is named. Raises ValueError for an unknown one."""
+    if unknown := [name for name in columns if name not in schema.names]:
+        raise ValueError(f"--columns: there is no {', '.join(unknown)}; there are {', '.join(schema.names)}")
+    return pa.schema([schema.field(name) for name in columns]) if columns else schema
 
 
 def _check_outside(outputs: Sequence[Location], to: Location) -> None:
@@ -242,7 +261,7 @@ def _read(file: Location, schema: pa.Schema, mask: NDArray[np.bool_]) -> Iterato
     """Yield those rows of a file, as small tables; a column that the file lacks is null."""
     begin = 0
     with _opened(file) as parquet:
-        for table in stream(parquet, parquet.schema_arrow.names):
+        for table in stream(parquet, [name for name in parquet.schema_arrow.names if name in schema.names]):
             table, begin = rows_where(table, mask[begin : begin + len(table)]), begin + len(table)
             for field in schema:
                 if field.name not in table.column_names:

@@ -225,7 +225,12 @@ def test_a_configuration_is_begun_for_somebodys_columns(tmp_path: Path, monkeypa
     assert (again.code, again.stderr) == (2, "error: mine.yaml is there already; name another file with --to\n")
     task = specextend("init", "my data", "--config", "tiny-random", "--config", "translation", "--to", "task.yaml")
     assert task.code == 0, task.stderr
-    own = ["input.path=my data", "input.text_column=body", "input.id_column=doc_id", "output.path=out/my data"]
+    own = [
+        "input.path=my data",
+        "input.text_column=body",
+        "input.id_column=doc_id",
+        "output.path=out/my data-translation",
+    ]
     assert RunConfig.load("task.yaml") == RunConfig.load(["tiny-random", "translation"], own)
     assert "is not translated by halves" in (tmp_path / "task.yaml").read_text(), "comments are the manual"
 
@@ -237,3 +242,20 @@ def test_no_column_is_taken_for_an_id_without_a_reason(tmp_path: Path, monkeypat
     assert specextend("init", "a.parquet", "--config", "tiny-random").code == 0
     assert "  # id_column: NAME # no column is named as an id and unique" in (tmp_path / "a.yaml").read_text()
     assert RunConfig.load("a.yaml").input.id_column is None
+
+
+def test_init_says_what_the_data_lacks_for_the_task(tmp_path: Path, monkeypatch):
+    """An id in another language, a second file with other columns, and a template's column that is nowhere."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f"Report {number} of the committee, which met." for number in range(12)]
+    write_corpus(tmp_path / "data" / "a.parquet", texts, Titel=[f"T{i}" for i in range(12)], Nummer=list(range(12)))
+    write_corpus(tmp_path / "data" / "b.parquet", ["one"], Nummer=["7"])
+    ended = specextend("init", "data", "--config", "tiny-random", "--config", "question")
+    assert ended.code == 0, ended.stderr
+    assert "id Nummer (unique in the first 12 rows of a.parquet)" in ended.stdout
+    assert "b.parquet has Nummer (string), a.parquet Titel (string), Nummer (int64);" in ended.stdout
+    assert "the task wants a column question; the data has text, Nummer, Titel: set prompt.i" in ended.stdout
+    written = (tmp_path / "data.yaml").read_text()
+    assert '# except_done_in: ["out/data-question/*"]' in written
+    for line in ('path: "out/data-question/{run_date}"', "limit: 20", 'except_done_in: ["out/data-question/*"]'):
+        assert f"# {line}" in written

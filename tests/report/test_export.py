@@ -83,6 +83,8 @@ def test_a_follower_that_was_stopped_goes_on_where_it_was(stopped: Path, tmp_pat
         lines = [json.loads(line) for path in live.iterdir() for line in path.read_text().splitlines()]
         found = sorted((line["doc_id"], line["summary"]) for line in lines)
     assert found == [("doc-0", "a"), ("doc-1", "b"), ("doc-2", "c")]
+    assert follow(stopped, tmp_path / "two", "--columns", "summary,doc_id").code == 0
+    assert {tuple(row) for row in rows(tmp_path / "two")} == {("summary", "doc_id")}
 
 
 def test_a_folder_of_another_export_is_not_followed_into(stopped: Path, tmp_path: Path):
@@ -145,6 +147,16 @@ def test_the_newest_answer_to_each_id_is_that_of_the_run_that_began_last(night: 
     assert ended.stdout == (f"5 documents in {to}; 1 failed; 2 with an older answer, because a newer attempt failed\n")
     assert texts(to) == [("a", "a3"), ("b", "b2"), ("c", "c1"), ("d", "d1"), ("e", "e2")]
     assert {row["doc_id"]: row["source"] for row in rows(to)} == dict.fromkeys("bcde") | {"a": "x"}
+
+
+def test_only_the_columns_that_are_named_are_exported_in_that_order(night: Night, tmp_path: Path):
+    """What goes to a colleague has two columns, not those of the decoding; a wrong name is met by those there are."""
+    run, to = night(1, {"a": "a1"}, title="A"), tmp_path / "two.csv"
+    assert merge(to, run, "--columns", "title,doc_id").code == 0
+    assert to.read_text().splitlines() == ['"title","doc_id"', '"A","a"']
+    ended = merge(tmp_path / "no.csv", run, "--columns", "doc_id,keywords")
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert "there is no keywords; there are doc_id, summary," in ended.stderr
 
 
 def test_a_document_that_the_input_has_no_more_is_left_out(night: Night, tmp_path: Path):
