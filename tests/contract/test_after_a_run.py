@@ -197,7 +197,7 @@ def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder: Path):
 
 
 def test_a_night_that_is_complete_stays_so_when_its_files_are_replaced(call, folder: Path):
-    """It chose its rows once; what has come since is for the next night, and a night that is begun says what is gone."""
+    """It chose its rows once: what came since is for the next night, and one that is not complete says what is gone."""
     write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])
     night = arguments(folder, "--input", str(folder / "bad"), "--output", str(folder / "night"))
     night += ["--set", f"input.except_done_in=['{folder}/none/*']", "--set", "job.max_error_fraction=1"]
