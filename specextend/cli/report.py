@@ -68,7 +68,7 @@ def compare(output: str, other: str, json: str | None, max_differing: float | No
         write_json(json, found)
     if max_differing is None and max_slower is None:
         return 0
-    over, texts = _over_limits(found, max_differing, max_slower), found["texts"]
+    over, texts = over_limits(found, max_differing, max_slower), found["texts"]
     if others := texts["only_here"] + texts["only_there"]:
         in_both = counted(texts["common"], "document")
         click.echo(f"note: {in_both} in both runs, {others:,} in only one", err=True)
@@ -77,7 +77,7 @@ def compare(output: str, other: str, json: str | None, max_differing: float | No
     return EXIT_OVER_LIMIT if over else 0
 
 
-def _over_limits(found: dict[str, Any], max_differing: float | None, max_slower: float | None) -> list[str]:
+def over_limits(found: dict[str, Any], max_differing: float | None, max_slower: float | None) -> list[str]:
     """Say in one line for each limit that is exceeded what was measured. Raises ValueError if nothing was."""
     texts, (candidate, baseline) = found["texts"], found["outputs"]
     differing, common, lines = texts["differing"], texts["common"], []

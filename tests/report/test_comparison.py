@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specextend.cli.command import call
-from specextend.cli.report import _over_limits, report
+from specextend.cli.report import over_limits, report
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
@@ -92,11 +92,11 @@ def test_a_slower_candidate_is_named_with_both_speeds():
         "texts": {"common": 2, "differing": 0},
         "figures": {"output tokens per second of a worker": [10.0, 20.0]},
     }
-    assert _over_limits(found, None, 0.2) == [
+    assert over_limits(found, None, 0.2) == [
         "--max-slower 0.2: a worker of the candidate new is slower by 0.5 than one of the baseline old (10.0 and 20.0 "
         "output tokens a second at work)"
     ]
-    assert _over_limits(found, 0.0, 0.5) == []
+    assert over_limits(found, 0.0, 0.5) == []
 
 
 def test_there_is_nothing_to_compare_without_a_common_document(tmp_path: Path):
