@@ -224,7 +224,7 @@ Configs = OneConfig | Sequence[OneConfig]
 
 
 class Origin(NamedTuple):
-    """Where a value came from: a configuration as it was named, or `--set`; and what its paths are relative to."""
+    """Say where a value came from: a configuration as it was named, or `--set`; and what its paths are relative to."""
 
     name: str
     folder: str

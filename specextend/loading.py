@@ -154,7 +154,8 @@ def confirm(proof: Proof, target: CachedModel) -> Proof:
         return proof
     floor = Kernels()
     target.attend, target.kernels = floor.attend(target.device), floor.of_layers(target.device)
-    trials = tuple(replace(trial, taken=False, why=f"{wrong} with the target's own weights") for trial in proof.trials)
+    why = f"{wrong} with the target's own weights"
+    trials = tuple(replace(trial, taken=False, why=why) if trial.taken else trial for trial in proof.trials)
     for trial in trials:
         _log.warning("%s", trial)
     return Proof(floor, trials)

@@ -74,7 +74,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What all calls of a model have in common."""
+    """Hold what all calls of a model have in common."""
 
     num_heads: int
     num_key_heads: int

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specextend.attention.backends import shortest_runs
 from specextend.attention.plan import AttentionPlan
+from specextend.attention.reference import MAX_MASKED
 from specextend.attention.trials import prompt_calls, step_calls, what_is_wrong, what_is_wrong_in_a_layer
 from specextend.core import Request, counted
 from specextend.decoding.cache import aligned
@@ -60,10 +61,11 @@ def find_fault(subject: Subject, base: Kernels, rung: Kernels) -> str:
     """Compare what a rung changes with plain torch, then a tiny pair's tokens with those of plain decoding."""
     heads, device = subject.heads(), torch.device(subject.device)
     attend, calls = rung.attend(device), []
+    longest = min(subject.longest, subject.num_rows - MAX_MASKED)  # a cache may just hold one sequence and its tree
     if rung.prompts != base.prompts:
-        calls += prompt_calls(min(subject.chunk, subject.longest), subject.longest)
+        calls += prompt_calls(min(subject.chunk, longest), longest)
     if rung.steps != base.steps:
-        calls += step_calls(subject.num_nodes, subject.batch, subject.longest)
+        calls += step_calls(subject.num_nodes, subject.batch, longest)
     for call in calls:
         if wrong := what_is_wrong(attend, call, heads, subject.num_rows):
             return wrong

@@ -24,7 +24,7 @@ ALL_SEEN = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule found."""
+    """Hold what a rule found."""
 
     says: str
     weight: float

@@ -35,7 +35,7 @@ _Mask = tuple[Location, NDArray[np.bool_]]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export has written, in documents."""
+    """Count what an export has written, in documents."""
 
     done: int
     failed: int

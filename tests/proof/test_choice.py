@@ -15,6 +15,7 @@ from specextend.proof.ladder import Kernels, Proof
 from tests.proof.faulty import a_little_wrong, not_a_number
 from tests.tiny_models import tiny_config, tiny_engine
 
+LEFT_OUT = Trial(name="absent", taken=False, why="it is not installed")
 TAKEN = Trial(name="better", taken=True, why="2.00 times as fast")
 
 
@@ -38,10 +39,11 @@ def test_a_target_confirms_kernels_that_are_right(target):
 def test_a_target_that_disagrees_goes_back_to_the_floor(kernel, target):
     """Its weights may show what random numbers did not; the record says so of every rung."""
     target.attend = kernel
-    proof = confirm(Proof(Kernels(steps="better"), (TAKEN,)), target)
+    proof = confirm(Proof(Kernels(steps="better"), (TAKEN, LEFT_OUT)), target)
     assert proof.kernels == Kernels()
     assert target.attend is attend_by_head
-    [trial] = proof.trials
+    trial, other = proof.trials
+    assert other is LEFT_OUT
     assert not trial.taken
     assert "with the target's own weights" in trial.why
 

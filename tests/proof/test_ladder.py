@@ -10,6 +10,7 @@ import pytest
 
 from specextend.decoding import measurements
 from specextend.proof import ladder as ladder_module
+from specextend.proof.child import find_fault
 from specextend.proof.ladder import Kernels, Proof, Rung, load_proof, prove
 from specextend.proof.subject import Subject
 from tests.tiny_models import FAMILIES, tiny_model
@@ -57,6 +58,12 @@ def test_rungs_with_a_fault_are_left_out_and_named(subject):
         assert not trial.taken
         assert said[trial.name] in trial.why
         assert trial.is_wrong == (trial.name != "right_but_slow")
+
+
+def test_a_kernel_is_tried_in_a_cache_that_just_holds_the_longest_request(subject):
+    """As on a card with room for one: what does not fit is no fault of the kernel's."""
+    full = replace(subject, batch=1, longest=512, num_rows=512)
+    assert find_fault(full, Kernels(), Kernels(prompts="matmul", steps="matmul")) == ""
 
 
 @pytest.mark.slow
