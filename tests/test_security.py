@@ -35,8 +35,8 @@ from tests.job.conftest import (
     ROOT,
     TEXT,
     call,  # noqa: F401
+    dying_command,
     listening,
-    pausing_command,
     rows,
     wait_for_pause,
 )
@@ -112,7 +112,10 @@ def run_hostile(folder: Path, temporary: Path) -> Ran:
     stdout, stderr = folder / "stdout", folder / "stderr"
     with stdout.open("w") as to_stdout, stderr.open("w") as to_stderr:
         process = subprocess.Popen(
-            pausing_command("--config", str(CONFIG), *hostile_corpus(folder), "--output", str(folder / "out")),
+            # bad rows are the first part, before there is any Ray
+            dying_command(
+                "SIGSTOP", 2, "--config", str(CONFIG), *hostile_corpus(folder), "--output", str(folder / "out")
+            ),
             env=clean | own | SECRETS,
             cwd=ROOT,
             stdout=to_stdout,

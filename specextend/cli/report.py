@@ -16,11 +16,12 @@ if TYPE_CHECKING:  # it imports pyarrow
     from specextend.report.export import Exported
 
 EXIT_OVER_LIMIT = 3
-_OTHER = click.argument("other", type=click.Path())
 _GATE = takes(
     click.option("--json", metavar="FILE", help="write the comparison there, too; -: print it in place of the tables"),
-    click.option("--max-differing", type=click.FloatRange(0, 1), help="exit 3 if a larger share of the texts differs"),
-    click.option("--max-slower", type=click.FloatRange(0, 1), help="exit 3 if a worker is slower by a larger share"),
+    click.option(
+        "--max-differing", type=click.FloatRange(0, 1), help="exit 3 if a larger share of the common texts differs"
+    ),
+    click.option("--max-slower", type=click.FloatRange(0, 1), help="exit 3 if OUTPUT's workers are slower by more"),
 )
 
 
@@ -50,13 +51,13 @@ def report(output: str, against: str | None) -> int:
 
 @click.command()
 @OUTPUT
-@_OTHER
+@click.argument("other", type=click.Path())
 @_GATE
 @in_one_line
 def compare(output: str, other: str, json: str | None, max_differing: float | None, max_slower: float | None) -> int:
-    """Compare a run with another: figures, texts, configuration.
+    """Compare OUTPUT, the candidate, with OTHER, the baseline: figures, texts, configuration.
 
-    Nothing is written into their folders. With a limit the exit code says whether it is kept.
+    Nothing is written into their folders. With a limit the exit code says whether the candidate keeps it.
     """
     from specextend.report import compare, render_comparison
 
@@ -65,18 +66,38 @@ def compare(output: str, other: str, json: str | None, max_differing: float | No
         show(render_comparison(found), end="")
     if json is not None:
         write_json(json, found)
-    limits = {"differing": max_differing, "slower": max_slower}
-    is_over = any(limit is not None and _share(found, of) > limit for of, limit in limits.items())
-    return EXIT_OVER_LIMIT if is_over else 0
+    if max_differing is None and max_slower is None:
+        return 0
+    over, texts = over_limits(found, max_differing, max_slower), found["texts"]
+    if others := texts["only_here"] + texts["only_there"]:
+        in_both = counted(texts["common"], "document")
+        click.echo(f"note: {in_both} in both runs, {others:,} in only one", err=True)
+    for line in over:
+        click.echo(printable(line), err=True)
+    return EXIT_OVER_LIMIT if over else 0
 
 
-def _share(comparison: dict[str, Any], of: str) -> float:
-    """Return the share of the texts that differ, or by which a worker is slower; a share that is unknown is 1."""
-    if of == "differing":
-        texts = comparison["texts"]
-        return texts["differing"] / texts["common"] if texts["common"] else 1.0
-    here, there = comparison["figures"]["output tokens per second of a worker"]
-    return 1.0 if here is None or not there else 1 - here / there
+def over_limits(found: dict[str, Any], max_differing: float | None, max_slower: float | None) -> list[str]:
+    """Say in one line for each limit that is exceeded what was measured. Raises ValueError if nothing was."""
+    texts, (candidate, baseline) = found["texts"], found["outputs"]
+    differing, common, lines = texts["differing"], texts["common"], []
+    if not common:
+        raise ValueError(f"nothing to compare: {candidate} and {baseline} have no finished document in common")
+    if max_differing is not None and (share := differing / common) > max_differing:
+        of = f"{differing:,} of the {counted(common, 'document')} that both have done"
+        lines.append(
+            f"--max-differing {max_differing:g}: {share:.2g} of the texts of the candidate {candidate} differ from "
+            f"those of the baseline {baseline} ({of})"
+        )
+    here, there = found["figures"]["output tokens per second of a worker"]
+    if max_slower is not None and (not here or not there):
+        lines.append(f"--max-slower {max_slower:g}: the speed of {baseline if here else candidate} is not known")
+    elif max_slower is not None and (share := 1 - here / there) > max_slower:
+        lines.append(
+            f"--max-slower {max_slower:g}: a worker of the candidate {candidate} is slower by {share:.2g} than one of "
+            f"the baseline {baseline} ({here:.1f} and {there:.1f} output tokens a second at work)"
+        )
+    return lines
 
 
 _DEST = "a file that ends in .jsonl, .csv or .parquet, or a folder for such files; a path or a URI"

@@ -244,7 +244,7 @@ def _show_texts(rows: list[dict[str, Any]], column: str) -> None:
 
     best = min(rows, key=_by_quality)
     others = [row for row in rows if row is not best]
-    why = f", by its quality figures the best of {len(rows)}" if others else ""
+    why = f", by its quality figures the best of the first {len(rows)}" if others else ""
     print(f"\n{column.capitalize()} of {_name_of(best)}{why}:\n{printable(best[column].strip(), keep=chr(10))}")
     if others:
         print("\nThe others begin:")

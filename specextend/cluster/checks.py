@@ -18,7 +18,7 @@ from specextend.data.fingerprint import ABOUT_INPUT, build_manifest, differences
 from specextend.data.inputs import DocumentError, InputError, InputUnreachableError
 from specextend.data.prompts import Prompts
 from specextend.data.quality import check_library
-from specextend.data.run_folder import check_kinds
+from specextend.data.run_folder import Counts, check_kinds, read_success
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
@@ -77,7 +77,7 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         _check_cache(config, facts)
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
         if begun is not None:
-            source = recall_selection(source, output, begun["selection"], begun["identity"]["selection"]["sha256"])
+            source = recall_selection(source, output, begun)
         else:
             whole = build_manifest(source, values, hashes, models)
             earlier, notes_on_earlier = find_earlier(config.input.except_done_in, output, whole, checkpoint)
@@ -189,11 +189,20 @@ def check_same_run(prepared: Prepared) -> bool:
 def _say_other_input(prepared: Prepared) -> str:
     """Say what to do if nothing but the input has changed, as it does where files grow."""
     config = prepared.config
-    leaving_out = "" if config.input.except_done_in else f" and input.except_done_in=['{config.output.path}']"
-    return (
-        f"its input has changed: to do only what is new, give another output.path{leaving_out}; "
-        "to resume it, restore what differs:"
-    )
+    what, leaving_out = "its input has changed", f" and input.except_done_in=['{config.output.path}']"
+    if config.input.except_done_in:
+        what, leaving_out = "files from which it chose its rows have changed or are gone", ""
+    return f"{what}: to do only what is new, give another output.path{leaving_out}; to resume it, restore what differs:"
+
+
+def counts_of_ended(prepared: Prepared) -> Counts | None:
+    """Return the counts of a complete run that had chosen its rows, if its input alone has changed since; or None."""
+    recorded = read_recorded(prepared.output)
+    if recorded is None or _begun_selection(prepared.config, recorded) is None:
+        return None
+    lines = differences(recorded, prepared.manifest)
+    is_input = bool(lines) and all(line.startswith(ABOUT_INPUT) for line in lines)
+    return read_success(prepared.output) if is_input else None
 
 
 @contextmanager

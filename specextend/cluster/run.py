@@ -18,6 +18,7 @@ from specextend.cluster.checks import (
     check_machine,
     check_retry,
     check_same_run,
+    counts_of_ended,
     describe_selection,
     input_errors,
     open_rows,
@@ -102,6 +103,10 @@ def run(
     interrupt.check()
     run_id = secrets.token_hex(4)
     with reading(prepared.output):
+        if retry_errors == "none" and (counts := counts_of_ended(prepared)) is not None:
+            display.note(f"complete already, {_say(counts)}; files from which it chose its rows have changed since")
+            interrupt.disarm()
+            return EXIT_DONE
         check_retry(prepared, retry_errors, is_begun=check_same_run(prepared))
     lock = OutputLock(prepared.output, run_id)
     with held(lock, display.note, interrupt.check):

@@ -170,7 +170,7 @@ def _flat_identity(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _say(values: Mapping[str, Any], name: str) -> str:
-    return json.dumps(values[name], ensure_ascii=False) if name in values else "nothing"
+    return json.dumps(values[name], ensure_ascii=False, sort_keys=True) if name in values else "nothing"
 
 
 PROVENANCE = b"specextend"

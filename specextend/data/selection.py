@@ -270,25 +270,26 @@ def write_selection(source: Source, output: Location) -> None:
     write_table(selection_file(output), pa.table(columns))
 
 
-def recall_selection(source: Source, output: Location, recorded: Mapping[str, int], sha256: str) -> Source:
-    """Return the source with the rows that `write_selection` wrote down.
+def recall_selection(source: Source, output: Location, manifest: Mapping[str, Any]) -> Source:
+    """Return the source with the rows that `write_selection` wrote down; without those of files that are gone.
 
-    source: of the files of the run. recorded: the counts in its manifest. Raises InputError if the file is damaged or
-    an input file is gone.
+    source: of those files of the run that are there. manifest: of the run. Raises InputError if the file is damaged.
     """
-    location = selection_file(output)
+    location, names = selection_file(output), [*manifest["identity"]["files"]]
     try:
         table = pq.read_table(pa.BufferReader(read_bytes(location) or b""))
         files, rows, is_bad = (table[name].to_numpy() for name in ("file", "row", "has_bad_id"))
     except (*DAMAGED, KeyError) as error:
         raise InputError(f"{location.path} cannot be read ({one_line(error)}); use another output folder") from error
-    chosen = {file.number: rows[files == file.number] for file in source.files}
-    names = [file.relative_path for file in source.files]
-    if len(rows) != sum(map(len, chosen.values())) or _digest(names, chosen) != sha256:
-        raise InputError(f"{location.path} does not name rows of this input; restore the input, or use another output")
-    bad = {file.number: rows[(files == file.number) & is_bad] for file in source.files}
+    every = {number: rows[files == number] for number in range(len(names))}
+    if _digest(names, every) != manifest["identity"]["selection"]["sha256"]:
+        raise InputError(f"{location.path} does not hold the rows of its run; use another output folder")
+    numbers = {file.number: names.index(file.relative_path) for file in source.files}
+    chosen = {number: every[before] for number, before in numbers.items()}
+    bad = {number: rows[(files == before) & is_bad] for number, before in numbers.items()}
     source = source.with_bad_ids({number: each for number, each in bad.items() if len(each)})
-    return source.limited_to(range(len(source.files)), ChosenRows(chosen, sha256, recorded))
+    digest = _digest([file.relative_path for file in source.files], chosen)
+    return source.limited_to(range(len(source.files)), ChosenRows(chosen, digest, manifest["selection"]))
 
 
 _ENDED_SCHEMA = pa.schema(

@@ -210,10 +210,7 @@ def loading(report: Report) -> Finding | None:
     if share < 0.1:
         return None
     fewer = "" if look_up(report, "run.job.workers") == 1 else " or fewer workers"
-    says = (
-        f"{share:.0%} of the paid time went into loading models: give a start more documents{fewer}. From a local disk "
-        "they load faster."
-    )
+    says = f"{share:.0%} of the paid time went into loading models: give a start more documents{fewer}."
     return Finding(says, share, "The workers' time", {"loading_share": share})
 
 

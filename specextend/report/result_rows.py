@@ -38,7 +38,7 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
 
     Each table comes with True if its documents are done. Rows are read from the commits in `_run/parts`, which are
     complete at any time; a copy of the folder without them from `summaries/` and `errors/`. Raises ValueError if the
-    folder has neither.
+    folder has neither, unless its run was about no row, because earlier runs have done all of them.
     """
     if list_commits(output):
         for table in read_results(output, [*dict.fromkeys([*KEY_COLUMNS, *done, *errors])]):
@@ -46,8 +46,11 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
         return
     folders = (True, summaries_folder(output), done), (False, errors_folder(output), errors)
     files = [(is_done, file, columns) for is_done, folder, columns in folders for file in _files(folder)]
-    if not files and not _had_nothing_to_do(output):
-        raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
+    if not files:
+        if (manifest := read_manifest(output)) is None:
+            raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
+        if num_input_rows(manifest):
+            raise ValueError(f"{output.path} holds a run of which nothing is done yet")
     text = text_column(output)
     for is_done, file, columns in files:
         yield from ((is_done, table) for table in _read_file(file, columns, text))
@@ -82,12 +85,6 @@ def _read_file(file: Location, columns: Sequence[str], text: str) -> Iterator[pa
         for batch in parquet.iter_batches(BATCH_ROWS, columns=stored):
             table = pa.Table.from_batches([batch]).select(stored).rename_columns(schema.names).cast(schema)
             yield table.append_column(RUN_ID, pa.nulls(len(batch), pa.string()))
-
-
-def _had_nothing_to_do(output: Location) -> bool:
-    """Return True for a run about no row, because earlier runs have done all of them."""
-    manifest = read_manifest(output)
-    return manifest is not None and num_input_rows(manifest) == 0
 
 
 def write_responses(output: Location, file: Location) -> tuple[int, int, int | None]:

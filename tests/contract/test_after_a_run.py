@@ -196,6 +196,26 @@ def test_a_run_of_rows_that_no_model_has_to_see_loads_none(call, folder: Path):
     assert call(*arguments(folder), *again, "--set", "job.max_error_fraction=1").code == 0
 
 
+def test_a_night_that_is_complete_stays_so_when_its_files_are_replaced(call, folder: Path):
+    """It chose its rows once: what came since is for the next night, and one that is not complete says what is gone."""
+    write_corpus(folder / "bad" / "a.parquet", [None, " "], doc=[*"xy"])
+    night = arguments(folder, "--input", str(folder / "bad"), "--output", str(folder / "night"))
+    night += ["--set", f"input.except_done_in=['{folder}/none/*']", "--set", "job.max_error_fraction=1"]
+    assert call(*night).code == 0
+    write_corpus(folder / "bad" / "b.parquet", [TEXT], doc=["z"])
+    (folder / "bad" / "a.parquet").unlink()
+    ended = call(*night)
+    assert ended.code == 0, ended.stderr
+    assert "complete already, 2 rows: 0 done, 2 failed; files from which it chose its rows have changed" in ended.stderr
+    other = call(*night, "--set", "tree.nodes=5")
+    assert (other.code, "\n  tree.nodes: 8 there, 5 here" in other.stderr) == (5, True)
+    (folder / "night" / "_SUCCESS").unlink()
+    ended = call(*night)
+    assert ended.code == 5
+    assert "files from which it chose its rows have changed or are gone: to do only what is new, give" in ended.stderr
+    assert '\n  input file a.parquet: "2 rows' in ended.stderr
+
+
 def test_the_report_has_its_keys_and_its_sums(finished: Path):
     """Dashboards read it."""
     report = json.loads((finished / "out" / "report.json").read_text())

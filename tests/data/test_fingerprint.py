@@ -53,6 +53,15 @@ def test_where_things_lie_and_how_many_machines_do_them_is_not_the_run(manifest:
         assert differences(manifest(), again) == []
 
 
+def test_a_run_with_examples_is_found_again(output: Location, manifest: Callable[..., dict[str, Any]]) -> None:
+    """A manifest's keys are written in their order, those of a configuration are as somebody typed them."""
+    asked = manifest(CONFIG | {"prompt": {"examples": [{"user": "a", "assistant": "b"}]}})
+    write_manifest(output, asked)
+    recorded = read_manifest(output)
+    assert recorded is not None
+    assert differences(recorded, asked) == []
+
+
 def test_another_value_is_another_run_and_the_difference_is_said(manifest: Callable[..., dict[str, Any]]) -> None:
     for section, key, value, line in [
         ("tree", "nodes", 32, "tree.nodes: 16 there, 32 here"),

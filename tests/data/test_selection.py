@@ -92,9 +92,8 @@ def test_rows_with_bad_ids_can_be_error_rows(tmp_path: Path, write: Write) -> No
     write("in/b.parquet", {"id": ["7", "8", None], "text": ["four", "five", None]})
     options = InputOptions(path=str(tmp_path / "in"), id_column="id", on_bad_id="error")
     source, output = select_rows(open_source(replace(options, limit=6))), resolve(str(tmp_path / "out"))
-    assert source.selection is not None
     write_selection(source, output)
-    recalled = recall_selection(open_source(options), output, source.selection.counts, source.selection.sha256)
+    recalled = recall_selection(open_source(options), output, manifest_of(source))
     bad = {"a.parquet:1", "a.parquet:2", "b.parquet:0", "b.parquet:2"}
     for each in (source, recalled):
         assert {*ids_of(each)} == {"7", "8"} | bad
@@ -211,11 +210,12 @@ def test_rows_stay_those_of_the_first_start(corpus: Corpus, tmp_path: Path, writ
     manifest = manifest_of(source)
     write("in/new.parquet", {"id": ["n"], "text": ["t"], "pages": [1]})
     again = open_source(options, only=manifest["identity"]["files"])
-    again = recall_selection(again, output, manifest["selection"], manifest["identity"]["selection"]["sha256"])
+    again = recall_selection(again, output, manifest)
     assert keys_of(again) == keys_of(source)
     assert not differences(manifest, manifest_of(again))
+    manifest["identity"]["selection"]["sha256"] = "0"
     with pytest.raises(InputError, match="use another output"):
-        recall_selection(again, output, manifest["selection"], "0")
+        recall_selection(again, output, manifest)
 
 
 def test_an_earlier_output_must_be_one(corpus: Corpus, tmp_path: Path) -> None:

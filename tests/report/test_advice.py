@@ -96,7 +96,7 @@ CASES = [
     ),
     ("idle_tail", changed(tail=TAIL), "2 of 8 workers stood idle for 40 min 00 s at the end"),
     ("loading", changed(wall_clock__shares={"loading": 0.3}), "30% .* more documents or fewer workers"),
-    ("loading", changed(wall_clock__shares={"loading": 0.3}, run__job__workers=1), "give a start more documents. From"),
+    ("loading", changed(wall_clock__shares={"loading": 0.3}, run__job__workers=1), r"give a start more documents\.$"),
 ]
 BELOW = [
     changed(),

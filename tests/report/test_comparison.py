@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specextend.cli.command import call
-from specextend.cli.report import report
+from specextend.cli.report import over_limits, report
 from specextend.core import DocumentKey
 from specextend.data.commits import CommitWriter
 from specextend.data.storage import resolve
@@ -64,11 +64,51 @@ def test_figures_stand_side_by_side(pair: tuple[str, str], capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("limits", "code"),
-    [((), 0), (("--max-differing", "0.34"), 0), (("--max-differing", "0.33"), 3), (("--max-slower", "0.1"), 3)],
+    ("limits", "code", "said"),
+    [
+        ((), 0, ""),
+        (("--max-differing", "0.34"), 0, "note: 3 documents in both runs, 1 in only one"),
+        (
+            ("--max-differing", "0.33"),
+            3,
+            "--max-differing 0.33: 0.33 of the texts of the candidate {} differ from those "
+            "of the baseline {} (1 of the 3 documents that both have done)",
+        ),
+        (("--max-slower", "0.1"), 3, "--max-slower 0.1: the speed of {} is not known"),
+    ],
 )
-def test_a_comparison_is_a_gate(pair: tuple[str, str], limits: tuple[str, ...], code: int):
+def test_a_comparison_is_a_gate(pair: tuple[str, str], limits: tuple[str, ...], code: int, said: str):
     """For a pipeline that takes a new draft only if texts stay the same; a speed that is not known is none."""
     ended = specextend("compare", *pair, "--json", "-", *limits)
     assert ended.code == code, ended.stderr
     assert json.loads(ended.stdout)["texts"]["differing"] == 1
+    assert said.format(*pair) in ended.stderr
+
+
+def test_a_slower_candidate_is_named_with_both_speeds():
+    """The first run is the candidate: the same two the other way round keep the limit."""
+    found = {
+        "outputs": ["new", "old"],
+        "texts": {"common": 2, "differing": 0},
+        "figures": {"output tokens per second of a worker": [10.0, 20.0]},
+    }
+    assert over_limits(found, None, 0.2) == [
+        "--max-slower 0.2: a worker of the candidate new is slower by 0.5 than one of the baseline old (10.0 and 20.0 "
+        "output tokens a second at work)"
+    ]
+    assert over_limits(found, 0.0, 0.5) == []
+
+
+def test_there_is_nothing_to_compare_without_a_common_document(tmp_path: Path):
+    """A gate that nothing has passed through is neither open nor closed."""
+    here, there = run_of(tmp_path / "here", {0: "a"}), run_of(tmp_path / "there", {1: "a"})
+    ended = specextend("compare", here, there, "--max-differing", "1")
+    assert ended.code == 2
+    assert "nothing to compare: " in ended.stderr
+
+
+def test_a_run_that_has_nothing_done_is_a_run(tmp_path: Path):
+    """It was interrupted before its first commit."""
+    write_manifest_file(resolve(str(tmp_path)), config_of("/same"), 3)
+    with pytest.raises(ValueError, match="holds a run of which nothing is done yet"):
+        compare(str(tmp_path), str(tmp_path))
