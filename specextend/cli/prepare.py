@@ -13,6 +13,7 @@ from specextend.cli.command import in_one_line, show, takes
 from specextend.core import counted, printable
 
 if TYPE_CHECKING:  # it imports pyarrow
+    from specextend.data.document_set import Failure
     from specextend.data.documents import Prepared
 
 _ONE_KIND = {"text": ("*.txt",), "pdf": ("*.[pP][dD][fF]",), "jsonl": ("*.jsonl",)}
@@ -119,13 +120,18 @@ def hf(source: str, split: str, subset: str | None, output: str, skip_unreadable
 
 
 def _conclude(prepared: Prepared, output: str, skip_unreadable: bool) -> int:
-    """Print the summary, and the first failures; return the exit code."""
+    """Print the summary, and failures, equal ones once; return the exit code."""
     from specextend.data.documents import ERRORS
 
-    for failure in prepared.failures[:_MOST_NAMED]:
-        row = "" if failure.row is None else f":{failure.row}"
-        print(printable(f"{failure.reason}: {failure.path}{row} {failure.message}"), file=sys.stderr)
-    if (more := len(prepared.failures) - _MOST_NAMED) > 0:
+    alike: dict[tuple[str, str], list[Failure]] = {}
+    for failure in prepared.failures:
+        alike.setdefault((failure.reason, failure.message), []).append(failure)
+    for (reason, message), failures in [*alike.items()][:_MOST_NAMED]:
+        first = failures[0]
+        place = first.path if first.row is None else f"{first.path}:{first.row}"
+        others = f" (and {len(failures) - 1:,} more like this)" if len(failures) > 1 else ""
+        print(printable(f"{reason}: {place} {message}{others}"), file=sys.stderr)
+    if (more := sum(map(len, [*alike.values()][_MOST_NAMED:]))) > 0:
         print(printable(f"and {more:,} more in {output}/{ERRORS}"), file=sys.stderr)
     show(printable(prepared.summary(output)))
     return 3 if prepared.has_failed and not skip_unreadable else 0

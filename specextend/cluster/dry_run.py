@@ -204,7 +204,7 @@ def _checks(prepared: Prepared, plan: Plan) -> list[dict[str, Any]]:
 def describe_memory(plan: dict[str, Any]) -> list[str]:
     """Describe `memory_gib` and `cache` of a plan in lines."""
     sizes = plan["memory_gib"]
-    rows = [(title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items()]
+    rows = [(title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items() if sizes[name] >= 0.0005]
     lines = _table(("memory of a worker", "GiB"), [*rows, ("together", f"{sum(sizes.values()):.3f}")])
     if cache := plan["cache"]:
         fit, most = cache["longest_sequences_that_fit"], cache["max_batch_size"]

@@ -176,7 +176,8 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader) -> None:
             raise InputError(f"{file} has {len(found)} columns named {column!r} ({option}); rename all but one")
         kind = schema.field(found[0]).type
         if not is_right(kind):
-            raise InputError(f"{file}: column {column!r} ({option}) is {kind}, but must be {what}")
+            cast = "; cast it when you write the Parquet" if is_right is _is_count and is_text(kind) else ""
+            raise InputError(f"{file}: column {column!r} ({option}) is {kind}, but must be {what}{cast}")
 
 
 def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:

@@ -45,6 +45,8 @@ _FULL = 0.7
 """A line this long, relative to the long ones of its page, goes on in the next one."""
 _DIVIDED = re.compile("[\x02\u00ad\ufffe]\n?")
 """How PDFium writes the end of a line that divides a word."""
+_NO_TITLE = re.compile(r"(\(anonymous\)|\(unspecified\)|untitled)$|Microsoft Word - ", re.IGNORECASE)
+"""Titles that programs write into a PDF by themselves."""
 
 
 class UnreadableError(Exception):
@@ -134,7 +136,8 @@ def _read_pdf(data: bytes, options: DocumentOptions) -> tuple[str, str]:
         text = _DIVIDED.sub("-\n", text)
         pages.append(text if options.keep_lines else join_lines(text))
         page.close()
-    return pdf.get_metadata_value("Title"), "\n\n".join(filter(None, pages))
+    title = pdf.get_metadata_value("Title").strip()
+    return "" if _NO_TITLE.match(title) else title, "\n\n".join(filter(None, pages))
 
 
 def join_lines(text: str) -> str:

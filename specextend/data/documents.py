@@ -50,6 +50,8 @@ class Prepared:
     num_documents: int
     """In the data set."""
     num_read: int
+    num_failed: int
+    """Files that were to be read of which nothing is in the data set."""
     num_unchanged: int
     num_waiting: int
     """Files that are left to the next call."""
@@ -66,7 +68,8 @@ class Prepared:
         said = [f"{counted(self.num_documents, 'document')} in {output}"]
         if self.num_unchanged or self.num_waiting:
             waiting = f", {self.num_waiting:,} left to the next call" if self.num_waiting else ""
-            said.append(f"{counted(self.num_read, 'file')} read, {self.num_unchanged:,} unchanged{waiting}")
+            failed = f", {self.num_failed:,} failed" if self.num_failed else ""
+            said.append(f"{counted(self.num_read, 'file')} read{failed}, {self.num_unchanged:,} unchanged{waiting}")
         if self.failures:
             counts = Counter(failure.reason for failure in self.failures).most_common()
             said.append(", ".join(f"{reason}: {count:,}" for reason, count in counts) + f" (see {output}/{ERRORS})")
@@ -102,7 +105,9 @@ def prepare_documents(
         settle(folder, stale)
     with closing(read_files(todo, folder, options)) as readings:
         num_documents = _add(folder, readings, failures, lambda done: on_progress(done, len(todo)))
-    return Prepared(num_documents, len(todo), len(files) - len(new), len(new) - len(todo), failures)
+    num_failed = len(paths & {failure.path for failure in failures} - known_files(folder).keys())
+    num_unchanged, num_waiting = len(files) - len(new), len(new) - len(todo)
+    return Prepared(num_documents, len(todo) - num_failed, num_failed, num_unchanged, num_waiting, failures)
 
 
 def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, options: DocumentOptions) -> Prepared:
@@ -114,7 +119,7 @@ def prepare_rows(name: str, lines: Iterable[tuple[int, Any]], output: str, optio
     except UnreadableError as error:
         raise InputError(f"{name} {error.message}") from error
     settle(folder, {name})
-    return Prepared(_add(folder, [reading], failures, lambda done: None), 1, 0, 0, failures)
+    return Prepared(_add(folder, [reading], failures, lambda done: None), 1, 0, 0, 0, failures)
 
 
 def _open(output: str) -> Location:

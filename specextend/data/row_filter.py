@@ -56,9 +56,10 @@ class RowFilter:
                 raise pa.ArrowInvalid("it is neither true nor false")
         except (pa.ArrowException, TypeError, OverflowError) as error:
             types = ", ".join(f"{name} is {table.schema.field(name).type}" for name in self.columns) or "it names none"
+            zone = "" if "zone offset" not in str(error) else ", and a time as '2026-11-23T22:00:00Z', with its zone"
             raise ValueError(
                 f"input.filter {self.text!r} does not fit its columns ({one_line(error)}); {types}: write strings and "
-                "dates in quotes, numbers without, and a Boolean column as its name alone"
+                f"dates in quotes{zone}, numbers without, and a Boolean column as its name alone"
             ) from error
         return np.asarray(pc.fill_null(found, False).to_numpy(), bool)
 

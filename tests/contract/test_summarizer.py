@@ -148,7 +148,7 @@ def test_options_that_no_batch_can_follow_are_refused_before_a_model_is_loaded(c
         (
             {"id_column": "most", "max_new_tokens_column": "name"},
             documents(),
-            "is string, but must be an integer column",
+            "is string, but must be an integer column; cast it when you write the Parquet",
         ),
         ({"id_column": None, "max_new_tokens_column": None}, documents(), "input.id_column must be set"),
         ({}, 7, "documents must be texts, dictionaries, a table or a data frame, got int"),

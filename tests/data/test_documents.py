@@ -25,7 +25,7 @@ from tests.data.s3_server import s3_server
 from tests.job.conftest import LONGEST_S, Ended, in_process
 
 
-def write_pdf(path: Path, *pages: str, algorithm: str = "", password: str = "") -> Path:
+def write_pdf(path: Path, *pages: str, algorithm: str = "", password: str = "", title: str = "") -> Path:
     """A line of text on each page, none where it is empty."""
     writer = pypdf.PdfWriter()
     font = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
@@ -38,6 +38,7 @@ def write_pdf(path: Path, *pages: str, algorithm: str = "", password: str = "") 
         shown = " ".join(f"({line}) Tj T*" for line in text.split("\n"))
         content.set_data(f"BT /F1 12 Tf 14 TL 20 150 Td {shown} ET".encode() if text else b"")
         page[NameObject("/Contents")] = writer._add_object(content)
+    writer.add_metadata({"/Title": title})
     if algorithm:
         writer.encrypt(user_password=password, owner_password="owner", algorithm=algorithm)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,8 +153,25 @@ def test_what_cannot_be_read_is_named_with_its_reason_and_the_rest_is_there(fold
         f"(see {folder}.out/{ERRORS})\n"
     )
     assert f"damaged: {folder}/empty.pdf cannot be read: Failed to load" in ended.stderr
+    (folder / "a.csv").write_text("nr\n1\n2\n3\n")
+    told = in_process("prepare.py", *arguments)
+    assert told.stderr.count("has no string 'text'") == 1
+    assert "a.csv:2 has no string 'text'; it has 'nr'; " in told.stderr
+    assert "(and 2 more like this)" in told.stderr
+    assert "; 0 files read, 7 failed, 1 unchanged; " in told.stdout
+    (folder / "a.csv").unlink()
     again = in_process("prepare.py", *arguments, "--encoding", "latin-1", "--skip-unreadable")
     assert (again.code, rows(folder, "text")) == (0, ["One report.", "café"])
+
+
+@pytest.mark.parametrize("title", ["(anonymous)", "Untitled", "Microsoft Word - draft.doc"])
+def test_a_title_that_a_program_wrote_by_itself_is_none(
+    folder: Path, prepare: Callable[..., Prepared], title: str
+) -> None:
+    """The name of the file says more."""
+    write_pdf(folder / "report.pdf", "One report.", title=title)
+    prepare()
+    assert rows(folder, "title") == ["report"]
 
 
 def test_another_call_reads_what_is_new_or_changed_or_has_failed(

@@ -17,6 +17,7 @@ TABLE = pa.table(
         "pages": [1, 2, 3, None],
         "day": DAYS,
         "public": [True, False, True, None],
+        "at": pa.array([None] * 4, pa.timestamp("us", "UTC")),
         "a b": pa.array(["x", "y", "z", "x"], pa.string_view()),
     }
 )
@@ -32,6 +33,7 @@ TABLE = pa.table(
         ("lang is not None and 1 < pages <= 3", [1]),
         ("pages >= 1.5 and not public", [1]),
         ("public", [0, 2]),
+        ("at > '2026-11-23T22:00:00Z'", []),
         ("col('a b') == 'x' and pages > -1", [0]),
     ],
 )
@@ -67,10 +69,13 @@ def test_what_is_not_of_the_grammar_is_refused(text: str, message: str) -> None:
         ("1 == 1", "it names none"),
         ("day > 'soon' and pages > 1", "day is date32[day], pages is int"),
         ("pages < 99999999999999999999", "pages is int"),
+        ("at >= '2026-11-23T22:00:00'", "at is timestamp[us, tz=UTC]: write .* a time as '2026-11-23T22:00:00Z'"),
     ],
 )
 def test_a_filter_that_does_not_fit_its_columns_is_refused_with_their_types(text: str, types: str) -> None:
     """Arrow speaks of kernels; a number beyond 64 bits ended in a traceback."""
-    with pytest.raises(ValueError, match=rf"does not fit its columns \(.*\); {re.escape(types)}") as refused:
+    with pytest.raises(
+        ValueError, match=rf"does not fit its columns \(.*\); {re.escape(types).replace(re.escape('.*'), '.*')}"
+    ) as refused:
         RowFilter(text).mask(TABLE)
     assert "\n" not in str(refused.value)

@@ -66,6 +66,8 @@ def test_workers_that_are_done_by_an_hour_are_counted(corpus: Path, tmp_path: Pa
     plan, said = foreseen(corpus, tmp_path)
     assert (plan["by"]["workers"], plan["by"]["workers_surely"], plan["cost"]) == (1, 1, None)
     assert "1 worker likely, 1 to be sure" in said
+    assert "weights of the target" in said
+    assert "CUDA" not in said, "a CPU has none"
     plan, said = foreseen(corpus, tmp_path, by_s=60.0)
     assert plan["by"]["workers"] is None
     assert "with no number of workers" in said
