@@ -19,7 +19,7 @@ from specextend.attention.backends import load_backend, load_layer_kernels
 from specextend.attention.plan import Attend, TreeAttention
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import Graphs, capture, traits_of
+from specextend.decoding.device import CudaCapture, Graphs, traits_of
 from specextend.decoding.engine import Engine
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter, DraftNetwork
@@ -188,7 +188,7 @@ def _graphs(device: torch.device) -> Graphs:
     """Return graphs that capture. Raises SkippedError for a CPU."""
     if device.type != "cuda":
         raise SkippedError("steps are captured on a GPU only")
-    return Graphs(capture)
+    return Graphs(CudaCapture())
 
 
 def require_backend(name: str, device: torch.device) -> Attend:

@@ -211,7 +211,7 @@ class SimulatedCluster:
         self._begin(being)
         self.num_done += 1
         stats = DecodingStats(num_prompt_tokens=lease.num_tokens, num_output_tokens=20, prefill_s=1.0, verify_s=1.0)
-        return [Returned(being.name, lease, Done(self._row(lease), stats))]
+        return [Returned(being.name, lease, Done(self._row(lease), stats, 1.0))]
 
     def _begin(self, being: SimulatedWorker) -> None:
         waiting = sorted(being.leases.keys() - being.running, key=lambda name: -being.leases[name].num_tokens)

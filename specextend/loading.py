@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +13,18 @@ from torch import Tensor
 from specextend.attention.plan import TreeAttention
 from specextend.attention.trials import Trial
 from specextend.config import Configs, RunConfig
-from specextend.decoding.cache import aligned
+from specextend.decoding.cache import ALIGNMENT, aligned
 from specextend.decoding.decoding_options import CacheOptions
-from specextend.decoding.device import MOST_GRAPHS, Graphs, capture, device_bytes, make_current, traits_of
+from specextend.decoding.device import (
+    GRAPH_BYTES,
+    MOST_GRAPHS,
+    CudaCapture,
+    Graphs,
+    device_bytes,
+    make_current,
+    release_cached,
+    traits_of,
+)
 from specextend.decoding.engine import Engine
 from specextend.decoding.measurements import load_step_costs
 from specextend.decoding.model import CachedModel
@@ -32,7 +43,13 @@ GIB = 1024**3
 _TRIED_LAYERS = 4
 """Layers with which kernels are tried without the target's weights: more than a processor's caches hold."""
 _WIDTH = 16
-"""Numbers that a layer of a prefill forward holds for each token, in hidden sizes, if its MLP is 3.5 times as wide."""
+"""Numbers that a layer of a forward holds for each token, in hidden sizes, if its MLP is 3.5 times as wide."""
+_GRAPHS_OF_A_BATCH = 9
+"""Captured functions of a batch of one size: a draft, an absorption, and verifications of trees of several sizes."""
+_MEAN_LOGITS = 0.2
+"""Logits of a step, on average over the sizes of batches and trees, as a share of the largest step's."""
+_PLANNED = 0.95
+"""Share of a GPU that a batch which is chosen by itself may take: the plan is rough."""
 
 
 def load_engine(config: Configs) -> Engine:
@@ -46,14 +63,14 @@ def load_engine(config: Configs) -> Engine:
     device = resolve_device(config.target.device)  # first: a GPU that is not there makes all else moot
     facts = check_pair(config.target, config.active_draft)
     scored_layers(config.cache, facts.num_layers)
-    config = with_batch_size(config, facts, longest_request(config, facts), device, usable_bytes(config, device))
+    config = with_batch_size(config, facts, device, usable_bytes(config, device))
     check_memory(config, facts, device)
     num_rows = target_rows(config, facts)
     proof = choose_kernels(config, facts, device)
     target, lm_head = load_cached_target(config, num_rows, proof.kernels)
     proof = confirm(proof, target)
     target.trials += proof.trials
-    graphs = Graphs(capture if proof.kernels.graphs else None)
+    graphs = Graphs(CudaCapture() if proof.kernels.graphs else None)
     if config.attention.backend == "auto" and proof.kernels.steps == "triton":
         config = config.model_copy(update={"attention": replace(config.attention, backend="triton")})
     cache, drafter = config.cache, None
@@ -67,6 +84,7 @@ def load_engine(config: Configs) -> Engine:
     adaptive = None
     if costs is not None and config.tree.nodes == "auto":
         adaptive = Adaptive(costs, config.tree.most_nodes, reads_late=graphs.enabled)
+    release_cached(device)  # what joining a draft's weights, checks and measurements left behind
     return Engine(
         load_tokenizer(config.target.model, config.target.revision),
         target,
@@ -97,44 +115,41 @@ def choose_kernels(config: RunConfig, facts: ModelFacts, device: torch.device) -
     if backend != "auto" or device.type != "cuda":
         graphs = backend == "triton" and can_capture(config, device)
         return Proof(Kernels(prompts=backend, steps=backend, layers=backend, graphs=graphs))
-    why_eager = _why_eager(config, facts, device)
-    ladder = [rung for rung in LADDER if not (why_eager and rung.changes.get("graphs"))]
+    ladder = [rung for rung in LADDER if can_capture(config, device) or not rung.changes.get("graphs")]
     proof = load_proof(make_subject(config, facts, device), ladder)
+    why_eager = "hybrid attention divides rows on the host"
     eager = [Trial(name=rung.name, taken=False, why=why_eager) for rung in LADDER if rung not in ladder]
     return replace(proof, trials=(*proof.trials, *eager))
 
 
-def _why_eager(config: RunConfig, facts: ModelFacts, device: torch.device) -> str:
-    """Return why a start with `attention.backend: auto` captures no steps; an empty text if it may."""
-    if not can_capture(config, device):
-        return "hybrid attention divides rows on the host"
-    captured = config.model_copy(update={"attention": replace(config.attention, backend="triton")})
-    there = usable_bytes(config, device)
-    if there is not None and sum(memory_bytes(captured, facts, device).values()) > there:
-        return "they find no room beside the caches; lower decoding.cache_gib"
-    return ""
-
-
 def make_subject(config: RunConfig, facts: ModelFacts, device: torch.device) -> Subject:
-    """Return what kernels are proven for: the target's shapes, and the sizes of its batches, trees and cache."""
+    """Return what kernels are proven for: the target's shapes, and the sizes of its batches, trees and cache.
+
+    Batch and cache, which may follow from the documents, are rounded up, so that a night's proof holds for the next.
+    """
     return Subject(
         device=str(device),
         dtype=config.target.dtype,
         model=read_json(find_folder(config.target.model, config.target.revision, weights=False) / "config.json"),
         num_nodes=config.tree.most_nodes,
         depth=config.num_tree_levels,
-        batch=config.decoding.batch_size,
+        batch=_power_of_two(config.decoding.batch_size),
         longest=longest_request(config, facts),
-        num_rows=target_rows(config, facts),
+        num_rows=_power_of_two(target_rows(config, facts)),
         chunk=traits_of(device).prefill_chunk,
     )
+
+
+def _power_of_two(number: int) -> int:
+    """Round up to a power of two."""
+    return 1 << (number - 1).bit_length()
 
 
 def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
     """Try the kernels of this machine as a start does, on layers of the target's size with random weights."""
     device = resolve_device(config.target.device)
     facts = check_pair(config.target, config.active_draft)
-    config = with_batch_size(config, facts, longest_request(config, facts), device, usable_bytes(config, device))
+    config = with_batch_size(config, facts, device, usable_bytes(config, device))
     proof = choose_kernels(config, facts, device)
     if device.type != "cpu":
         return proof.trials
@@ -190,23 +205,44 @@ def longest_request(config: RunConfig, facts: ModelFacts) -> int:
 
 
 def with_batch_size(
-    config: RunConfig, facts: ModelFacts, num_tokens: int, device: torch.device, budget: int | None
+    config: RunConfig,
+    facts: ModelFacts,
+    device: torch.device,
+    budget: int | None,
+    num_tokens: tuple[int, int] | None = None,
 ) -> RunConfig:
-    """Replace `decoding.max_batch_size: auto` by the largest batch of requests of `num_tokens` tokens that fits.
+    """Replace `decoding.max_batch_size: auto` by the number of requests that run together. A number is left as it is.
 
-    It fits into `decoding.cache_gib` and, with everything else that a worker on `device` holds, into `budget` bytes;
-    None: any number. One sequence is the least, whether it fits or not. A number is left as it is.
+    The cache is `decoding.cache_gib`, or what a worker on `device` has left of `budget` bytes (None: any number) if
+    that is less; the batch is as many mean requests as it holds, up to `DeviceTraits.largest_batch`. If not even the
+    longest one fits, one sequence has all of `cache_gib`. num_tokens: of a request, in the mean and at most; if that is
+    not known, all count as the longest that the options allow.
     """
     if config.decoding.max_batch_size != "auto":
         return config
-    per_sequence = rows_per_sequence(config, num_tokens) * facts.kv_bytes_per_token(config.target.dtype)
-    affordable = int(config.decoding.cache_gib * GIB) // per_sequence
-    largest = max(1, min(affordable, traits_of(device).largest_batch))
-    for size in range(largest, 0, -1):
-        sized = config.model_copy(update={"decoding": replace(config.decoding, max_batch_size=size)})
-        if budget is None or sum(memory_bytes(sized, facts, device).values()) <= budget:
-            break
+    mean, longest = (rows_per_sequence(config, number) for number in num_tokens or [longest_request(config, facts)] * 2)
+    for size in range(traits_of(device).largest_batch, 0, -1):
+        sized = _sized(config, max_batch_size=size)
+        rows = _rows_within(sized, facts, device, budget)
+        if rows >= max(longest, size * mean):
+            return _sized(sized, cache_gib=rows * facts.kv_bytes_per_token(config.target.dtype) / GIB)
     return sized
+
+
+def _sized(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"decoding": replace(config.decoding, **changes)})
+
+
+def _rows_within(config: RunConfig, facts: ModelFacts, device: torch.device, budget: int | None) -> int:
+    """Return the rows of the target's cache for which a share of `budget` bytes has room, those configured at most."""
+    rows = target_rows(config, facts)
+    if budget is None:
+        return rows
+    excess = sum(memory_bytes(config, facts, device).values()) - int(_PLANNED * budget)
+    of_draft = [draft_rows(config, config.cache, each, device) for each in (rows, rows + ALIGNMENT)]
+    drafts = draft_size(config.active_draft, facts).num_cached * (of_draft[1] - of_draft[0]) / ALIGNMENT
+    per_row = facts.kv_bytes_per_token(config.target.dtype) + drafts * DTYPES[config.target.dtype].itemsize
+    return rows if excess <= 0 else (rows - math.ceil(excess / per_row)) // ALIGNMENT * ALIGNMENT
 
 
 def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> dict[str, int]:
@@ -214,7 +250,8 @@ def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
 
     Returns `target_weights`, `draft_weights`, `target_cache` and `draft_caches`, which it holds from its start to its
     end, and roughly what comes on top: `activations` of a forward pass, with what a draft is given for a prompt, and
-    `workspace`. Weights that are packed for a CPU may take more.
+    `workspace`, captured steps included. What joining weights leaves behind is given back before the first request.
+    Weights that are packed for a CPU may take more.
     """
     size, num_rows = DTYPES[config.target.dtype].itemsize, target_rows(config, facts)
     draft = draft_size(config.active_draft, facts)
@@ -233,25 +270,31 @@ def _forward_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -
     """Compute what the forwards of a prompt's chunk and of a step take beside weights and caches."""
     size, chunk = DTYPES[config.target.dtype].itemsize, traits_of(device).prefill_chunk
     layer = _WIDTH * facts.hidden_size * chunk * size
-    num_rows = config.decoding.batch_size * (config.tree.most_nodes + 1)
-    logits = num_rows * facts.vocab_size * (size + 4)  # and in fp32
+    step = _logits_bytes(config, facts)
     if device.type == "cpu":
-        return max(layer, logits)
+        return max(layer, step)
     # Freed blocks stay with the allocator, which gives a block of one kind to no other kind of forward.
     heads = facts.num_heads * facts.head_dim
     merge = chunk * heads * (2 * size + 3 * 4)  # what the prefix gives, and the chunk, and three copies in fp32
     copies = 2 * longest_request(config, facts) * heads * size if size == 4 else 0  # flash attention takes no fp32
     window = chunk * (chunk + config.cache.draft_prefill_window) * (size + 2)  # a draft's mask and its bias
-    return layer + logits + merge + copies + window
+    return layer + step + merge + copies + window
+
+
+def _logits_bytes(config: RunConfig, facts: ModelFacts) -> int:
+    """Compute what the logits of the largest step take, which are there in fp32, too."""
+    num_rows = config.decoding.batch_size * (config.tree.most_nodes + 1)
+    return num_rows * facts.vocab_size * (DTYPES[config.target.dtype].itemsize + 4)
 
 
 def _graph_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> int:
-    """Compute what captured steps hold, each in memory of its own: its logits, and what a layer makes."""
-    if config.attention.backend != "triton" or not can_capture(config, device):
-        return 0  # with `auto`, steps are captured only where there is room
-    num_rows = config.decoding.batch_size * (config.tree.most_nodes + 1)
-    numbers = facts.vocab_size + _WIDTH * facts.hidden_size
-    return MOST_GRAPHS * num_rows * numbers * DTYPES[config.target.dtype].itemsize
+    """Compute what captured steps hold: drafts and verifications share memory, each; logits to sample from stay."""
+    if not can_capture(config, device):
+        return 0
+    num_graphs = min(MOST_GRAPHS, _GRAPHS_OF_A_BATCH * config.decoding.batch_size)
+    logits = _logits_bytes(config, facts)
+    kept = int(_MEAN_LOGITS * logits) if config.decoding.temperature else 0
+    return 2 * logits + num_graphs * (GRAPH_BYTES + kept)
 
 
 def usable_bytes(config: RunConfig, device: torch.device) -> int | None:

@@ -74,8 +74,8 @@ def has_mask(args: Any) -> bool:
     return isinstance(args[1], list) and any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
-def record(function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-    """Record a function as `capture_cuda` captures it."""
+def record(name: str, function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """Record a function as `CudaCapture` captures it."""
     recorder = Recorder()
     with recorder:
         outputs = function()

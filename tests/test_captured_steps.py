@@ -34,8 +34,8 @@ class Counting:
     def __init__(self) -> None:
         self.num_captured = self.num_replays = 0
 
-    def __call__(self, function):
-        replay, outputs = record(function)
+    def __call__(self, name, function):
+        replay, outputs = record(name, function)
         self.num_captured += 1
 
         def counted() -> None:
@@ -62,6 +62,18 @@ def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature
     assert capture.num_replays > 2 * capture.num_captured > 4
 
 
+def test_captured_steps_that_were_not_used_for_longest_make_room(pairs, monkeypatch):
+    """Batches of 32 have steps of hundreds of shapes. What is forgotten is captured again, and decides the same."""
+    monkeypatch.setattr(device, "MOST_GRAPHS", 3)
+    capture = Counting()
+    engine = captured_engine(pairs("llama"), "eagle", Graphs(capture), decoding__max_batch_size=3)
+    outputs = {each.request_id: each.token_ids for each in engine.generate(requests(0.0))}
+    plain = tiny_engine(pairs("llama"), decoding__mode="autoregressive")
+    assert outputs == {each.request_id: each.token_ids for each in plain.generate(requests(0.0))}
+    assert capture.num_captured > 3
+    assert capture.num_replays > capture.num_captured
+
+
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), torch.OutOfMemoryError("out of memory")])
 def test_where_a_step_cannot_be_captured_it_runs_eagerly(error, pairs, caplog):
     """Chosen once, and said: a job on a driver that lacks something is slower, not dead.
@@ -70,7 +82,7 @@ def test_where_a_step_cannot_be_captured_it_runs_eagerly(error, pairs, caplog):
     """
     tries = []
 
-    def failing(function):
+    def failing(name, function):
         tries.append(function)
         raise error
 

@@ -13,20 +13,22 @@ from transformers import AutoModelForCausalLM
 
 from specextend.attention.plan import AttentionPlan
 from specextend.attention.torch_kernels import attend_cuda
+from specextend.config import RunConfig
 from specextend.decoding.cache import KVCache
 from specextend.decoding.device import traits_of
 from specextend.decoding.model import CachedModel
 from specextend.loading import (
     GIB,
     check_memory,
-    longest_request,
+    load_engine,
     memory_bytes,
     rows_per_sequence,
+    target_rows,
     with_batch_size,
 )
 from specextend.models import load_target
 from specextend.pairing import check_pair
-from tests.tiny_models import FAMILIES, PUBLISHED, tiny_config, tiny_engine
+from tests.tiny_models import FAMILIES, PUBLISHED, random_prompt, request, tiny_config, tiny_engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -133,21 +135,68 @@ def test_a_gpu_that_can_never_hold_a_worker_is_refused_at_once(pairs, monkeypatc
         check_memory(shared, facts, gpu)
 
 
+MEAN, LONGEST = 900, 2000
+"""Tokens of documents: of one as long as the mean, and of the longest."""
+
+
+def batch_config(pairs, size: int | str, num_rows: int) -> RunConfig:
+    """A configuration of a batch, whose cache has so many rows at most."""
+    cache_gib = num_rows * check_pair(tiny_config(pairs("llama")).target, None).kv_bytes_per_token("float32") / GIB
+    return tiny_config(pairs("llama"), "eagle", decoding__max_batch_size=size, decoding__cache_gib=cache_gib)
+
+
 @pytest.mark.parametrize(
-    ("device", "sequences_in_cache", "sequences_in_budget", "expected"),
-    [(CPU, 100, None, 4), (CPU, 2, None, 2), (GPU, 100, None, 16), (GPU, 100, 5, 5), (GPU, 3, 5, 3), (GPU, 0.5, 0, 1)],
+    ("device", "documents", "expected"), [(CPU, 100, 4), (CPU, 3, 3), (GPU, 100, 32), (GPU, 23, 23), (GPU, 1, 1)]
 )
-def test_the_batch_is_what_cache_and_memory_hold(pairs, device, sequences_in_cache, sequences_in_budget, expected):
-    """Of the longest documents; a worker whose GPU holds none is refused later, with the reason."""
-    sized = [tiny_config(pairs("llama"), "eagle", decoding__max_batch_size=n) for n in range(1, 17)]
-    facts = check_pair(sized[0].target, sized[0].active_draft)
-    longest = longest_request(sized[0], facts)
-    one = rows_per_sequence(sized[0], longest) * facts.kv_bytes_per_token("float32")
-    cache_gib = sequences_in_cache * one / GIB
-    config = tiny_config(pairs("llama"), "eagle", decoding__max_batch_size="auto", decoding__cache_gib=cache_gib)
-    budget = None
-    if sequences_in_budget is not None:
-        budget = sum(memory_bytes(sized[max(0, sequences_in_budget - 1)], facts, device).values())
-    chosen = with_batch_size(config, facts, longest, device, budget)
-    assert chosen.decoding.batch_size == expected
-    assert with_batch_size(sized[6], facts, longest, device, budget) is sized[6], "a number is the user's"
+def test_the_batch_is_as_many_mean_documents_as_the_cache_holds(pairs, device, documents, expected):
+    """By the longest, one of a hundred pages leaves a card for 23 others to three of them."""
+    config = batch_config(pairs, "auto", documents * rows_per_sequence(batch_config(pairs, 1, 1), MEAN) + 255)
+    facts = check_pair(config.target, config.active_draft)
+    assert with_batch_size(config, facts, device, None, (MEAN, MEAN)).decoding.batch_size == expected
+    three = batch_config(pairs, "auto", 3 * rows_per_sequence(config, LONGEST))
+    assert with_batch_size(three, facts, GPU, None, (MEAN, LONGEST)).decoding.batch_size > 3
+    number = batch_config(pairs, 7, 100)
+    assert with_batch_size(number, facts, device, 0) is number, "a number is the user's"
+
+
+@pytest.mark.parametrize("documents", [30, 9, 2.5])
+def test_the_cache_is_what_a_gpu_has_left(pairs, documents):
+    """Whatever the file says, so that a smaller card needs no other file; nothing of it lies idle."""
+    wanted = batch_config(pairs, "auto", 10**6)
+    facts = check_pair(wanted.target, wanted.active_draft)
+    fitting = batch_config(pairs, int(documents), int(documents * rows_per_sequence(wanted, MEAN)))
+    budget = sum(memory_bytes(fitting, facts, GPU).values()) / 0.95
+    chosen = with_batch_size(wanted, facts, GPU, int(budget) + 1, (MEAN, LONGEST))
+    assert chosen.decoding.batch_size == int(documents)
+    assert 0.99 * budget < sum(memory_bytes(chosen, facts, GPU).values()) / 0.95 <= budget
+    assert target_rows(chosen, facts) >= rows_per_sequence(wanted, LONGEST)
+
+
+def test_a_gpu_that_does_not_hold_the_longest_document_is_refused(pairs):
+    """Not given a cache in which that document becomes an error row."""
+    wanted = batch_config(pairs, "auto", 10**6)
+    facts = check_pair(wanted.target, wanted.active_draft)
+    budget = sum(memory_bytes(batch_config(pairs, 1, rows_per_sequence(wanted, MEAN)), facts, GPU).values())
+    chosen = with_batch_size(wanted, facts, GPU, budget, (MEAN, LONGEST))
+    assert chosen.decoding.batch_size == 1
+    assert sum(memory_bytes(chosen, facts, GPU).values()) > budget
+
+
+def test_a_batch_has_as_many_documents_as_its_cache_has_room_for(pairs):
+    """Short ones together, a long one alone beside few; their tokens are those of plain decoding."""
+    engine = load_engine(batch_config(pairs, 32, 2048))
+    short = [request(str(n), random_prompt(41, n), 12) for n in range(20)]
+    long = request("long", random_prompt(1700), 12)
+    most = 0
+
+    def coming():
+        nonlocal most
+        for each in (*short, long, *(replace(each, request_id=f"{each.request_id} again") for each in short)):
+            most = max(most, engine.num_active)
+            yield each
+
+    done = {each.request_id: each.token_ids for each in engine.generate(coming())}
+    plain = tiny_engine(pairs("llama"), decoding__mode="autoregressive")
+    expected = {each.request_id: each.token_ids for each in plain.generate([*short, long])}
+    assert done == expected | {f"{name} again": expected[name] for name in map(str, range(20))}
+    assert most == 8, "2,048 rows are eight regions of 256"

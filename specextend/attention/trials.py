@@ -45,6 +45,8 @@ class Trial:
     """The least that memory and matrix units allow."""
     is_wrong: bool = False
     """True if it can run here and is not right."""
+    is_late: bool = False
+    """True if the time for it ran out, so that another try may find something else."""
 
     def __str__(self) -> str:
         return f"{self.name}: {'taken' if self.taken else 'left out'}, {self.why}"

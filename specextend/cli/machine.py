@@ -72,7 +72,7 @@ def _worker(config: RunConfig) -> dict[str, Any]:
     import torch
 
     from specextend.cluster.checks import check_machine
-    from specextend.loading import GIB, longest_request, memory_bytes, usable_bytes, with_batch_size
+    from specextend.loading import GIB, memory_bytes, usable_bytes, with_batch_size
     from specextend.pairing import check_pair
 
     os.environ["RAY_ADDRESS"] = "local"  # what is asked is whether it fits this machine
@@ -84,7 +84,7 @@ def _worker(config: RunConfig) -> dict[str, Any]:
         of_gpu = usable_bytes(config, device)
     except ValueError as error:
         problem = str(error)
-    sized = with_batch_size(config, facts, longest_request(config, facts), device, of_gpu)
+    sized = with_batch_size(config, facts, device, of_gpu)
     sizes = {name: size / GIB for name, size in memory_bytes(sized, facts, device).items()}
     has = (of_gpu or _memory_bytes() // max(1, config.job.workers)) / GIB
     if problem is None and sum(sizes.values()) > has:

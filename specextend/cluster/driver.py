@@ -285,10 +285,18 @@ class Driver:
         if isinstance(outcome, Done):
             self._errors.done()
             self.display.event("document_done", **lease_facts(worker, lease), **result_facts(outcome))
+            self._note_memory(worker, outcome.used_gib)
             self.committer.add(outcome.row)
             self.metrics.done(worker, outcome, self.ledger.finish(lease.key, outcome.stats, worker))
         else:
             self._fail(lease.key, lease.attempt, outcome, worker)
+
+    def _note_memory(self, worker: str, used_gib: float) -> None:
+        """Record the most memory that a worker has used, and say it of the first one, beside what was planned."""
+        if self.record.worker_used(worker, used_gib):
+            facts: dict[str, Fact] = {"worker": worker, "planned_gib": self.record.planned_gib, "used_gib": used_gib}
+            said = f"memory: planned {self.record.planned_gib:.1f} GiB, used {used_gib:.1f} GiB at most"
+            self.display.note(said, "memory", **facts)
 
     def _unread(self, worker: str, lease: Lease, failed: Failed, now: float) -> None:
         """Let another worker try a document that this one could not read, unless the document is at fault."""

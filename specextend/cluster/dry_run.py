@@ -207,9 +207,10 @@ def describe_memory(plan: dict[str, Any]) -> list[str]:
     rows = [(title, f"{sizes[name]:.3f}") for name, title in _MEMORY.items() if sizes[name] >= 0.0005]
     lines = _table(("memory of a worker", "GiB"), [*rows, ("together", f"{sum(sizes.values()):.3f}")])
     if cache := plan["cache"]:
-        fit, most = cache["longest_sequences_that_fit"], cache["max_batch_size"]
+        longest, mean = (cache[f"{name}_sequences_that_fit"] for name in ("longest", "mean"))
         size = f"the longest document takes {cache['longest_sequence_gib']:.3f} GiB of the target's cache"
-        lines += _wrap(f"{size}: {fit:,} fit at once, decoding.max_batch_size is {most}")
+        fit = f"{longest:,} fit at once, and {mean:,} as long as the mean"
+        lines += _wrap(f"{size}: {fit}; decoding.max_batch_size is {cache['max_batch_size']}")
     return lines
 
 

@@ -145,6 +145,8 @@ class Done:
 
     row: dict[str, Any]
     stats: DecodingStats
+    used_gib: float
+    """The most memory that its worker had used by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,33 +142,34 @@ def _without_room(prompts: Prompts, max_new_tokens: int) -> str | None:
 def plan_memory(config: RunConfig, facts: ModelFacts, plan: Plan) -> dict[str, Any]:
     """Plan a worker's memory, as JSON values: `memory_gib` of `memory_bytes`, and `cache`.
 
-    `cache` is what the longest document takes of the target's cache, and how many such documents fit; None if there is
-    no document.
+    `cache` is what the longest document takes of the target's cache, and how many such documents fit, and how many as
+    long as the mean; None if there is no document.
     """
     sizes = {name: size / GIB for name, size in memory_bytes(config, facts, _device(config)).items()}
     totals = _request_lengths(config, facts, plan)
     if not len(totals):
         return {"memory_gib": sizes, "cache": None}
-    rows = rows_per_sequence(config, int(totals.max()))
-    longest_gib = rows * facts.kv_bytes_per_token(config.target.dtype) / GIB
+    per_row = facts.kv_bytes_per_token(config.target.dtype) / GIB
+    longest, mean = (per_row * rows_per_sequence(config, int(number)) for number in (totals.max(), totals.mean()))
     cache = {
-        "longest_sequence_gib": longest_gib,
-        "longest_sequences_that_fit": int(config.decoding.cache_gib / longest_gib),
+        "longest_sequence_gib": longest,
+        "longest_sequences_that_fit": int(config.decoding.cache_gib / longest),
+        "mean_sequences_that_fit": int(config.decoding.cache_gib / mean),
         "max_batch_size": config.decoding.batch_size,
     }
     return {"memory_gib": sizes, "cache": cache}
 
 
 def settle_batch_size(config: RunConfig, facts: ModelFacts, plan: Plan) -> RunConfig:
-    """Return the configuration with a number in the place of `decoding.max_batch_size: auto`.
+    """Return the configuration with a number in the place of `decoding.max_batch_size: auto`, by these documents.
 
     It is the same for all workers. Only if they run on this machine is the memory of their GPUs known, else
     `decoding.cache_gib` alone counts.
     """
     device, lengths = _device(config), _request_lengths(config, facts, plan)
-    longest = int(lengths.max()) if len(lengths) else longest_request(config, facts)
+    num_tokens = (int(lengths.mean()), int(lengths.max())) if len(lengths) else None
     budget = usable_bytes(config, device) if is_local() and torch.cuda.is_available() else None
-    return with_batch_size(config, facts, longest, device, budget)
+    return with_batch_size(config, facts, device, budget, num_tokens)
 
 
 def _device(config: RunConfig) -> torch.device:

@@ -89,6 +89,7 @@ class StartRecord:
             "workers": [],
             "charges": {},
             "memory": None,
+            "planned_gib": None,
         }
 
     def ending(self, exit_code: int) -> Start:
@@ -103,7 +104,7 @@ class StartRecord:
 
     def worker_asked(self, worker: str, seat: int) -> None:
         """Note that a worker was asked for. seat: its number, from 1, which a worker that dies leaves to the next."""
-        unknown = dict.fromkeys(("begun", "ready", "gone", "reason"))
+        unknown = dict.fromkeys(("begun", "ready", "gone", "reason", "used_gib"))
         self._workers[worker] = {"worker": worker, "seat": seat, "asked": self._now(), **unknown}
         self.is_changed = True
 
@@ -115,6 +116,14 @@ class StartRecord:
         """Note that a worker's models are loaded, and where it runs."""
         self._note(worker, ready=self._now(), **asdict(info))
 
+    def worker_used(self, worker: str, gib: float) -> bool:
+        """Note the most memory that a worker has used so far; return True if it is the first of which that is known."""
+        if gib <= (self._workers[worker]["used_gib"] or 0.0):
+            return False
+        is_first = not any(each["used_gib"] for each in self._workers.values())
+        self._note(worker, used_gib=gib)
+        return is_first
+
     def worker_gone(self, worker: str, reason: str) -> None:
         """Note that a worker has died, was killed, or could not be built."""
         self._note(worker, gone=self._now(), reason=reason)
@@ -125,9 +134,14 @@ class StartRecord:
             if entry["gone"] is None:
                 self.worker_gone(worker, RELEASED)
 
+    @property
+    def planned_gib(self) -> float:
+        """Return the memory that a worker was planned to take; 0 if nothing was planned."""
+        return self._record["planned_gib"] or 0.0
+
     def plan(self, memory: Mapping[str, Any]) -> None:
         """Keep the memory that a worker was planned to take (`plan_memory`) until the record is written."""
-        self._record["memory"] = dict(memory)
+        self._record |= {"memory": dict(memory), "planned_gib": sum(memory["memory_gib"].values())}
         self.is_changed = True
 
     def charged(self, charges: Mapping[DocumentKey, Tried]) -> None:

@@ -287,11 +287,12 @@ class _LockedRun:
         memory = plan_memory(config, self.prepared.facts, plan)
         self.record.plan(memory)
         if cache := memory["cache"]:
-            fit = min(cache["max_batch_size"], cache["longest_sequences_that_fit"])
+            most = cache["max_batch_size"]
+            longest, mean = (min(most, cache[f"{name}_sequences_that_fit"]) for name in ("longest", "mean"))
             sizes = memory["memory_gib"]
             self.display.note(
                 f"a worker holds {sum(sizes.values()):.1f} GiB, {sizes['target_cache']:.1f} of them for the target's "
-                f"cache, which takes {fit} of the longest documents at once"
+                f"cache, which takes {longest} of the longest documents at once, and {mean} as long as the mean"
             )
 
     def _driver(self, config: RunConfig, plan: Plan, ledger: Ledger, tried: Mapping[DocumentKey, Tried]) -> Driver:

@@ -29,10 +29,11 @@ from specextend.data.quality import assess
 from specextend.data.rows import Row
 from specextend.data.schema import result_row
 from specextend.data.source import Source
-from specextend.decoding.device import is_device_error
+from specextend.decoding.device import is_device_error, peak_bytes
 from specextend.decoding.engine import BatchError, Engine
 from specextend.document_requests import Summary, advance, as_document_error, summarize
 from specextend.inbox import Inbox
+from specextend.loading import GIB
 from specextend.pairing import check_files
 from specextend.terminal import wrap_streams
 
@@ -141,7 +142,7 @@ class Worker:
             worker=self._name,
             attempts=attempt,
         )
-        return Done(result, stats)
+        return Done(result, stats, peak_bytes() / GIB)
 
     async def progress(self, num_audits_seen: int = 0, is_ending: bool = False) -> WorkerReport:
         """Report the step counter, the output tokens of each lease that has started, and new rows of the audit.

@@ -158,6 +158,8 @@ class WorkerRecord:
     """What its device can do and what its target asks of it, as measured when it was loaded; None if it was not."""
     kernels: tuple[dict[str, Any], ...] = ()
     """What came of each kernel that it tried: its `name`, whether it was `taken`, and `why`."""
+    used_gib: float | None = None
+    """The most memory that it had used when a document of it was done; None if none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ class Start:
     seen: float | None = None
     """When the record was last written, in seconds since the epoch."""
     workers: tuple[WorkerRecord, ...] | None = None
+    planned_gib: float | None = None
+    """The memory that a worker was planned to take."""
     gpus_per_worker: float | None = None
     price_per_worker_hour: float | None = None
     git_commit: str | None = None
@@ -239,6 +243,7 @@ def parse_start(record: dict[str, Any], name: str) -> Start:
         charges=_typed(record.get("charges"), dict) or {},
         seen=seen,
         workers=None if seen is None else tuple(worker for worker in found if worker is not None),
+        planned_gib=_number(record.get("planned_gib")),
         gpus_per_worker=_number(job.get("gpus_per_worker")),
         price_per_worker_hour=_number(report.get("price_per_worker_hour")),
         took_over=_heartbeat(record.get("took_over")),
@@ -258,6 +263,7 @@ def _worker(entry: dict[str, Any]) -> WorkerRecord | None:
         **times,
         name=None if host is None or pid is None else f"{host}:{pid}",
         limits=limits if limits and all(_is_measured(value) for value in limits.values()) else None,
+        used_gib=_number(entry.get("used_gib")),
         kernels=tuple(kernel for kernel in _typed(entry.get("kernels"), list) or () if _is_kernel(kernel)),
     )
 

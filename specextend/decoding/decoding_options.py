@@ -51,10 +51,11 @@ class DecodingOptions:
     """Choose no token that would complete a run of so many tokens that occurred before, as in transformers; 0 allows
     all. The prompt counts too: a summary cannot quote so many tokens of its document, such as a long name."""
     max_batch_size: int | Literal["auto"] = 1
-    """Maximum number of sequences that a worker decodes together. `auto` takes as many of the longest documents as
-    `cache_gib` and, on a GPU of this machine, its memory have room for: at most 4 on a CPU and 16 on a GPU."""
+    """Maximum number of sequences that a worker decodes together; fewer run where the cache has no room for more.
+    `auto` is the number of documents of mean length that the cache holds, at most 4 on a CPU and 32 on a GPU."""
     cache_gib: float = 2.0
-    """Largest size of the target's KV cache on each worker, in GiB. A draft's caches are additional."""
+    """Largest size of the target's KV cache on each worker, in GiB. A draft's caches are additional. With
+    `max_batch_size: auto` it is what a GPU of this machine has left, if that is less."""
     audit_fraction: float = 0.0
     """Share of the documents, chosen by seed and id, that are decoded once more without a draft after they are done.
     The report says how many tokens agree and how much faster speculation was. Their summaries stay as they are."""

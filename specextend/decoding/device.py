@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import logging
 import platform
+import resource
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,11 +23,15 @@ from torch import Tensor
 from specextend.attention.plan import HostReadError
 
 Outputs = tuple[Tensor, ...]
-Capture = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
-"""Records what a function does: returns its replay, and the outputs that every replay writes."""
+Capture = Callable[[str, Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
+"""Records what a named function does: returns its replay, and the outputs that every replay writes."""
+Key = tuple[str, tuple[Hashable, ...]]
+"""The name of a function, and the shapes and types of its inputs."""
 CALLS_BEFORE_CAPTURE = 8
-MOST_GRAPHS = 64
-"""A captured step of a large model takes some megabytes beside its outputs."""
+MOST_GRAPHS = 128
+"""Captured functions that are kept: for each size of a batch a draft, an absorption, and one for each size of trees."""
+GRAPH_BYTES = 8 << 20
+"""What one of them takes of a GPU beside the tensors in it, roughly."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +59,7 @@ class DeviceTraits:
     largest_batch: int
     """Sequences of the largest batch that is chosen by itself; more make no step of a sequence much cheaper."""
     workspace_bytes: int
-    """Memory that no tensor of ours takes, roughly: CUDA's context, its libraries, captured graphs."""
+    """Memory that no tensor of ours takes, roughly: CUDA's context and its libraries."""
     probe_bytes: int
     """Size of the tensor by which bandwidth is measured: more than a cache holds, and so much that starting a kernel
     takes no share."""
@@ -71,7 +78,7 @@ CPU = DeviceTraits(
 GPU = DeviceTraits(
     prefill_chunk=4096,
     packs_linears=False,
-    largest_batch=16,
+    largest_batch=32,
     workspace_bytes=3 << 29,
     probe_bytes=1 << 30,
     probe_size=8192,
@@ -128,12 +135,23 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def capture(function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-    """Capture what a function asks of the current GPU as a CUDA graph; nothing runs before its first replay."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
-        outputs = function()
-    return graph.replay, outputs
+class CudaCapture:
+    """Captures what functions ask of the current GPU as CUDA graphs; nothing runs before their first replay.
+
+    Functions of one name share memory: no two of them run at once, and each one's outputs are read before the next.
+    """
+
+    def __init__(self) -> None:
+        self._latest: WeakValueDictionary[str, torch.cuda.CUDAGraph] = WeakValueDictionary()
+
+    def __call__(self, name: str, function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        """Capture a function beside the latest one of its name that is still kept."""
+        graph, latest = torch.cuda.CUDAGraph(), self._latest.get(name)
+        pool = None if latest is None else latest.pool()
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # other threads may use the GPU
+            outputs = function()
+        self._latest[name] = graph
+        return graph.replay, outputs
 
 
 def synchronise(device: torch.device) -> None:
@@ -146,6 +164,13 @@ def release_cached(device: torch.device) -> None:
     """Return the allocator's free blocks to the device, so that blocks of other sizes find room."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has held: of its GPUs, through torch, or else of the host."""
+    if torch.cuda.is_initialized():
+        return sum(map(torch.cuda.max_memory_reserved, range(torch.cuda.device_count())))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -167,7 +192,8 @@ def is_device_error(error: BaseException) -> bool:
 class Graphs:
     """Runs functions of tensors, and captures those whose inputs have the same shapes again and again.
 
-    So rare shapes take no memory, and a batch needs no padding to a size that was captured before. A function whose
+    So rare shapes take no memory, and a batch needs no padding to a size that was captured before: rows of trees that
+    nobody asked for take as long as others. What was not run for longest makes room for new shapes. A function whose
     kernels ask something of the host runs eagerly. If a capture fails in any other way, all functions run eagerly from
     then on, because the device's allocator may not be trusted with another one.
     """
@@ -175,8 +201,8 @@ class Graphs:
     def __init__(self, capture: Capture | None = None) -> None:
         """Take the way to capture; without one everything runs eagerly."""
         self._capture = capture
-        self._num_calls: Counter[Hashable] = Counter()
-        self._graphs: dict[Hashable, _Captured | None] = {}  # None: runs eagerly
+        self._num_calls: Counter[Key] = Counter()
+        self._graphs: dict[Key, _Captured | None] = {}  # None: runs eagerly
         self.capturing = False
         """True while a function is captured, so that what it asks of the host would be asked once for all replays."""
 
@@ -195,21 +221,24 @@ class Graphs:
 
         What it returns is valid until the next call of this name. Functions of one name differ in their inputs alone.
         """
-        key = name, *((each.shape, each.dtype) for each in inputs)
-        if self._capture is not None and key not in self._graphs and len(self._graphs) < MOST_GRAPHS:
+        key = name, tuple((each.shape, each.dtype) for each in inputs)
+        if self._capture is not None and key not in self._graphs:
             self._num_calls[key] += 1
             if self._num_calls[key] > CALLS_BEFORE_CAPTURE:  # the first calls built kernels, which a capture may not
                 self._try(self._capture, key, function, inputs)
-        graph = self._graphs.get(key)
+        if key not in self._graphs:
+            return function(*inputs)
+        graph = self._graphs[key] = self._graphs.pop(key)  # the last one in the order is the one that ran last
         return function(*inputs) if graph is None else graph.run(inputs)
 
-    def _try(
-        self, capture: Capture, key: Hashable, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]
-    ) -> None:
+    def _try(self, capture: Capture, key: Key, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
         """Capture a function, or note that it, or all of them, run eagerly."""
+        if len(self._graphs) == MOST_GRAPHS:
+            oldest = next(iter(self._graphs))
+            del self._graphs[oldest], self._num_calls[oldest]
         self.capturing = True
         try:
-            self._graphs[key] = _Captured(capture, function, inputs)
+            self._graphs[key] = _Captured(capture, key[0], function, inputs)
         except HostReadError as error:
             _log.info("a step runs without a graph: %s", error)
             self._graphs[key] = None
@@ -229,9 +258,11 @@ class Graphs:
 class _Captured:
     """One function with inputs of fixed shapes, and the memory that it reads and writes."""
 
-    def __init__(self, capture: Capture, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, capture: Capture, name: str, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]
+    ) -> None:
         self._inputs = tuple(each.clone() for each in inputs)
-        self._replay, self._outputs = capture(lambda: function(*self._inputs))
+        self._replay, self._outputs = capture(name, lambda: function(*self._inputs))
 
     def run(self, inputs: tuple[Tensor, ...]) -> Outputs:
         for own, new in zip(self._inputs, inputs, strict=True):

@@ -56,8 +56,13 @@ BUDGET_S = 1.2
 _RUNS = 2
 
 
-def kept_or_measured(kind: str, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-    """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is about, or measure it."""
+def kept_or_measured(
+    kind: str, key: Mapping[str, Any], measure: Callable[[], Any], is_final: Callable[[Any], bool] = bool
+) -> Any:
+    """Return the JSON value that was kept as `kind` for `key`, JSON values that say what it is about, or measure it.
+
+    What was measured is kept if `is_final` says so of it.
+    """
     path = _path(kind, key)
     try:
         stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
@@ -67,7 +72,7 @@ def kept_or_measured(kind: str, key: Mapping[str, Any], measure: Callable[[], An
     if isinstance(stored, dict) and about.items() <= stored.items():
         return stored["value"]
     value, is_quiet = measure_undisturbed(measure)
-    if is_quiet and path:
+    if is_quiet and path and is_final(value):
         with suppress(OSError):
             _write(path, json.dumps(about | {"value": value}, indent=1))
     return value

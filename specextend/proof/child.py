@@ -21,7 +21,7 @@ from specextend.attention.reference import MAX_MASKED
 from specextend.attention.trials import prompt_calls, step_calls, what_is_wrong, what_is_wrong_in_a_layer
 from specextend.core import Request, counted
 from specextend.decoding.cache import aligned
-from specextend.decoding.device import Graphs, capture, make_current, synchronise
+from specextend.decoding.device import CudaCapture, Graphs, make_current, synchronise
 from specextend.decoding.measurements import count_work, load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.tree import tree_mask
@@ -136,7 +136,7 @@ class OneLayer:
         model = random_model(config, self._device, getattr(torch, subject.dtype))
         self._target = CachedModel(model, attend, subject.num_rows, layers)
         self._target.cache.stored.normal_()
-        self.graphs = Graphs(capture if kernels.graphs else None)
+        self.graphs = Graphs(CudaCapture() if kernels.graphs else None)
         self._forwards = {name: self._forward(name, *shape) for name, shape in timed_shapes(subject).items()}
 
     def run(self, name: str) -> None:

@@ -71,7 +71,10 @@ class Proof:
 
 
 def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER, limit_s: float = LIMIT_S) -> Proof:
-    """Return the kept proof of a subject, or prove it now; log a line for each rung. A node proves once at a time."""
+    """Return the kept proof of a subject, or prove it now; log a line for each rung. A node proves once at a time.
+
+    A proof in which time ran out is not kept: something else may have used the GPU meanwhile.
+    """
     key = identity(subject, ladder)
     folder = cache_folder()
     if folder is None:
@@ -79,11 +82,16 @@ def load_proof(subject: Subject, ladder: Sequence[Rung] = LADDER, limit_s: float
     else:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "proof.lock"):
-            kept = kept_or_measured("proof", key, lambda: asdict(prove(subject, ladder, limit_s)))
+            kept = kept_or_measured("proof", key, lambda: asdict(prove(subject, ladder, limit_s)), is_whole)
         proof = Proof(Kernels(**kept["kernels"]), tuple(Trial(**each) for each in kept["trials"]))
     for each in proof.trials:
         _log.info("%s", each)
     return proof
+
+
+def is_whole(proof: Mapping[str, Any]) -> bool:
+    """Return True if every rung of a proof, as JSON values, had its time."""
+    return not any(trial["is_late"] for trial in proof["trials"])
 
 
 def identity(subject: Subject, ladder: Sequence[Rung] = LADDER) -> dict[str, Any]:
@@ -126,11 +134,11 @@ def _try(subject: Subject, base: Kernels, rung: Rung, ends_at: float, least_s: T
     """Try a rung in a process of its own, and judge what it found."""
     left_s = ends_at - time.monotonic()
     if left_s <= 0:
-        return _left_out(rung, "no time was left to try it")
+        return replace(_left_out(rung, "no time was left to try it"), is_late=True)
     task = {"subject": asdict(subject), "base": asdict(base), "rung": asdict(replace(base, **rung.changes))}
     found = _run_apart(task, left_s)
     if reason := found.get("absent") or found.get("wrong"):
-        return replace(_left_out(rung, reason), is_wrong="wrong" in found)
+        return replace(_left_out(rung, reason), is_wrong="wrong" in found, is_late="late" in found)
     base_s, rung_s = (sum(found[side][name] for name in rung.judged_by) for side in ("base_s", "rung_s"))
     taken = base_s >= _WIN * rung_s
     times = f"{base_s / rung_s:.2f} times as fast ({', '.join(rung.judged_by)})"
@@ -156,7 +164,7 @@ def _run_apart(task: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         try:
             _, said = child.communicate(json.dumps(task), timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return {"wrong": f"it was not done after {limit_s:.0f} s"}
+            return {"wrong": f"it was not done after {limit_s:.0f} s", "late": True}
         finally:
             _end(child)
         if child.returncode < 0:

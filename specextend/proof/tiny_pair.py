@@ -11,7 +11,7 @@ import torch
 from specextend.core import Request
 from specextend.decoding.cache import aligned
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import Graphs, capture
+from specextend.decoding.device import CudaCapture, Graphs
 from specextend.decoding.engine import Engine
 from specextend.decoding.model import CachedModel
 from specextend.drafters.causal import CausalDrafter
@@ -63,7 +63,7 @@ class TinyPair:
     ) -> dict[str, list[int]]:
         """Decode requests in batches of at most `batch`; return the tokens by the names of the requests."""
         subject = self._subject
-        graphs = Graphs(capture if kernels.graphs else None)
+        graphs = Graphs(CudaCapture() if kernels.graphs else None)
         tree = TreeOptions(nodes=subject.num_nodes, depth=subject.depth)
         num_tokens = max(len(each.prompt_token_ids) + each.max_new_tokens for each in requests)
         rows = batch * aligned(num_tokens + tree.most_nodes + tree.depth + 2)

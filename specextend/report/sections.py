@@ -200,6 +200,8 @@ START: Figures = {
     "documents": ("documents", number),
     "an hour": ("documents_per_hour", tenths),
     "died": ("workers.died", number),
+    "planned GiB": ("memory_gib.planned", tenths),
+    "used": ("memory_gib.used", tenths),
 }
 ERROR: Figures = {
     "class": ("error_class", shortened),

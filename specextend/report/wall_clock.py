@@ -253,6 +253,7 @@ def start_section(timed: TimedStart) -> dict[str, Any]:
     """Describe one start; what is not recorded is null."""
     start = timed.start
     names = ("run_id", "begin", "end", "exit_code", "versions", "git_commit")
+    used = _known(worker.used_gib for worker in start.workers or ())
     return {
         **{name: getattr(start, name) for name in names},
         "last_sign": time_text(timed.end) if start.end is None and timed.end is not None else None,
@@ -260,6 +261,7 @@ def start_section(timed: TimedStart) -> dict[str, Any]:
         "documents": timed.documents,
         "documents_per_hour": None if timed.documents is None else _per_hour(timed.documents, timed.seconds),
         "workers": None if start.workers is None else _worker_counts(start.workers),
+        "memory_gib": {"planned": start.planned_gib, "used": max(used, default=None)},
         "worker_hours": timed.worker_hours,
         "paid_s": timed.paid,
     }

@@ -24,8 +24,8 @@ class Capturing:
     def __init__(self) -> None:
         self.tracer = Tracer()
 
-    def __call__(self, function):
-        replay, outputs = record(function)
+    def __call__(self, name, function):
+        replay, outputs = record(name, function)
 
         def launch() -> None:
             self.tracer.steps[-1].operators["launch"] += 1

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
+from specextend.attention.trials import Trial
 from specextend.decoding import measurements
 from specextend.proof import ladder as ladder_module
 from specextend.proof.child import find_fault
-from specextend.proof.ladder import Kernels, Proof, Rung, load_proof, prove
+from specextend.proof.ladder import Kernels, Proof, Rung, is_whole, load_proof, prove
 from specextend.proof.subject import Subject
 from tests.tiny_models import FAMILIES, tiny_model
 
+BUSY = 17
+"""The batch of a subject whose first proof runs out of time."""
 NEVER = 600.0
 """Seconds that no proof here takes, however busy the machine is."""
 
@@ -91,6 +94,7 @@ def test_a_rung_that_hangs_ends_with_the_time_of_the_proof(subject):
     assert [trial.taken for trial in proof.trials] == [False, False]
     assert "not done after" in proof.trials[0].why
     assert proof.trials[1].why == "no time was left to try it"
+    assert not is_whole(asdict(proof))
 
 
 @pytest.fixture
@@ -100,7 +104,8 @@ def counted(tmp_path, monkeypatch):
 
     def prove_nothing(subject: Subject, *_: object) -> Proof:
         calls.append(subject)
-        return Proof(Kernels(prompts="flash"))
+        is_late = subject.batch == BUSY and len(calls) == 1
+        return Proof(Kernels(prompts="flash"), (Trial(name="any", taken=False, why="", is_late=is_late),))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ladder_module, "prove", prove_nothing)
@@ -114,6 +119,14 @@ def test_workers_of_a_node_share_one_proof(subject, counted):
         proofs = [*pool.map(lambda _: load_proof(subject), range(4))]
     assert len(counted) == 1
     assert {json.dumps(proof.kernels.prompts) for proof in proofs} == {'"flash"'}
+
+
+def test_a_proof_without_the_time_for_a_rung_is_not_kept(subject, counted):
+    """Another job had the GPU that day; the kernel is tried again at the next start, and not after that."""
+    busy = replace(subject, batch=BUSY)
+    for _ in range(3):
+        load_proof(busy)
+    assert len(counted) == 2
 
 
 @pytest.mark.parametrize("change", ["driver", "torch", "code", "shape"])

@@ -167,7 +167,7 @@ class SimulatedPool:
             return Returned(worker, lease, Failed("", "ValueError", "poison", "decode", retryable=False))
         text = LATE if lease.lease_id in being.cancelled else self._summary_of(lease.key)
         stats = DecodingStats(num_prompt_tokens=1, num_output_tokens=2)
-        return Returned(worker, lease, Done(done(lease.key, text), stats))
+        return Returned(worker, lease, Done(done(lease.key, text), stats, 1.0))
 
     def _go_wrong(self, worker: str, being: Being) -> list[Event]:
         choices: list[Callable[[], list[Event]]] = [self._kill_driver]
