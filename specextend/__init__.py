@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,10 @@ _OWNERS = {
     "load_engine": "specextend.loading",
     "run": "specextend.job",
 }
+
+
+for _name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao if it is there; it warns of other GPUs
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> object:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specextend.attention.plan import TreeAttention
 from specextend.attention.trials import Trial
@@ -31,7 +31,7 @@ from specextend.decoding.model import CachedModel
 from specextend.decoding.retrieval import scored_layers
 from specextend.decoding.speculation import Adaptive, CostTable, StepCosts
 from specextend.model_files import find_folder, read_json
-from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, num_parameters, resolve_device
+from specextend.models import DTYPES, ModelFacts, load_target, load_tokenizer, target_bytes, target_device
 from specextend.pairing import check_pair, draft_rows, draft_size, load_drafter
 from specextend.proof.confirmation import what_is_wrong_in_logits
 from specextend.proof.ladder import LADDER, Proof, load_proof
@@ -60,7 +60,7 @@ def load_engine(config: Configs) -> Engine:
     draft does not fit its target.
     """
     config = RunConfig.load(config)
-    device = resolve_device(config.target.device)  # first: a GPU that is not there makes all else moot
+    device = target_device(config.target)  # first: a GPU that is not there makes all else moot
     facts = check_pair(config.target, config.active_draft)
     scored_layers(config.cache, facts.num_layers)
     config = with_batch_size(config, facts, device, usable_bytes(config, device))
@@ -137,6 +137,7 @@ def make_subject(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
         longest=longest_request(config, facts),
         num_rows=_power_of_two(target_rows(config, facts)),
         chunk=traits_of(device).prefill_chunk,
+        quantize=config.target.quantize,
     )
 
 
@@ -147,7 +148,7 @@ def _power_of_two(number: int) -> int:
 
 def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
     """Try the kernels of this machine as a start does, on layers of the target's size with random weights."""
-    device = resolve_device(config.target.device)
+    device = target_device(config.target)
     facts = check_pair(config.target, config.active_draft)
     config = with_batch_size(config, facts, device, usable_bytes(config, device))
     proof = choose_kernels(config, facts, device)
@@ -155,7 +156,9 @@ def try_kernels(config: RunConfig) -> tuple[Trial, ...]:
         return proof.trials
     values = make_subject(config, facts, device).config(num_hidden_layers=min(_TRIED_LAYERS, facts.num_layers))
     model = random_model(values, device, DTYPES[config.target.dtype])
-    target = CachedModel(model, proof.kernels.attend(device), target_rows(config, facts))
+    target = CachedModel(
+        model, proof.kernels.attend(device), target_rows(config, facts), quantize=config.target.quantize
+    )
     if config.attention.backend == "auto":
         target.choose_kernels()
     return target.trials
@@ -257,7 +260,7 @@ def memory_bytes(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
     draft = draft_size(config.active_draft, facts)
     features = draft.num_layers_read * facts.hidden_size * longest_request(config, facts) * size
     return {
-        "target_weights": size * num_parameters(config.target.model, config.target.revision),
+        "target_weights": target_bytes(config.target),
         "draft_weights": size * draft.num_parameters,
         "target_cache": aligned(num_rows) * facts.kv_bytes_per_token(config.target.dtype),
         "draft_caches": aligned(draft_rows(config, config.cache, num_rows, device)) * size * draft.num_cached,
@@ -322,10 +325,16 @@ def check_memory(config: RunConfig, facts: ModelFacts, device: torch.device) -> 
 
 def load_cached_target(config: RunConfig, num_rows: int, kernels: Kernels) -> tuple[CachedModel, Tensor]:
     """Load the target with `num_rows` rows of cache, and its LM head's weight [V, C], which packing hides in it."""
-    make_current(resolve_device(config.target.device))
-    model = load_target(config.target)
+    device, scheme = target_device(config.target), config.target.quantize
+    make_current(device)
+    model = load_target(config.target if scheme is None else replace(config.target, device="cpu"))
+    if scheme is not None:  # layers follow one after the other: a GPU never holds them in 16 bits
+        whole: nn.Module = model
+        layers, model.model.layers = model.model.layers, nn.ModuleList()
+        whole.to(device)
+        model.model.layers = layers
     lm_head = model.get_output_embeddings().weight
-    target = CachedModel(model, kernels.attend(model.device), num_rows, kernels.of_layers(model.device))
+    target = CachedModel(model, kernels.attend(device), num_rows, kernels.of_layers(device), scheme)
     if config.attention.backend == "auto" and target.device.type == "cpu":
         target.choose_kernels()
     return target, lm_head

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
@@ -28,6 +28,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from specextend.core import first_line
 from specextend.decoding.measurements import head_size
+from specextend.decoding.quantized import Scheme, check_device, check_quantizable, saved_bytes
 from specextend.model_files import ModelError, TensorInfo, find_folder, read_folder, read_json, read_tensors
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -52,6 +53,10 @@ class TargetOptions:
     with."""
     dtype: Dtype = "bfloat16"
     """Number format of the weights and caches of target and draft: `bfloat16`, `float16` or `float32`."""
+    quantize: Scheme | None = None
+    """Weights of the target's layers in 8 or 4 bits: `int8`, `fp8` (a GPU from compute capability 8.9 on) or `int4`;
+    unset: in `dtype`. Embeddings, LM head, caches and draft stay in `dtype`. Needs the extra `quantize`. Another scheme
+    is another run."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:<number>`, or `auto`, which takes a GPU if there is one."""
 
@@ -62,6 +67,8 @@ class TargetOptions:
             raise ValueError("target.model must be a Hub id or a local path, not an address")
         if self.dtype not in DTYPES:
             raise ValueError(f"target.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.quantize not in (None, *get_args(Scheme)):
+            raise ValueError(f"target.quantize must be one of {', '.join(get_args(Scheme))}, got {self.quantize!r}")
         kind, _, number = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdigit())):
             raise ValueError(f"target.device must be auto, cpu, cuda or cuda:<number>, got {self.device!r}")
@@ -132,8 +139,25 @@ def num_parameters(model: str, revision: str | None = None) -> int:
     return sum(parameter.numel() for parameter in _without_weights(config).parameters())
 
 
+def target_bytes(options: TargetOptions) -> int:
+    """Compute the bytes of the target's weights by its config, tied ones once; fetches none. Raises ModelError."""
+    config = _read_config(find_folder(options.model, options.revision, weights=False), options.model)
+    model, dtype = _without_weights(config), DTYPES[options.dtype]
+    in_dtype = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+    return in_dtype - saved_bytes(model, options.quantize, dtype)
+
+
+def check_target(options: TargetOptions) -> ModelFacts:
+    """Check the target as `check_model` does, and that its layers can be quantized as the options say."""
+    facts = check_model(options.model, options.revision)
+    if options.quantize is not None:
+        folder = find_folder(options.model, options.revision, weights=False)
+        check_quantizable(_without_weights(_read_config(folder, options.model)), options.quantize)
+    return facts
+
+
 def load_target(options: TargetOptions) -> PreTrainedModel:
-    """Load the target for inference."""
+    """Load the target for inference, in 16 or 32 bits."""
     return load_causal_lm(options.model, options.revision, options.dtype, options.device)
 
 
@@ -183,6 +207,13 @@ def resolve_device(device: str) -> torch.device:
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"target.device is {device!r}, but torch {torch.__version__} sees no GPU here")
     return resolved
+
+
+def target_device(options: TargetOptions) -> torch.device:
+    """Return the device of the target. Raises ValueError if it is not there, or cannot multiply with its weights."""
+    device = resolve_device(options.device)
+    check_device(options.quantize, DTYPES[options.dtype], device)
+    return device
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -246,9 +277,12 @@ def _check_raw_config(raw: dict[str, Any], model: str) -> None:
         raise ModelError(f"{model} is a {', '.join(map(str, named))}; served is {ARCHITECTURES[model_type]}")
     if "transformers_weights" in raw:
         raise ModelError(f"{model} names its weights in config.json (transformers_weights), which is not served")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(f"{model} has quantized weights ({method}); served are bfloat16, float16 and float32")
+    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise ModelError(
+            f"{model} has quantized weights ({method}), which are not served; take its checkpoint in 16 bits with "
+            "target.quantize: int8, fp8 or int4"
+        )
 
 
 def check_supported(config: PreTrainedConfig, model: str) -> None:

@@ -30,6 +30,7 @@ from specextend.models import (
     ModelFacts,
     TargetOptions,
     check_model,
+    check_target,
     load_causal_lm,
     load_tokenizer,
     num_parameters,
@@ -48,7 +49,7 @@ def check_pair(target: TargetOptions, draft: DraftOptions | None) -> ModelFacts:
 
     Reads configs, tokenizers and the headers of weight files, never the weights. Raises ModelError in one line.
     """
-    facts = check_model(target.model, target.revision)
+    facts = check_target(target)
     if draft is not None and draft.kind == "eagle":
         _check_eagle(draft, facts, target)
     elif draft is not None and draft.kind == "model":

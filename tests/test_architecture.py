@@ -57,6 +57,7 @@ OWNERS = {
     "huggingface_hub": ("specextend/model_files.py",),
     "flash_attn": ("specextend/attention/torch_kernels.py",),
     "flash_attn_interface": ("specextend/attention/torch_kernels.py",),
+    "torchao": ("specextend/decoding/quantized.py",),
     "triton": ("specextend/attention/tree_kernel.py", "specextend/attention/layer_kernels.py"),
     "numba": ("specextend/attention/",),
     "llvmlite": ("specextend/attention/",),

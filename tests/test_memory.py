@@ -20,7 +20,9 @@ from specextend.decoding.model import CachedModel
 from specextend.loading import (
     GIB,
     check_memory,
+    load_cached_target,
     load_engine,
+    longest_request,
     memory_bytes,
     rows_per_sequence,
     target_rows,
@@ -28,7 +30,16 @@ from specextend.loading import (
 )
 from specextend.models import load_target
 from specextend.pairing import check_pair
-from tests.tiny_models import FAMILIES, PUBLISHED, random_prompt, request, tiny_config, tiny_engine
+from specextend.proof.subject import Kernels
+from tests.tiny_models import (
+    FAMILIES,
+    PUBLISHED,
+    random_prompt,
+    request,
+    tiny_config,
+    tiny_engine,
+    write_wide_target,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -66,6 +77,22 @@ def test_planned_weights_are_those_that_are_loaded(pairs):
         planned = memory_bytes(config, check_pair(config.target, None), CPU)
         loaded = load_target(config.target)
         assert planned["target_weights"] == sum(weight.nbytes for weight in loaded.parameters())
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_planned_weights_in_8_and_4_bits_are_those_that_are_loaded(tmp_path, scheme):
+    """A target is chosen by what is left beside the cache; scales are counted, too."""
+    config = tiny_config(write_wide_target(tmp_path), "ngram", target__quantize=scheme)
+    planned = memory_bytes(config, check_pair(config.target, None), CPU)
+    target, _ = load_cached_target(config, 64, Kernels())
+    held = sum(each.nbytes for weight in target.model.parameters() for each in parts_of(weight))
+    assert planned["target_weights"] == held
+
+
+def parts_of(weight):
+    """The tensors of a weight, quantized or not."""
+    names = ("qdata", "scale", "scale_and_zero")
+    return [getattr(weight, name) for name in names if hasattr(weight, name)] or [weight]
 
 
 class Live(TorchDispatchMode):

@@ -96,13 +96,13 @@ def tiny_tokenizer(vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{EOS_TOKEN_ID}")
 
 
-def tiny_model(family: Family, seed: int, vocab_size: int = VOCABULARY) -> Any:
+def tiny_model(family: Family, seed: int, vocab_size: int = VOCABULARY, hidden_size: int = 48) -> Any:
     """A model with random weights."""
     torch.manual_seed(seed)
     config = family.config(
         vocab_size=vocab_size,
-        hidden_size=48,
-        intermediate_size=96,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=3,
         num_attention_heads=family.heads[0],
         num_key_value_heads=family.heads[1],
@@ -217,6 +217,11 @@ def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02,
     good.resize_token_embeddings(vocab_size - vocab_size // 6)
     drafts["cut"] = write_model(good, folder / "cut")
     return Pair(target, drafts | {"same": target})
+
+
+def write_wide_target(folder: Path) -> Pair:
+    """A target whose products have as many inputs as a group of weights in 4 bits, without drafts."""
+    return Pair(write_model(tiny_model(FAMILIES["llama"], seed=5, hidden_size=64), folder / "target"), {})
 
 
 def write_looping_pair(folder: Path) -> Pair:

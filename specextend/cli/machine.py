@@ -14,7 +14,12 @@ from specextend.cli.command import SET, config_option, in_one_line, show, write_
 if TYPE_CHECKING:  # it imports torch
     from specextend.config import RunConfig
 
-_EXTRAS = {"numba": "compiled CPU kernels (cpu)", "flash_attn": "flash-attn (flash)", "pypdfium2": "PDF (documents)"}
+_EXTRAS = {
+    "numba": "compiled CPU kernels (cpu)",
+    "flash_attn": "flash-attn (flash)",
+    "pypdfium2": "PDF (documents)",
+    "torchao": "weights in 8 and 4 bits (quantize)",
+}
 """Packages of the extras that a machine may lack, and what they bring."""
 
 

@@ -26,7 +26,7 @@ from specextend.decoding.retrieval import scored_layers
 from specextend.document_requests import check_parts
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.model_files import HubUnreachableError, resolve_revision
-from specextend.models import ModelFacts, load_tokenizer, resolve_device
+from specextend.models import ModelFacts, load_tokenizer, target_device
 from specextend.pairing import check_pair, pair_hashes
 
 _WRONG = (ValueError, PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -94,7 +94,7 @@ def check_machine(config: RunConfig) -> None:
     if is_local():
         check_resources(config.job)
         with _refusals():
-            load_backend(config.attention.backend, resolve_device(config.target.device))
+            load_backend(config.attention.backend, target_device(config.target))
 
 
 def _begun_selection(config: RunConfig, recorded: dict[str, Any] | None) -> dict[str, Any] | None:

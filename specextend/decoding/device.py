@@ -115,6 +115,11 @@ def device_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return what a GPU can compute, such as (8, 9); None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a CPU's tensor on the device. A GPU takes it when its turn comes; the host does not wait."""
     if device.type != "cuda":

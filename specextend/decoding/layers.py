@@ -45,13 +45,14 @@ _MULTIPLIED_BYTES = 8 << 20
 Pack = Callable[[nn.Linear], nn.Module]
 
 
-def fuse(model: Any) -> None:
+def fuse(model: Any, finish: Callable[[FusedLayer], FusedLayer]) -> None:
     """Replace the decoder layers of a causal LM and its norms in place, by those of `FusedLayer` and `Norm`.
 
-    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries and keys.
+    For the architectures of `models.ARCHITECTURES`, which differ in biases and in norms of queries and keys. Layers go
+    to the model's device one after the other, and what `finish` makes of each stays there.
     """
     for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = FusedLayer(layer)
+        model.model.layers[index] = finish(FusedLayer(layer.to(model.device)))
     model.model.norm = Norm(model.model.norm)
 
 
@@ -150,19 +151,22 @@ class PackedLinear(nn.Module):
 
 
 class CompiledLinear(nn.Module):
-    """A bf16 linear layer on the CPU, multiplied by the kernel of `attention.compiled.products`."""
+    """A linear layer on the CPU in bf16 or int8, multiplied by the kernel of `attention.compiled.products`."""
 
     def __init__(self, linear: nn.Linear, kernel: Any) -> None:
         """Take a layer that the kernel takes. kernel: the module."""
         super().__init__()
         self._multiply = kernel.multiply
-        self.packed = kernel.lay_out(linear.weight.detach())
+        weight: Any = linear.weight.detach()
+        is_plain = type(weight) is Tensor
+        self.packed = kernel.lay_out(weight if is_plain else weight.qdata)
+        self.scales = torch.ones(linear.out_features) if is_plain else weight.scale.flatten().float()
         bias = torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
         self.bias = bias.float()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] of x [..., in]."""
-        return self._multiply(x, self.packed, self.bias)
+        return self._multiply(x, self.packed, self.scales, self.bias)
 
 
 def pack_if_faster(module: nn.Module) -> tuple[Trial, ...]:
@@ -207,15 +211,20 @@ def _fault(pack: Pack, linear: nn.Linear) -> str:
 def linear_forms() -> Mapping[str, Pack]:
     """Return the forms that a bf16 layer can take on this machine, by name: torch's own, oneDNN's, the compiled one."""
     forms: dict[str, Pack] = {"torch": lambda linear: linear, "onednn": PackedLinear}
+    if (kernel := compiled_kernel()) is not None:
+        forms["compiled"] = lambda linear: (
+            CompiledLinear(linear, kernel) if kernel.takes(linear.weight) else PackedLinear(linear)
+        )
+    return forms
+
+
+def compiled_kernel() -> Any:
+    """Return the module of the compiled kernel of products, or None if it does not run here."""
     try:
         from specextend.attention.compiled import products
     except ImportError:
-        return forms
-    if products.can_multiply():
-        forms["compiled"] = lambda linear: (
-            CompiledLinear(linear, products) if products.takes(linear.weight) else PackedLinear(linear)
-        )
-    return forms
+        return None
+    return products if products.can_multiply() else None
 
 
 def measure_forms(linears: list[nn.Linear], forms: Mapping[str, Pack]) -> dict[int, dict[str, float]]:
@@ -253,12 +262,13 @@ def _shortest(linears: list[nn.Linear], forms: Mapping[str, Pack], rows: int) ->
 def _can_pack(weight: Tensor) -> bool:
     """Return True for a weight that oneDNN can pack: bf16 on a CPU with kernels for it."""
     has_kernels = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return has_kernels and weight.dtype == torch.bfloat16 and traits_of(weight.device).packs_linears
+    is_plain = type(weight) is nn.Parameter and weight.dtype == torch.bfloat16  # not quantized
+    return has_kernels and is_plain and traits_of(weight.device).packs_linears
 
 
 def _pack(module: nn.Module, pack: Pack) -> None:
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
+        if isinstance(child, nn.Linear) and _can_pack(child.weight):
             setattr(module, name, pack(child))
         else:
             _pack(child, pack)

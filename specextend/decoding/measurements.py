@@ -36,6 +36,7 @@ from specextend.attention.plan import AttentionPlan, TreeAttention
 from specextend.decoding.decoding_options import AttentionOptions, TreeOptions
 from specextend.decoding.device import Graphs, device_name, synchronise, traits_of
 from specextend.decoding.layers import linear, pack_if_faster
+from specextend.decoding.quantized import Scheme, saved_bytes
 from specextend.decoding.speculation import CostTable, Line, StepCosts
 from specextend.decoding.tree import tree_mask
 
@@ -184,8 +185,11 @@ def load_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
     return MachineLimits(**kept_or_measured("limits", key, lambda: asdict(measure_limits(device, dtype))))
 
 
-def count_work(model: Any, dtype: torch.dtype) -> ModelWork:
-    """Count what decoding with a transformers causal LM takes, whose weights may be on `meta`."""
+def count_work(model: Any, dtype: torch.dtype, quantize: Scheme | None = None) -> ModelWork:
+    """Count what decoding with a transformers causal LM takes, whose weights may be on `meta`.
+
+    quantize: what is to become of the weights of its layers.
+    """
     config = model.config
     head = model.lm_head.weight.numel()
     linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
@@ -193,7 +197,7 @@ def count_work(model: Any, dtype: torch.dtype) -> ModelWork:
     num_weights = sum(parameter.numel() for parameter in model.parameters()) - unread
     head_dim = head_size(config)
     return ModelWork(
-        weight_bytes=num_weights * dtype.itemsize,
+        weight_bytes=num_weights * dtype.itemsize - saved_bytes(model, quantize, dtype),
         kv_bytes_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize,
         layer_parameters=linears - head,
         head_parameters=head,

@@ -6,6 +6,7 @@ Shapes: `B` sequences, `T` new rows of each, `C` hidden size, `V` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,27 +28,33 @@ from specextend.decoding.cache import KVCache
 from specextend.decoding.device import device_name, release_cached
 from specextend.decoding.layers import Forward, fuse, pack_if_faster, taken_form
 from specextend.decoding.measurements import count_work, head_size, kept_or_measured
+from specextend.decoding.quantized import Scheme, quantized
 
 
 class CachedModel:
     """A transformers causal LM, the kernels it attends with, and its KV cache."""
 
-    def __init__(self, model: Any, attend: Attend, num_rows: int, kernels: LayerKernels = TORCH) -> None:
-        """Take the model, whose layers are replaced by `FusedLayer`, and what computes between their products."""
+    def __init__(
+        self, model: Any, attend: Attend, num_rows: int, kernels: LayerKernels = TORCH, quantize: Scheme | None = None
+    ) -> None:
+        """Take the model, whose layers are replaced by `FusedLayer`, and what computes between their products.
+
+        quantize: what becomes of the weights of these layers, which may still lie on another device than the others.
+        """
         self.config: Any = model.config
         self.model, self.attend, self.kernels = model, attend, kernels
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.head_dim = head_size(self.config)
         self.scale: float = self.head_dim**-0.5
-        self.work = count_work(model, self.dtype)
+        self.work = count_work(model, self.dtype, quantize)
         """What decoding with it takes."""
-        fuse(model)
+        fuse(model, partial(quantized, scheme=quantize))
         release_cached(self.device)  # the weights that were joined
         self.trials = pack_if_faster(model)
         """What came of the kernels that were tried."""
-        self.linears = taken_form(self.trials)
-        """How linear layers are multiplied, see `layers`."""
+        self.linears = " ".join(filter(None, (quantize, taken_form(self.trials))))
+        """How linear layers are multiplied, see `layers` and `quantized`."""
         self.cache = KVCache(
             self.config.num_hidden_layers,
             num_rows,

@@ -24,6 +24,7 @@ from specextend.decoding.cache import aligned
 from specextend.decoding.device import CudaCapture, Graphs, make_current, synchronise
 from specextend.decoding.measurements import count_work, load_limits
 from specextend.decoding.model import CachedModel
+from specextend.decoding.quantized import saved_bytes
 from specextend.decoding.tree import tree_mask
 from specextend.proof.subject import Kernels, Subject
 from specextend.proof.tiny_pair import TinyPair, random_model
@@ -134,7 +135,7 @@ class OneLayer:
         config = subject.config(num_hidden_layers=1, vocab_size=_SMALL_VOCABULARY, layer_types=None)
         attend, layers = kernels.attend(self._device), kernels.of_layers(self._device)
         model = random_model(config, self._device, getattr(torch, subject.dtype))
-        self._target = CachedModel(model, attend, subject.num_rows, layers)
+        self._target = CachedModel(model, attend, subject.num_rows, layers, subject.quantize)
         self._target.cache.stored.normal_()
         self.graphs = Graphs(CudaCapture() if kernels.graphs else None)
         self._forwards = {name: self._forward(name, *shape) for name, shape in timed_shapes(subject).items()}
@@ -189,7 +190,7 @@ def least_times(subject: Subject) -> Times:
     with torch.device("meta"):
         model = random_model(subject.config(num_hidden_layers=1, layer_types=None), torch.device("meta"), dtype)
     work, least = count_work(model, dtype), {}
-    weights = work.layer_parameters * dtype.itemsize
+    weights = work.layer_parameters * dtype.itemsize - saved_bytes(model, subject.quantize, dtype)
     for name, (batch, num_new, length) in timed_shapes(subject).items():
         num_pairs = batch * num_new * (length + num_new)
         num_flop = 2 * batch * num_new * work.layer_parameters + work.attention_flop_per_pair * num_pairs

@@ -34,7 +34,7 @@ LIMIT_S = 120.0
 """Seconds of a whole proof; rungs that are not tried by then are left out."""
 _WIN = 1.05
 """How many times as fast as the one before it a rung must be to be taken."""
-_PACKAGES = ("torch", "triton", "flash-attn", "transformers")
+_PACKAGES = ("torch", "torchao", "triton", "flash-attn", "transformers")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 _log = logging.getLogger(__name__)

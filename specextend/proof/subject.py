@@ -15,6 +15,7 @@ from specextend.attention.plan import Attend, KeySpan
 from specextend.attention.reference import LayerKernels
 from specextend.attention.trials import Heads
 from specextend.decoding.measurements import head_size
+from specextend.decoding.quantized import Scheme
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +78,8 @@ class Subject:
     """Rows of the target's cache."""
     chunk: int
     """Tokens of a forward of a prompt."""
+    quantize: Scheme | None = None
+    """What becomes of the weights of the target's layers, with which forwards are timed."""
 
     def heads(self) -> Heads:
         """Return what the calls of attention have in common."""

@@ -21,45 +21,50 @@ pytestmark = pytest.mark.skipif(
 NUM_ROWS = [1, 5, 6, 7, 16, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS + 13]
 NUM_INPUTS = [2, 64, 576, 2 * DEPTH, 2 * DEPTH + 2]
 NUM_BLOCKS = [1, 2, 9]
+DTYPES = [torch.bfloat16, torch.int8]
 
 
-def tensors(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x [T, I], weight [O, I] and bias [O] in bf16."""
+def tensors(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return x [T, I] in bf16, weight [O, I] in `dtype`, and scales [O] and bias [O] in fp32."""
     torch.manual_seed(num_rows)
-    shapes = (num_rows, num_inputs), (num_outputs, num_inputs), (num_outputs,)
-    x, weight, bias = (torch.randn(shape).bfloat16() for shape in shapes)
-    return x, weight, bias
+    x, weight, bias = (torch.randn(shape) for shape in ((num_rows, num_inputs), (num_outputs, num_inputs), num_outputs))
+    if dtype == torch.int8:
+        weight = (40 * weight).clamp(-127, 127)
+    return x.bfloat16(), weight.to(dtype), torch.rand(num_outputs), bias
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_inputs", "num_blocks", "threads"), covering(NUM_ROWS, NUM_INPUTS, NUM_BLOCKS, [1, 2])
+    ("num_rows", "num_inputs", "num_blocks", "threads", "dtype"),
+    covering(NUM_ROWS, NUM_INPUTS, NUM_BLOCKS, [1, 2], DTYPES),
 )
-def test_it_is_the_product_in_fp32_rounded_once(num_rows, num_inputs, num_blocks, threads, restored_threads):
+def test_it_is_the_product_in_fp32_rounded_once(num_rows, num_inputs, num_blocks, threads, dtype, restored_threads):
     """Steps, trees and prompts, around the tiles, the blocks and the parts of long rows."""
     torch.set_num_threads(threads)
-    x, weight, bias = tensors(num_rows, num_inputs, num_blocks * BLOCK)
-    exact = x.double() @ weight.double().T + bias.double()
-    found = multiply(x, lay_out(weight), bias.float())
+    x, weight, scales, bias = tensors(num_rows, num_inputs, num_blocks * BLOCK, dtype)
+    exact = x.double() @ weight.double().T * scales + bias
+    found = multiply(x, lay_out(weight), scales, bias)
     assert (found.shape, found.dtype) == (exact.shape, torch.bfloat16)
-    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * num_inputs)
+    size = 1 if dtype == torch.bfloat16 else 40
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5 * num_inputs * size)
 
 
-def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(restored_threads):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(dtype, restored_threads):
     """A document's tokens depend neither on its neighbours in the batch nor on the machine's cores."""
-    x, weight, bias = tensors(ROWS + 20, 2 * DEPTH + 64, 3 * BLOCK)
-    laid_out, exact_bias = lay_out(weight), bias.float()
-    together = multiply(x, laid_out, exact_bias)
+    x, weight, scales, bias = tensors(ROWS + 20, 2 * DEPTH + 64, 3 * BLOCK, dtype)
+    laid_out = lay_out(weight)
+    together = multiply(x, laid_out, scales, bias)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for rows in (slice(0, 1), slice(3, 10), slice(ROWS - 1, ROWS + 20)):
-            assert torch.equal(multiply(x[rows], laid_out, exact_bias), together[rows])
+            assert torch.equal(multiply(x[rows], laid_out, scales, bias), together[rows])
 
 
 def test_a_kernel_that_cannot_be_made_or_is_wrong_is_not_offered(monkeypatch):
     """It is tried on the machine before anything is multiplied with it."""
     assert can_multiply()
     with monkeypatch.context() as patch:
-        patch.setattr(products, "multiply", lambda x, weight, bias: 1.1 * multiply(x, weight, bias))
+        patch.setattr(products, "multiply", lambda *tensors: 1.1 * multiply(*tensors))
         assert not can_multiply()
 
     def fail() -> None:

@@ -73,6 +73,9 @@ def test_a_library_that_is_missing_is_said_before_a_model_is_read(
 ) -> None:
     """Else every worker would load its models, decode a document, and only then find out."""
     monkeypatch.setitem(sys.modules, "py3langid", None)
+    monkeypatch.setitem(sys.modules, "torchao", None)
     prepare(configure())
+    with pytest.raises(RefusedError, match=r"target\.quantize needs the extra `quantize`: pip install"):
+        prepare(configure(target={"model": TARGET, "dtype": "float32", "quantize": "int8"}))
     with pytest.raises(RefusedError, match=r"quality\.language needs the extra `language`"):
         prepare(configure(quality={"language": True}))

@@ -57,6 +57,7 @@ class Run:
     """A corpus and the folder of its run. Documents are of different lengths, the longest of which do not fit."""
 
     folder: Path
+    quantize: str = "null"
 
     def __post_init__(self) -> None:
         table = pa.table(
@@ -81,6 +82,7 @@ class Run:
                 "passthrough": f"[{','.join(PASSTHROUGH)}]",
             },
             "output": {"path": self.output},
+            "target": {"quantize": self.quantize},
             "prompt": {"max_prompt_tokens": 400},
             "job": {"commit_every_s": AT_ONCE_S, "stall_s": 600, "document_deadline_s": 600} | job,  # for busy machines
         }

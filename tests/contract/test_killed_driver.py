@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,22 @@ def test_a_driver_killed_at_any_write_is_resumed_as_if_nothing_had_happened(
     assert (first["end"], first["exit_code"], second["exit_code"]) == (None, None, 0)
     assert first["seconds"] > 0, "its last sign of life stands for its end"
     assert first["paid_s"] is not None
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_weights_in_8_bits_is_resumed_as_one_that_was_not(
+    tmp_path: Path, summarize_here, undisturbed
+):
+    """Each worker quantizes for itself, and must come to the same weights."""
+    (tmp_path / "calm").mkdir()
+    calm, run = Run(tmp_path / "calm", quantize="int8"), Run(tmp_path, quantize="int8")
+    assert summarize_here(*calm.arguments()).code == 0
+    killed = run.start(DYING_DRIVER, "SIGKILL", *MOMENTS["has written a part"])
+    _, stderr = killed.communicate(timeout=LONGEST_S)
+    assert killed.returncode == -signal.SIGKILL, stderr
+    assert summarize_here(*run.arguments()).code == 0
+    assert run.result() == calm.result()
+    assert run.result() != undisturbed
 
 
 @pytest.mark.slow

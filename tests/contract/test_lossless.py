@@ -9,7 +9,16 @@ import pytest
 from specextend import Completion
 from tests.covering import covering
 from tests.reference_outputs import Ties
-from tests.tiny_models import BACKENDS, FAMILIES, PUBLISHED, Pair, random_prompt, request, tiny_engine
+from tests.tiny_models import (
+    BACKENDS,
+    FAMILIES,
+    PUBLISHED,
+    Pair,
+    random_prompt,
+    request,
+    tiny_engine,
+    write_wide_target,
+)
 
 PROMPT_LENGTHS = (300, 37, 129)
 MAX_NEW_TOKENS = 40
@@ -36,9 +45,10 @@ def ties(request):
     request.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{ties.summary()}")
 
 
-def engine_of(pair: Pair, mode: str, backend: str, tree: str, batch: int, draft: str):
+def engine_of(pair: Pair, mode: str, backend: str, tree: str, batch: int, draft: str, quantize: str | None = None):
     """`mode` is a decoding mode or, for specextend, a cache policy."""
     changes = {"attention__backend": backend, "attention__tree": tree, "decoding__max_batch_size": batch}
+    changes |= {"target__quantize": quantize}
     if mode in ("autoregressive", "tree"):
         return tiny_engine(pair, draft, decoding__mode=mode, **changes)
     return tiny_engine(pair, draft, cache__policy=mode, **changes)
@@ -95,6 +105,48 @@ def test_good_drafts_are_accepted_bad_ones_are_not_and_retrieval_hides_much_of_t
     stats = [completion.stats for completion in completions]
     assert sum(each.num_retrievals for each in stats) > 10
     assert min(each.retrieval_coverage for each in stats if each.num_retrievals) < 0.9
+
+
+FEW_FAMILIES = ("llama", "qwen2-tied", "qwen3")
+QUANTIZED = covering(
+    ("llama", "qwen2-tied", "qwen3"),
+    ("tree", *POLICIES),
+    ("auto",),
+    ("dense", "hybrid"),
+    (3, 1),
+    SMALL_DRAFTS,
+    strength=1,
+)
+
+
+def tokens_of(engine: Any) -> dict[str, list[int]]:
+    """What the matrix's prompts give."""
+    requests = [request(str(length), random_prompt(length), MAX_NEW_TOKENS) for length in PROMPT_LENGTHS]
+    return {each.request_id: list(each.token_ids) for each in engine.generate(requests)}
+
+
+def plain_tokens(pair: Pair, quantize: str | None) -> dict[str, list[int]]:
+    """What they give one at a time and without a draft."""
+    changes = {"decoding__mode": "autoregressive", "decoding__max_batch_size": 1, "target__quantize": quantize}
+    return tokens_of(tiny_engine(pair, "self", **changes))
+
+
+@pytest.mark.parametrize("how", QUANTIZED, ids=name_of)
+def test_with_weights_in_8_bits_output_is_that_of_plain_decoding_with_them(how, pairs):
+    """A scale is one of the weights, never one of a token's neighbours: in fp32 nothing else is rounded."""
+    family, *others = how
+    expected = plain_tokens(pairs(family), "int8")
+    assert tokens_of(engine_of(pairs(family), *others, quantize="int8")) == expected
+    assert plain_tokens(pairs(family), None) != expected
+
+
+@pytest.mark.parametrize(("policy", "batch"), covering(POLICIES, (3, 1), strength=1))
+def test_with_weights_in_4_bits_it_is_that_too(policy, batch, tmp_path):
+    """The same of other kernels, whose groups of 64 inputs need a wider target."""
+    pair = write_wide_target(tmp_path)
+    expected = plain_tokens(pair, "int4")
+    assert tokens_of(engine_of(pair, policy, "auto", "dense", batch, "self", quantize="int4")) == expected
+    assert plain_tokens(pair, None) != expected
 
 
 SEVERAL_CHUNKS = covering(POLICIES, SMALL_DRAFTS, [1100], strength=1)

@@ -65,6 +65,7 @@ def test_a_run_with_examples_is_found_again(output: Location, manifest: Callable
 def test_another_value_is_another_run_and_the_difference_is_said(manifest: Callable[..., dict[str, Any]]) -> None:
     for section, key, value, line in [
         ("tree", "nodes", 32, "tree.nodes: 16 there, 32 here"),
+        ("target", "quantize", "int8", 'target.quantize: nothing there, "int8" here'),
         ("input", "passthrough", [], 'input.passthrough: ["n"] there, [] here'),
     ]:
         other = manifest(changed(section, key, value))

@@ -55,13 +55,17 @@ def test_eos_comes_from_the_generation_config_and_may_be_a_list(write_model, edi
     [
         ({"model_type": "gpt2"}, "is of type 'gpt2'; served are llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "has the activation 'gelu'; served is silu"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized weights (gptq)"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantized weights (gptq), which are not served; take its checkpoint in 16 bits with target.quantize: int8",
+        ),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "quantized weights (compressed-tensors)"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "RoPE type 'dynamic'; served are default, linear, llama3, yarn",
         ),
     ],
-    ids=["architecture", "activation", "quantized", "rope"],
+    ids=["architecture", "activation", "gptq", "compressed-tensors", "rope"],
 )
 def test_what_is_not_served_is_refused_by_name(write_model, edit_json, values, message):
     """Attention would run on many such models and be wrong on some; a dynamic RoPE changes the keys that are cached."""

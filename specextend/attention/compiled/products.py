@@ -1,8 +1,10 @@
-"""Products with the weight of a linear layer in bf16, compiled by numba for processors with avx512_bf16.
+"""Products with the weight of a linear layer in bf16 or int8, compiled by numba for processors with avx512_bf16.
 
 The weight is laid out once, in blocks of `BLOCK` outputs whose inputs stand in pairs. An item of work is a block of up
 to `ROWS` rows of x. They are multiplied with `DEPTH` pairs of inputs at a time, a part of the weight that stays in a
-core's cache meanwhile, so few rows read the weight from memory once. Sums are fp32.
+core's cache meanwhile, so few rows read the weight from memory once. Sums are fp32. Numbers of int8 are read from
+memory as they are, and widened to bf16, which holds them exactly, `WIDENED` pairs at a time; an output's scale is
+applied to its sum.
 
 The result for a row is bitwise the same whatever other rows are in the call and however many threads there are.
 
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba.core import types
 from numba.core.errors import NumbaError
 from torch import Tensor
@@ -29,8 +32,18 @@ from torch import Tensor
 from specextend.attention.compiled import blocks
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.attend import num_workers, run_on
-from specextend.attention.compiled.blocks import TILE, add_to, copy_row, product
-from specextend.attention.compiled.vectors import LANES, VECTOR_BYTES, Value, address, emitted, load, store
+from specextend.attention.compiled.blocks import TILE, add_to, product, times
+from specextend.attention.compiled.vectors import (
+    FLOATS,
+    LANES,
+    UNITS,
+    VECTOR_BYTES,
+    Value,
+    address,
+    emitted,
+    load,
+    store,
+)
 
 VECTORS = 4
 """Vectors of outputs in a block."""
@@ -40,8 +53,11 @@ ROWS = 96
 """Rows of an item at most; a multiple of TILE."""
 DEPTH = 1024
 """Pairs of inputs whose weights are read for all rows of an item before the next ones: 256 KiB of a block."""
+WIDENED = 128
+"""Pairs of inputs that are widened at once: 32 KiB of bf16."""
 _ELEMENT = np.uint32
 _SUM_BYTES = VECTORS * VECTOR_BYTES
+_WORKER_BYTES = (ROWS + WIDENED) * _SUM_BYTES
 
 
 class LinearCall(NamedTuple):
@@ -49,8 +65,10 @@ class LinearCall(NamedTuple):
 
     x: int
     weight: int
+    is_int8: int
+    scales: int
     bias: int
-    """[O] fp32."""
+    """[O] fp32, as the scales."""
     out: int
     num_rows: int
     num_pairs: int
@@ -59,7 +77,7 @@ class LinearCall(NamedTuple):
     counters: int
     """int64, 0 at first: workers, items begun."""
     workspace: int
-    """Sums of ROWS rows for each worker."""
+    """For each worker the sums of ROWS rows, and WIDENED pairs."""
 
 
 RECORD = np.dtype([(name, np.int64) for name in LinearCall._fields])
@@ -68,38 +86,60 @@ LAYOUT = struct.Struct(f"={len(LinearCall._fields)}q")
 
 
 @emitted()
-def round_sums(b: Value, element: Any, sums: Value, out: Value) -> None:
-    """Write a row's sums of a block as bf16."""
+def round_sums(b: Value, element: Any, sums: Value, scales: Value, bias: Value, out: Value) -> None:
+    """Write a row's sums of a block, times their scales and with bias, as bf16."""
     for i in range(VECTORS):
-        value = vir.to_bf16_fast(b, load(b, address(b, sums, i * VECTOR_BYTES)))
+        total, scale, added = (load(b, address(b, each, i * VECTOR_BYTES)) for each in (sums, scales, bias))
+        value = vir.to_bf16_fast(b, vir.fma(b, total, scale, added))
         store(b, value, address(b, out, i * VECTOR_BYTES // 2), 2)
+
+
+@emitted()
+def widen(b: Value, element: Any, source: Value, count: Value, target: Value) -> None:
+    """Turn vectors of int8, 16 first and 16 second inputs of pairs, into vectors of pairs of bf16."""
+
+    def body(i: Value) -> None:
+        place = address(b, source, times(b, i, 2 * LANES))
+        first, second = (
+            b.bitcast(b.sitofp(load(b, address(b, place, start), ir.VectorType(vir.I8, LANES), 1), FLOATS), UNITS)
+            for start in (0, LANES)
+        )
+        pairs = b.or_(b.lshr(first, vir.units([16] * LANES)), second)  # the lower half of such a float is 0
+        store(b, pairs, address(b, target, times(b, i, VECTOR_BYTES)))
+
+    vir.repeat(b, count, [], body)
 
 
 @numba.njit
 def multiply_rows(element: Any, call: Any, sums: int, block: int, first: int, num_rows: int) -> None:
     """Multiply some rows with a block of the weight."""
-    row_bytes, weight = call.num_pairs * 4, call.weight + block * call.num_pairs * _SUM_BYTES
-    for row in range(num_rows):
-        copy_row(element, call.bias + block * _SUM_BYTES, VECTORS, sums + row * _SUM_BYTES)
-    for start in range(0, call.num_pairs, DEPTH):
-        depth = min(DEPTH, call.num_pairs - start)
+    row_bytes, pair_bytes, at_once = call.num_pairs * 4, _SUM_BYTES, DEPTH
+    if call.is_int8 != 0:
+        pair_bytes, at_once = _SUM_BYTES // 2, WIDENED
+    weight, widened = call.weight + block * call.num_pairs * pair_bytes, sums + ROWS * _SUM_BYTES
+    for start in range(0, call.num_pairs, at_once):
+        depth, right = min(at_once, call.num_pairs - start), weight + start * pair_bytes
+        if call.is_int8 != 0:
+            widen(element, right, depth * VECTORS, widened)
+            right = widened
         for row in range(0, num_rows, TILE):
             product(
                 element, min(TILE, num_rows - row), VECTORS,
-                call.x + (first + row) * row_bytes + start * 4, row_bytes, weight + start * _SUM_BYTES, _SUM_BYTES,
-                depth, sums + row * _SUM_BYTES, _SUM_BYTES, 1,
+                call.x + (first + row) * row_bytes + start * 4, row_bytes, right, _SUM_BYTES,
+                depth, sums + row * _SUM_BYTES, _SUM_BYTES, min(start, 1),
             )  # fmt: skip
+    scales, bias = call.scales + block * _SUM_BYTES, call.bias + block * _SUM_BYTES
     for row in range(num_rows):
         place = ((first + row) * call.num_blocks + block) * (_SUM_BYTES // 2)
-        round_sums(element, sums + row * _SUM_BYTES, call.out + place)
+        round_sums(element, sums + row * _SUM_BYTES, scales, bias, call.out + place)
 
 
 @numba.njit
 def work(element: Any, call: Any) -> None:
     """Take items until none is left. Every worker of a call runs this once."""
-    sums = call.workspace + add_to(element, call.counters, 1) * ROWS * _SUM_BYTES
+    sums = call.workspace + add_to(element, call.counters, 1) * _WORKER_BYTES
     parts = (call.num_rows + ROWS - 1) // ROWS
-    at_once = TILE if call.num_pairs <= DEPTH else ROWS  # a tile's sums take less of a core's first cache
+    at_once = TILE if call.num_pairs <= DEPTH and call.is_int8 == 0 else ROWS  # fewer sums take less of a first cache
     number = add_to(element, call.counters + 8, 1)
     while number < call.num_blocks * parts:
         block, part = divmod(number, parts)
@@ -135,25 +175,32 @@ def can_multiply() -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 70), (BLOCK, 70), (BLOCK,)))
-    found = multiply(x, lay_out(weight), bias.float()).float()
-    return torch.allclose(found, x.float() @ weight.float().T + bias.float(), atol=0.02, rtol=0.01)
+    scales = torch.rand(BLOCK, generator=generator)
+    for each in (weight, (20 * weight).to(torch.int8)):
+        exact = x.float() @ each.float().T * scales + bias.float()
+        found = multiply(x, lay_out(each), scales, bias.float())
+        if not torch.allclose(found.float(), exact, atol=0.02, rtol=0.01):
+            return False
+    return True
 
 
 def takes(weight: Tensor) -> bool:
     """Return True if the kernel multiplies with a weight [O, I] of this shape and type."""
-    return weight.dtype == torch.bfloat16 and weight.shape[0] % BLOCK == 0 and weight.shape[1] % 2 == 0
+    is_served = weight.dtype in (torch.bfloat16, torch.int8)
+    return is_served and weight.shape[0] % BLOCK == 0 and weight.shape[1] % 2 == 0
 
 
 def lay_out(weight: Tensor) -> Tensor:
-    """Copy a weight [O, I] that the kernel takes to [O / BLOCK, I / 2, BLOCK, 2]."""
+    """Copy a weight [O, I] that the kernel takes to [O / BLOCK, I / 2, VECTORS, LANES, 2], int8 to [..., 2, LANES]."""
     assert takes(weight)
-    return weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
+    pairs = weight.unflatten(0, (-1, VECTORS, LANES)).unflatten(3, (-1, 2)).permute(0, 3, 1, 2, 4)
+    return (pairs.transpose(-1, -2) if weight.dtype == torch.int8 else pairs).contiguous()
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return x [..., I] times a weight that is laid out, plus bias [O] fp32, as [..., O]; x is bf16.
+def multiply(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
+    """Return x [..., I] times a weight that is laid out, times scales [O] and plus bias [O] in fp32, as [..., O].
 
-    It runs on as many threads as torch.
+    x is bf16. It runs on as many threads as torch.
     """
     num_blocks, num_pairs = weight.shape[:2]
     x = x.contiguous()
@@ -161,10 +208,10 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     out = torch.empty(*x.shape[:-1], num_blocks * BLOCK, dtype=x.dtype)
     threads = num_workers()
     counters = torch.zeros(2, dtype=torch.int64)
-    workspace = torch.empty(threads * ROWS * BLOCK)
+    workspace = torch.empty(threads * _WORKER_BYTES // 4)
     record = LAYOUT.pack(
-        x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr(), num_rows, num_pairs, num_blocks,
-        counters.data_ptr(), workspace.data_ptr(),
+        x.data_ptr(), weight.data_ptr(), weight.dtype == torch.int8, scales.data_ptr(), bias.data_ptr(),
+        out.data_ptr(), num_rows, num_pairs, num_blocks, counters.data_ptr(), workspace.data_ptr(),
     )  # fmt: skip
     run_on(threads, kernel(), record)
     return out
