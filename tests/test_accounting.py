@@ -51,9 +51,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     return time.thread_time
 
 
-def test_seconds_of_a_batch_add_up_to_the_engines_time(pair, clock: Callable[[], float]):
-    """A batched step is divided among its sequences, so rows sum to busy time and not to three times as much."""
+@pytest.mark.parametrize("decode_share", [0.0, 0.5])
+def test_seconds_of_a_batch_add_up_to_the_engines_time(decode_share, pair, clock: Callable[[], float]):
+    """A batched step is divided among its sequences, so rows sum to busy time and not to three times as much.
+
+    A chunk of a prompt is its own document's, whoever waits for it.
+    """
     engine = tiny_engine(pair, decoding__max_batch_size=3)
+    engine.decode_share = decode_share
     stats_of(engine, max_new_tokens=3)  # first-time costs
     begin = clock()
     stats = stats_of(engine)

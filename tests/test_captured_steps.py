@@ -56,6 +56,7 @@ def test_replayed_steps_decide_the_same_tokens(draft, policy, batch, temperature
     """A replay reads nothing of the host: a length, a slot or a root that was baked in would show at once."""
     capture, changes = Counting(), {"cache__policy": policy, "decoding__max_batch_size": batch}
     captured = captured_engine(pairs("llama"), draft, Graphs(capture), **changes)
+    captured.decode_share = device.GPU.decode_share
     plain = tiny_engine(pairs("llama"), decoding__mode="autoregressive")
     outputs = {each.request_id: each.token_ids for each in captured.generate(requests(temperature))}
     assert outputs == {each.request_id: each.token_ids for each in plain.generate(requests(temperature))}

@@ -54,6 +54,8 @@ class DeviceTraits:
 
     prefill_chunk: int
     """Prompt tokens of one prefill forward. Every chunk reads all weights again; from here on that hardly shows."""
+    decode_share: float
+    """Share of the time that the running sequences have while a prompt is read; 0: they wait for its end."""
     packs_linears: bool
     """Whether the weights of linear layers may be laid out anew."""
     largest_batch: int
@@ -69,6 +71,7 @@ class DeviceTraits:
 
 CPU = DeviceTraits(
     prefill_chunk=1024,
+    decode_share=0.0,
     packs_linears=True,
     largest_batch=4,
     workspace_bytes=0,
@@ -77,6 +80,7 @@ CPU = DeviceTraits(
 )
 GPU = DeviceTraits(
     prefill_chunk=4096,
+    decode_share=0.125,
     packs_linears=False,
     largest_batch=32,
     workspace_bytes=3 << 29,

@@ -19,7 +19,7 @@ from specextend.attention.trials import Trial
 from specextend.core import Completion, Request
 from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
-from specextend.decoding.device import Graphs, is_out_of_memory, make_current, release_cached, traits_of
+from specextend.decoding.device import Graphs, is_out_of_memory, make_current, release_cached, synchronise, traits_of
 from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.prefill import PromptReader
@@ -39,7 +39,7 @@ class BatchError(RuntimeError):
     def __init__(self, request_ids: list[str], error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
         self.request_ids = request_ids
-        """The requests whose prefill had begun."""
+        """The requests of the step."""
 
 
 class Engine:
@@ -74,8 +74,10 @@ class Engine:
         assert drafter is not None or adaptive is None, "without a draft there is nothing to adapt"
         self._adaptive, self._graphs = adaptive, graphs or Graphs()
         self._admission = Admission(target.cache, drafter, tree.most_nodes, max_tokens, max_batch_size)
-        chunk_size = traits_of(target.device).prefill_chunk
-        self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, chunk_size)
+        traits = traits_of(target.device)
+        self.decode_share = traits.decode_share
+        """Share of the time that the running sequences have while a prompt is read, below 1."""
+        self._memory = MemoryLadder(max_batch_size, tree.most_nodes if drafter else 0, traits.prefill_chunk)
         self._scored_layers = scored_layers(cache, target.config.num_hidden_layers) if drafter else ()
         self._num_levels = drafter.num_levels if drafter else 0
         hidden_layers = drafter.hidden_layers if drafter else ()
@@ -84,6 +86,10 @@ class Engine:
         )
         self._lock = threading.Lock()
         self._active: dict[str, Sequence] = {}
+        self._reading: Sequence | None = None
+        """The one of them whose prompt is being read; all others run."""
+        self._owed_s = 0.0
+        """Seconds of steps that the running sequences are owed before the next chunk of a prompt."""
         self._cancelled: set[str] = set()
         self._watch = Stopwatch()
         self._reader = PromptReader(target, drafter, hidden_layers, self._scored_layers, self._watch, self._count_step)
@@ -142,8 +148,7 @@ class Engine:
             while True:
                 self._admit(queue, on_error)
                 self._drop_cancelled(queue)
-                if running := [sequence for sequence in self._active.values() if not sequence.finish_reason]:
-                    self._guard("step", running, queue, on_error)
+                self._take_turn(queue, on_error)
                 for completion in self._finished():
                     yield completion
                     self._watch.restart()  # the caller's time is not charged to a request
@@ -154,10 +159,28 @@ class Engine:
                 self._leave(sequence)
             self._cancelled.clear()
             self._reader.forget()
+            self._owed_s = 0.0
+
+    def _take_turn(self, queue: Queue, on_error: OnError | None) -> None:
+        """Read a chunk of a prompt, or take a step of all sequences that run, whichever has the turn.
+
+        A chunk is followed by steps until these have had their share of the time.
+        """
+        running, begin = [each for each in self._active.values() if each is not self._reading], self._watch.mark
+        if self._reading is not None and not (running and self._owed_s > 0):
+            self._guard("prefill", [self._reading], queue, on_error)
+            self._owed_s = (self._watch.mark - begin) * self.decode_share / (1 - self.decode_share)
+        elif running:
+            self._guard("step", running, queue, on_error)
+            self._owed_s -= self._watch.mark - begin
 
     def _admit(self, queue: Queue, on_error: OnError | None) -> None:
-        """Start requests while the source has some and there is room."""
-        while len(self._active) < self._memory.batch_size and (request := queue.peek()) is not None:
+        """Choose the prompt that is read next, unless there is one, if the source has one and there is room."""
+        while (
+            self._reading is None
+            and len(self._active) < self._memory.batch_size
+            and (request := queue.peek()) is not None
+        ):
             try:
                 sequence = self._start(request)
             except ValueError as error:
@@ -170,7 +193,7 @@ class Engine:
                 return
             queue.pop()
             sequence.stats.num_memory_retries = queue.num_retries.pop(request.request_id, 0)
-            self._guard("prefill", [sequence], queue, on_error)
+            self._reading = sequence
 
     def _start(self, request: Request) -> Sequence | None:
         """Give the request a slot and cache rows; return None if it has to wait for them."""
@@ -224,7 +247,8 @@ class Engine:
             queue.num_retries[sequence.request.request_id] = sequence.stats.num_memory_retries + 1
         queue.give_back([sequence.request for sequence in sequences])
         self._graphs.clear()
-        self._reader.forget()
+        if self._reading is None:
+            self._reader.forget()
         release_cached(self.target.device)
         self._watch.restart()
 
@@ -244,6 +268,8 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         with self._lock:
             del self._active[sequence.request.request_id]
+        if sequence is self._reading:
+            self._reading = None
         self._admission.release(sequence.slot, sequence.region)
 
     def _finished(self) -> list[Completion]:
@@ -262,12 +288,15 @@ class Engine:
             self._leave(sequence)
 
     def _prefill(self, sequences: list[Sequence]) -> None:
-        """Run the prompt through target and draft, choose the first token, retrieve for the draft."""
+        """Run a chunk of the prompt through target and draft; after the last choose a token, retrieve for the draft."""
         [sequence] = sequences
         request = sequence.request
-        end = self._reader.read(sequence, self._memory.chunk_size, lambda: request.request_id in self._cancelled)
+        end = self._reader.read(sequence, self._memory.chunk_size)
         if end is None:
+            synchronise(self.target.device)  # a GPU's seconds are the chunk's, not the next step's
+            self._watch.charge("prefill_s", sequences)
             return
+        self._reading = None
         positions = torch.tensor([sequence.length], device=self.target.device)
         logits = self.target.logits(end.hidden)
         if sequence.penalties is not None:

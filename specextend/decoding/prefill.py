@@ -90,26 +90,31 @@ class PromptReader:
         self._target, self._drafter, self._watch, self._on_chunk = target, drafter, watch, on_chunk
         self._hidden_layers, self._scored_layers = hidden_layers, scored_layers
         self._last_prompt: LastPrompt | None = None
+        self._features: list[Tensor] = []
+        """What a draft is given for the chunks so far of the prompt that is being read."""
 
     def forget(self) -> None:
-        """Take nothing over from the last prompt."""
-        self._last_prompt = None
+        """Take nothing over from the last prompt. None may be half read that is still wanted."""
+        self._last_prompt, self._features = None, []
 
-    def read(self, sequence: Sequence, chunk_size: int, is_cancelled: Callable[[], bool]) -> PromptEnd | None:
-        """Read a sequence's prompt in chunks of `chunk_size`; return None if it is cancelled before its end."""
-        token_ids = sequence.request.prompt_token_ids
-        prompt = torch.tensor(token_ids, device=self._target.device)
-        sequence.stats.num_prompt_tokens = len(prompt)
-        start = self._take_over(sequence)
-        read = LastPrompt(tuple(token_ids), sequence.region.start, start)
-        self._let_draft_read(sequence, prompt, read.features)
-        for chunk in prompt[sequence.length :].split(chunk_size):
-            plan, hidden, features = self._read_chunk(sequence, chunk)
-            self._let_draft_read(sequence, chunk, [features])
-            read.features.append(features if self._drafter else features.new_empty(1, len(chunk), 0))
-            if is_cancelled():
-                return None
-        self._last_prompt = read
+    def read(self, sequence: Sequence, chunk_size: int) -> PromptEnd | None:
+        """Read the next `chunk_size` tokens of a sequence's prompt; return None if more of it is left.
+
+        A prompt is read to its end, or given up, before another one is begun.
+        """
+        token_ids, device = sequence.request.prompt_token_ids, self._target.device
+        if sequence.length == 0:
+            sequence.stats.num_prompt_tokens = len(token_ids)
+            self._features = self._take_over(sequence)
+            taken = torch.tensor(token_ids[: sequence.length], device=device)
+            self._let_draft_read(sequence, taken, self._features)
+        chunk = torch.tensor(token_ids[sequence.length : sequence.length + chunk_size], device=device)
+        plan, hidden, features = self._read_chunk(sequence, chunk)
+        self._let_draft_read(sequence, chunk, [features])
+        self._features.append(features if self._drafter else features.new_empty(1, len(chunk), 0))
+        if sequence.length < len(token_ids):
+            return None
+        self._last_prompt = LastPrompt(tuple(token_ids), sequence.region.start, self._features)
         queries = [plan.queries[layer][0, -1] for layer in self._scored_layers]
         return PromptEnd(hidden[0, -1:], features[0, -1:], queries)
 

@@ -1,0 +1,116 @@
+"""A prompt is read in turns with the steps of those that run: nobody waits for more than a chunk, no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from specextend.decoding import device
+from specextend.decoding.engine import Engine
+from tests.alive import fresh
+from tests.covering import covering
+from tests.faults.scarce import Forward, before_forwards, run_out
+from tests.tiny_models import random_prompt, request, tiny_engine
+
+CHUNK = 64
+NEW = 60
+DOCUMENT = random_prompt(500, seed=1)
+PROMPTS = [
+    random_prompt(40),
+    DOCUMENT,
+    [*DOCUMENT, *random_prompt(200, seed=2)],
+    random_prompt(700),
+    [*DOCUMENT[:300], 7],
+]
+"""The third and the last take rows over from the one before them, or do not: only one that was read whole counts."""
+GREEDY, SAMPLED = {}, {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.1}
+DRAFTS = ("good", "eagle", "eagle3", "self", "ngram", "merged-eagle", None)
+
+
+@pytest.fixture
+def in_turns(pairs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """Makes engines whose chunks are short; without a `share` a prompt is read while all others wait."""
+
+    def make(draft: str | None, batch: int, share: float = 0.5, **changes) -> Engine:
+        monkeypatch.setattr(device, "CPU", replace(device.CPU, prefill_chunk=CHUNK))
+        mode = {} if draft else {"decoding__mode": "autoregressive"}
+        engine = tiny_engine(pairs("llama"), draft or "good", decoding__max_batch_size=batch, **mode, **changes)
+        engine.decode_share = share
+        return engine
+
+    return make
+
+
+def fail() -> None:
+    raise RuntimeError("attention failed")
+
+
+def run(engine: Engine, sampling: dict, on_error=None) -> dict[str, list[int]]:
+    requests = [request(str(n), prompt, NEW, **sampling) for n, prompt in enumerate(PROMPTS)]
+    return {each.request_id: each.token_ids for each in engine.generate(requests, on_error)}
+
+
+@pytest.fixture
+def alone(in_turns) -> dict[str, list[int]]:
+    """What each prompt gives by itself, greedily and without a draft."""
+    return run(in_turns(None, 1), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("draft", "policy", "batch", "sampling"),
+    covering(DRAFTS, ["full", "streaming", "retrieval"], [2, 4], [GREEDY, SAMPLED], strength=1),
+)
+def test_turns_change_no_token(draft, policy, batch, sampling, in_turns):
+    """Nor what is taken over from the prompt before, with which documents begin that join a running batch."""
+    expected = run(in_turns(None, 1), sampling)
+    engine = in_turns(draft, batch, cache__policy=policy)
+    before = fresh(engine)
+    assert run(engine, sampling) == expected
+    engine.decode_share = 0.0
+    before.assert_nothing_is_left(batch=batch)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_running_documents_wait_for_one_chunk_at_most(share, in_turns, alone):
+    """They stood still for whole prompts: seconds on a GPU."""
+    engine = in_turns("good", 3, share)
+    seen: list[tuple[bool, bool]] = []
+    before_forwards(engine, lambda forward: seen.append((forward.is_step, engine.num_active > 1)))
+    assert run(engine, GREEDY) == alone
+    chunks = [n for n, (is_step, others_wait) in enumerate(seen) if others_wait and not is_step]
+    assert len(chunks) > 5
+    assert all(seen[n - 1][0] for n in chunks)
+
+
+def test_without_a_share_prompts_are_read_whole(in_turns, alone):
+    engine = in_turns("good", 2, share=0)
+    kinds: list[bool] = []
+    before_forwards(engine, lambda forward: kinds.append(forward.is_step))
+    assert run(engine, GREEDY) == alone
+    assert kinds.index(True) == 1 + -(-len(DOCUMENT) // CHUNK)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "lacks memory", "neighbour lacks memory"])
+def test_a_prompt_that_is_half_read_ends_as_any_other(how, in_turns, alone):
+    """Its neighbours run on meanwhile; its rows and its place are free afterwards."""
+    engine = in_turns("eagle", 2, cache__policy="full")
+    before = fresh(engine)
+    acts = {"cancelled": lambda: engine.cancel("1"), "failed": fail}
+    half_read, done = [False], [False]
+
+    def look(forward: Forward) -> None:
+        half_read[0] |= not forward.is_step and forward.longest == 4 * CHUNK
+        if half_read[0] and not done[0] and forward.is_step == (how == "neighbour lacks memory"):
+            done[0] = True
+            acts.get(how, run_out)()
+
+    before_forwards(engine, look)
+    errors: list[str] = []
+    outputs = run(engine, GREEDY, lambda name, error: errors.append(name))
+    assert done[0]
+    assert errors == (["1"] if how == "failed" else [])
+    assert outputs == {name: alone[name] for name in alone if name != "1" or "memory" in how}
+    engine.decode_share = 0.0
+    before.assert_nothing_is_left(batch=2, cancelled="1")
