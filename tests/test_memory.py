@@ -22,7 +22,6 @@ from specextend.loading import (
     check_memory,
     load_cached_target,
     load_engine,
-    longest_request,
     memory_bytes,
     rows_per_sequence,
     target_rows,
