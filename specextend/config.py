@@ -288,7 +288,7 @@ def _apply(values: dict[str, Any], override: str) -> tuple[str, str]:
     return section, rest.partition(".")[0]
 
 
-_PATHS = (("input", "path"), ("input", "except_done_in"), ("output", "path"))
+_PATHS = (("input", "path"), ("input", "except_done_in"), ("output", "path"), ("output", "schema"))
 _MODELS = (("target", "model"), ("draft", "model"))
 """Keys in whose values variables are replaced, with those before."""
 _OF_OTHER_DRAFTS = {"eagle": ("revision",), "self": ("model", "revision"), "ngram": ("model", "revision", "ngram")}
@@ -311,9 +311,9 @@ def _whole_path(
 ) -> Any:
     """Replace the variables of a path of the configuration, and make it absolute if it is local; base: its folder.
 
-    kind: that of the draft, if it is one. What is no text is left to the check of types. Raises ConfigError.
+    kind: that of the draft, if it is one. What is no path is left to the check of types. Raises ConfigError.
     """
-    if not isinstance(path, str):
+    if not isinstance(path, str) or path.startswith('{"'):
         return path
     path = _expanded(f"{section}.{key}", path, known)
     if not path or "://" in path or os.path.isabs(path):

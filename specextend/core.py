@@ -94,6 +94,8 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     audit_of: tuple[int, ...] | None = None
     """Tokens that an earlier decoding of this request chose. If given, this one takes plain steps, and is compared."""
+    schema: str = ""
+    """JSON Schema of the object that the output must be; empty for any text."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -13,6 +13,7 @@ from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, first_line
+from specextend.data.answers import is_whole
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
@@ -22,6 +23,8 @@ from specextend.stats import DecodingStats, ratio
 
 OUT_OF_MEMORY = "OutOfMemoryError"
 """Error class of a document that does not fit into memory, whichever allocator says so."""
+INCOMPLETE = "IncompleteAnswer"
+"""Error class of an answer that broke off before its object ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +85,13 @@ def summarize(config: RunConfig, prompts: Prompts, row: Row, name: str) -> Round
         if prompts.options.length_policy != "parts":
             raise
         return (yield from _InParts(config, prompts, row, name).rounds())
-    request = document_request(config, row, prompt, name)
+    request = document_request(config, row, prompt, name, is_last=True)
     [outcome] = yield Round((request,), is_last=True)
     if isinstance(outcome, DocumentError):
         raise outcome
     answer, reasoning = prompts.told_apart(outcome.text)
-    return Summary(request, replace(outcome, text=answer), prompt, outcome, reasoning=reasoning)
+    whole = _whole(config, replace(outcome, text=answer))
+    return Summary(request, whole, prompt, outcome, reasoning=reasoning)
 
 
 def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
@@ -99,8 +103,13 @@ def advance(rounds: Rounds, outcomes: Outcomes | None) -> Round | Summary:
         return summary
 
 
-def check_parts(config: RunConfig, prompts: Prompts) -> None:
-    """Raise ValueError if no document could be summarised in parts. Rows with limits of their own are not judged."""
+def check_requests(config: RunConfig, prompts: Prompts) -> None:
+    """Raise ValueError if no document could be summarised: as data, or in parts if rows have no limits of their own."""
+    if config.output.schema is not None and prompts.begins_thinking:
+        raise ValueError(
+            "output.schema leaves no room to think, with which the model begins: set prompt.template_options to what "
+            "keeps it from that, such as {enable_thinking: false}"
+        )
     if config.prompt.length_policy == "parts" and not config.input.has_limits:
         PartPrompts(prompts).check(config.decoding.max_new_tokens)
 
@@ -133,14 +142,15 @@ class _InParts:
             merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
             if step.is_last:
                 [request], [last] = step.requests, merged
-                prompt, whole = Prompt(request.prompt_token_ids, 0, "parts"), replace(last, stats=self._stats)
+                prompt = Prompt(request.prompt_token_ids, 0, "parts")
+                whole = _whole(self._config, replace(last, stats=self._stats))
                 return Summary(request, whole, prompt, last, part_rows, self._num_requests, self._reasoning)
             texts = [completion.text for completion in merged]
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
         first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
         requests = [
-            document_request(self._config, self._row, prompt, f"{self._name}:{first + number}")
+            document_request(self._config, self._row, prompt, f"{self._name}:{first + number}", is_last=is_last)
             for number, prompt in enumerate(prompts)
         ]
         return Round(tuple(requests), is_last)
@@ -167,8 +177,8 @@ def max_new_tokens_of(config: RunConfig, row: Row) -> int:
     return config.decoding.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
 
 
-def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: str) -> Request:
-    """Make a request of a document, with the options of the run and the document's seed."""
+def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: str, *, is_last: bool) -> Request:
+    """Make a request with the options of the run and the document's seed; the last one of a document has its schema."""
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
@@ -176,7 +186,22 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
         sampling=replace(
             config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)), **row.sampling
         ),
+        schema=(config.output.json_schema or "") if is_last else "",
     )
+
+
+def _whole(config: RunConfig, answer: Completion) -> Completion:
+    """Return an answer. Raises DocumentError if it breaks off before the object of `output.schema` ends."""
+    if config.output.schema is None or is_whole(answer.text):
+        return answer
+    error = DocumentError(
+        INCOMPLETE,
+        f"the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its object "
+        "did: raise decoding.max_new_tokens, or limit the fields in output.schema (maxLength, maxItems)",
+        "decode",
+    )
+    error.summary = answer.text
+    raise error
 
 
 def as_document_error(error: Exception) -> DocumentError:

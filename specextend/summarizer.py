@@ -25,7 +25,7 @@ from specextend.document_requests import (
     Summary,
     advance,
     as_document_error,
-    check_parts,
+    check_requests,
     summarize,
 )
 from specextend.inbox import in_order
@@ -52,10 +52,10 @@ class Summarizer:
         which no batch can follow.
         """
         config = RunConfig.load(config)
-        check_batch_options(config.input)
+        check_batch_options(config.input, config.output)
         self._config, self._engine = config, factory(config)
         self._prompts = Prompts(self._engine.tokenizer, config.prompt, self._engine.max_tokens, config.parts)
-        check_parts(config, self._prompts)
+        check_requests(config, self._prompts)
         self._worker = f"{os.uname().nodename}:{os.getpid()}"
 
     def __call__(self, documents: Any) -> Any:
@@ -84,7 +84,7 @@ class Summarizer:
             else self._result(row, documents[number], received)
             for number, row in enumerate(found)
         ]
-        return given_back(result_table(results, batch, self._config.input.passthrough, self._config.output.column))
+        return given_back(result_table(results, batch, self._config.input.passthrough, self._config.output))
 
     def _decode(self, requests: Sequence[Request]) -> dict[str, tuple[Completion | DocumentError, float]]:
         """Decode requests; return each one's outcome and when it came. After a batch failed, its members run alone."""
@@ -165,5 +165,5 @@ class _OnItsWay:
 
 
 def _failed(doc_id: str, error: DocumentError) -> dict[str, Any]:
-    details = {name: getattr(error, name) for name in ("error_class", "message", "stage", "retryable")}
+    details = {name: getattr(error, name) for name in ("error_class", "message", "stage", "retryable", "summary")}
     return {"doc_id": doc_id, **details, "attempts": 1}

@@ -75,6 +75,7 @@ OWNERS = {
     "IPython": ("specextend/cluster/display.py",),
     "regex": ("specextend/data/quality.py",),
     "rapidfuzz": ("specextend/data/quality.py",),
+    "llguidance": ("specextend/decoding/grammar.py", "specextend/data/answers.py"),
     "py3langid": ("specextend/data/quality.py",),
 }
 SIZE = ROOT / "tests" / "size.json"

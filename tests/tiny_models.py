@@ -7,14 +7,16 @@ the next token depends on far ones and outputs vary; `contract/test_lossless.py`
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -96,6 +98,22 @@ def tiny_tokenizer(vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{EOS_TOKEN_ID}")
 
 
+def spelling_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Every byte is an id, and frequent runs of JSON are."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    values = ({"kind": "audit", "agency": f"an office {n}", "pages": [n], "closed": n % 2 > 0} for n in range(99))
+    tokenizer.train_from_iterator(map(json.dumps, values), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
 def tiny_model(family: Family, seed: int, vocab_size: int = VOCABULARY, hidden_size: int = 48) -> Any:
     """A model with random weights."""
     torch.manual_seed(seed)
@@ -130,10 +148,10 @@ def perturbed(model: Any, noise: float, seed: int) -> Any:
     return copy
 
 
-def write_model(model: Any, folder: Path) -> str:
+def write_model(model: Any, folder: Path, tokenizer: Callable[[int], Any] = tiny_tokenizer) -> str:
     """Save a model with a tokenizer for all its rows; returns the folder's name."""
     model.save_pretrained(folder)
-    tiny_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    tokenizer(model.config.vocab_size).save_pretrained(folder)
     return str(folder)
 
 
@@ -200,14 +218,21 @@ class Pair:
     `copy` (one with copy heads), `eagle1`, `eagle3` and `speculators-eagle3` (published formats) -> folder"""
 
 
-def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02, vocab_size: int = VOCABULARY) -> Pair:
+def write_pair(
+    folder: Path,
+    family: Family,
+    seed: int = 0,
+    noise: float = 0.02,
+    vocab_size: int = VOCABULARY,
+    tokenizer: Callable[[int], Any] = tiny_tokenizer,
+) -> Pair:
     """A random target and drafts of every kind."""
-    model = tiny_model(family, seed, vocab_size)
-    target = write_model(model, folder / "target")
+    model, write = tiny_model(family, seed, vocab_size), partial(write_model, tokenizer=tokenizer)
+    target = write(model, folder / "target")
     good = perturbed(model, noise, seed + 1)
     drafts = {
-        "good": write_model(good, folder / "good"),
-        "bad": write_model(tiny_model(family, seed + 2, vocab_size + 8), folder / "bad"),
+        "good": write(good, folder / "good"),
+        "bad": write(tiny_model(family, seed + 2, vocab_size + 8), folder / "bad"),
         "eagle": write_eagle(folder / "eagle", model),
         "reduced": write_eagle(folder / "reduced", model, vocab_size // 3),
         "copy": write_eagle(folder / "copy", model, vocab_size // 2, copy_heads=2),
@@ -215,7 +240,7 @@ def write_pair(folder: Path, family: Family, seed: int = 0, noise: float = 0.02,
         **{name: WRITERS[name](folder / name, model) for name in PUBLISHED},
     }
     good.resize_token_embeddings(vocab_size - vocab_size // 6)
-    drafts["cut"] = write_model(good, folder / "cut")
+    drafts["cut"] = write(good, folder / "cut")
     return Pair(target, drafts | {"same": target})
 
 

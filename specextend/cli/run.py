@@ -217,7 +217,7 @@ def _dry_run(arguments: Arguments) -> int:
 
 def conclude(output: str) -> None:
     """Print what people want to see of a finished run: what it did, where the rest is, and how its first rows read."""
-    from specextend.data.fingerprint import text_column as name_of_texts
+    from specextend.data.fingerprint import output_columns
     from specextend.data.parquet import open_parquet, stream
     from specextend.data.run_folder import list_results, summaries_folder
     from specextend.data.storage import resolve
@@ -225,7 +225,7 @@ def conclude(output: str) -> None:
 
     shown = printable(output)
     print(render_outcome(read_report(output)), end="")
-    folder, text_column = summaries_folder(resolve(output)), name_of_texts(resolve(output))
+    folder, text_column = summaries_folder(resolve(output)), output_columns(resolve(output))[0]
     names = list_results(folder)
     print(f"summaries: {shown}/summaries" if names else "summaries: none, because there was nothing to do")
     print(f"report: {shown}/report.html; specextend report {shown} prints it")

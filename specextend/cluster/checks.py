@@ -22,8 +22,9 @@ from specextend.data.run_folder import Counts, check_kinds, read_success
 from specextend.data.selection import find_earlier, recall_selection, select_rows
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
+from specextend.decoding.grammar import Grammars
 from specextend.decoding.retrieval import scored_layers
-from specextend.document_requests import check_parts
+from specextend.document_requests import check_requests
 from specextend.loading import GIB, longest_request, rows_per_sequence
 from specextend.model_files import HubUnreachableError, resolve_revision
 from specextend.models import ModelFacts, load_tokenizer, target_device
@@ -75,6 +76,8 @@ def prepare(config: RunConfig, checkpoint: Callable[[], object] = lambda: None) 
         prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length), config.parts)
         _check_run(config, prompts)
         _check_cache(config, facts)
+        if config.output.json_schema is not None:
+            Grammars(tokenizer, frozenset(facts.eos_token_ids), facts.vocab_size).begin(config.output.json_schema)
         values, hashes = config.model_dump(mode="json"), pair_hashes(config.target, draft)
         if begun is not None:
             source = recall_selection(source, output, begun)
@@ -160,7 +163,7 @@ def _check_run(config: RunConfig, prompts: Prompts) -> None:
             prompts.room(config.decoding.max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"decoding.max_new_tokens or prompt.max_prompt_tokens: {error.message}") from error
-        check_parts(config, prompts)
+    check_requests(config, prompts)
 
 
 def _check_cache(config: RunConfig, facts: ModelFacts) -> None:

@@ -163,12 +163,14 @@ class Failed:
     """True if another machine or a later try may succeed."""
     content_sha256: str | None = None
     """Hash of the row, by which later runs know it; None if the document was not read."""
+    summary: str | None = None
+    """What was written, if it is to be kept."""
 
 
 def failed_row(error: DocumentError, row: Row | None) -> Failed:
     """Return the failure of a document. row: what was read of it, if it could be."""
     doc_id, content = (error.doc_id, error.content_sha256) if row is None else (row.document.doc_id, row.content_sha256)
-    return Failed(doc_id, error.error_class, error.message, error.stage, error.retryable, content)
+    return Failed(doc_id, error.error_class, error.message, error.stage, error.retryable, content, error.summary)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from typing import Any
 import pyarrow as pa
 
 from specextend.core import DocumentKey
-from specextend.data.check import check_columns
-from specextend.data.inputs import DocumentError, InputError, InputOptions
+from specextend.data.answers import answer_columns, answer_fields
+from specextend.data.check import check_columns, check_names
+from specextend.data.inputs import DocumentError, InputError, InputOptions, OutputOptions
 from specextend.data.parquet import plain_values
 from specextend.data.rows import Row, RowReader
 from specextend.data.schema import ERROR_SCHEMA, SUMMARY_SCHEMA
@@ -20,13 +21,14 @@ BATCH_SCHEMA = pa.schema(
 """Our columns of a result: those of `summaries/`, then of `errors/`, which are null for a document that is done."""
 
 
-def check_batch_options(options: InputOptions) -> None:
+def check_batch_options(options: InputOptions, output: OutputOptions) -> None:
     """Raise InputError for options that batches cannot follow, before a model is loaded for them."""
     if options.selects:
         chosen = [name for name in ("filter", "sample", "except_done_in", "limit") if getattr(options, name)]
         raise InputError(
             f"input.{chosen[0]} chooses rows of files, not of batches: leave it out, and choose them in the pipeline"
         )
+    check_names(options, output)
     if taken := [name for name in options.passthrough if name in BATCH_SCHEMA.names]:
         raise InputError(f"input.passthrough names {taken[0]}, which is a column of the result; rename it in the input")
 
@@ -91,14 +93,17 @@ def _row_or_error(number: int, values: Mapping[str, Any], reader: RowReader) -> 
 
 
 def result_table(
-    results: Sequence[dict[str, Any]], batch: pa.Table, passthrough: Sequence[str], text_column: str = "summary"
+    results: Sequence[dict[str, Any]], batch: pa.Table, passthrough: Sequence[str], output: OutputOptions
 ) -> pa.Table:
-    """Make the table of a batch's results, in its order: BATCH_SCHEMA, then the passthrough columns.
+    """Make the table of a batch's results, in its order: BATCH_SCHEMA, the fields of answers, the passthrough columns.
 
-    results: of `result_row` or `error_row`, one for each row of the batch. text_column: the name of `summary`.
+    results: of `result_row` or `error_row`, one for each row of the batch. output: names `summary` and the fields.
     """
     table = pa.Table.from_pylist(list(results), schema=BATCH_SCHEMA)
-    table = table.rename_columns({"summary": text_column})
+    answers = zip(answer_fields(output.json_schema), answer_columns(output.json_schema, table["summary"]), strict=True)
+    table = table.rename_columns({"summary": output.column})
+    for field, values in answers:
+        table = table.append_column(field, values)
     for name in passthrough:
         table = table.append_column(batch.schema.field(name), batch[name])
     return table

@@ -13,7 +13,15 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from specextend.core import counted, one_line
-from specextend.data.inputs import InputError, InputFile, InputOptions, InputUnreachableError, unreadable
+from specextend.data.answers import answer_fields
+from specextend.data.inputs import (
+    InputError,
+    InputFile,
+    InputOptions,
+    InputUnreachableError,
+    OutputOptions,
+    unreadable,
+)
 from specextend.data.listing import Listing, check_apart, list_input
 from specextend.data.parquet import (
     DAMAGED,
@@ -25,7 +33,7 @@ from specextend.data.parquet import (
     stream,
 )
 from specextend.data.rows import ROW_OPTIONS, RowReader, is_options
-from specextend.data.schema import summary_fields
+from specextend.data.schema import COMMIT_SCHEMA, summary_fields
 from specextend.data.storage import Location, atomic_output, in_order, resolve
 
 MAX_GROUP_BYTES = 1 << 30
@@ -45,7 +53,7 @@ def ask(location: Location, name: str) -> fs.FileInfo:
 
 
 def check_input(
-    listing: Listing, reader: RowReader, text_column: str = "summary"
+    listing: Listing, reader: RowReader, output: OutputOptions | None = None
 ) -> tuple[tuple[InputFile, ...], tuple[pa.Field, ...]]:
     """Check the files; return them with their row counts, and the fields of the passthrough columns.
 
@@ -53,7 +61,7 @@ def check_input(
     for the next one either. Raises InputError in one line, which tells of all unusable files.
     """
     options = reader.options
-    _check_names(options, text_column)
+    check_names(options, output or OutputOptions(path="unused"))
     files, fields, problems = [], [], []
     look = partial(_check_or_problem, listing, reader)
     for found in in_order(look, range(len(listing.relative_paths))):
@@ -136,11 +144,15 @@ def _is_id(kind: pa.DataType) -> bool:
     return is_text(kind) or _is_count(kind)
 
 
-def _check_names(options: InputOptions, text_column: str) -> None:
-    """Raise InputError if two columns of the summaries would have one name."""
-    names = [field.name for field in summary_fields(text_column)]
-    if names.count(text_column) > 1:
-        raise InputError(f"output.column {text_column} is another column of the summaries; give another name")
+def check_names(options: InputOptions, output: OutputOptions) -> None:
+    """Raise InputError if two columns of the results would have one name."""
+    taken = {*COMMIT_SCHEMA.names} - {"summary"}
+    if output.column in taken:
+        raise InputError(f"output.column {output.column} is another column of the results; give another name")
+    fields = [field.name for field in answer_fields(output.json_schema)]
+    if theirs := [name for name in fields if name in (*taken, output.column)]:
+        raise InputError(f"output.schema names {', '.join(theirs)}, which results have already; rename it")
+    names = {field.name for field in summary_fields(output.column, output.json_schema)}
     ours = [name for name in options.passthrough if name in names]
     if ours:
         raise InputError(f"input.passthrough names {', '.join(ours)}, which summaries have already; rename it")

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 
 from specextend.core import counted
 from specextend.data.commits import KEY_COLUMNS, OPEN, Settled, commit_of, commit_order, read_results, run_id_of
-from specextend.data.fingerprint import PROVENANCE, provenance, read_manifest, text_column
+from specextend.data.fingerprint import PROVENANCE, output_columns, provenance, read_manifest
 from specextend.data.parquet import DAMAGED, gathered, is_damaged, rows_where
 from specextend.data.run_folder import Counts, errors_folder, read_starts, result_name, summaries_folder
-from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, SUMMARY_SCHEMA, error_schema, summary_schema
+from specextend.data.schema import COMMIT_SCHEMA, ERROR_SCHEMA, error_schema, summary_columns, summary_fields
 from specextend.data.sorted_rows import BUFFER_BYTES, SortedRows, Tables
 from specextend.data.source import Source
 from specextend.data.storage import Location, atomic_output, delete, file_sizes, in_order, remove_temporary_files
@@ -146,7 +146,7 @@ class _Ending:
         self._source, self._commits, self._checkpoint = source, commits, checkpoint
         self._summaries, self._errors = summaries_folder(output), errors_folder(output)
         self._there = {folder.path: file_sizes(folder, recursive=True) for folder in (self._summaries, self._errors)}
-        self._text_column = text_column(output)
+        self._text_column, self._answers = output_columns(output)
         self._provenance = partial(provenance, read_manifest(output), read_starts(output))
 
     def stretches(self, tables: Iterator[pa.Table]) -> Iterator[_Stretch]:
@@ -219,7 +219,7 @@ class _Ending:
         for columns, num_rows in _passthrough(self._source, number):
             self._checkpoint()
             rows = pa.concat_tables([COMMIT_SCHEMA.empty_table(), *results.take(num_rows)])
-            table = pa.Table.from_arrays([rows[name] for name in SUMMARY_SCHEMA.names] + columns, schema=schema)
+            table = pa.Table.from_arrays(summary_columns(rows, self._answers) + columns, schema=schema)
             yield rows_where(table, rows["error_class"].is_null().to_numpy()), table.nbytes
 
     def _errors_of(self, number: int, failed: list[pa.Table], schema: pa.Schema) -> Iterator[tuple[pa.Table, int]]:
@@ -236,12 +236,13 @@ class _Ending:
             yield table, table.nbytes
 
     def _summaries_schema(self, number: int) -> pa.Schema:
-        return _with_digest(
-            summary_schema(self._source.passthrough_fields, self._text_column), self._commits.done(number)
-        )
+        fields = [*summary_fields(self._text_column, self._answers), *self._source.passthrough_fields]
+        return _with_digest(pa.schema(fields), self._commits.done(number))
 
     def _errors_schema(self, number: int) -> pa.Schema:
-        return _with_digest(error_schema(self._source.passthrough_fields), self._commits.failed(number))
+        return _with_digest(
+            error_schema(self._source.passthrough_fields, self._text_column), self._commits.failed(number)
+        )
 
     def _holds(self, folder: Location, number: int, schema: pa.Schema) -> bool:
         """Return True if a file of the folder holds the columns and results that the digest names."""

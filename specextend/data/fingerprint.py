@@ -75,10 +75,10 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def text_column(output: Location) -> str:
-    """Return the name of the column with a run's texts. Raises ValueError if its manifest cannot be read."""
-    manifest = read_manifest(output)
-    return "summary" if manifest is None else str(manifest["config"].get("output", {}).get("column", "summary"))
+def output_columns(output: Location) -> tuple[str, str | None]:
+    """Return the name of the column with a run's texts, and their schema. Raises ValueError for a bad manifest."""
+    section = (read_manifest(output) or {"config": {}})["config"].get("output", {})
+    return section.get("column", "summary"), section.get("schema")
 
 
 def read_manifest(output: Location) -> dict[str, Any] | None:

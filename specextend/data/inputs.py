@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from specextend.core import one_line, printable
+from specextend.data.answers import schema_of
 from specextend.data.row_filter import RowFilter
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
@@ -42,11 +43,14 @@ class DocumentError(Exception):
     """One document cannot be processed: it becomes a row in `errors/` and the job goes on. Can be pickled.
 
     error_class: `NullText`, `BadId`, `EmptyText`, `UndecodableText`, `BadMaxNewTokens`, `BadOptions` (stage `read`),
-    `BadInstruction` (`read` or `prompt`), `PromptTooLong` (`prompt`), or the class of what failed in the engine.
+    `BadInstruction` (`read` or `prompt`), `PromptTooLong` (`prompt`), `IncompleteAnswer` (`decode`), or the class of
+    what failed in the engine.
     doc_id, content_sha256: set by `RowReader.read`; not known when raised by `Prompts.render`.
     """
 
     content_sha256: str | None = None
+    summary: str | None = None
+    """What was written, of an answer that broke off (`IncompleteAnswer`)."""
 
     def __init__(
         self, error_class: str, message: str, stage: str = "read", retryable: bool = False, doc_id: str = ""
@@ -162,14 +166,25 @@ class OutputOptions:
     """The folder of the run, a local path or a URI; created if it does not exist."""
     column: str = "summary"
     """The column with the texts that the model wrote."""
+    schema: str | dict[str, Any] | None = None
+    """Answers are JSON objects, of which each field is a column, too: the name of a JSON Schema file, the schema, or
+    names with types, such as `{agency: string, amount: number, topics: [string], kind: audit | budget, date: string?}`.
+    Only what keeps to it is decoded."""
 
     def __post_init__(self) -> None:
+        if self.schema is not None:
+            object.__setattr__(self, "schema", schema_of(self.schema))
         if not self.column:
             raise ValueError("output.column must not be empty")
         if not self.path:
             raise ValueError("output.path must not be empty")
         if holds_secret(self.path):
             raise ValueError(f"output.path {NO_CREDENTIALS}")
+
+    @property
+    def json_schema(self) -> str | None:
+        """Return the JSON Schema of `schema` as text."""
+        return None if self.schema is None else str(self.schema)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,8 @@ class Prompts:
         self._control_ids = control_token_ids(tokenizer)
         self._around = self._encode_template(options)
         self._thinks = THINKING_ENDS in (tokenizer.chat_template or "")
-        self._begins_thinking = _template(tokenizer, options)[1].rstrip().endswith(THINKING_BEGINS)
+        self.begins_thinking = _template(tokenizer, options)[1].rstrip().endswith(THINKING_BEGINS)
+        """True if a prompt ends where the model is to think, so that it cannot begin with its answer."""
         self._frame = self._encode_template(replace(options, instruction=PLACE))
 
     @property
@@ -186,7 +187,7 @@ class Prompts:
         Output that ends within the thinking has an empty answer.
         """
         thought, ends, answer = text.partition(THINKING_ENDS)
-        begins = self._begins_thinking or text.lstrip().startswith(THINKING_BEGINS)
+        begins = self.begins_thinking or text.lstrip().startswith(THINKING_BEGINS)
         if not self._thinks or not (ends or begins):
             return text, None
         return answer.lstrip(), thought.strip().removeprefix(THINKING_BEGINS).strip()

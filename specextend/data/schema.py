@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from specextend.core import Completion, DocumentKey
+from specextend.data.answers import answer_columns, answer_fields
 from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.stats import DecodingStats
@@ -81,6 +82,7 @@ ERROR_SCHEMA = pa.schema(
         ("retryable", pa.bool_()),
         ("attempts", pa.int32()),
         ("content_sha256", pa.string()),
+        ("summary", pa.string()),
     ]
 )
 """Our columns of `errors/`; passthrough columns follow them."""
@@ -149,8 +151,12 @@ def error_row(
     retryable: bool,
     attempts: int,
     content_sha256: str | None = None,
+    summary: str | None = None,
 ) -> dict[str, Any]:
-    """Make the row of a commit for a document that is given up. stage: what failed: `read`, `prompt`, `decode`, ..."""
+    """Make the row of a commit for a document that is given up.
+
+    stage: what failed: `read`, `prompt`, `decode`, ... summary: what was written, if anything is to be kept.
+    """
     return {
         "file": key.file,
         "row": key.row,
@@ -161,20 +167,25 @@ def error_row(
         "retryable": retryable,
         "attempts": attempts,
         "content_sha256": content_sha256,
+        "summary": summary,
     }
 
 
-def error_schema(passthrough: Iterable[pa.Field]) -> pa.Schema:
+def error_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:
     """Return the schema of a run's error rows; a passthrough column whose name is one of ours gets a `_` behind it."""
-    ours = ERROR_SCHEMA.names
-    return pa.schema([*ERROR_SCHEMA, *(each.with_name(each.name + "_" * (each.name in ours)) for each in passthrough)])
+    ours = pa.schema(_named(ERROR_SCHEMA, text_column))
+    return pa.schema([*ours, *(each.with_name(each.name + "_" * (each.name in ours.names)) for each in passthrough)])
 
 
-def summary_schema(passthrough: Iterable[pa.Field], text_column: str = "summary") -> pa.Schema:
-    """Return the schema of a run's summaries. text_column: `output.column`."""
-    return pa.schema([*summary_fields(text_column), *passthrough])
+def summary_fields(text_column: str = "summary", answers: str | None = None) -> list[pa.Field]:
+    """Return our columns of `summaries/`, and those of the answers. They are `output.column` and `output.schema`."""
+    return [*_named(SUMMARY_SCHEMA, text_column), *answer_fields(answers)]
 
 
-def summary_fields(text_column: str) -> list[pa.Field]:
-    """Return our columns of `summaries/`, with the name of the texts that the run was given."""
-    return [field.with_name(text_column) if field.name == "summary" else field for field in SUMMARY_SCHEMA]
+def summary_columns(rows: pa.Table, answers: str | None) -> list[pa.ChunkedArray | pa.Array]:
+    """Return the values of `summary_fields` in rows with the columns of SUMMARY_SCHEMA."""
+    return [*(rows[name] for name in SUMMARY_SCHEMA.names), *answer_columns(answers, rows["summary"])]
+
+
+def _named(schema: pa.Schema, text_column: str) -> list[pa.Field]:
+    return [field.with_name(text_column) if field.name == "summary" else field for field in schema]

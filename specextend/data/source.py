@@ -374,7 +374,7 @@ def open_source(
         _check_writable(output.path)
     if only is not None:
         listing = listing.only(only)
-    files, passthrough_fields = check_input(listing, reader, "summary" if output is None else output.column)
+    files, passthrough_fields = check_input(listing, reader, output)
     return Source(
         reader,
         listing.root,

@@ -20,6 +20,7 @@ from specextend.core import Completion, Request
 from specextend.decoding.admission import Admission, MemoryLadder, Queue, Work
 from specextend.decoding.decoding_options import CacheOptions, TreeOptions
 from specextend.decoding.device import Graphs, is_out_of_memory, make_current, release_cached, synchronise, traits_of
+from specextend.decoding.grammar import Grammars
 from specextend.decoding.measurements import load_limits
 from specextend.decoding.model import CachedModel
 from specextend.decoding.prefill import PromptReader
@@ -84,6 +85,7 @@ class Engine:
         self._verifier = Verifier(
             target, hidden_layers, self._scored_layers, self._num_levels, tree_attention, self._graphs
         )
+        self._grammars = Grammars(tokenizer, eos_token_ids, target.config.vocab_size)
         self._lock = threading.Lock()
         self._active: dict[str, Sequence] = {}
         self._reading: Sequence | None = None
@@ -200,6 +202,7 @@ class Engine:
         if request.request_id in self._active:
             raise ValueError(f"request {request.request_id!r} is running already; give each request an id of its own")
         self._admission.check(request)
+        grammar = self._grammars.begin(request.schema) if request.schema else None
         admitted = self._admission.admit(request)
         if admitted is None:
             assert self._active, "an empty engine has room for whatever passes the check"
@@ -214,7 +217,7 @@ class Engine:
         )
         drafts = self._memory.num_nodes > 0 and request.audit_of is None
         policy, penalties = CachePolicy(self._cache_options), penalties_of(request, self.target.device)
-        sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties)
+        sequence = Sequence(request, *admitted, stopper, policy, now, drafts, penalties, grammar)
         if not drafts:
             sequence.speculation.active = False
         elif self._adaptive is not None:
@@ -299,8 +302,8 @@ class Engine:
         self._reading = None
         positions = torch.tensor([sequence.length], device=self.target.device)
         logits = self.target.logits(end.hidden)
-        if sequence.penalties is not None:
-            logits = sequence.penalties.apply(logits, request.prompt_token_ids[-1:], [-1])
+        if sequence.is_adjusted:
+            logits = sequence.adjusted(logits, request.prompt_token_ids[-1:], [-1])
         token_id = int(choose_tokens(logits, positions, request.sampling))
         sequence.audit(logits[0], positions[0], token_id)
         sequence.push([token_id], self._watch.charge("prefill_s", sequences))
@@ -329,13 +332,24 @@ class Engine:
         if self.drafter is None or not places:
             return roots_only(roots, self.target.device)
         drafting, begin = [sequences[b] for b in places], self._watch.mark
-        trees = prune(self.drafter.propose([sequence.slot for sequence in drafting]), 1 + self._memory.num_nodes)
+        trees = self._constrained(self.drafter.propose([sequence.slot for sequence in drafting]), drafting)
+        trees = prune(trees, 1 + self._memory.num_nodes)
         if self._adaptive is not None:
             trees = self._adaptive.prune(trees, drafting, [sequence.length for sequence in sequences])
         now = self._watch.charge("draft_s", drafting)
         if self._adaptive is not None:
             self._adaptive.costs.observe_draft("propose", len(drafting), now - begin)
         return trees if len(drafting) == len(sequences) else among_roots(trees, places, roots)
+
+    def _constrained(self, trees: DraftTrees, sequences: list[Sequence]) -> DraftTrees:
+        """Take out of trees what the sequences' grammars forbid, and add what they force."""
+        if all(sequence.grammar is None for sequence in sequences):
+            return trees
+        kept = [
+            nodes if each.grammar is None else each.grammar.keep(nodes, min(self._num_levels, each.num_left - 1))
+            for each, nodes in zip(sequences, trees.nodes(), strict=True)
+        ]
+        return DraftTrees.pad(kept, self.target.device, trees.num_nodes if self._graphs.enabled else 0)
 
     def _accept(self, sequences: list[Sequence], trees: DraftTrees, step: Verified, begin: float) -> None:
         """Append each sequence's decided tokens, and count the step, whose verification started at `begin`."""

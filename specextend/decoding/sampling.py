@@ -121,7 +121,10 @@ def _kept(scaled: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor] | N
         likeliest = values[..., :top_k].softmax(-1) if probs is None else probs.gather(-1, token_ids)
         num_kept = _nucleus_size(likeliest, sampling.top_p)
         last = values.gather(-1, num_kept - 1)
-        if size == vocab_size or bool((values[..., -1:] < last).all()):  # no token beyond is as likely as the last
+        end = values[..., -1:]
+        if size == vocab_size or bool(
+            ((end < last) | end.isneginf()).all()
+        ):  # no token beyond is as likely as the last
             cut = torch.arange(size, device=scaled.device) >= num_kept
             return values.masked_fill_(cut, -math.inf), token_ids
         size = min(size * 8, vocab_size)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specextend.core import MIN_STOP_TOKENS, Agreement, Completion, FinishReason, Request, ends_in_loop
 from specextend.decoding.cache import Region
+from specextend.decoding.grammar import Grammar
 from specextend.decoding.retrieval import CachePolicy
 from specextend.decoding.sampling import Penalties, choice_gap
 from specextend.decoding.speculation import Speculation
@@ -116,6 +117,8 @@ class Sequence:
     """True if a draft reads along, whether it proposes now or not."""
     penalties: Penalties | None
     """What it may not repeat, or less; None if its request has no penalties."""
+    grammar: Grammar | None
+    """What may follow; None if its request has no schema."""
     first_token_at: float = 0.0
     length: int = 0
     """Committed tokens: those that the target has read."""
@@ -134,7 +137,22 @@ class Sequence:
     @property
     def is_greedy(self) -> bool:
         """Return True if every token is the likeliest one, and the logits serve nothing else."""
-        return self.request.sampling.temperature == 0 and self.penalties is None and self.request.audit_of is None
+        return self.request.sampling.temperature == 0 and not self.is_adjusted and self.request.audit_of is None
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Return True if tokens are chosen from other logits than the target's own."""
+        return self.penalties is not None or self.grammar is not None
+
+    @property
+    def num_left(self) -> int:
+        """Return the number of tokens that the output has room for."""
+        return self.request.max_new_tokens - len(self.stopper.token_ids)
+
+    def adjusted(self, logits: Tensor, token_ids: Items[int], parents: Items[int]) -> Tensor:
+        """Return what its penalties and its grammar make of logits [N, V] behind each node of a tree."""
+        scores = logits if self.penalties is None else self.penalties.apply(logits, token_ids, parents)
+        return scores if self.grammar is None else self.grammar.apply(logits, scores, token_ids, parents)
 
     def push(self, token_ids: list[int], now: float) -> None:
         """Append tokens that the target decided, record the times, and check whether they end the sequence."""
@@ -144,6 +162,8 @@ class Sequence:
         self.root_token_id = token_ids[-1]
         if self.penalties is not None:
             self.penalties.extend(token_ids)
+        if self.grammar is not None:
+            self.grammar.extend(token_ids)
         self.finish_reason = self.stopper.push(token_ids)
         self.stats.num_output_tokens = len(self.stopper.token_ids)
         self.stats.decode_s = now - self.first_token_at

@@ -19,6 +19,16 @@ from torch.nn.utils.rnn import pad_sequence
 from specextend.decoding.decoding_options import TreeOptions
 
 
+class TreeNode(NamedTuple):
+    """A node of one tree, on the host."""
+
+    parent: int
+    token_id: int
+    depth: int
+    log_prob: float
+    """Of the path from the root."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTrees:
     """The proposals for B sequences, padded to N nodes; those of one sequence have no first dimension and no padding.
@@ -36,6 +46,28 @@ class DraftTrees:
     """[B, N] fp32: of the path from the root, by the draft; padding -inf"""
     sizes: list[int]
     """[B] number of nodes, 1 to N"""
+
+    @classmethod
+    def pad(cls, batch: Sequence[Sequence[TreeNode]], device: torch.device, least: int = 0) -> DraftTrees:
+        """Make them from the nodes of each tree; N is at least `least`."""
+        num_nodes, padding = max(least, *map(len, batch)), TreeNode(-1, 0, 0, -inf)
+        rows = [[*nodes, *[padding] * (num_nodes - len(nodes))] for nodes in batch]
+        columns = torch.tensor([[node[:3] for node in nodes] for nodes in rows]).permute(2, 0, 1).contiguous()
+        parents, token_ids, depths = columns.to(device)
+        log_probs = torch.tensor([[node.log_prob for node in nodes] for nodes in rows], device=device)
+        return cls(token_ids, parents, depths, log_probs, [*map(len, batch)])
+
+    def nodes(self) -> list[list[TreeNode]]:
+        """Return the nodes of each tree, without padding."""
+        columns = torch.stack([self.parents, self.token_ids, self.depths], 2).tolist()
+        batch = zip(columns, self.log_probs.tolist(), self.sizes, strict=True)
+        return [
+            [
+                TreeNode(row[0], row[1], row[2], log_prob)
+                for row, log_prob in zip(rows[:size], log_probs[:size], strict=True)
+            ]
+            for rows, log_probs, size in batch
+        ]
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -148,8 +148,8 @@ class Verifier:
         chosen = []
         for b, (sequence, tree) in enumerate(zip(sequences, trees, strict=True)):
             scores = logits[b]
-            if sequence.penalties is not None:
-                scores = sequence.penalties.apply(scores, *torch.stack([tree.token_ids, tree.parents]).tolist())
+            if sequence.is_adjusted:
+                scores = sequence.adjusted(scores, *torch.stack([tree.token_ids, tree.parents]).tolist())
             chosen.append(choose_tokens(scores, positions[b], sequence.request.sampling))
             if sequence.request.audit_of is not None:
                 sequence.audit(scores[0], positions[b, 0], int(chosen[b][0]))

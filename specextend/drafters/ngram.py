@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from math import exp, inf, log
+from math import exp, log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specextend.decoding.decoding_options import TreeOptions
-from specextend.decoding.tree import Decided, Drafter, DraftTrees
+from specextend.decoding.tree import Decided, Drafter, DraftTrees, TreeNode
 
 LONGEST = 12
 """Largest length of a match in tokens; a longer match counts as this long."""
@@ -244,14 +244,8 @@ class NgramState:
 
 def as_draft_trees(batch: Sequence[Sequence[Node]], device: torch.device) -> DraftTrees:
     """Turn the nodes of each tree into the engine's trees, on the target's device."""
-    sizes = [len(nodes) for nodes in batch]
-    columns, log_probs = [], []
-    for nodes in batch:
-        missing = max(sizes) - len(nodes)
-        columns.append([*([node.token_id, node.parent, node.depth] for node in nodes), *[[0, -1, 0]] * missing])
-        log_probs.append([*(log(node.probability) for node in nodes), *[-inf] * missing])
-    token_ids, parents, depths = torch.tensor(columns).permute(2, 0, 1).contiguous().to(device)
-    return DraftTrees(token_ids, parents, depths, torch.tensor(log_probs, device=device), sizes)
+    trees = [[TreeNode(*node[:3], log(node.probability)) for node in nodes] for nodes in batch]
+    return DraftTrees.pad(trees, device)
 
 
 class NgramDrafter:

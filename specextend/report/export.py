@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specextend.data.commits import DONE, FAILED, KEY_COLUMNS, Settled, commit_sizes, read_commit
-from specextend.data.fingerprint import num_input_rows, other_configuration, read_manifest, text_column
+from specextend.data.fingerprint import num_input_rows, other_configuration, output_columns, read_manifest
 from specextend.data.inputs import InputOptions
 from specextend.data.parquet import damaged_as, gathered, is_text, open_parquet, rows_where, stream
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
-from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_schema
+from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
 from specextend.data.source import open_source
 from specextend.data.storage import Location, atomic_output, in_order, list_files, remove_temporary_files
 
@@ -74,7 +74,8 @@ def follow(
     if others := sorted(written - commit_sizes(output).keys()):
         raise ValueError(f"{folder.path} holds {others[0]}, which is no commit of this run; name another folder")
     remove_temporary_files(folder)
-    full, settled, seen = summary_schema((), text_column(output)), Settled(), set[str]()
+    text, schema_of_answers = output_columns(output)
+    full, settled, seen = pa.schema(summary_fields(text, schema_of_answers)), Settled(), set[str]()
     schema = _narrowed(full, columns)
     is_last = False
     while not is_last:
@@ -84,10 +85,8 @@ def follow(
             commit = read_commit(output, name, needed, manifest["fingerprint"], sizes[name])
             answers = _new_answers(commit, name, settled)
             if len(answers) and name not in written:
-                table = (
-                    answers.select(SUMMARY_SCHEMA.names).rename_columns(full.names).select(schema.names).cast(schema)
-                )
-                _write(folder.child(name.removesuffix("parquet") + kind), kind, schema, [table])
+                table = pa.Table.from_arrays(summary_columns(answers, schema_of_answers), schema=full)
+                _write(folder.child(name.removesuffix("parquet") + kind), kind, schema, [table.select(schema.names)])
         seen |= sizes.keys()
         time.sleep(0 if is_last else POLL_S)
     return Exported(*settled.count(), num_input_rows(manifest))
@@ -171,7 +170,7 @@ class _Run:
         if not answers and num_input_rows(manifest):
             raise ValueError(f"{output.path} has not ended: run it again, or take what is done with --follow")
         id_column = manifest.get("config", {}).get("input", {}).get("id_column")
-        columns = f"ids in {id_column}, texts in {text_column(output)}"
+        columns = f"ids in {id_column}, texts in {output_columns(output)[0]}"
         return cls(output.path, manifest, min(begins, default=None), columns, answers, failures)
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specextend.data.commits import KEY_COLUMNS, commit_of, list_commits, read_results, run_id_of
-from specextend.data.fingerprint import num_input_rows, read_manifest, text_column
+from specextend.data.fingerprint import num_input_rows, output_columns, read_manifest
 from specextend.data.parquet import damaged_as
 from specextend.data.run_folder import errors_folder, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA
@@ -51,7 +51,7 @@ def read_rows(output: Location, done: Sequence[str], errors: Sequence[str]) -> I
             raise ValueError(f"{output.path} holds no run: neither _run/parts nor summaries")
         if num_input_rows(manifest):
             raise ValueError(f"{output.path} holds a run of which nothing is done yet")
-    text = text_column(output)
+    text, _ = output_columns(output)
     for is_done, file, columns in files:
         yield from ((is_done, table) for table in _read_file(file, columns, text))
 

@@ -26,6 +26,7 @@ ERRORS = {
     **WHY,
     "attempts": pa.int32(),
     "content_sha256": pa.string(),
+    "summary": pa.string(),
 }
 """Columns of `errors/`, all of them but the passthrough columns."""
 BATCHES = SUMMARIES | WHY

@@ -17,7 +17,7 @@ from specextend.data.commits import CommitWriter
 from specextend.data.finalize import finalize
 from specextend.data.inputs import InputOptions
 from specextend.data.run_folder import Counts
-from specextend.data.schema import summary_schema
+from specextend.data.schema import summary_fields
 from specextend.data.source import Source, open_source
 from specextend.data.storage import Location, resolve
 from specextend.report import RunFigures, write_report
@@ -67,11 +67,12 @@ def test_rows_stand_in_input_order_one_file_for_one_file(
         ["id-2-1"],
     ]
     for number in range(3):
-        assert read(output, "summaries", number).schema.equals(summary_schema(source.passthrough_fields))
+        expected = pa.schema([*summary_fields(), *source.passthrough_fields])
+        assert read(output, "summaries", number).schema.equals(expected)
     assert read(output, "summaries", 0)["topic"].to_pylist() == [[{"name": "a0"}], None, []]
     assert files(output, "errors") == ["part-00002.parquet"]
     told = {"error_class": "NullText", "message": "why", "stage": "read", "retryable": False, "attempts": 1}
-    own = {"content_sha256": None, "n": 3, "topic": None}
+    own = {"content_sha256": None, "summary": None, "n": 3, "topic": None}
     assert read(output, "errors", 2).to_pylist() == [{"key": {"file": 2, "row": 0}, "doc_id": "id-2-0"} | told | own]
 
 

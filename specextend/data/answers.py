@@ -1,0 +1,205 @@
+"""Answers as data: the JSON Schema of `output.schema`, and the columns of what was written by it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from specextend.core import one_line
+
+_ARROW = {"string": pa.string(), "number": pa.float64(), "integer": pa.int64(), "boolean": pa.bool_()}
+"""Types of values that hold no others, by the names that JSON Schema has for them."""
+_EXACT = 1 << 53
+"""Largest integer up to which every program reads the same number; a range keeps a model from endless digits."""
+
+
+def schema_of(given: str | Mapping[str, Any]) -> str:
+    """Return the JSON Schema that was given: as the name of a file, as a mapping of names to types, or as its text.
+
+    Objects get no other fields than the schema names, and integers a range that fits a column. Raises ValueError, which
+    names the field, for what is no schema, what no column can hold and what cannot be decoded.
+    """
+    schema = _read(given) if isinstance(given, str) else dict(given)
+    if not _is_object(schema):
+        if not schema:
+            raise ValueError("output.schema must name a field at least")
+        fields = {name: _field(name, kind) for name, kind in schema.items()}
+        schema = {"type": "object", "properties": fields, "required": [*fields]}
+    schema = _bounded(schema)
+    for name, field in _properties(schema).items():
+        _arrow(name, field, schema)
+        _check(f"field {name}", schema | {"properties": {name: field}, "required": [name]})
+    _check("the whole", schema)
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def answer_fields(schema: str | None) -> list[pa.Field]:
+    """Return the fields of a schema as columns; none without one."""
+    whole = {} if schema is None else json.loads(schema)
+    return [pa.field(name, _arrow(name, field, whole)) for name, field in _properties(whole).items()]
+
+
+def answer_columns(schema: str | None, texts: pa.ChunkedArray) -> list[pa.Array]:
+    """Return the columns of the answers in texts, in the order of `answer_fields`; null where a text is no answer."""
+    fields = answer_fields(schema)
+    answers = [_parsed(text) or {} for text in texts.to_pylist()] if fields else []
+    return [_column([answer.get(field.name) for answer in answers], field.type) for field in fields]
+
+
+def is_whole(text: str) -> bool:
+    """Return True if a text that was written by a schema was not cut off."""
+    return _parsed(text) is not None
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return values as a column; null for one that it cannot hold."""
+    wrong = (ValueError, TypeError, OverflowError)
+    try:
+        return pa.array(values, kind)
+    except wrong:
+        pass
+    held = []
+    for value in values:
+        try:
+            held.append(pa.array([value], kind))
+        except wrong:
+            held.append(pa.nulls(1, kind))
+    return pa.concat_arrays(held)
+
+
+def _parsed(text: str | None) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text or "", parse_int=_number)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _number(digits: str) -> int | float:
+    """Return an integer, as a float if a column of numbers would not take it."""
+    number = float(digits)
+    return int(digits) if abs(number) <= _EXACT else number
+
+
+def _read(given: str) -> dict[str, Any]:
+    """Read a schema from its text, or from the file of that name. Raises ValueError."""
+    where = "output.schema" if given.startswith('{"') else f"output.schema {given}"
+    try:
+        schema = json.loads(given if given.startswith('{"') else Path(given).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} cannot be read as JSON: {one_line(error)}") from None
+    if not _is_object(schema):
+        raise ValueError(f'{where} must describe an object: {{"type": "object", "properties": ...}}')
+    return dict(schema)
+
+
+def _is_object(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "object" and bool(_properties(schema))
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _field(name: str, kind: Any) -> Mapping[str, Any]:
+    """Return the JSON Schema of a type in short. Raises ValueError."""
+    match kind:
+        case {}:
+            return dict(kind)
+        case [item]:
+            return {"type": "array", "items": _field(name, item)}
+        case str() if kind.endswith("?"):
+            return {"anyOf": [_field(name, kind.removesuffix("?")), {"type": "null"}]}
+        case str() if kind in _ARROW:
+            return {"type": kind}
+        case str() if "|" in kind and not {*_words(kind)} & {*_ARROW, "null", ""}:
+            return {"enum": _words(kind)}
+    raise ValueError(
+        f"output.schema.{name} must be {', '.join(_ARROW)}, values as in `a | b`, a list of one of these as in "
+        f"[string], or a JSON Schema; with a ? behind it, it may be null; got {json.dumps(kind)}"
+    )
+
+
+def _words(kind: str) -> list[str]:
+    return [word.strip() for word in kind.split("|")]
+
+
+def _bounded(schema: Any) -> Any:
+    """Return a schema whose objects have no unnamed fields, and whose integers fit a column."""
+    if isinstance(schema, list):
+        return [_bounded(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    bounded, kinds = {name: _bounded(each) for name, each in schema.items()}, schema.get("type")
+    if kinds == "object":
+        bounded.setdefault("additionalProperties", False)
+    if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds):
+        for name, limit in (("minimum", -_EXACT), ("maximum", _EXACT)):
+            given = schema.get(name, limit)
+            bounded[name] = given if not isinstance(given, int | float) or abs(given) <= _EXACT else limit
+    return bounded
+
+
+def _arrow(name: str, schema: Any, whole: Mapping[str, Any], within: tuple[str, ...] = ()) -> pa.DataType:
+    """Return the type of a field's column. `within`: the references that led there. Raises ValueError."""
+    match schema:
+        case {"$ref": str(place)}:
+            if place in within:
+                raise ValueError(f"output.schema: field {name} contains itself ({place}), which no column can hold")
+            return _arrow(name, _at(place, whole), whole, (*within, place))
+        case {"anyOf": list(choices)} | {"oneOf": list(choices)}:
+            pass
+        case {"enum": list(values)}:
+            choices = [{"type": _kind(value)} for value in values]
+        case {"const": value}:
+            choices = [{"type": _kind(value)}]
+        case {"type": list(kinds)}:
+            choices = [dict(schema) | {"type": kind} for kind in kinds]
+        case {"type": "array", "items": items}:
+            return pa.list_(_arrow(name, items, whole, within))
+        case {"type": "object"} if _properties(schema):
+            inner = _properties(schema).items()
+            return pa.struct([(key, _arrow(f"{name}.{key}", each, whole, within)) for key, each in inner])
+        case {"type": str(kind)} if kind in _ARROW:
+            return _ARROW[kind]
+        case _:
+            choices = []
+    found = {_arrow(name, each, whole, within) for each in choices if not _is_null(each)}
+    if found == {pa.int64(), pa.float64()}:
+        return pa.float64()
+    if len(found) != 1:
+        raise ValueError(
+            f"output.schema: field {name} must have one type, which a column can hold: {', '.join(_ARROW)}"
+        )
+    return found.pop()
+
+
+def _is_null(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "null"
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _at(place: str, whole: Mapping[str, Any]) -> Any:
+    """Return the part of a schema to which a reference such as `#/$defs/date` points; None if there is none."""
+    found: Any = whole
+    for key in place.removeprefix("#").split("/")[1:]:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _check(what: str, schema: Mapping[str, Any]) -> None:
+    """Raise ValueError for a schema that the library cannot follow."""
+    from llguidance import LLMatcher
+
+    is_wrong, said = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(dict(schema)))
+    if is_wrong or said:
+        raise ValueError(f"output.schema: {what} cannot be decoded: {' '.join(said[0].split())}")

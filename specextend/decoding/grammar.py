@@ -1,0 +1,128 @@
+"""Constrained decoding: which tokens may follow at each node of a tree, and which must, by the library llguidance.
+
+A grammar is that of a JSON Schema: one object, without white space that it does not need. What may not follow gets the
+logit -inf behind all penalties, so every way to choose a token keeps to the schema, and the output is that of plain
+decoding under the same masks. Letters: N nodes of a tree (root included), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf, log
+from typing import Any
+
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from torch import Tensor
+
+from specextend.decoding.device import upload
+from specextend.decoding.tree import TreeNode
+
+LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Options of the library: all between the values is forced, and is what Python's `json` writes."""
+_FORCED = log(0.99)
+"""Log probability of a token that is forced: the target may spell the same characters in other tokens."""
+
+
+class Grammars:
+    """Makes the grammars of requests. Keeps the library's view of the tokenizer, and the schema compiled last."""
+
+    def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        """Take a fast tokenizer, the tokens that end an output, and V, which may exceed the tokenizer's size."""
+        self._tokenizer, self._eos_token_ids = tokenizer, sorted(eos_token_ids)
+        self._num_tokens = max(vocab_size, len(tokenizer))
+        self._vocabulary: Any = None
+        self._compiled: tuple[str, LLMatcher] | None = None
+
+    def begin(self, schema: str) -> Grammar:
+        """Return the grammar of an output that has not begun. Raises ValueError if the library cannot make one."""
+        if self._vocabulary is None:  # takes up to a second
+            slices = LLTokenizer.json_slices()
+            self._vocabulary = from_tokenizer(self._tokenizer, self._num_tokens, self._eos_token_ids, slices)
+        if self._compiled is None or self._compiled[0] != schema:
+            matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT))
+            if matcher.is_error() or matcher.is_stopped():
+                raise ValueError(f"output.schema: {matcher.get_error() or 'no object satisfies it'}")
+            self._compiled = schema, matcher
+        return Grammar(self._compiled[1].deep_copy(), self._eos_token_ids)
+
+
+class Grammar:
+    """The place of one output in its grammar. Lives as long as its request."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: list[int]) -> None:
+        """Take a matcher of its own, and the tokens of which one follows the object."""
+        self._matcher, self._eos_token_ids = matcher, eos_token_ids
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens of the output; what stands behind its end does not count."""
+        self._matcher.try_consume_tokens(list(token_ids))
+
+    def apply(self, logits: Tensor, scores: Tensor, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Return `scores` [N, V], which penalties made of `logits`, without what may not follow behind each node.
+
+        The root is the last token of the output. Where penalties leave nothing that may follow, they do not count.
+        """
+        masks: list[bytes] = [b""] * len(logits)
+        for node in self._allowed(token_ids, _children(parents), 0):
+            masks[node] = self._matcher.compute_bitmask()
+        anything = b"\xff" * len(masks[0])  # behind padding and what is not allowed, which are never accepted
+        packed = torch.frombuffer(bytearray(b"".join(mask or anything for mask in masks)), dtype=torch.uint8)
+        bits = upload(packed, logits.device).view(len(masks), -1, 1) >> torch.arange(8, device=logits.device)
+        forbidden = (bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
+        allowed = scores.masked_fill(forbidden, -inf)
+        if scores is logits:
+            return allowed
+        is_empty = allowed.amax(-1, keepdim=True) == -inf
+        return torch.where(is_empty, logits.to(scores.dtype).masked_fill(forbidden, -inf), allowed)
+
+    def keep(self, tree: Sequence[TreeNode], num_levels: int) -> list[TreeNode]:
+        """Return the nodes of a draft's tree that are allowed and, behind each, what is forced, to `num_levels`."""
+        children, kept = _children([node.parent for node in tree]), [tree[0]]
+
+        def grow(number: int, old: int | None) -> None:
+            """Add what follows a node that is kept; `old`: its number in the draft's tree, if it is there."""
+            node = kept[number]
+            if node.depth >= num_levels:
+                return
+            offers: dict[int, tuple[int | None, float]] = {}
+            if old is not None:
+                drafted = [(child, tree[child]) for child in children.get(old, ())]
+                offers = {each.token_id: (child, each.log_prob - tree[old].log_prob) for child, each in drafted}
+            for token_id in self._forced():
+                offers[token_id] = offers[token_id][0] if token_id in offers else None, _FORCED
+            for token_id, (child, log_prob) in offers.items():
+                if (taken := self._enter(token_id)) is not None:
+                    kept.append(TreeNode(number, token_id, node.depth + 1, node.log_prob + log_prob))
+                    if taken:
+                        grow(len(kept) - 1, child)
+                    self._matcher.rollback(taken)
+
+        grow(0, 0)
+        return kept
+
+    def _forced(self) -> list[int]:
+        """Return the next token if there is but one way to go on; else none."""
+        return self._eos_token_ids[:1] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()[:1]
+
+    def _enter(self, token_id: int) -> int | None:
+        """Go on by a token; return how many are to be rolled back afterwards, None if it may not follow."""
+        if self._matcher.is_stopped():
+            return 0 if token_id in self._eos_token_ids else None
+        return self._matcher.try_consume_tokens([token_id]) or None
+
+    def _allowed(self, token_ids: Sequence[int], children: dict[int, list[int]], node: int) -> Iterator[int]:
+        """Yield a node and all below it that are allowed, each while the matcher stands there."""
+        yield node
+        for child in children.get(node, ()):
+            if (taken := self._enter(token_ids[child])) is not None:
+                yield from self._allowed(token_ids, children, child)
+                self._matcher.rollback(taken)
+
+
+def _children(parents: Sequence[int]) -> dict[int, list[int]]:
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    return children

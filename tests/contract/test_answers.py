@@ -1,0 +1,100 @@
+"""Answers as data: columns of the fields, answers that break off, and schemas that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specextend import RunConfig, Summarizer
+from tests.job.conftest import CONFIG, rows, summarize, write_corpus
+
+SCHEMA = (
+    "{kind: audit | budget, closed: boolean, pages: {type: array, items: {type: integer, maximum: 99}, maxItems: 2}}"
+)
+TYPES = {"kind": pa.string(), "closed": pa.bool_(), "pages": pa.list_(pa.int64())}
+
+
+@pytest.fixture(scope="module")
+def sections():
+    names = ["output.path=unused", f"output.schema={SCHEMA}", "output.column=answer", "decoding.max_new_tokens=200"]
+    return RunConfig.load(CONFIG, [*names, "input.id_column=doc_id"])
+
+
+def test_each_field_is_a_column_of_its_type(sections):
+    """The text stays beside them; what was decoded is what the columns hold."""
+    result = Summarizer(sections)(pa.table({"text": ["The committee met.", None], "doc_id": ["a", "b"]}))
+    assert {name: result.schema.field(name).type for name in TYPES} == TYPES
+    done, failed = result.to_pylist()
+    assert json.loads(done["answer"]) == {name: done[name] for name in TYPES}
+    assert [failed[name] for name in TYPES] == [None] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("most", "code"), [(200, 0), (6, 3)])
+def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path: Path, most: int, code: int):
+    corpus = write_corpus(tmp_path / "a.parquet", ["The committee met. " * 20, "It rained."], doc=["a", "b"])
+    settings = [
+        f"output.schema={SCHEMA}",
+        "output.column=answer",
+        "input.id_column=doc",
+        f"decoding.max_new_tokens={most}",
+    ]
+    given = [part for setting in settings for part in ("--set", setting)]
+    ended = summarize("--input", str(corpus), "--output", str(tmp_path / "out"), *given)
+    assert ended.code == code, ended.stderr
+    if code:
+        errors = rows(tmp_path / "out" / "errors")
+        assert {row["error_class"] for row in errors} == {"IncompleteAnswer"}
+        assert all(row["answer"].startswith('{"') for row in errors)
+        return
+    schema = pq.read_schema(tmp_path / "out" / "summaries" / "part-00000.parquet")
+    assert {name: schema.field(name).type for name in TYPES} == TYPES
+    for row in rows(tmp_path / "out" / "summaries"):
+        assert json.loads(row["answer"]) == {name: row[name] for name in TYPES}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ("{agency: strng}", "output.schema.agency must be string, number"),
+        ("{agency: string | null}", "output.schema.agency must be string"),
+        (
+            "{tags: {type: array, items: {type: string}, uniqueItems: true}}",
+            "field tags cannot be decoded: Unimplemented",
+        ),
+        ("{tree: {$ref: '#'}}", "contains itself"),
+        ("{any: {type: object}}", "field any must have one type"),
+        ("{short: {type: string, minLength: 5, maxLength: 2}}", "field short cannot be decoded"),
+        ("nowhere.json", "nowhere.json cannot be read as JSON"),
+        ("{}", "output.schema must name a field"),
+    ],
+)
+def test_a_bad_schema_is_refused_and_its_field_named(schema: str, said: str):
+    with pytest.raises(ValueError, match=r"output\.schema") as refused:
+        RunConfig.load(CONFIG, ["output.path=unused", f"output.schema={schema}"])
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["worker", "summary", "message"])
+def test_a_field_that_results_have_already_is_refused(call, name: str, tmp_path: Path):
+    corpus = write_corpus(tmp_path / "a.parquet", ["one"], doc=["a"])
+    given = ["--config", str(CONFIG), "--input", str(corpus), "--output", str(tmp_path / "out")]
+    ended = call(*given, "--set", "input.id_column=doc", "--set", f"output.schema={{{name}: string}}")
+    assert ended.code == 2, ended.stderr
+    assert f"output.schema names {name}" in ended.stderr
+
+
+def test_a_schema_may_be_a_file_beside_its_configuration(tmp_path: Path):
+    """Read once: what workers get, and what makes the run, is its content, in its order."""
+    schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "number"}}, "required": ["b"]}
+    (tmp_path / "fields.json").write_text(json.dumps(schema))
+    (tmp_path / "task.yaml").write_text("output:\n  schema: fields.json\n")
+    config = RunConfig.load([CONFIG, tmp_path / "task.yaml"], ["output.path=unused"])
+    (tmp_path / "fields.json").unlink()
+    assert list(json.loads(config.output.schema)["properties"]) == ["b", "a"]
+    assert RunConfig.load(config, ["output.column=x"]).output.schema == config.output.schema

@@ -1,0 +1,184 @@
+"""Under a schema, output equals transformers' own with the library's masks, and sampled output plain sampling."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from specextend.data.answers import answer_fields, schema_of
+from specextend.decoding.device import Graphs
+from tests.covering import covering
+from tests.recorded_graph import captured_engine, record
+from tests.reference_outputs import Ties, generate
+from tests.tiny_models import (
+    EOS_TOKEN_ID,
+    FAMILIES,
+    load_reference,
+    random_prompt,
+    request,
+    spelling_tokenizer,
+    tiny_engine,
+    write_pair,
+)
+
+MAX_NEW_TOKENS = 150
+SCHEMA = schema_of(
+    {
+        "kind": "audit | budget",
+        "agency": {"type": "string", "maxLength": 12},
+        "amount": "number?",
+        "pages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "maxItems": 3},
+        "closed": "boolean",
+    }
+)
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LENGTHS = {"plain": 60, "penalty": 25, "ngrams": 120}
+OPTIONS = {
+    "plain": {},
+    "penalty": {"repetition_penalty": 1.3},
+    "ngrams": {"repetition_penalty": 1.1, "no_repeat_ngram_size": 6},
+}
+AXES = (
+    ("autoregressive", "tree", "streaming", "retrieval"),
+    ("good", "bad", "eagle", "eagle3", "self", "ngram", "merged-good"),
+    (4, 1),
+)
+FAST = covering(*AXES, strength=1)
+SLOW = [case for case in covering(*AXES) if case not in FAST]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    family = FAMILIES["llama"]
+    return write_pair(tmp_path_factory.mktemp("spelling"), family, vocab_size=320, tokenizer=spelling_tokenizer)
+
+
+class Masks(LogitsProcessor):
+    """What the library allows behind a prompt of some length; it is asked anew for each token."""
+
+    def __init__(self, tokenizer, vocab_size: int, num_prompt_tokens: int) -> None:
+        grammar = LLMatcher.grammar_from_json_schema(SCHEMA, overrides=LAYOUT)
+        self.begin = LLMatcher(from_tokenizer(tokenizer, vocab_size, [EOS_TOKEN_ID]), grammar)
+        self.num_prompt_tokens = num_prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        matcher = self.begin.deep_copy()
+        assert matcher.consume_tokens(input_ids[0, self.num_prompt_tokens :].tolist())
+        bias = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+        return scores.masked_fill(bias[: scores.shape[1]] == 0, float("-inf"))
+
+
+@pytest.fixture(scope="module")
+def own(pair, spelling):
+    """Each request's output by transformers."""
+    model = load_reference(pair)
+    found = {}
+    for name, options in OPTIONS.items():
+        masks = LogitsProcessorList([Masks(spelling, model.config.vocab_size, LENGTHS[name])])
+        prompt = random_prompt(LENGTHS[name])
+        found[name] = generate(model, prompt, MAX_NEW_TOKENS, logits_processor=masks, **options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def spelling(pair):
+    from specextend.models import load_tokenizer
+
+    return load_tokenizer(pair.target)
+
+
+def requests(**sampling) -> list:
+    """All side by side, each with penalties of its own, and one without a schema; the seeds differ, too."""
+    constrained = [
+        replace(
+            request(name, random_prompt(LENGTHS[name]), MAX_NEW_TOKENS, **OPTIONS[name], **sampling, seed=number),
+            schema=SCHEMA,
+        )
+        for number, name in enumerate(OPTIONS)
+    ]
+    return [*constrained, request("free", random_prompt(37), MAX_NEW_TOKENS, **sampling)]
+
+
+def engine_of(pair, mode: str, draft: str, batch: int):
+    how = {"decoding__mode": mode} if mode in ("autoregressive", "tree") else {"cache__policy": mode}
+    return tiny_engine(pair, draft, decoding__max_batch_size=batch, **how)
+
+
+def outputs(engine, **sampling) -> dict:
+    return {completion.request_id: completion for completion in engine.generate(requests(**sampling))}
+
+
+@pytest.mark.parametrize(
+    ("mode", "draft", "batch"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_output_under_a_schema_is_the_targets_own(mode, draft, batch, pair, own):
+    ties = Ties()
+    found = outputs(engine_of(pair, mode, draft, batch))
+    for name in OPTIONS:
+        ties.assert_equal(found[name].token_ids, own[name], f"{name}-{mode}-{draft}-{batch}")
+        if found[name].finish_reason == "stop":
+            jsonschema.validate(json.loads(found[name].text), json.loads(SCHEMA))
+    assert not ties.found
+
+
+SAMPLED = {"temperature": 0.8, "top_k": 30, "top_p": 0.95}
+
+
+@pytest.mark.parametrize(("mode", "draft", "batch"), [("tree", "good", 4), ("retrieval", "merged-good", 1)])
+def test_a_seed_gives_the_same_text_under_a_schema_in_every_mode(mode, draft, batch, pair):
+    """The noise is added to the masked logits, also where the schema leaves fewer tokens than top_k."""
+    plain = outputs(tiny_engine(pair, decoding__mode="autoregressive"), **SAMPLED)
+    found = outputs(engine_of(pair, mode, draft, batch), **SAMPLED)
+    assert {name: each.token_ids for name, each in found.items()} == {
+        name: each.token_ids for name, each in plain.items()
+    }
+
+
+def test_steps_are_the_same_in_fixed_shapes(pair, own):
+    """As a GPU replays them: the masks are applied outside of what is recorded."""
+    engine = captured_engine(pair, "good", Graphs(record), cache__policy="full", decoding__max_batch_size=3)
+    found = outputs(engine)
+    for name in OPTIONS:
+        assert found[name].token_ids == own[name].token_ids
+
+
+def test_what_is_forced_takes_few_steps(pair):
+    """Braces and names are drafted by the grammar, also where the draft knows nothing of them."""
+    found = outputs(engine_of(pair, "full", "bad", 1))
+    stats = [found[name].stats for name in OPTIONS]
+    assert sum(each.num_accepted_tokens for each in stats) > 60
+
+
+@pytest.fixture(scope="module")
+def small_engine(pair):
+    return tiny_engine(pair, "good", cache__policy="full")
+
+
+SCALARS = st.sampled_from(["number?", "integer", "boolean", "a | bc | d e", {"type": "string", "maxLength": 9}])
+FIELDS = SCALARS | SCALARS.map(lambda kind: {"type": "array", "items": one_field(kind), "maxItems": 2})
+
+
+def one_field(kind):
+    return json.loads(schema_of({"a": kind}))["properties"]["a"]
+
+
+@settings(max_examples=15)
+@given(fields=st.dictionaries(st.text('abc_ \u00e9"\\', min_size=1, max_size=6), FIELDS, min_size=1, max_size=4))
+def test_whatever_the_schema_answers_parse(small_engine, fields):
+    """Nothing but the grammar keeps order in random weights. An answer may only be too long."""
+    schema = schema_of(fields)
+    [found] = small_engine.generate([replace(request("a", random_prompt(40), 400), schema=schema)])
+    assert len(answer_fields(schema)) == len(fields)
+    if found.finish_reason == "stop":
+        jsonschema.validate(json.loads(found.text), json.loads(schema))
+    else:
+        assert found.finish_reason == "length"
