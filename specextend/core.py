@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -147,6 +149,12 @@ def printable(text: str, keep: str = "") -> str:
 def counted(count: int, noun: str) -> str:
     """Put a count before a noun whose plural ends in s: `1 row`, `2,000 rows`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Ask, at the end of a message, for the known name that is most like a misspelt one; empty if none is like it."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from safetensors import SafetensorError, safe_open
 
 from specextend.core import first_line
+from specextend.shipped import DEFAULT_TARGET, models_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +98,9 @@ def find_folder(model: str, revision: str | None, *, weights: bool, also: str | 
         command = f"specextend prepare model {shlex.quote(model)} --output FOLDER"
         raise ModelError(f"{model} must be unpacked once, into a folder to name instead: {command}")
     if looks_like_path(model):
-        raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder")
+        fetch = f"; specextend demo fetches this one into {models_folder()}"
+        hint = fetch if Path(model).name == DEFAULT_TARGET else ""
+        raise ModelError(f"{model} does not exist; a model is a Hub id or a local folder{hint}")
     patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, INDEX, *([_WEIGHTS] if weights else []), *([also] if also else [])]
     with _said(model, revision), _quiet():
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))

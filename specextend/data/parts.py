@@ -87,9 +87,10 @@ class PartPrompts:
 
     def __init__(self, prompts: Prompts) -> None:
         """Take the prompts of the run, whose `parts` are the options."""
-        self._most_tokens = prompts.parts.tokens
-        self._part = prompts.with_instruction(prompts.parts.instruction)
-        self._merge = prompts.with_instruction(prompts.parts.merge_instruction)
+        options, task = prompts.parts, prompts.options.instruction
+        self._most_tokens = options.tokens
+        self._part = prompts.with_instruction(options.instruction or task)
+        self._merge = prompts.with_instruction(options.merge_instruction or task)
 
     def check(self, max_new_tokens: int) -> None:
         """Raise ValueError if no document could be summarised in parts with summaries of `max_new_tokens`."""

@@ -93,14 +93,12 @@ class PartOptions:
 
     tokens: int | None = None
     """Tokens of a part at most; if unset, what fits into a prompt. Parts of a document are all about as long."""
-    instruction: str = "{{ document }}\n\nSummarize this part of a longer document."
-    """The user message for a part, with `{{ document }}` as in `prompt.instruction`, but no columns. In a document with
-    an instruction of its own that is used for parts and merges."""
-    merge_instruction: str = (
-        "{{ document }}\n\n"
-        "These are summaries of the consecutive parts of one document. Write one summary of the whole."
-    )
-    """The user message for the summaries of parts, which take the place of `{{ document }}`."""
+    instruction: str = ""
+    """The user message for a part, with `{{ document }}` but no columns; if empty, `prompt.instruction`. In a document
+    with an instruction of its own that is used for parts and merges."""
+    merge_instruction: str = ""
+    """The user message for what was written about the parts, in order, which takes the place of `{{ document }}`; if
+    empty, `prompt.instruction`."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 64:

@@ -18,7 +18,7 @@ from specextend.data.parquet import is_text
 
 GRAMMAR = (
     "comparisons of columns with values (==, !=, <, <=, >, >=, in [...], not in [...], is null, is not null), joined "
-    'by and, or, not; col("a b") names a column with spaces'
+    'by and, or, not; col("a b") names a column with spaces, a.b a field of a struct'
 )
 Values: TypeAlias = Any
 """A `pa.ChunkedArray`, or a `pa.Scalar` that the filter writes out."""
@@ -90,10 +90,12 @@ def _fits(op: ast.cmpop, right: ast.expr) -> bool:
 
 
 def _column(node: ast.expr) -> str | None:
-    """Return the name of a column; None for any other node."""
+    """Return the name of a column, or of the one that a field is in; None for any other node."""
     match node:
         case ast.Name(id=name) if name != "null":
             return name
+        case ast.Attribute(value=struct):
+            return _column(struct)
         case ast.Call(func=ast.Name(id="col"), args=[ast.Constant(value=str(name))], keywords=[]):
             return name
     return None
@@ -121,8 +123,14 @@ def _evaluate(node: ast.expr, table: pa.Table) -> Values:
         case ast.Compare(left=left, ops=ops, comparators=rights):
             pairs = zip([left, *rights], ops, rights, strict=False)
             return reduce(pc.and_kleene, (_compare(*pair, table) for pair in pairs))
-    name = _column(node)
-    return pa.scalar(_value(node)) if name is None else _plain(table[name])
+    return pa.scalar(_value(node)) if _column(node) is None else _plain(_read(node, table))
+
+
+def _read(node: ast.expr, table: pa.Table) -> pa.ChunkedArray:
+    """Return the values of a column, or of a field of a struct."""
+    if isinstance(node, ast.Attribute):
+        return pc.struct_field(_read(node.value, table), node.attr)
+    return table[_column(node)]
 
 
 def _compare(left: ast.expr, op: ast.cmpop, right: ast.expr, table: pa.Table) -> Values:

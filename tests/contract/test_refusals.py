@@ -33,7 +33,12 @@ from tests.job.conftest import (
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     return write_corpus(
-        tmp_path / "in" / "a.parquet", ["one", "two"], doc=["a", "b"], same=["x", "x"], none=["x", None]
+        tmp_path / "in" / "a.parquet",
+        ["one", "two"],
+        doc=["a", "b"],
+        same=["x", "x"],
+        none=["x", None],
+        meta=[{"land": "fr"}, None],
     )
 
 
@@ -57,12 +62,17 @@ def assert_refused(ended: Ended, said: str, output: Path) -> None:
         (["input.text_column=body"], "body"),
         (["input.id_column=same"], "x"),
         (["input.id_column=none"], "none"),
-        (["input.passthrough=[summary]"], "summary"),
+        (["input.passthrough=[attempts]"], "input.passthrough names attempts, which summaries have already"),
+        (
+            ["output.column=same", "input.passthrough=[same]"],
+            "output.column and input.passthrough both name same",
+        ),
         (["input.num_tokens_column=doc"], "doc"),
         (["tree.nods=5"], "did you mean nodes?"),
         (["job.workers=99999999999999999999"], "job.workers must be at most 10000"),
         (["prompt.instruction='{{ document }} and {{ document }}'"], "prompt.instruction"),
         (["target.model=/nowhere/at/all"], "/nowhere/at/all does not exist"),
+        (["target.model=/nowhere/at/all", "prompt.instruction='{{ meta.lnd }}'"], "it has land; did you mean land?"),
         (["draft.model=/nowhere/at/all"], "/nowhere/at/all"),
         (["decoding.max_new_tokens=100000"], "decoding.max_new_tokens or prompt.max_prompt_tokens: the template takes"),
         (["prompt.max_prompt_tokens=3"], "tokens of the 3 that max_new_tokens 24 leaves for the prompt"),

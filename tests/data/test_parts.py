@@ -72,6 +72,15 @@ def test_each_part_fits_and_has_the_instruction_of_parts_or_the_documents_own(ch
     assert all("Who?" in chat_tokenizer.decode(prompt.token_ids) for prompt in asked)
 
 
+def test_parts_and_merges_ask_what_the_task_asks(chat_tokenizer):
+    """Keywords of a long document were summaries of its parts."""
+    task = PromptOptions(length_policy="parts", instruction="List the keywords.")
+    prompts = PartPrompts(Prompts(chat_tokenizer, task, 400))
+    asked = [*(part.prompt for part in prompts.parts(TEXT, 40, None)), *prompts.merges(["one", "two"], 40, None)]
+    shown = [chat_tokenizer.decode(prompt.token_ids) for prompt in asked]
+    assert all("List the keywords." in text and "ummar" not in text for text in shown)
+
+
 @pytest.mark.parametrize("text", [" " * 900 + TEXT, TEXT + "\n" * 900 + TEXT], ids=len)
 def test_what_holds_only_white_space_is_not_summarised(chat_tokenizer, text):
     """A model asked for the summary of nothing invents one. A scanned page may be blank, a table's filling endless."""

@@ -19,6 +19,7 @@ TABLE = pa.table(
         "public": [True, False, True, None],
         "at": pa.array([None] * 4, pa.timestamp("us", "UTC")),
         "a b": pa.array(["x", "y", "z", "x"], pa.string_view()),
+        "meta": [{"land": "fr", "at": {"page": 1}}, {"land": "it", "at": None}, None, {"land": None, "at": None}],
     }
 )
 
@@ -35,6 +36,8 @@ TABLE = pa.table(
         ("public", [0, 2]),
         ("at > '2026-11-23T22:00:00Z'", []),
         ("col('a b') == 'x' and pages > -1", [0]),
+        ("meta.land != 'it'", [0]),
+        ("col('meta').at.page in [1, 2] or meta.land == 'it'", [0, 1]),
     ],
 )
 def test_rows_match_as_in_sql(text: str, rows: list[int]) -> None:
@@ -46,6 +49,8 @@ def test_rows_match_as_in_sql(text: str, rows: list[int]) -> None:
     ("text", "message"),
     [
         ("lang = 'en'", "cannot be parsed"),
+        ("meta.land = 'en'", "a.b a field of a struct"),
+        ("'en'.land == 'x'", "which is not allowed"),
         ("", "cannot be parsed"),
         ("__import__('os').system('true')", "which is not allowed"),
         ("lang.upper() == 'EN'", "which is not allowed"),
@@ -67,6 +72,7 @@ def test_what_is_not_of_the_grammar_is_refused(text: str, message: str) -> None:
     [
         ("pages == 'two'", "pages is int"),
         ("1 == 1", "it names none"),
+        ("meta.lnd == 'x'", "meta is struct<land: string, at: struct<page: int64>>"),
         ("day > 'soon' and pages > 1", "day is date32[day], pages is int"),
         ("pages < 99999999999999999999", "pages is int"),
         ("at >= '2026-11-23T22:00:00'", "at is timestamp[us, tz=UTC]: write .* a time as '2026-11-23T22:00:00Z'"),

@@ -15,6 +15,7 @@ import pytest
 
 from specextend.core import Document, DocumentKey
 from specextend.data.inputs import DocumentError, InputError, InputOptions
+from specextend.data.instructions import Instruction
 from specextend.data.rows import content_sha256
 from specextend.data.selection import select_rows
 from specextend.data.source import Source, open_source
@@ -94,9 +95,29 @@ def run_error(path: Path, **options: Any) -> str:
 def test_a_missing_column_is_a_run_error_that_lists_those_there(write: Write) -> None:
     path = write("a.parquet", {"body": ["x"], "n": [1]})
     assert run_error(path) == "a.parquet has no column 'text' (input.text_column); it has body, n"
+    assert run_error(path, text_column="boddy").endswith("it has body, n; did you mean body?")
     for option in ("id_column", "max_new_tokens_column", "num_tokens_column", "reference_column"):
         assert f"input.{option}" in run_error(path, text_column="body", **{option: "missing"})
     assert "input.passthrough" in run_error(path, text_column="body", passthrough=("missing",))
+
+
+def test_a_field_that_the_instruction_misspells_is_a_run_error(write: Write) -> None:
+    """It was an error row of each document, after the models were loaded."""
+    path = write("a.parquet", {"text": ["x"], "meta": [{"land": "fr", "at": {"page": 1}}]})
+
+    def ask(instruction: str) -> Source:
+        return open_source(InputOptions(path=str(path)), template=Instruction("prompt.instruction", instruction))
+
+    missing = {"meta.lnd": "'lnd'; it has land, at; did you mean land?", "meta['at'].p": "'p'; it has page"}
+    for wrong, said in missing.items():
+        with pytest.raises(InputError) as refused:
+            ask(f"{{% if text %}}{{{{ {wrong} }}}}{{% endif %}}")
+        assert str(refused.value) == f"a.parquet: column 'meta' (prompt.instruction) has no field {said}"
+    row = ask(
+        "{{ meta.land.upper() }} {{ meta.at.page }} {{ meta.keys() | join(' ') }} {{ meta.lnd | default('-') }}"
+        "{% if meta.at.p is defined %}{{ meta.at.p }}{% endif %}"
+    ).read(DocumentKey(0, 0))
+    assert row.instruction == ("FR 1 land at -\n\n", "")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from specextend.config import RunConfig
+from specextend.shipped import DEFAULT_TARGET, models_folder
 from tests.job.conftest import CONFIG, ROOT, environment, in_process, specextend, write_corpus
 
 
@@ -44,17 +45,24 @@ def test_every_command_has_its_help():
         (["rum"], "No such command 'rum'. Did you mean 'run'?"),
         (["run"], "Missing option '--config'. See: specextend run --help"),
         (["plan", "--config", "smollm2", "--calibrate", "1"], "Invalid value for '--calibrate'"),
-        (["run", "--config", "smolm2"], "the names of shipped ones are"),
+        (["run", "--config", "nothing.yaml"], "the names of shipped ones are"),
+        (["run", "--config", "smolm2"], "; did you mean smollm2?"),
+        (["run", "--config", "mine"], "; did you mean mine.yaml?"),
         (["run", "--config", "smollm2", "--run-date", "tomorrow"], "Invalid value for '--run-date'"),
         (["status", "nowhere"], "holds no run"),
         (["compare", "nowhere", "else"], "holds no run"),
         (["config", "show", "--config", "smollm2", "--set", "tree.nods=3"], "did you mean nodes?"),
         (["check", "--config", "smollm2", "--set", "target.model=/nowhere"], "/nowhere does not exist"),
+        (
+            ["check", "--config", "smollm2", "--set", f"target.model=/gone/{DEFAULT_TARGET}"],
+            f"specextend demo fetches this one into {models_folder()}",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: list[str], said: str, tmp_path: Path, monkeypatch):
     """With exit code 2, whichever library found it."""
     monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").touch()
     ended = specextend(*arguments)
     [line] = ended.stderr.splitlines()
     assert (ended.code, line[:7]) == (2, "error: ")
