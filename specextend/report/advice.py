@@ -28,7 +28,7 @@ class Finding:
 
     says: str
     weight: float
-    """Share of the documents, or of the time, that it is about; more than 1 for summaries that are missing or wrong."""
+    """Share of the documents, or of the time, that it is about; more than 1 for texts that are missing or wrong."""
     section: str
     """Title of the section that has the figures."""
     evidence: Mapping[str, float | int | str]
@@ -81,7 +81,7 @@ def texts_differ(report: Report) -> Finding | None:
 
 
 def truncated(report: Report) -> Finding | None:
-    """Say that many summaries were cut, and whether more tokens would help."""
+    """Say that many texts were cut, at which limit, and whether more tokens would help."""
     flags = report["quality_flags"]
     rows, loops = flags.get("truncated", 0), flags.get("repeated", 0)
     share = ratio(rows, report["rows"]["done"]) or 0.0
@@ -89,12 +89,11 @@ def truncated(report: Report) -> Finding | None:
         return None
     is_loop = loops > rows / 2 and not look_up(report, "run.decoding.stop_repetition")
     advice = "most repeat themselves, so set decoding.stop_repetition" if is_loop else "raise it"
-    says = (
-        f"{rows:,} of {report['rows']['done']:,} summaries ({share:.0%}) were cut at decoding.max_new_tokens: {advice}."
-    )
-    return Finding(
-        says, share, "Summaries to look at", {"documents": rows, "share": share}, report["flagged"]["truncated"]
-    )
+    column = look_up(report, "run.input.options_column") or look_up(report, "run.input.max_new_tokens_column")
+    own = f" or the limit in column '{shortened(column)}'" if column else ""
+    of = f"{rows:,} of {report['rows']['done']:,} texts ({share:.0%})"
+    says = f"{of} were cut at decoding.max_new_tokens{own}: {advice}."
+    return Finding(says, share, "Texts to look at", {"documents": rows, "share": share}, report["flagged"]["truncated"])
 
 
 def dropped(report: Report) -> Finding | None:
@@ -111,11 +110,9 @@ def dropped(report: Report) -> Finding | None:
         ways.append("set prompt.length_policy to parts, which reads long documents in parts")
     says = (
         f"{share:.0%} of the documents' tokens were dropped because prompts were too long (num_dropped_tokens): the "
-        f"summaries cannot say what was there. To read them, {', or '.join(ways)}."
+        f"answers cannot say what was there. To read them, {', or '.join(ways)}."
     )
-    return Finding(
-        says, share, "Summaries to look at", {"dropped_share": share}, report["flagged"].get("shortened", ())
-    )
+    return Finding(says, share, "Texts to look at", {"dropped_share": share}, report["flagged"].get("shortened", ()))
 
 
 def prefill_bound(report: Report) -> Finding | None:

@@ -67,7 +67,8 @@ CASES = [
         "12 .* 10 of them with PromptTooLong .* doc-a, doc-b, doc-c.$",
     ),
     ("texts_differ", changed(audit=AUDIT | {"different": 3}), "3 of 40 audited documents .* by up to 7.20 logits"),
-    ("truncated", changed(**CUT), "8 of 100 summaries .* raise it. For example doc-a, doc-b, doc-c.$"),
+    ("truncated", changed(**CUT), "8 of 100 texts .* raise it. For example doc-a, doc-b, doc-c.$"),
+    ("truncated", changed(**CUT, run__input={"options_column": "own"}), "tokens or the limit in column 'own': raise"),
     ("truncated", changed(**CUT, quality_flags__repeated=7), "repeat themselves, so set decoding.stop_repetition"),
     ("truncated", changed(**CUT, quality_flags__repeated=7, **SET), "max_new_tokens: raise it"),
     ("dropped", changed(tokens__dropped=2_500), "20% .* a longer context, or set prompt.length_policy to parts"),
@@ -127,7 +128,7 @@ def test_what_is_as_usual_is_not_mentioned(report: dict[str, Any]):
 
 
 def test_the_heaviest_finding_comes_first():
-    """Rows without a summary before cut ones, and what spoils summaries before what costs time."""
+    """Rows without a text before cut ones, and what spoils texts before what costs time."""
     failed = {"rows__errors": 1, "errors": [FAILED], "wall_clock__shares": {"loading": 0.9}}
     report = changed(**CUT, **failed, time__shares__prefill=0.5)
     rules = [advice["rule"] for advice in give_advice(report)]
