@@ -20,6 +20,8 @@ MOST_IDS = 3
 """Ids that a finding names."""
 ALL_SEEN = 0.95
 """Share of the target's attention that the draft sees, from which on a larger view has nothing to add."""
+RARE = 0.1
+"""Share of speculative steps below which a run says little about speculation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,12 @@ def prefill_bound(report: Report) -> Finding | None:
     if shares is None or (prefill := shares["prefill"] + shares["draft_prefill"]) < 0.3:
         return None
     limit = 1 / prefill
+    share, end = report["acceptance"]["speculative_share"], "so speculation cannot give more than that here"
+    if share is not None and share < RARE and not _is_plain(report):
+        end = f"and only {share:.0%} of the steps were speculative"
     says = (
         f"{prefill:.0%} of the work on documents is prefill, reading the prompts: with decoding for free it would be "
-        f"{limit:.1f} times as fast, so speculation cannot give more than that here."
+        f"{limit:.1f} times as fast, {end}."
     )
     return Finding(says, prefill, "Where the time of the work went", {"prefill_share": prefill, "limit": limit})
 

@@ -132,6 +132,7 @@ RUN: Figures = {
     "draft acceptance rate": ("acceptance.draft_acceptance_rate", percent),
     "draft tokens per speculative step": ("acceptance.mean_tree_size", tenths),
     "speculative steps": ("acceptance.num_spec_steps", number),
+    "steps that were speculative": ("acceptance.speculative_share", percent),
     "plain steps": ("acceptance.num_plain_steps", number),
     "times that speculation was given up": ("acceptance.num_fallbacks", number),
     "decode tokens/s": ("speed.decode_tokens_per_s", tenths),

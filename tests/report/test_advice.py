@@ -29,7 +29,7 @@ QUIET: dict[str, Any] = {
     "time": {
         "shares": {"prefill": 0.1, "draft_prefill": 0.0, "draft": 0.2, "verify": 0.6, "retrieval": 0.05, "other": 0.05}
     },
-    "acceptance": {"mean_acceptance_length": None},
+    "acceptance": {"mean_acceptance_length": None, "speculative_share": 0.9},
     "buckets": [],
     "tail": None,
     "wall_clock": {"shares": None, "paid_s": None},
@@ -59,6 +59,7 @@ AUDIT = {"documents": 40, "different": 0, "largest_gap": 7.2, "speedup": None, "
 SLOWER = {"documents": 38, "decode": 0.8}
 CUT = {"quality_flags__truncated": 8, "flagged__truncated": IDS}
 SET = {"run__decoding__stop_repetition": True}
+RARE = {"acceptance__speculative_share": 0.05}
 IN_PARTS = {"max_prompt_tokens": 4096, "length_policy": "parts"}
 CASES = [
     (
@@ -78,6 +79,7 @@ CASES = [
         "raise prompt.max_prompt_tokens, or [^,]* context.$",
     ),
     ("prefill_bound", changed(time__shares__prefill=0.61), "61% of the work .* is prefill, .* 1.6 times as fast"),
+    ("prefill_bound", changed(time__shares__prefill=0.61, **RARE), "1.6 .* and only 5% of the steps were speculative"),
     ("slower_than_plain", changed(audit=AUDIT | {"speedup": SLOWER}), "On 38 audited documents .* 0.80 times as fast"),
     ("drafting_cost", changed(acceptance__mean_acceptance_length=1.4), "1.40 tokens; .* add 42% .* fewer tree.nodes"),
     (
