@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ class RunResult:
     """0: done; 3: more rows failed than `job.max_error_fraction` allows; 75: cancelled, call again to resume."""
     output: str
     """The folder of the run."""
-    report: Mapping[str, Any] | None
+    report: Mapping[str, Any] | None = field(repr=False)
     """The contents of report.json; None if the run was cancelled before it had begun."""
 
     @property

@@ -100,7 +100,7 @@ def over_limits(found: dict[str, Any], max_differing: float | None, max_slower: 
     return lines
 
 
-_DEST = "a file that ends in .jsonl, .csv or .parquet, or a folder for such files; a path or a URI"
+_DEST = "a new file that ends in .jsonl, .csv or .parquet, or a folder for such files; a path or a URI"
 _FORMAT = "instead of what DEST ends in; parquet for a folder. openai: JSON Lines in the output format of its Batch API"
 
 
@@ -125,7 +125,7 @@ def export(
     specextend export --latest out/nights/* --only-ids-in reports/ --to answers.parquet
     """
     from specextend.data.storage import resolve
-    from specextend.report.export import export_answers, format_of
+    from specextend.report.export import check_place, export_answers, format_of
     from specextend.report.result_rows import write_responses
 
     if len(runs) > 1 and not latest:
@@ -136,6 +136,7 @@ def export(
     if (follow or kind == "openai") and (latest or only_ids_in or (follow and kind == "openai")):
         raise click.UsageError("--follow and --format openai are for one run, without other options")
     if kind == "openai":
+        check_place([output], place)
         written, errors, rows = write_responses(output, place)
         show(printable(f"{_of(written, rows)} in {to}, {errors:,} of them as errors"))
         return 0

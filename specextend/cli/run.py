@@ -223,8 +223,8 @@ def conclude(output: str) -> None:
     from specextend.data.storage import resolve
     from specextend.report import read_report, render_outcome
 
-    shown = printable(output)
-    print(render_outcome(read_report(output)), end="")
+    shown, report = printable(output), read_report(output)
+    print(render_outcome(report), end="")
     folder, text_column = summaries_folder(resolve(output)), output_columns(resolve(output))[0]
     names = list_results(folder)
     print(f"summaries: {shown}/summaries" if names else "summaries: none, because there was nothing to do")
@@ -235,16 +235,20 @@ def conclude(output: str) -> None:
         table for file in files for table in stream(file, [name for name in columns if name in file.schema_arrow.names])
     )
     if rows := list(islice((row for table in tables for row in table.slice(0, SHOWN).to_pylist()), SHOWN)):
-        _show_texts(rows, text_column)
+        examples = {example["assistant"].strip() for example in report["run"]["prompt"]["examples"]}
+        _show_texts(rows, text_column, examples, is_all=report["rows"]["done"] == len(rows))
 
 
-def _show_texts(rows: list[dict[str, Any]], column: str) -> None:
-    """Print the text that reads best by the figures of its row, and the first line of each other."""
+def _show_texts(rows: list[dict[str, Any]], column: str, examples: set[str], *, is_all: bool) -> None:
+    """Print the text that reads best by the figures of its row, and the first line of each other.
+
+    examples: the answers in the prompt; a text that only repeats one comes last.
+    """
     from rich.text import Text  # not for --help
 
-    best = min(rows, key=_by_quality)
+    best = min(rows, key=lambda row: (row[column].strip() in examples, *_by_quality(row)))
     others = [row for row in rows if row is not best]
-    why = f", by its quality figures the best of the first {len(rows)}" if others else ""
+    why = f", by its quality figures the best of {'' if is_all else 'the first '}{len(rows)}" if others else ""
     print(f"\n{column.capitalize()} of {_name_of(best)}{why}:\n{printable(best[column].strip(), keep=chr(10))}")
     if others:
         print("\nThe others begin:")

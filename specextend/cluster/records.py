@@ -93,9 +93,9 @@ class StartRecord:
         }
 
     def ending(self, exit_code: int) -> Start:
-        """Return what the record will say if the run ends now, for the report, which is written before."""
-        ended = self._contents() | {"end": self._now(), "exit_code": exit_code}
-        return parse_start(ended, self._record["run_id"])
+        """End the run now, and return what the record will say of it, for the report, which is written before."""
+        self._record["end"] = self._now()
+        return parse_start(self._contents() | {"exit_code": exit_code}, self._record["run_id"])
 
     @property
     def start(self) -> Start:
@@ -153,8 +153,8 @@ class StartRecord:
         self.write()
 
     def end(self, exit_code: int, reason: str | None = None) -> None:
-        """Write the record with its end."""
-        self._record |= {"end": self._now(), "exit_code": exit_code, "reason": reason}
+        """Write the record with its end: now, or the time that the report has."""
+        self._record |= {"end": self._record["end"] or self._now(), "exit_code": exit_code, "reason": reason}
         self.write()
 
     def write(self) -> None:

@@ -20,6 +20,8 @@ MOST_IDS = 3
 """Ids that a finding names."""
 ALL_SEEN = 0.95
 """Share of the target's attention that the draft sees, from which on a larger view has nothing to add."""
+RARE = 0.1
+"""Share of speculative steps below which a run says little about speculation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Finding:
 
     says: str
     weight: float
-    """Share of the documents, or of the time, that it is about; more than 1 for summaries that are missing or wrong."""
+    """Share of the documents, or of the time, that it is about; more than 1 for texts that are missing or wrong."""
     section: str
     """Title of the section that has the figures."""
     evidence: Mapping[str, float | int | str]
@@ -81,7 +83,7 @@ def texts_differ(report: Report) -> Finding | None:
 
 
 def truncated(report: Report) -> Finding | None:
-    """Say that many summaries were cut, and whether more tokens would help."""
+    """Say that many texts were cut, at which limit, and whether more tokens would help."""
     flags = report["quality_flags"]
     rows, loops = flags.get("truncated", 0), flags.get("repeated", 0)
     share = ratio(rows, report["rows"]["done"]) or 0.0
@@ -89,12 +91,11 @@ def truncated(report: Report) -> Finding | None:
         return None
     is_loop = loops > rows / 2 and not look_up(report, "run.decoding.stop_repetition")
     advice = "most repeat themselves, so set decoding.stop_repetition" if is_loop else "raise it"
-    says = (
-        f"{rows:,} of {report['rows']['done']:,} summaries ({share:.0%}) were cut at decoding.max_new_tokens: {advice}."
-    )
-    return Finding(
-        says, share, "Summaries to look at", {"documents": rows, "share": share}, report["flagged"]["truncated"]
-    )
+    column = look_up(report, "run.input.options_column") or look_up(report, "run.input.max_new_tokens_column")
+    own = f" or the limit in column '{shortened(column)}'" if column else ""
+    of = f"{rows:,} of {report['rows']['done']:,} texts ({share:.0%})"
+    says = f"{of} were cut at decoding.max_new_tokens{own}: {advice}."
+    return Finding(says, share, "Texts to look at", {"documents": rows, "share": share}, report["flagged"]["truncated"])
 
 
 def dropped(report: Report) -> Finding | None:
@@ -111,11 +112,9 @@ def dropped(report: Report) -> Finding | None:
         ways.append("set prompt.length_policy to parts, which reads long documents in parts")
     says = (
         f"{share:.0%} of the documents' tokens were dropped because prompts were too long (num_dropped_tokens): the "
-        f"summaries cannot say what was there. To read them, {', or '.join(ways)}."
+        f"answers cannot say what was there. To read them, {', or '.join(ways)}."
     )
-    return Finding(
-        says, share, "Summaries to look at", {"dropped_share": share}, report["flagged"].get("shortened", ())
-    )
+    return Finding(says, share, "Texts to look at", {"dropped_share": share}, report["flagged"].get("shortened", ()))
 
 
 def prefill_bound(report: Report) -> Finding | None:
@@ -124,9 +123,12 @@ def prefill_bound(report: Report) -> Finding | None:
     if shares is None or (prefill := shares["prefill"] + shares["draft_prefill"]) < 0.3:
         return None
     limit = 1 / prefill
+    share, end = report["acceptance"]["speculative_share"], "so speculation cannot give more than that here"
+    if share is not None and share < RARE and not _is_plain(report):
+        end = f"and only {share:.0%} of the steps were speculative"
     says = (
         f"{prefill:.0%} of the work on documents is prefill, reading the prompts: with decoding for free it would be "
-        f"{limit:.1f} times as fast, so speculation cannot give more than that here."
+        f"{limit:.1f} times as fast, {end}."
     )
     return Finding(says, prefill, "Where the time of the work went", {"prefill_share": prefill, "limit": limit})
 

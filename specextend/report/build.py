@@ -134,7 +134,8 @@ def _run(manifest: dict[str, Any]) -> dict[str, Any]:
     config = manifest["config"]
     sections = ("prompt", "target", "draft", "decoding", "attention", "tree", "cache", "job")
     named = {name: config.get(name) for name in sections}
-    return {"fingerprint": manifest["fingerprint"], "models": models_of(manifest), **named}
+    columns = {name: value for name, value in config.get("input", {}).items() if value and name.endswith("_column")}
+    return {"fingerprint": manifest["fingerprint"], "models": models_of(manifest), "input": columns, **named}
 
 
 def _dtype(manifest: dict[str, Any] | None) -> str:

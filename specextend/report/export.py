@@ -25,7 +25,15 @@ from specextend.data.parquet import damaged_as, gathered, is_text, open_parquet,
 from specextend.data.run_folder import errors_folder, list_results, parse_time, read_starts, summaries_folder
 from specextend.data.schema import COMMIT_SCHEMA, SUMMARY_SCHEMA, summary_columns, summary_fields
 from specextend.data.source import open_source
-from specextend.data.storage import Location, atomic_output, in_order, list_files, remove_temporary_files
+from specextend.data.storage import (
+    Location,
+    atomic_output,
+    exists,
+    in_order,
+    is_folder,
+    list_files,
+    remove_temporary_files,
+)
 
 POLL_S = 2.0
 """Seconds between two looks for new commits."""
@@ -69,7 +77,7 @@ def follow(
         time.sleep(POLL_S)
     if manifest is None:
         raise ValueError(f"{output.path} holds no run")
-    _check_outside([output], folder)
+    check_place([output], folder)
     written = {f"{name.removesuffix(kind)}parquet" for name in list_files(folder)}
     if others := sorted(written - commit_sizes(output).keys()):
         raise ValueError(f"{folder.path} holds {others[0]}, which is no commit of this run; name another folder")
@@ -114,7 +122,7 @@ def export_answers(
     for a column that no run has.
     """
     runs = [_Run.read(output) for output in outputs]
-    _check_outside(outputs, to)
+    check_place(outputs, to)
     if len(runs) > 1 or only_ids_in is not None:
         runs = _newest_first(runs)
     schema = _narrowed(_common_schema(runs), columns)
@@ -137,10 +145,13 @@ def _narrowed(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
     return pa.schema([schema.field(name) for name in columns]) if columns else schema
 
 
-def _check_outside(outputs: Sequence[Location], to: Location) -> None:
+def check_place(outputs: Sequence[Location], to: Location) -> None:
+    """Raise ValueError for a place in the folder of a run, and for a file that is there already."""
     for output in outputs:
         if f"{to.path}/".startswith(f"{output.path}/"):
             raise ValueError(f"{to.path} is in the folder of the run; name a place outside")
+    if exists(to) and not is_folder(to):
+        raise ValueError(f"{to.path} is there already; remove it, or choose another name")
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ def document_figures(documents: pa.Table) -> dict[str, Any]:
         "acceptance": {
             "mean_acceptance_length": _acceptance_length(sums),
             "draft_acceptance_rate": ratio(sums["num_accepted_tokens"], sums["num_draft_tokens"]),
+            "speculative_share": ratio(sums["num_spec_steps"], sums["num_spec_steps"] + sums["num_plain_steps"]),
             "histogram": histogram,
             "at_least": [sum(histogram[depth:]) / sum(histogram) for depth in range(len(histogram)) if sum(histogram)],
             "mean_tree_size": ratio(sums["num_draft_tokens"], sums["num_spec_steps"]),

@@ -31,6 +31,7 @@ TILES: Figures = {
     "Documents an hour": WALL_CLOCK["documents an hour"],
     "Output tokens a second": WALL_CLOCK["output tokens/s of the job"],
     "Tokens per speculative step": RUN["mean acceptance length"],
+    "Steps that were speculative": RUN["steps that were speculative"],
     "Cost of 1,000 documents": WALL_CLOCK["cost of 1,000 documents"],
     "Worker hours": WALL_CLOCK["worker hours"],
 }

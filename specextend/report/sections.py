@@ -132,6 +132,7 @@ RUN: Figures = {
     "draft acceptance rate": ("acceptance.draft_acceptance_rate", percent),
     "draft tokens per speculative step": ("acceptance.mean_tree_size", tenths),
     "speculative steps": ("acceptance.num_spec_steps", number),
+    "steps that were speculative": ("acceptance.speculative_share", percent),
     "plain steps": ("acceptance.num_plain_steps", number),
     "times that speculation was given up": ("acceptance.num_fallbacks", number),
     "decode tokens/s": ("speed.decode_tokens_per_s", tenths),
@@ -322,18 +323,16 @@ def _flags(report: Mapping[str, Any]) -> Section:
         for flag, rows in report["quality_flags"].items()
     ]
     about = (
-        "By the quality_flags of the summary. DuckDB finds all that have one: select doc_id from 'summaries/*.parquet' "
+        "By quality_flags. DuckDB finds all that have one: select doc_id from 'summaries/*.parquet' "
         "where list_contains(quality_flags, 'truncated')."
     )
-    return Section(
-        "Summaries to look at", ("the summary is", "rows", "share", "for example"), rows, ("for example",), about
-    )
+    return Section("Texts to look at", ("flag", "rows", "share", "for example"), rows, ("for example",), about)
 
 
 def _endings(report: Mapping[str, Any]) -> Section:
     done = report["rows"]["done"]
     rows = [(reason, number(rows), percent(ratio(rows, done))) for reason, rows in report["finish_reasons"].items()]
-    return Section("How the summaries ended", ("finish_reason", "rows", "share"), rows)
+    return Section("How the texts ended", ("finish_reason", "rows", "share"), rows)
 
 
 def render(report: Mapping[str, Any], width: int = 110) -> str:

@@ -140,13 +140,29 @@ def test_a_run_shows_the_text_that_reads_best_and_begins_the_others(demo: tuple[
     ended, output = demo
     found = {row["doc_id"]: row for row in rows(output / "summaries")}
     shown = ended.stdout.partition("\nSummary of ")[2]
-    title, _, texts = shown.partition(", by its quality figures the best of the first 8:\n")
+    title, _, texts = shown.partition(", by its quality figures the best of 8:\n")
     least = min(len(row["quality_flags"]) for row in found.values())
     assert len(found[title]["quality_flags"]) == least
     text, _, others = texts.partition("\n\nThe others begin:\n")
     assert text == found[title]["summary"].strip()
     assert {line.partition(": ")[0] for line in others.splitlines()} == set(found) - {title}
     assert all(len(line) <= 80 for line in others.splitlines())
+
+
+def test_a_text_that_repeats_an_example_of_the_prompt_is_not_the_best(demo: tuple[Ended, Path], tmp_path: Path, call):
+    """Small models do that, without any flag. Of more rows than are read, the best of all is not known."""
+    ended, output = demo[0], tmp_path / "copy"
+    shutil.copytree(demo[1], output)
+    best = ended.stdout.partition("\nSummary of ")[2].partition(",")[0]
+    [text] = [row["summary"] for row in rows(output / "summaries") if row["doc_id"] == best]
+    report = json.loads((output / "report.json").read_text())
+    report["run"]["prompt"]["examples"] = [{"user": "a document", "assistant": f"{text}\n"}]
+    report["rows"]["done"] = 9
+    (output / "report.json").write_text(json.dumps(report))
+    shown = call("--config", str(CONFIG), "--output", str(output), *DEMO).stdout
+    assert f"\nSummary of {best}," not in shown
+    assert f"\n{best}: " in shown
+    assert ", by its quality figures the best of the first 8:\n" in shown
 
 
 def test_a_complete_run_is_left_alone(demo: tuple[Ended, Path], call):

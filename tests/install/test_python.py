@@ -55,6 +55,7 @@ def test_a_run_is_a_call(corpus: Path, tmp_path: Path, local_ray: None, monkeypa
     assert isinstance(result, RunResult)
     assert (result.exit_code, result.output) == (3, str(tmp_path / "out")), "a row failed"
     assert result.rows == {"input": 3, "done": 2, "errors": 1, "pending": 0}
+    assert repr(result) == f"RunResult(exit_code=3, output={result.output!r})", "what a notebook shows, no whole report"
     assert [row["doc_id"] for row in rows(Path(result.summaries))] == ["a", "c"]
     assert [row["doc_id"] for row in rows(Path(result.errors))] == ["b"]
     assert result.report["errors"][0]["error_class"] == "NullText"

@@ -29,7 +29,7 @@ QUIET: dict[str, Any] = {
     "time": {
         "shares": {"prefill": 0.1, "draft_prefill": 0.0, "draft": 0.2, "verify": 0.6, "retrieval": 0.05, "other": 0.05}
     },
-    "acceptance": {"mean_acceptance_length": None},
+    "acceptance": {"mean_acceptance_length": None, "speculative_share": 0.9},
     "buckets": [],
     "tail": None,
     "wall_clock": {"shares": None, "paid_s": None},
@@ -59,6 +59,7 @@ AUDIT = {"documents": 40, "different": 0, "largest_gap": 7.2, "speedup": None, "
 SLOWER = {"documents": 38, "decode": 0.8}
 CUT = {"quality_flags__truncated": 8, "flagged__truncated": IDS}
 SET = {"run__decoding__stop_repetition": True}
+RARE = {"acceptance__speculative_share": 0.05}
 IN_PARTS = {"max_prompt_tokens": 4096, "length_policy": "parts"}
 CASES = [
     (
@@ -67,7 +68,8 @@ CASES = [
         "12 .* 10 of them with PromptTooLong .* doc-a, doc-b, doc-c.$",
     ),
     ("texts_differ", changed(audit=AUDIT | {"different": 3}), "3 of 40 audited documents .* by up to 7.20 logits"),
-    ("truncated", changed(**CUT), "8 of 100 summaries .* raise it. For example doc-a, doc-b, doc-c.$"),
+    ("truncated", changed(**CUT), "8 of 100 texts .* raise it. For example doc-a, doc-b, doc-c.$"),
+    ("truncated", changed(**CUT, run__input={"options_column": "own"}), "tokens or the limit in column 'own': raise"),
     ("truncated", changed(**CUT, quality_flags__repeated=7), "repeat themselves, so set decoding.stop_repetition"),
     ("truncated", changed(**CUT, quality_flags__repeated=7, **SET), "max_new_tokens: raise it"),
     ("dropped", changed(tokens__dropped=2_500), "20% .* a longer context, or set prompt.length_policy to parts"),
@@ -77,6 +79,7 @@ CASES = [
         "raise prompt.max_prompt_tokens, or [^,]* context.$",
     ),
     ("prefill_bound", changed(time__shares__prefill=0.61), "61% of the work .* is prefill, .* 1.6 times as fast"),
+    ("prefill_bound", changed(time__shares__prefill=0.61, **RARE), "1.6 .* and only 5% of the steps were speculative"),
     ("slower_than_plain", changed(audit=AUDIT | {"speedup": SLOWER}), "On 38 audited documents .* 0.80 times as fast"),
     ("drafting_cost", changed(acceptance__mean_acceptance_length=1.4), "1.40 tokens; .* add 42% .* fewer tree.nodes"),
     (
@@ -127,7 +130,7 @@ def test_what_is_as_usual_is_not_mentioned(report: dict[str, Any]):
 
 
 def test_the_heaviest_finding_comes_first():
-    """Rows without a summary before cut ones, and what spoils summaries before what costs time."""
+    """Rows without a text before cut ones, and what spoils texts before what costs time."""
     failed = {"rows__errors": 1, "errors": [FAILED], "wall_clock__shares": {"loading": 0.9}}
     report = changed(**CUT, **failed, time__shares__prefill=0.5)
     rules = [advice["rule"] for advice in give_advice(report)]

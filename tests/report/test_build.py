@@ -73,6 +73,7 @@ def test_rows_to_do_come_from_the_manifest(run: str):
     report = build_report(run)
     assert (report["rows"]["input"], report["rows"]["pending"]) == (5, 2)
     assert report["run"]["decoding"]["mode"] == "autoregressive"
+    assert report["run"]["input"] == {"text_column": "text"}, "of the columns, those that are named"
     assert [start["run_id"] for start in report["starts"]] == ["a", "b"]
 
 

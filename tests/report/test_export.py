@@ -159,6 +159,16 @@ def test_only_the_columns_that_are_named_are_exported_in_that_order(night: Night
     assert "there is no keywords; there are doc_id, summary," in ended.stderr
 
 
+@pytest.mark.parametrize("more", [(), ("--format", "openai"), ("--follow",)])
+def test_a_file_that_is_there_already_is_kept(night: Night, tmp_path: Path, more: tuple[str, ...]):
+    """It was overwritten without a word: the export of another run, or what somebody had noted in it."""
+    (to := tmp_path / "answers").write_text("mine")
+    ended = specextend("export", str(night(1, {"a": "a1"})), *more, "--to", str(to))
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert f"{to} is there already; remove it, or choose another name" in ended.stderr
+    assert to.read_text() == "mine"
+
+
 def test_a_document_that_the_input_has_no_more_is_left_out(night: Night, tmp_path: Path):
     """It was deleted, and its summary must go with it."""
     nights = night(1, {"a": "a1", "b": "b1"}), night(2, {"c": "c2"}, failed=("d",))

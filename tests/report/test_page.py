@@ -86,7 +86,7 @@ def test_an_id_with_markup_is_text(page: Page):
 
 
 def test_every_finding_leads_to_a_table_of_the_page(page: Page, report: dict[str, Any]):
-    """A reader who is told of cut summaries asks which ones; the ids of each flag are there."""
+    """A reader who is told of cut texts asks which ones; the ids of each flag are there."""
     links = [values["href"] for tag, values in page.elements if tag == "a"]
     anchors = {f"#{values['id']}" for tag, values in page.elements if tag == "section"}
     assert len(links) == len(report["advice"]) > 0
@@ -99,7 +99,7 @@ def test_the_page_says_first_what_was_done_and_left_out(report: dict[str, Any]):
     """Of a night whose rows were done before, too, which has no figures that anybody needs."""
     chosen = {"input": 900, "not_matching": 100, "unchanged": 500, "selected": 300, "changed": 0, "new": 300}
     text = Page(to_html(report | {"selection": chosen})).text.split("Documents done")[0]
-    assert "293 of 300 documents done, with one summary each; 7 failed." in text
+    assert "293 of 300 documents done, with one text each; 7 failed." in text
     assert "Of the input's 900 rows, this run left out 100 by input.filter, 500 as done before and unchanged." in text
     assert re.search(r"1,924.8 documents an hour, loading included\.\s+Of the workers' time: 55% waiting for doc", text)
     nothing = {"input": 0, "done": 0, "errors": 0, "pending": 0}

@@ -83,6 +83,8 @@ def test_speculation(rows, report):
     assert acceptance["draft_acceptance_rate"] == close(
         one(rows, "sum(num_accepted_tokens) / sum(num_draft_tokens) from done")
     )
+    steps = "sum(num_spec_steps) + sum(num_plain_steps)"
+    assert acceptance["speculative_share"] == close(one(rows, f"sum(num_spec_steps) / ({steps}) from done"))
     assert acceptance["mean_tree_size"] == close(one(rows, "sum(num_draft_tokens) / sum(num_spec_steps) from done"))
     histogram = [one(rows, f"sum(acceptance_histogram[{depth + 1}]) from done") for depth in range(5)]
     assert acceptance["histogram"] == histogram
