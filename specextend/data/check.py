@@ -196,8 +196,8 @@ def check_columns(file: str, schema: pa.Schema, reader: RowReader) -> None:
         if not is_right(kind):
             cast = "; cast it when you write the Parquet" if is_right is _is_count and is_text(kind) else ""
             raise InputError(f"{file}: column {column!r} ({option}) is {kind}, but must be {what}{cast}")
-    for column, *names in () if reader.template is None else reader.template.fields:
-        _check_fields(f"{file}: column {column!r} (prompt.instruction)", schema.field(column).type, names)
+    for column, *path in () if reader.template is None else reader.template.fields:
+        _check_fields(f"{file}: column {column!r} (prompt.instruction)", schema.field(column).type, path)
 
 
 def _check_fields(what: str, kind: pa.DataType, names: Iterable[str]) -> None:
