@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import inf, log
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from specextend.decoding.device import upload
 from specextend.decoding.tree import TreeNode
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of the library: all between the values is forced, and is what Python's `json` writes."""
@@ -31,15 +32,19 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], vocab_size: int) -> None:
         """Take a fast tokenizer, the tokens that end an output, and V, which may exceed the tokenizer's size."""
         self._tokenizer, self._eos_token_ids = tokenizer, sorted(eos_token_ids)
-        self._num_tokens = max(vocab_size, len(tokenizer))
+        self._vocab_size = vocab_size
         self._vocabulary: Any = None
         self._compiled: tuple[str, LLMatcher] | None = None
 
     def begin(self, schema: str) -> Grammar:
         """Return the grammar of an output that has not begun. Raises ValueError if the library cannot make one."""
+        from llguidance import LLMatcher, LLTokenizer  # a run without a schema needs neither
+        from llguidance.hf import from_tokenizer
+
         if self._vocabulary is None:  # takes up to a second
+            num_tokens = max(self._vocab_size, len(self._tokenizer))
             slices = LLTokenizer.json_slices()
-            self._vocabulary = from_tokenizer(self._tokenizer, self._num_tokens, self._eos_token_ids, slices)
+            self._vocabulary = from_tokenizer(self._tokenizer, num_tokens, self._eos_token_ids, slices)
         if self._compiled is None or self._compiled[0] != schema:
             matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT))
             if matcher.is_error() or matcher.is_stopped():

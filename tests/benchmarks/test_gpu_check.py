@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ABSENT = [
     *("ray", "gguf", "flash_attn", "jinja2", "matplotlib", "pandas"),
-    *("pyarrow", "datasets", "accelerate", "pydantic"),
+    *("pyarrow", "datasets", "accelerate", "pydantic", "llguidance"),
 ]
 """What a machine may lack that has torch and transformers."""
 TINY = ("--device", "cpu", "--shapes", "tiny")
