@@ -93,7 +93,7 @@ def truncated(report: Report) -> Finding | None:
     advice = "most repeat themselves, so set decoding.stop_repetition" if is_loop else "raise it"
     column = look_up(report, "run.input.options_column") or look_up(report, "run.input.max_new_tokens_column")
     own = f" or the limit in column '{shortened(column)}'" if column else ""
-    of = f"{rows:,} of {report['rows']['done']:,} texts ({share:.0%})"
+    of = f"{rows:,} of {counted(report['rows']['done'], 'text')} ({share:.0%})"
     says = f"{of} were cut at decoding.max_new_tokens{own}: {advice}."
     return Finding(says, share, "Texts to look at", {"documents": rows, "share": share}, report["flagged"]["truncated"])
 
