@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from specextend import RunConfig, SamplingParams
 from specextend.yaml_values import read_yaml
 
-PeerName = Literal["transformers", "transformers-lookup", "llama.cpp"]
+PeerName = Literal["transformers", "transformers-lookup", "llama.cpp", "openvino"]
 ProbeKind = Literal["passkey", "needles", "quote"]
 
 

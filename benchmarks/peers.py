@@ -206,10 +206,58 @@ class LlamaCpp:
         return answer
 
 
+class OpenVINO:
+    """OpenVINO GenAI's continuous batching (`openvino_server.py`), with as many threads as torch has.
+
+    It reads the folder that `optimum-cli export openvino` wrote beside the target's, with `-openvino` behind its name.
+    """
+
+    def __init__(self, folder: Path, precision: str, eos_token_ids: Sequence[int]) -> None:
+        """Load an exported model. Raises ValueError if OpenVINO refuses it."""
+        options = {"path": str(folder), "precision": precision, "threads": torch.get_num_threads()}
+        server = Path(__file__).with_name("openvino_server.py")
+        command = [sys.executable, str(server), json.dumps({**options, "eos": [*eos_token_ids]})]
+        self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
+        self._end = weakref.finalize(self, self._process.communicate)  # which closes its standard input
+        self._read()
+
+    @classmethod
+    def load(cls, config: RunConfig) -> OpenVINO:
+        """Load the configuration's target. Raises ValueError if that is impossible."""
+        target = config.target
+        if importlib.util.find_spec("openvino_genai") is None:
+            raise ValueError(f"OpenVINO needs the package openvino-genai: {how_to_install('bench')}")
+        if resolve_device(target.device).type != "cpu":
+            raise ValueError(f"OpenVINO is measured on the CPU only, and target.device is {target.device!r}")
+        folder = Path(f"{target.model}-openvino")
+        if not folder.is_dir():
+            raise ValueError(f"there is no {folder}; benchmarks/README.md says how to export the target to it")
+        precision = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[target.dtype]
+        return cls(folder, precision, read_facts(target.model, target.revision).eos_token_ids)
+
+    def generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> Output:
+        """Decode and measure by OpenVINO's own clock: from the request to the first token, and to the last."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompt": prompt_token_ids, "max_new_tokens": max_new_tokens}) + "\n")
+        self._process.stdin.flush()
+        answer = self._read()
+        total_s = answer["total_s"]
+        return Output(answer["tokens"], total_s - answer["first_s"], total_s, num_steps=len(answer["tokens"]) - 1)
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._end()
+            raise ValueError("OpenVINO cannot serve this target; leave it out")
+        return json.loads(line)
+
+
 PEERS: dict[str, Callable[[RunConfig], Peer]] = {
     "transformers": Transformers.load,
     "transformers-lookup": partial(Transformers.load, options=LOOKUP),
     "llama.cpp": LlamaCpp.load,
+    "openvino": OpenVINO.load,
 }
 """Name in a benchmark's file -> how it is loaded. Raises ValueError if the target cannot be served."""
 

@@ -32,7 +32,7 @@ Row = dict[str, Any]
 Result = dict[str, Any]
 WARM_UP_TOKENS = 16
 """Most tokens that a variant decodes before it is measured."""
-_PACKAGES = ("specextend", "torch", "transformers", "xllamacpp")
+_PACKAGES = ("specextend", "torch", "transformers", "xllamacpp", "openvino-genai")
 _COUNTED = ("mean_acceptance_length", "retrieval_coverage", "num_spec_steps", "num_plain_steps")
 _PHASES = ("prefill_s", "draft_prefill_s", "draft_s", "verify_s", "retrieval_s")
 

@@ -35,8 +35,6 @@ from specextend.attention.trials import Call, Heads, what_is_wrong
 from specextend.core import first_line, how_to_install
 
 BACKENDS = ("reference", *CPU_KERNELS, "compiled", "flash", "triton")
-KERNELS_VERSION = 4
-"""To be raised with any change to a kernel's speed: times that were measured with another version are not used."""
 NUM_QUERIES = (1, 4, 16, 64, 512)
 """Queries of a call: a plain step, trees of several sizes, a chunk of a prompt."""
 NUM_KEYS = (1024, 6144)

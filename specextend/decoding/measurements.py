@@ -2,8 +2,8 @@
 
 A measurement is one JSON file in the user's cache folder. It is kept only if nothing else used the cores meanwhile:
 beside another busy process, kernels of several threads can take thirty times as long, and the wrong one looks fastest.
-If a file is missing, damaged or about something else, there is nothing; if the folder cannot be written, nothing is
-kept.
+If a file is missing, damaged, about something else or made by other code, there is nothing; if the folder cannot be
+written, nothing is kept.
 
 A decoding step of one sequence reads every weight and the whole cache, so memory bandwidth limits it; prefill is
 limited by the rate of matrix products. What steps really take decides how large trees are, see `speculation.py`.
@@ -43,7 +43,6 @@ from specextend.decoding.tree import tree_mask
 if TYPE_CHECKING:
     from specextend.decoding.model import CachedModel
 
-VERSION = 4
 _MOST_PREEMPTIONS_PER_S = 100.0
 """Two idle cores show 20 to 45, beside one more busy process 150 and more."""
 _PATIENCE_S = 1.5
@@ -65,12 +64,13 @@ def kept_or_measured(kind: str, key: Mapping[str, Any], measure: Callable[[], An
         stored = json.loads(path.read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):
         stored = {}
-    if isinstance(stored, dict) and stored.get("version") == VERSION and stored.get("key") == dict(key):
+    about = {"code": code_sha256(), "key": dict(key)}
+    if isinstance(stored, dict) and about.items() <= stored.items():
         return stored["value"]
     value, is_quiet = measure_undisturbed(measure)
     if is_quiet and path:
         with suppress(OSError):
-            _write(path, json.dumps({"version": VERSION, "key": dict(key), "value": value}, indent=1))
+            _write(path, json.dumps(about | {"value": value}, indent=1))
     return value
 
 
@@ -93,6 +93,15 @@ def cache_folder() -> Path | None:
         return Path(base, "specextend")
     home = os.path.expanduser("~")
     return Path(home, ".cache", "specextend") if os.path.isabs(home) else None
+
+
+def code_sha256() -> str:
+    """Compute a hash of the code that is measured or proved, and of what does it."""
+    package, found = Path(__file__).parents[1], hashlib.sha256()
+    for folder in ("attention", "decoding", "drafters", "proof"):
+        for path in sorted((package / folder).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def _path(kind: str, key: Mapping[str, Any]) -> Path | None:

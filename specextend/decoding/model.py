@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from specextend.attention.backends import (
-    KERNELS_VERSION,
     Cell,
     MeasuredAttention,
     cpu_kernels,
@@ -101,7 +100,6 @@ class CachedModel:
             "device": device_name(self.device),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "kernels_version": KERNELS_VERSION,
             "dtype": str(self.dtype),
             "layers": "torch" if self.kernels is TORCH else "kernels",
             "linears": self.linears,

@@ -6,7 +6,6 @@ node proves once, under a lock, and keeps the result until the driver, a library
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -94,21 +93,11 @@ def identity(subject: Subject, ladder: Sequence[Rung] = LADDER) -> dict[str, Any
         "driver": _DRIVER.read_text() if _DRIVER.exists() else "",
         "cuda": torch.version.cuda,
         "versions": {name: package_version(name) for name in _PACKAGES},
-        "code": _code_sha256(),
         "subject": asdict(subject),
         "ladder": [asdict(rung) for rung in ladder],
     }
     values: dict[str, Any] = json.loads(json.dumps(found))  # as it will be read again
     return values
-
-
-def _code_sha256() -> str:
-    """Compute a hash of the code that a proof runs."""
-    package, found = Path(__file__).parents[1], hashlib.sha256()
-    for folder in ("attention", "decoding", "drafters", "proof"):
-        for path in sorted((package / folder).rglob("*.py")):
-            found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def prove(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -75,6 +77,16 @@ def test_a_damaged_file_is_measured_again(text, folder, engine):
     engine.target.choose_kernels()
     [path] = folder.iterdir()
     path.write_text(text)
+    mark_cache(engine.target)
+    engine.target.choose_kernels()
+    assert not is_marked(engine.target)
+
+
+def test_what_other_code_has_measured_is_measured_again(folder, engine):
+    """Another release may have kept a value of another shape, or the times of other kernels."""
+    engine.target.choose_kernels()
+    [path] = folder.iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "0", "value": []}))
     mark_cache(engine.target)
     engine.target.choose_kernels()
     assert not is_marked(engine.target)

@@ -127,6 +127,6 @@ def test_a_kept_proof_is_not_used_after_a_change(change, subject, counted, tmp_p
     elif change == "torch":
         monkeypatch.setattr(ladder_module, "package_version", lambda name: "9.9")
     elif change == "code":
-        monkeypatch.setattr(ladder_module, "_code_sha256", lambda: "0")
+        monkeypatch.setattr(measurements, "code_sha256", lambda: "0")
     load_proof(replace(subject, batch=3) if change == "shape" else subject)
     assert len(counted) == 2
