@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
+from rapidfuzz.distance import LCSseq
 
 from benchmarks.benchmark import Benchmark
 from benchmarks.documents import PromptGroup, choose_documents
@@ -101,10 +103,13 @@ def run_rounds(
 
 def describe_tokens(outputs: Tokens, expected: Tokens) -> Row:
     """Count the tokens, and say whether an output ends in a loop, and whether all are those of the base."""
+    pairs = [*zip(outputs, expected, strict=True)]
     return {
         "num_output_tokens": sum(map(len, outputs)),
         "loops": any(map(is_loop, outputs)),
         "equals_base": outputs == expected,
+        "first_equals_base": [tokens[:1] for tokens in outputs] == [tokens[:1] for tokens in expected],
+        "rouge_l": fmean(2 * LCSseq.similarity(a, b) / max(1, len(a) + len(b)) for a, b in pairs),
     }
 
 

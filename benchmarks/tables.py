@@ -41,6 +41,10 @@ MEASURES = {
     "acceptance": Measure("acceptance length", lambda rows: rows["mean_acceptance_length"], is_speed=False),
     "coverage": Measure("attention in view", lambda rows: rows["retrieval_coverage"], is_speed=False),
     "equal": Measure("share of outputs equal to the base's", lambda rows: rows["equals_base"], is_speed=False),
+    "first-token": Measure(
+        "share of first tokens equal to the base's", lambda rows: rows["first_equals_base"], is_speed=False
+    ),
+    "rouge-l": Measure("ROUGE-L with the base's tokens", lambda rows: rows["rouge_l"], is_speed=False),
     "in-view": Measure("share of needle tokens in view", lambda rows: rows["in_view"], is_speed=False),
     "from-tree": Measure("share of needle tokens from a tree", lambda rows: rows["from_tree"], is_speed=False),
 }
