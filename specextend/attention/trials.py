@@ -211,6 +211,13 @@ def what_is_wrong_in_a_product(found: Tensor, linear: nn.Linear, x: Tensor) -> s
     return ""
 
 
+def what_differs(found: Tensor, expected: Tensor) -> str:
+    """Compare a layer's results, whose operators may round differently; return what is wrong, or an empty text."""
+    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    allowed = 4 * _least(found.dtype)
+    return "" if error <= allowed else f"a layer differs by {error:.2g} of its norm ({allowed:.2g} is allowed)"
+
+
 def what_is_wrong_in_a_layer(
     kernels: LayerKernels, num_rows: int, hidden_size: int, intermediate_size: int, heads: Heads, *, head_norms: bool
 ) -> str:

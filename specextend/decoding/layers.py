@@ -30,9 +30,9 @@ from specextend.attention.trials import Trial, what_is_wrong_in_a_product
 from specextend.core import counted
 from specextend.decoding.device import traits_of
 
-_FEW_ROWS = (1, 16)
+FEW_ROWS = (1, 16)
 """Rows of the products that decide: a plain step and a tree."""
-_MANY_ROWS = 256
+MANY_ROWS = 256
 """Rows of a product like those of a prompt, which the fastest layer for few rows must not slow down."""
 _SLACK = 1.1
 """How many times as long as the fastest a layer may take for many rows."""
@@ -97,29 +97,39 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self._index: int = attention.layer_idx
-        self._head_dim: int = attention.head_dim
+        self.head_dim: int = attention.head_dim
         self._scale: float = attention.scaling
         self.input_norm, self.post_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
         self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
         self.o_proj: nn.Module = attention.o_proj
         self.gate_up = join([mlp.gate_proj, mlp.up_proj])
         self.down_proj: nn.Module = mlp.down_proj
-        self._head_norms: HeadNorms | None = None
+        self.head_norms: HeadNorms | None = None
         if (norm := getattr(attention, "q_norm", None)) is not None:
-            self._head_norms = HeadNorms(norm.weight, attention.k_norm.weight, norm.variance_epsilon)
+            self.head_norms = HeadNorms(norm.weight, attention.k_norm.weight, norm.variance_epsilon)
 
     def forward(self, x: Tensor, run: Forward) -> Tensor:
         """Run x [R, C]; write the rows of the forward to the cache, attend as the plan says."""
         keys, values = run.stored[self._index]
         normed = run.kernels.add_norm(x, None, self.input_norm.weight, self.input_norm.eps)[1]
-        qkv = self.qkv(normed).unflatten(-1, (-1, self._head_dim))
-        rotated = run.kernels.rotate_heads(qkv, run.cos, run.sin, self._head_norms, keys, values, run.rows)
+        qkv = self.qkv(normed).unflatten(-1, (-1, self.head_dim))
+        rotated = run.kernels.rotate_heads(qkv, run.cos, run.sin, self.head_norms, keys, values, run.rows)
         query = rotated.unflatten(0, (-1, run.plan.num_new))
         if self._index in run.plan.keep_layers:
             run.plan.queries[self._index] = query
         mixed = attend_plan(run.attend, query, keys, values, run.plan, self._scale).flatten(2).flatten(0, 1)
         residual, normed = run.kernels.add_norm(x, self.o_proj(mixed), self.post_norm.weight, self.post_norm.eps)
         return residual + self.down_proj(run.kernels.gate(self.gate_up(normed)))
+
+
+def joined_in_one_call(layers: Sequence[FusedLayer], scale: float) -> Any:
+    """Return a `compiled.decoder.Decoder` of layers in bf16 on a CPU, or None where it cannot take them or be made."""
+    products = [child for layer in layers for child in layer.children() if not isinstance(child, Norm)]
+    if not all(isinstance(product, CompiledLinear) for product in products):
+        return None
+    from specextend.attention.compiled.decoder import Decoder, can_compile
+
+    return Decoder(layers, scale) if can_compile(layers[0].head_dim) else None
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -142,7 +152,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), max(_FEW_ROWS))
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), max(FEW_ROWS))
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,7 +213,7 @@ def taken_form(trials: Iterable[Trial]) -> str:
 def _fault(pack: Pack, linear: nn.Linear) -> str:
     """Return what is wrong with a form of a layer."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(max(_FEW_ROWS) + 1, linear.in_features, generator=generator).to(linear.weight.dtype)
+    x = torch.randn(max(FEW_ROWS) + 1, linear.in_features, generator=generator).to(linear.weight.dtype)
     return what_is_wrong_in_a_product(pack(linear)(x), linear, x)
 
 
@@ -229,15 +239,15 @@ def compiled_kernel() -> Any:
 
 def measure_forms(linears: list[nn.Linear], forms: Mapping[str, Pack]) -> dict[int, dict[str, float]]:
     """Return the seconds of each form for few rows and for many."""
-    few = {rows: _shortest(_first(linears, _READ_BYTES), forms, rows) for rows in _FEW_ROWS}
-    return few | {_MANY_ROWS: _shortest(_first(linears, _MULTIPLIED_BYTES), forms, _MANY_ROWS)}
+    few = {rows: _shortest(_first(linears, _READ_BYTES), forms, rows) for rows in FEW_ROWS}
+    return few | {MANY_ROWS: _shortest(_first(linears, _MULTIPLIED_BYTES), forms, MANY_ROWS)}
 
 
 def fastest(times: Mapping[int, Mapping[str, float]]) -> str:
     """Return the form that is fastest for few rows among those that are hardly slower than another for many."""
-    many = times[_MANY_ROWS]
+    many = times[MANY_ROWS]
     served = [name for name, seconds in many.items() if seconds <= _SLACK * min(many.values())]
-    return min(served, key=lambda name: sum(times[rows][name] for rows in _FEW_ROWS))
+    return min(served, key=lambda name: sum(times[rows][name] for rows in FEW_ROWS))
 
 
 def _first(linears: list[nn.Linear], num_bytes: int) -> list[nn.Linear]:

@@ -61,24 +61,32 @@ def attend_compiled(q: Tensor, k: Tensor, v: Tensor, span: KeySpan, scale: float
     assert serves(q.shape[3], q.dtype)
     assert q.dtype == k.dtype == v.dtype
     assert q.stride(3) == k.stride(2) == v.stride(2) == 1
-    num_sequences, num_queries, num_heads, head_dim = q.shape
+    num_sequences, num_queries, num_heads, _ = q.shape
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3], dtype=torch.float32)
-    places, mask = _places(span), _aligned_mask(span)
     shares = share(num_sequences, k.shape[0], num_queries * num_heads // k.shape[0], max(span.lengths))
+    counters = torch.zeros(2 + shares.num_groups, dtype=torch.int64)
+    call = describe(q, k, v, out, lse, span, scale, shares)
+    run_on(shares.num_workers, kernel(ELEMENTS[q.dtype]), LAYOUT.pack(*call, counters.data_ptr()))
+    return out, lse
+
+
+def describe(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, span: KeySpan, scale: float, shares: Shares
+) -> tuple[float, ...]:
+    """Return the fields of a `KernelCall` but for its counters; tensors that it needs are kept in the span."""
+    num_sequences, num_queries, num_heads, head_dim = q.shape
+    places, mask = _places(span), _aligned_mask(span)
     own = divide(head_dim, shares.rows, 0).end
     parts = shares.num_parts * shares.rows * (HEADER + 4 * head_dim) if shares.num_parts > 1 else 0
     workspace = _workspace(span, shares.num_workers * own + shares.num_groups * parts)
-    counters = torch.zeros(2 + shares.num_groups, dtype=torch.int64)
-    call = (
+    return (
         q.data_ptr(), *_strides(q), k.data_ptr(), *_strides(k), v.data_ptr(), *_strides(v),
         out.data_ptr(), lse.data_ptr(), places.data_ptr(),
         0 if mask is None else mask.data_ptr(), 0 if mask is None else mask.shape[2], span.causal,
         num_sequences, num_queries, k.shape[0], num_heads // k.shape[0], head_dim,
         shares.rows, shares.num_row_blocks, shares.num_splits, shares.num_parts,
-        counters.data_ptr(), workspace, workspace + shares.num_workers * own, scale, scale / math.log(2),
+        workspace, workspace + shares.num_workers * own, scale, scale / math.log(2),
     )  # fmt: skip
-    run_on(shares.num_workers, kernel(ELEMENTS[q.dtype]), LAYOUT.pack(*call))
-    return out, lse
 
 
 class Shares(NamedTuple):

@@ -62,8 +62,6 @@ class KernelCall(NamedTuple):
     """Splits of the longest sequence."""
     num_parts: int
     """Items that share the keys of some rows: one for each split, or 1."""
-    counters: int
-    """int64, 0 at first: workers, items begun, and for each item, parts aside, its parts that are done."""
     workspace: int
     """Scratch memory of each worker."""
     parts: int
@@ -71,6 +69,8 @@ class KernelCall(NamedTuple):
     scale: float
     exponent_scale: float
     """scale * log2(e)"""
+    counters: int
+    """int64, 0 at first: workers, items begun, and for each item, parts aside, its parts that are done."""
 
 
 class WorkItem(NamedTuple):
@@ -106,7 +106,7 @@ class Matrix(NamedTuple):
 
 
 RECORD = np.dtype([(name, np.float64 if "scale" in name else np.int64) for name in KernelCall._fields])
-LAYOUT = struct.Struct(f"={len(KernelCall._fields) - 2}q2d")
+LAYOUT = struct.Struct(f"={len(KernelCall._fields) - 3}q2dq")
 """A `RECORD`'s bytes."""
 
 
@@ -278,15 +278,25 @@ def add_up(element: Any, call: Any, item: Any, totals: int, states: int) -> None
         blocks.fold(element, total, state, call.head_dim // LANES, call.exponent_scale)
 
 
+@numba.njit
+def num_items(call: Any) -> int:
+    """Return the number of items of a call."""
+    return call.num_sequences * call.num_key_heads * call.num_row_blocks * call.num_parts
+
+
+@numba.njit
+def memory_of(call: Any, worker: int) -> Scratch:
+    """Return the memory of a worker."""
+    size = scratch_of(call.head_dim, call.rows, 0).end
+    return scratch_of(call.head_dim, call.rows, call.workspace + worker * size)
+
+
 @inlined
 def work(element: Any, call: Any) -> None:
     """Take items until none is left. Every worker of a call runs this once."""
-    worker = blocks.add_to(element, call.counters, 1)
-    size = scratch_of(call.head_dim, call.rows, 0).end
-    scratch = scratch_of(call.head_dim, call.rows, call.workspace + worker * size)
-    num_items = call.num_sequences * call.num_key_heads * call.num_row_blocks * call.num_parts
+    scratch = memory_of(call, blocks.add_to(element, call.counters, 1))
     number = blocks.add_to(element, call.counters + 8, 1)
-    while number < num_items:
+    while number < num_items(call):
         run_item(element, call, scratch, number)
         number = blocks.add_to(element, call.counters + 8, 1)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from specextend.attention.compiled import blocks
 from specextend.attention.compiled import vectors as vir
 from specextend.attention.compiled.attend import num_workers, run_on
-from specextend.attention.compiled.blocks import TILE, add_to, product, times
+from specextend.attention.compiled.blocks import TILE, add_to, load_units, product, times
 from specextend.attention.compiled.vectors import (
     FLOATS,
     LANES,
@@ -57,7 +57,7 @@ WIDENED = 128
 """Pairs of inputs that are widened at once: 32 KiB of bf16."""
 _ELEMENT = np.uint32
 _SUM_BYTES = VECTORS * VECTOR_BYTES
-_WORKER_BYTES = (ROWS + WIDENED) * _SUM_BYTES
+WORKER_BYTES = (2 * ROWS + WIDENED) * _SUM_BYTES
 
 
 class LinearCall(NamedTuple):
@@ -74,10 +74,14 @@ class LinearCall(NamedTuple):
     num_pairs: int
     """I / 2"""
     num_blocks: int
+    residual: int
+    """[T, O] that is added, in bf16; 0: nothing."""
+    is_gated: int
+    """1: the first half of the outputs is the gate of the second one, and SwiGLU of both is written."""
     counters: int
     """int64, 0 at first: workers, items begun."""
     workspace: int
-    """For each worker the sums of ROWS rows, and WIDENED pairs."""
+    """`WORKER_BYTES` for each worker: the sums of ROWS rows, those of another block, and WIDENED pairs."""
 
 
 RECORD = np.dtype([(name, np.int64) for name in LinearCall._fields])
@@ -85,13 +89,34 @@ LAYOUT = struct.Struct(f"={len(LinearCall._fields)}q")
 """A `RECORD`'s bytes."""
 
 
+def emit_output(b: Value, i: int, sums: Value, scales: Value, bias: Value) -> Value:
+    """Emit a vector of a row's outputs: sums times their scales, with bias."""
+    return vir.fma(b, *(load(b, address(b, each, i * VECTOR_BYTES)) for each in (sums, scales, bias)))
+
+
 @emitted()
-def round_sums(b: Value, element: Any, sums: Value, scales: Value, bias: Value, out: Value) -> None:
-    """Write a row's sums of a block, times their scales and with bias, as bf16."""
+def write_sums(b: Value, element: Any, sums: Value, scales: Value, bias: Value, residual: Value, out: Value) -> None:
+    """Write a row's outputs of a block as bf16, with a residual unless its address is 0."""
+    is_added = b.icmp_signed("!=", residual, vir.number(0))
     for i in range(VECTORS):
-        total, scale, added = (load(b, address(b, each, i * VECTOR_BYTES)) for each in (sums, scales, bias))
-        value = vir.to_bf16_fast(b, vir.fma(b, total, scale, added))
-        store(b, value, address(b, out, i * VECTOR_BYTES // 2), 2)
+        offset = i * VECTOR_BYTES // 2
+        added = load_units(b, types.uint16, address(b, b.select(is_added, residual, out), offset))
+        added = b.bitcast(b.select(is_added, added, vir.units([0] * LANES)), FLOATS)
+        value = b.fadd(emit_output(b, i, sums, scales, bias), added)
+        store(b, vir.to_bf16_fast(b, value), address(b, out, offset), 2)
+
+
+@emitted()
+def write_gated(
+    b: Value, element: Any, gate: Value, gate_scales: Value, gate_bias: Value, sums: Value, scales: Value, bias: Value,
+    out: Value,
+) -> None:  # fmt: skip
+    """Write SwiGLU of a row's outputs of two blocks as bf16."""
+    for i in range(VECTORS):
+        value = b.fmul(
+            vir.silu(b, emit_output(b, i, gate, gate_scales, gate_bias)), emit_output(b, i, sums, scales, bias)
+        )
+        store(b, vir.to_bf16_fast(b, value), address(b, out, i * VECTOR_BYTES // 2), 2)
 
 
 @emitted()
@@ -111,12 +136,12 @@ def widen(b: Value, element: Any, source: Value, count: Value, target: Value) ->
 
 
 @numba.njit
-def multiply_rows(element: Any, call: Any, sums: int, block: int, first: int, num_rows: int) -> None:
+def multiply_rows(element: Any, call: Any, sums: int, widened: int, block: int, first: int, num_rows: int) -> None:
     """Multiply some rows with a block of the weight."""
     row_bytes, pair_bytes, at_once = call.num_pairs * 4, _SUM_BYTES, DEPTH
     if call.is_int8 != 0:
         pair_bytes, at_once = _SUM_BYTES // 2, WIDENED
-    weight, widened = call.weight + block * call.num_pairs * pair_bytes, sums + ROWS * _SUM_BYTES
+    weight = call.weight + block * call.num_pairs * pair_bytes
     for start in range(0, call.num_pairs, at_once):
         depth, right = min(at_once, call.num_pairs - start), weight + start * pair_bytes
         if call.is_int8 != 0:
@@ -128,24 +153,51 @@ def multiply_rows(element: Any, call: Any, sums: int, block: int, first: int, nu
                 call.x + (first + row) * row_bytes + start * 4, row_bytes, right, _SUM_BYTES,
                 depth, sums + row * _SUM_BYTES, _SUM_BYTES, min(start, 1),
             )  # fmt: skip
+
+
+@numba.njit
+def write_rows(element: Any, call: Any, sums: int, block: int, first: int, num_rows: int) -> None:
+    """Write some rows of a block, whose sums are followed by those of a second block if it is a gate."""
+    width = call.num_blocks >> call.is_gated
     scales, bias = call.scales + block * _SUM_BYTES, call.bias + block * _SUM_BYTES
     for row in range(num_rows):
-        place = ((first + row) * call.num_blocks + block) * (_SUM_BYTES // 2)
-        round_sums(element, sums + row * _SUM_BYTES, scales, bias, call.out + place)
+        place = ((first + row) * width + block) * (_SUM_BYTES // 2)
+        mine, out = sums + row * _SUM_BYTES, call.out + place
+        if call.is_gated:
+            other, across = mine + ROWS * _SUM_BYTES, width * _SUM_BYTES
+            write_gated(element, mine, scales, bias, other, scales + across, bias + across, out)
+        else:
+            write_sums(element, mine, scales, bias, call.residual + place * min(call.residual, 1), out)
+
+
+@numba.njit
+def num_items(call: Any) -> int:
+    """Return the number of items of a call."""
+    return (call.num_blocks >> call.is_gated) * ((call.num_rows + ROWS - 1) // ROWS)
+
+
+@numba.njit
+def run_item(element: Any, call: Any, sums: int, number: int) -> None:
+    """Multiply up to ROWS rows with a block, or with a gate's and the one that it belongs to."""
+    block, part = divmod(number, (call.num_rows + ROWS - 1) // ROWS)
+    at_once = TILE if call.num_pairs <= DEPTH and call.is_int8 == 0 else ROWS  # fewer sums take less of a first cache
+    end, others = min(call.num_rows, (part + 1) * ROWS), sums + ROWS * _SUM_BYTES
+    widened = others + ROWS * _SUM_BYTES
+    for first in range(part * ROWS, end, at_once):
+        num_rows = min(at_once, end - first)
+        multiply_rows(element, call, sums, widened, block, first, num_rows)
+        if call.is_gated:
+            multiply_rows(element, call, others, widened, block + call.num_blocks // 2, first, num_rows)
+        write_rows(element, call, sums, block, first, num_rows)
 
 
 @numba.njit
 def work(element: Any, call: Any) -> None:
     """Take items until none is left. Every worker of a call runs this once."""
-    sums = call.workspace + add_to(element, call.counters, 1) * _WORKER_BYTES
-    parts = (call.num_rows + ROWS - 1) // ROWS
-    at_once = TILE if call.num_pairs <= DEPTH and call.is_int8 == 0 else ROWS  # fewer sums take less of a first cache
+    sums = call.workspace + add_to(element, call.counters, 1) * WORKER_BYTES
     number = add_to(element, call.counters + 8, 1)
-    while number < call.num_blocks * parts:
-        block, part = divmod(number, parts)
-        end = min(call.num_rows, (part + 1) * ROWS)
-        for first in range(part * ROWS, end, at_once):
-            multiply_rows(element, call, sums, block, first, min(at_once, end - first))
+    while number < num_items(call):
+        run_item(element, call, sums, number)
         number = add_to(element, call.counters + 8, 1)
 
 
@@ -208,10 +260,10 @@ def multiply(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
     out = torch.empty(*x.shape[:-1], num_blocks * BLOCK, dtype=x.dtype)
     threads = num_workers()
     counters = torch.zeros(2, dtype=torch.int64)
-    workspace = torch.empty(threads * _WORKER_BYTES // 4)
+    workspace = torch.empty(threads * WORKER_BYTES // 4)
     record = LAYOUT.pack(
         x.data_ptr(), weight.data_ptr(), weight.dtype == torch.int8, scales.data_ptr(), bias.data_ptr(),
-        out.data_ptr(), num_rows, num_pairs, num_blocks, counters.data_ptr(), workspace.data_ptr(),
+        out.data_ptr(), num_rows, num_pairs, num_blocks, 0, False, counters.data_ptr(), workspace.data_ptr(),
     )  # fmt: skip
     run_on(threads, kernel(), record)
     return out

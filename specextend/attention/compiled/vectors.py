@@ -10,6 +10,7 @@ Needs numba, which is optional: import this only where the extra `cpu` is instal
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ def prefetch(b: Value, where: Value) -> None:
     name = "llvm.prefetch.p0"
     kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
     arguments = [b.inttoptr(where, ir.PointerType()), *(ir.Constant(I32, n) for n in (0, 3, 1))]
-    b.call(_declared(b, kind, name), arguments)
+    b.call(declared(b, kind, name), arguments)
 
 
 def splat(b: Value, scalar: Value) -> Value:
@@ -128,14 +129,14 @@ def splat(b: Value, scalar: Value) -> Value:
 def fma(b: Value, x: Value, y: Value, z: Value) -> Value:
     """Return x * y + z, fused where the processor can."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    return b.call(_declared(b, kind, "llvm.fmuladd.v16f32"), [x, y, z])
+    return b.call(declared(b, kind, "llvm.fmuladd.v16f32"), [x, y, z])
 
 
 def dot_pairs(b: Value, sums: Value, x: Value, y: Value) -> Value:
     """Add to each lane of `sums` the product of two pairs of bf16 (avx512_bf16)."""
     pairs = ir.VectorType(BFloat(), 2 * LANES)
     kind = ir.FunctionType(FLOATS, [FLOATS, pairs, pairs])
-    product = _declared(b, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    product = declared(b, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
     return b.call(product, [sums, b.bitcast(x, pairs), b.bitcast(y, pairs)])
 
 
@@ -150,7 +151,7 @@ def to_bf16(b: Value, x: Value) -> Value:
 def to_bf16_fast(b: Value, x: Value) -> Value:
     """Round a vector to 16 lanes of bf16, as i16 (avx512_bf16)."""
     kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [FLOATS])
-    convert = _declared(b, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    convert = declared(b, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
     return b.bitcast(b.call(convert, [x]), ir.VectorType(I16, LANES))
 
 
@@ -180,6 +181,13 @@ def exp2(b: Value, x: Value) -> Value:
     for coefficient in EXP2[-2::-1]:
         result = fma(b, result, rest, floats(coefficient))
     return b.fmul(result, power)
+
+
+def silu(b: Value, x: Value) -> Value:
+    """Return x / (1 + e^-x)."""
+    power = exp2(b, b.fmul(larger(b, x, b.fneg(x)), floats(-math.log2(math.e))))  # of -|x|
+    above = b.select(b.fcmp_ordered("<", x, floats(0.0)), power, floats(1.0))
+    return b.fdiv(b.fmul(x, above), b.fadd(floats(1.0), power))
 
 
 def transposed(b: Value, rows: list[Value]) -> list[Value]:
@@ -228,6 +236,7 @@ def repeat(
     return new
 
 
-def _declared(b: Value, kind: ir.FunctionType, name: str) -> Value:
+def declared(b: Value, kind: ir.FunctionType, name: str) -> Value:
+    """Return a function of LLVM's or of the C library, declared once in a module."""
     known = b.module.globals.get(name)
     return known if known is not None else ir.Function(b.module, kind, name=name)

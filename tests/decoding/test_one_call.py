@@ -1,0 +1,102 @@
+"""All layers in one compiled call: what they compute one after the other."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("numba", reason="numba is the extra `cpu`")
+
+from specextend.attention.backends import load_backend
+from specextend.attention.compiled.decoder import Decoder
+from specextend.attention.plan import AttentionPlan
+from specextend.attention.reference import attend_reference
+from specextend.decoding import layers as packing
+from specextend.decoding import measurements
+from specextend.decoding.layers import compiled_kernel
+from specextend.decoding.model import CachedModel
+from tests.tiny_models import FAMILIES, Family, tiny_model
+
+pytestmark = pytest.mark.skipif(compiled_kernel() is None, reason="the kernel needs a processor with avx512_bf16")
+
+WITH_BIASES_OR_NORMS = {
+    name: Family(config=FAMILIES[name].config, heads=(4, 2), head_dim=32) for name in ("llama", "qwen2-yarn", "qwen3")
+}
+KEPT = (0, 2)
+TREE = torch.eye(9, dtype=torch.bool) | (torch.arange(9) == 0)
+
+
+@pytest.fixture(params=WITH_BIASES_OR_NORMS)
+def models(request, monkeypatch):
+    """A random model in fp32 and in bf16, the latter with products that one call can take."""
+    monkeypatch.setattr(packing, "fastest", lambda times: "compiled")
+    rounded = tiny_model(WITH_BIASES_OR_NORMS[request.param], seed=3, hidden_size=128).bfloat16()
+    exact = CachedModel(copy.deepcopy(rounded).float(), attend_reference, 1024)
+    return exact, CachedModel(rounded, load_backend("compiled", torch.device("cpu")), 1024)
+
+
+def in_one_call(model: CachedModel) -> CachedModel:
+    model._decoder = Decoder(model.model.model.layers, model.scale)
+    return model
+
+
+@torch.inference_mode()
+def forwards(model: CachedModel, batch: int = 1, seed: int = 0) -> list[Tensor]:
+    """Return what a chunk of a prompt, another one behind it, a tree and a plain step give and write."""
+    model.cache.stored[:] = 0
+    generator, results, starts = torch.Generator().manual_seed(seed), [], [0, 512][:batch]
+    length = 0
+    for num_new, mask in ((70, None), (130, None), (9, TREE.expand(batch, -1, -1)), (1, None)):
+        length += num_new
+        plan = AttentionPlan(starts, [length] * batch, num_new, mask, "dense", keep_layers=frozenset({1}))
+        token_ids = torch.randint(0, 100, (batch, num_new), generator=generator)
+        positions = torch.arange(length - num_new, length).expand(batch, -1)
+        results += [*model.forward_with_features(token_ids, positions, plan, KEPT), plan.queries[1]]
+    return [*results, model.cache.stored.clone()]
+
+
+def test_it_is_as_exact_as_layer_after_layer(models):
+    """Outputs, features and queries that are kept, and the cache, for biases, norms of heads and heads in groups."""
+    exact, rounded = models
+    expected, plain, found = forwards(exact), forwards(rounded), forwards(in_one_call(rounded))
+    assert rounded._decoder is not None
+    for right, before, after in zip(expected, plain, found, strict=True):
+        assert after.shape == right.shape
+        assert (after.float() - right).norm() <= 1.5 * (before.float() - right).norm()
+
+
+def test_a_sequence_is_the_same_in_any_company_and_on_any_number_of_threads(models):
+    """A document's tokens depend neither on its neighbours in the batch nor on the machine's cores."""
+    model, threads = in_one_call(models[1]), torch.get_num_threads()
+    both = forwards(model, batch=2)
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert all(map(torch.equal, both, forwards(model, batch=2)))
+    finally:
+        torch.set_num_threads(threads)
+    token_ids = torch.randint(0, 100, (1, 40))
+    with torch.inference_mode():
+        together = model.forward(
+            token_ids.expand(2, -1), torch.arange(40).expand(2, -1), AttentionPlan([0, 512], [40, 40], 40)
+        )
+        alone = model.forward(token_ids, torch.arange(40)[None], AttentionPlan([512], [40], 40))
+    assert torch.equal(together[0], alone[0])
+    assert torch.equal(together[1], alone[0])
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_it_is_taken_only_where_it_is_right(models, factor, monkeypatch, tmp_path):
+    """It is tried on the model's own first layer at the start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("specextend.decoding.model.fastest", lambda times: "layers: one call")
+    run = Decoder.run
+    monkeypatch.setattr(Decoder, "run", lambda *call: (factor * run(*call)[0], run(*call)[1]))
+    model = models[1]
+    model.choose_kernels()
+    trial = model.trials[-1]
+    assert (trial.name, trial.taken, trial.is_wrong) == ("layers: one call", factor == 1.0, factor != 1.0)
+    assert (model._decoder is not None) == trial.taken
+    assert measurements.cache_folder() == tmp_path / "specextend"
