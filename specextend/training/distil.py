@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specextend.config import RunConfig
@@ -25,8 +26,9 @@ from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
 from specextend.decoding.decoding_options import DraftOptions
-from specextend.drafters.formats import WEIGHTS_FILE, read_head, read_vocabulary
-from specextend.drafters.small_lm import FILE, read_reduced
+from specextend.drafters.formats import WEIGHTS_FILE
+from specextend.drafters.small_lm import FILE
+from specextend.model_files import VOCABULARY
 from specextend.models import load_target, load_tokenizer
 from specextend.pairing import check_pair
 from specextend.training.answers import add_answers, read_answers, tokens_per_step, with_draft
@@ -54,36 +56,9 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     before the target reads anything, if `output` holds another training, if there is too little text, if the target's
     context is too short, or if the draft to go on from does not fit.
     """
-    start = DraftOptions(kind=options.kind, model=options.start_from) if options.start_from else None
-    facts = check_pair(config.target, start)
-    tokenizer = load_tokenizer(config.target.model, config.target.revision)
-    try:
-        prompts = Prompts(tokenizer, config.prompt, config.max_tokens(facts.context_length))
-        maker = SampleMaker(tokenizer, prompts, options, config.decoding.max_new_tokens)
-    except DocumentError as error:
-        raise ValueError(f"the prompt does not fit the target: {error.message}") from None
-    learned, held, short = _read_texts(source, maker, options)
-    texts = [text.token_ids for text in (*learned, *short)]
-    if start is None:
-        vocabulary = frequent_tokens(texts, tokenizer.all_special_ids, options.vocabulary)
-    else:
-        vocabulary = _vocabulary_of(options)
-    settings = {
-        "target": config.target.model,
-        "prompt": asdict(config.prompt),
-        "decoding": asdict(config.decoding),
-        "files": [[file.relative_path, file.num_rows] for file in source.files],
-        "options": asdict(replace(options, num_rounds=1)),
-    }
-    work = output / "work"
-    for name in ("answers", "recordings"):
-        (work / name).mkdir(parents=True, exist_ok=True)
-    _claim(work / "settings.json", settings)
-    rounds = _Rounds(config, options, maker, learned, held, texts, vocabulary, output, show)
+    rounds = _Rounds(config, source, options, output, show)
     while rounds.may_go_on:
         rounds.take_next()
-        write_card(output, settings, rounds.figures())
-        rounds.keep()
     return rounds.figures()
 
 
@@ -129,36 +104,44 @@ def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) 
 
 def _vocabulary_of(options: TrainOptions) -> Tensor:
     """Read which tokens the draft to go on from proposes. Raises ValueError if it is none of ours."""
-    folder = Path(options.start_from)
-    if options.kind == "model":
-        reduced = read_reduced(folder)
-        found = None if reduced is None else reduced.token_ids
-    else:
-        head = read_head(folder)
-        found = read_vocabulary(head) if head.is_ours else None
-    if found is None:
-        raise ValueError(f"{folder} cannot be gone on from: it is no draft that this command made")
-    return found
+    file = Path(options.start_from, FILE if options.kind == "model" else WEIGHTS_FILE)
+    tensors = load_file(file) if file.exists() else {}
+    if VOCABULARY not in tensors:
+        raise ValueError(f"{options.start_from} cannot be gone on from: it is no draft that this command made")
+    return tensors[VOCABULARY]
 
 
 class _Rounds:
     """The rounds of a training. Each ends with a point of a curve, which is kept in a file."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        options: TrainOptions,
-        maker: SampleMaker,
-        learned: list[Text],
-        held: list[Text],
-        texts: list[Tensor],
-        vocabulary: Tensor,
-        output: Path,
-        show: Show,
-    ) -> None:
-        self._config, self._options, self._maker, self._show = config, options, maker, show
-        self._learned, self._held, self._texts, self._vocabulary = learned, held, texts, vocabulary
-        self._output, self._work = output, output / "work"
+    def __init__(self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> None:
+        """Check and read all that the rounds share, and the curve of those that have ended. Raises ValueError."""
+        self._config, self._options, self._output, self._show = config, options, output, show
+        start = DraftOptions(kind=options.kind, model=options.start_from) if options.start_from else None
+        limit = config.max_tokens(check_pair(config.target, start).context_length)
+        tokenizer = load_tokenizer(config.target.model, config.target.revision)
+        try:
+            prompts = Prompts(tokenizer, config.prompt, limit)
+            self._maker = SampleMaker(tokenizer, prompts, options, config.decoding.max_new_tokens)
+        except DocumentError as error:
+            raise ValueError(f"the prompt does not fit the target: {error.message}") from None
+        self._learned, self._held, short = _read_texts(source, self._maker, options)
+        self._texts = [text.token_ids for text in (*self._learned, *short)]
+        special = tokenizer.all_special_ids
+        self._vocabulary = (
+            _vocabulary_of(options) if start else frequent_tokens(self._texts, special, options.vocabulary)
+        )
+        self._settings = {
+            "target": config.target.model,
+            "prompt": asdict(config.prompt),
+            "decoding": asdict(config.decoding),
+            "files": [[file.relative_path, file.num_rows] for file in source.files],
+            "options": asdict(replace(options, num_rounds=1)),
+        }
+        self._work = output / "work"
+        for name in ("answers", "recordings"):
+            (self._work / name).mkdir(parents=True, exist_ok=True)
+        _claim(self._work / "settings.json", self._settings)
         file = self._work / CURVE
         self._curve: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
 
@@ -179,7 +162,10 @@ class _Rounds:
         return {"best_round": best and best["round"], "rounds": self._curve}
 
     def take_next(self) -> None:
-        """Train, measure, and copy the draft to the output folder if it is the best so far."""
+        """Train, measure, and copy the draft to the output folder if it is the best so far.
+
+        The round ends when the curve is written. Before, the next call goes on with it.
+        """
         number = self._curve[-1]["round"] + 1 if self._curve else 0 if self._options.start_from else 1
         num_answers, folder = number * self._options.num_answers, self._folder(number)
         self._show("round", number, self._options.num_rounds)
@@ -192,13 +178,11 @@ class _Rounds:
         if self._best is self._curve[-1]:
             for file in filter(Path.exists, (folder / name for name in FILES)):
                 shutil.copy(file, self._output)
-
-    def keep(self) -> None:
-        """Keep the curve, which ends the round; its training cannot be resumed any more."""
+        write_card(self._output, self._settings, self.figures())
         temporary = self._work / "curve.tmp"
         temporary.write_text(json.dumps(self._curve, indent=1))
         temporary.replace(self._work / CURVE)
-        shutil.rmtree(self._work / f"round-{self._curve[-1]['round']}" / TRAINING, ignore_errors=True)
+        shutil.rmtree(self._work / f"round-{number}" / TRAINING, ignore_errors=True)
 
     def _folder(self, number: int) -> Path:
         """Return where the draft of a round is; that of round 0 is the one to go on from."""
