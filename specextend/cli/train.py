@@ -50,10 +50,10 @@ def train(
     """Distil a draft for the target of a configuration.
 
     In rounds: the target answers pieces of the documents with the configuration's prompt and sampling, the draft learns
-    its choices, and held-out documents (one in ten) show how many tokens a step the draft brings. When that does not
-    rise, training ends, and OUTPUT has the best draft, with the curve in README.md. Kind `eagle` is a head over the
-    target's last hidden state with copy heads, `model` a small standalone LM. After an interruption (exit code 75) the
-    same command resumes; more --rounds may be asked for. OUTPUT/work can be deleted afterwards. Exit code 2: the
+    its choices, and held-out documents (one in ten) show how many tokens a step the draft brings. After two rounds that
+    brought nothing training ends. OUTPUT has the best draft, with the curve in README.md. Kind `eagle` is a head over
+    the target's last hidden state with copy heads, `model` a small standalone LM. After an interruption (exit code 75)
+    the same command resumes; more --rounds may be asked for. OUTPUT/work can be deleted afterwards. Exit code 2: the
     configuration, the text or the output folder cannot be used.
     """
     for stop in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us in the background, with SIGINT ignored

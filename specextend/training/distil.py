@@ -1,7 +1,7 @@
 """A whole training in rounds: own answers of the target, its hidden states at them, the draft, and what it is worth.
 
 Each round adds answers, goes on from the best draft so far with all of them, and measures the tokens per step that the
-new draft brings on held-out documents in the engine. Rounds end when that does not rise. One document in ten is held
+new draft brings on held-out documents in the engine. Rounds end when that rises no more. One document in ten is held
 out. The output folder holds the best draft; its subfolder `work` holds what an interrupted training needs to resume.
 """
 
@@ -43,10 +43,10 @@ HELD_OUT = 10
 LEAST_HELD, MOST_HELD = 4, 64
 """Bounds of the number of those prompts."""
 TRAIN: dict[TrainedKind, Callable[[Task], None]] = {"eagle": train_eagle, "model": train_language_model}
+PATIENCE = 2
+"""Rounds in a row without a better draft, after which training ends: one may be bad luck."""
 FILES = ("config.json", WEIGHTS_FILE, FILE)
 """Files of a draft."""
-CURVE = "curve.json"
-"""Of each round its number, its answers and its tokens per step."""
 
 
 def distil(config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> dict[str, Any]:
@@ -62,21 +62,17 @@ def distil(config: RunConfig, source: Source, options: TrainOptions, output: Pat
     return rounds.figures()
 
 
-def _read_texts(source: Source, maker: SampleMaker, options: TrainOptions) -> tuple[list[Text], list[Text], list[Text]]:
-    """Read all texts: those to learn from, those held out, and those too short to be answered, to learn from as well.
-
-    Raises ValueError if fewer than two are long enough.
-    """
+def _read_texts(source: Source, maker: SampleMaker, options: TrainOptions) -> list[Text]:
+    """Read the texts that are long enough to be answered. Raises ValueError if they are fewer than two."""
     rows = (source.read(scanned.key) for scanned in source.scan() if scanned.error_class is None)
     texts = [Text(torch.tensor(maker.encode(row.document.text), dtype=torch.int32), row.instruction) for row in rows]
-    fits = [maker.fits(text) for text in texts]
-    if sum(fits) < 2:
+    long = [text for text in texts if len(text.token_ids) >= options.min_tokens]
+    if len(long) < 2:
         raise ValueError(
             f"at least two texts must have the {options.min_tokens} tokens that a piece needs, because one is held "
-            f"out: found {sum(fits)} of {len(texts)}"
+            f"out: found {len(long)} of {len(texts)}"
         )
-    learned, held = split([text for text, fit in zip(texts, fits, strict=True) if fit])
-    return learned, held, [text for text, fit in zip(texts, fits, strict=True) if not fit]
+    return long
 
 
 def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
@@ -125,9 +121,8 @@ class _Rounds:
             self._maker = SampleMaker(tokenizer, prompts, options, config.decoding.max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"the prompt does not fit the target: {error.message}") from None
-        self._learned, self._held, short = _read_texts(source, self._maker, options)
-        self._texts = [text.token_ids for text in (*self._learned, *short)]
-        special = tokenizer.all_special_ids
+        self._learned, self._held = split(_read_texts(source, self._maker, options))
+        self._texts, special = [text.token_ids for text in self._learned], tokenizer.all_special_ids
         self._vocabulary = (
             _vocabulary_of(options) if start else frequent_tokens(self._texts, special, options.vocabulary)
         )
@@ -142,8 +137,8 @@ class _Rounds:
         for name in ("answers", "recordings"):
             (self._work / name).mkdir(parents=True, exist_ok=True)
         _claim(self._work / "settings.json", self._settings)
-        file = self._work / CURVE
-        self._curve: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+        self._file = self._work / "curve.json"
+        self._curve: list[dict[str, Any]] = json.loads(self._file.read_text()) if self._file.exists() else []
 
     @property
     def _best(self) -> dict[str, Any] | None:
@@ -152,9 +147,9 @@ class _Rounds:
 
     @property
     def may_go_on(self) -> bool:
-        """Return True if the last round rose, and was not the last that is asked for."""
-        last = self._curve[-1] if self._curve else None
-        return last is self._best and (last is None or last["round"] < self._options.num_rounds)
+        """Return True unless all rounds are done that are asked for, or the last ones have brought nothing."""
+        best, last = self._best, self._curve[-1]["round"] if self._curve else 0
+        return best is None or (last < self._options.num_rounds and last - best["round"] < PATIENCE)
 
     def figures(self) -> dict[str, Any]:
         """Return the curve, and which of its points is the draft in the output folder."""
@@ -179,9 +174,9 @@ class _Rounds:
             for file in filter(Path.exists, (folder / name for name in FILES)):
                 shutil.copy(file, self._output)
         write_card(self._output, self._settings, self.figures())
-        temporary = self._work / "curve.tmp"
+        temporary = self._file.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._curve, indent=1))
-        temporary.replace(self._work / CURVE)
+        temporary.replace(self._file)
         shutil.rmtree(self._work / f"round-{number}" / TRAINING, ignore_errors=True)
 
     def _folder(self, number: int) -> Path:

@@ -83,12 +83,8 @@ class SampleMaker:
             )
         self._most = min(options.max_tokens, room)
 
-    def fits(self, text: Text) -> bool:
-        """Return True if a document is long enough to be answered."""
-        return len(text.token_ids) >= self._options.min_tokens
-
     def prompt(self, text: Text, number: int, *, whole: bool) -> list[int]:
-        """Make the run's prompt of a document that `fits`: of the whole document if asked for, or of a random piece.
+        """Make the run's prompt of a document: of the whole document if asked for, or of a random piece.
 
         A document that is longer than the longest piece is never answered whole.
         """
@@ -97,7 +93,7 @@ class SampleMaker:
         return self._render(piece, text)
 
     def sample(self, text: Text, number: int) -> Sample:
-        """Make the sample `number` from a random piece of a document that `fits`."""
+        """Make the sample `number` from a random piece of a document."""
         random = Random(f"{self._options.seed}/{number}")
         piece = self._piece(text, random)
         names, sentences = self._facts(random)

@@ -45,7 +45,7 @@ class TrainOptions:
     num_samples: int = 64
     """Prompts with quotes and facts, which teach to copy."""
     min_tokens: int = 1024
-    """Shortest piece of a document that is answered."""
+    """Shortest piece of a document that is answered; shorter documents are not used."""
     max_tokens: int = 5120
     """Longest piece of a document that is answered."""
     vocabulary: int = 8192
@@ -124,7 +124,7 @@ class Task:
     vocabulary: Tensor
     """[V] int64 token ids that the draft proposes, ascending."""
     texts: list[Tensor]
-    """Tokens [T] of every text that is not held out."""
+    """Tokens [T] of each text that is not held out."""
     learned: list[Path]
     """Recordings to learn from."""
     start: Path | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,14 @@ def test_a_draft_is_gone_on_from_and_measured_first(workshop, drafts, tmp_path):
     assert figures["rounds"][0]["tokens_per_step"] == max(each["tokens_per_step"] for each in before["rounds"])
     with pytest.raises(ValueError, match="is of type None; served are"):
         workshop.train(tmp_path / "other", "model", start_from=str(drafts["eagle"]))
+
+
+def test_two_rounds_that_bring_nothing_end_a_training(workshop, drafts, tmp_path):
+    """More rounds would take hours and give nothing; one alone may be bad luck."""
+    folder = shutil.copytree(drafts["eagle"], tmp_path / "draft")
+    points = [{"round": number, "answers": 8 * number, "tokens_per_step": 3.0 - number} for number in (1, 2, 3)]
+    (folder / "work" / "curve.json").write_text(json.dumps(points))
+    assert workshop.train(folder, "eagle", num_rounds=9) == {"best_round": 1, "rounds": points}
 
 
 def test_a_folder_of_another_training_is_refused(workshop, drafts):
