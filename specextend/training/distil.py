@@ -264,16 +264,17 @@ learned from: one document in ten is held out. This draft is that of round {best
 
 def write_card(output: Path, settings: dict[str, Any], figures: dict[str, Any]) -> None:
     """Write the model card `README.md` beside the draft: target, text, recipe and the acceptance after each round."""
-    options = settings["options"]
-    begun = f"Round 0 is the draft that it went on from, `{Path(options['start_from']).name}`."
+    target, start = Path(settings["target"]).name, Path(settings["options"]["start_from"]).name
+    options = settings["options"] | {"start_from": start}
+    begun = f"Round 0 is the draft that it went on from, `{start}`."
     card = CARD.format(
         name=output.resolve().name,
-        target=Path(settings["target"]).name,
+        target=target,
         description=DESCRIPTIONS[options["kind"]],
         samples=counted(options["num_samples"], "prompt"),
-        begun=begun if options["start_from"] else "",
+        begun=begun if start else "",
         curve="\n".join(f"| {p['round']} | {p['answers']:,} | {p['tokens_per_step']:.3f} |" for p in figures["rounds"]),
         best=figures["best_round"],
-        settings=json.dumps(settings, indent=1),
+        settings=json.dumps(settings | {"target": target, "options": options}, indent=1),
     )
     (output / "README.md").write_text(card, encoding="utf-8")

@@ -95,6 +95,9 @@ def test_a_draft_is_gone_on_from_and_measured_first(workshop, drafts, tmp_path):
     """What it was worth before says whether the training was worth its time; if not, it is what the output holds."""
     figures = workshop.train(tmp_path / "more", "eagle", start_from=str(drafts["eagle"]), num_rounds=1)
     assert [each["round"] for each in figures["rounds"]] == [0, 1]
+    card = (tmp_path / "more" / "README.md").read_text()
+    assert "Round 0 is the draft that it went on from, `eagle`." in card
+    assert str(drafts["eagle"].parent) not in card, "folders of the machine are nobody's business"
     before = json.loads((drafts["eagle"] / "figures.json").read_text())
     assert figures["rounds"][0]["tokens_per_step"] == max(each["tokens_per_step"] for each in before["rounds"])
     with pytest.raises(ValueError, match="is of type None; served are"):
