@@ -45,7 +45,7 @@ LAYERS = (
 )
 OWNERS = {
     "ray": ("specextend/cluster/",),
-    "pyarrow": ("specextend/data/", "specextend/report/", "benchmarks/documents.py", "scripts/"),
+    "pyarrow": ("specextend/data/", "specextend/report/", "specextend/training/", "benchmarks/", "scripts/"),
     "transformers": (
         "specextend/models.py",
         "benchmarks/peers.py",

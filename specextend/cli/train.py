@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,11 @@ from typing import Any
 import click
 
 from specextend.cli.command import SET, config_option, in_one_line, show, takes
+
+BAR = 12
+"""Characters of a whole bar."""
+LINE_S = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 @click.command()
@@ -22,17 +29,19 @@ from specextend.cli.command import SET, config_option, in_one_line, show, takes
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="folder to write the draft to")
 @click.option("--kind", type=click.Choice(["eagle", "model"]), help="kind of draft")
 @takes(
-    click.option("--samples", "num_samples", type=int, help="number of prompts to record"),
+    click.option("--start-from", type=click.Path(exists=True, resolve_path=True), help="a draft to go on from"),
+    click.option("--rounds", "num_rounds", type=int, help="most rounds of answers, training and evaluation"),
+    click.option("--answers", "num_answers", type=int, help="answers of the target that each round adds"),
+    click.option("--samples", "num_samples", type=int, help="number of prompts with quotes and facts"),
     click.option("--min-tokens", type=int, help="tokens of the shortest piece of a document"),
     click.option("--max-tokens", type=int, help="tokens of the longest piece of a document"),
-    click.option("--summary-tokens", type=int, help="most tokens of a summary"),
     click.option("--vocabulary", type=int, help="number of tokens that the draft can propose"),
     click.option("--copy-heads", type=int, help="eagle: number of KV heads that copy"),
     click.option("--hidden-size", type=int, help="model: hidden size"),
     click.option("--layers", "num_layers", type=int, help="model: number of layers"),
-    click.option("--passes", type=int, help="passes over the recordings"),
+    click.option("--passes", type=int, help="passes of each round over all recordings"),
     click.option("--learning-rate", type=float, help="peak learning rate"),
-    click.option("--seed", type=int, help="seed of samples and training"),
+    click.option("--seed", type=int, help="seed of pieces, quotes and training"),
 )
 @in_one_line
 def train(
@@ -40,11 +49,12 @@ def train(
 ) -> int:
     """Distil a draft for the target of a configuration.
 
-    The target reads pieces of the documents and summarises them; the draft learns its choices. Kind `eagle` is a head
-    over the target's last hidden state with copy heads, `model` a small standalone LM. One document in ten is held out;
-    OUTPUT/README.md says how often the draft agrees with the target on those. After an interruption (exit code 75) the
-    same command resumes. OUTPUT/work can be deleted afterwards. Exit code 2: the configuration, the text or the output
-    folder cannot be used.
+    In rounds: the target answers pieces of the documents with the configuration's prompt and sampling, the draft learns
+    its choices, and held-out documents (one in ten) show how many tokens a step the draft brings. After two rounds that
+    brought nothing training ends. OUTPUT has the best draft, with the curve in README.md. Kind `eagle` is a head over
+    the target's last hidden state with copy heads, `model` a small standalone LM. After an interruption (exit code 75)
+    the same command resumes; more --rounds may be asked for. OUTPUT/work can be deleted afterwards. Exit code 2: the
+    configuration, the text or the output folder cannot be used.
     """
     for stop in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us in the background, with SIGINT ignored
         signal.signal(stop, signal.default_int_handler)
@@ -57,12 +67,32 @@ def train(
     loaded = RunConfig.load(config, [*settings, f"input.path={json.dumps(text)}"])
     documents = replace(loaded.input, text_column=text_column, id_column=None, passthrough=())
     given = TrainOptions(**{name: value for name, value in options.items() if value is not None})
-    figures = distil(loaded, open_source(documents), given, output, _say)
-    written = json.dumps(figures, indent=1, sort_keys=True)
+    figures = distil(loaded, open_source(documents, template=loaded.prompt.template), given, output, _Shown())
+    written = json.dumps(figures, indent=1)
     (output / "training.json").write_text(written + "\n")
     show(f"{written}\ndraft: {output}")
     return 0
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+class _Shown:
+    """Shows stages with the time that each has left: as a bar on a terminal, elsewhere as a line every half minute."""
+
+    def __init__(self) -> None:
+        self._stage, self._first, self._begun, self._shown = "", 0, 0.0, 0.0
+
+    def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:
+        from specextend.cluster.progress import describe_duration
+
+        now, is_last = time.monotonic(), done == total
+        if stage != self._stage:
+            self._stage, self._first, self._begun, self._shown = stage, done, now, -math.inf
+        line = f"{stage} {done}/{total}{detail}"
+        if done > self._first:
+            left_s = (now - self._begun) / (done - self._first) * (total - done)
+            line += f", {describe_duration(left_s)} left"
+        if sys.stderr.isatty():
+            bar = "━" * (BAR * done // total)
+            print(f"\r{bar:{BAR}} {line:<80}", end="\n" if is_last else "", file=sys.stderr, flush=True)
+        elif is_last or now - self._shown >= LINE_S:
+            print(line, file=sys.stderr, flush=True)
+            self._shown = now

@@ -1,19 +1,23 @@
-"""A whole training: samples, the target's recordings of them, the draft, its evaluation and its model card.
+"""A whole training in rounds: own answers of the target, its hidden states at them, the draft, and what it is worth.
 
-One document in ten is held out: no draft learns from it, and every draft is evaluated on it. The output folder holds
-the draft; its subfolder `work` holds what an interrupted training needs to resume.
+Each round adds answers, goes on from the best draft so far with all of them, and measures the tokens per step that the
+new draft brings on held-out documents in the engine. Rounds end when that rises no more. One document in ten is held
+out. The output folder holds the best draft; its subfolder `work` holds what an interrupted training needs to resume.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from itertools import cycle
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specextend.config import RunConfig
@@ -21,72 +25,54 @@ from specextend.core import counted
 from specextend.data.inputs import DocumentError
 from specextend.data.prompts import Prompts
 from specextend.data.source import Source
-from specextend.models import check_model, load_target, load_tokenizer, tokens_sha256
+from specextend.decoding.decoding_options import DraftOptions
+from specextend.drafters.formats import WEIGHTS_FILE
+from specextend.drafters.small_lm import FILE
+from specextend.model_files import VOCABULARY
+from specextend.models import load_target, load_tokenizer
+from specextend.pairing import check_pair
+from specextend.training.answers import add_answers, read_answers, tokens_per_step, with_draft
 from specextend.training.eagle_head import train_eagle
 from specextend.training.language_model import train_language_model
-from specextend.training.recording import Recorder, Recording, Sample, SampleMaker
-from specextend.training.task import Say, Task, TrainedKind, TrainOptions, frozen_parts
+from specextend.training.recording import Recorder, Sample, SampleMaker, Text
+from specextend.training.task import TRAINING, Show, Task, TrainedKind, TrainOptions, frozen_parts
 
 Item = TypeVar("Item")
 HELD_OUT = 10
-"""One in this many documents, and one in this many samples, is held out."""
-TRAIN: dict[TrainedKind, Callable[[Task], dict[str, Any]]] = {
-    "eagle": train_eagle,
-    "model": train_language_model,
-}
+"""One in this many documents is held out, and there are so many times fewer prompts to measure with than answers."""
+LEAST_HELD, MOST_HELD = 4, 64
+"""Bounds of the number of those prompts."""
+TRAIN: dict[TrainedKind, Callable[[Task], None]] = {"eagle": train_eagle, "model": train_language_model}
+PATIENCE = 2
+"""Rounds in a row without a better draft, after which training ends: one may be bad luck."""
+FILES = ("config.json", WEIGHTS_FILE, FILE)
+"""Files of a draft."""
 
 
-def distil(config: RunConfig, source: Source, options: TrainOptions, output: Path, say: Say) -> dict[str, Any]:
+def distil(config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> dict[str, Any]:
     """Train a draft for the configuration's target on the source's text, and return its figures.
 
-    Called again with the same arguments after an interruption, it resumes. Raises ValueError, before the target reads
-    anything, if `output` holds another training, if there is too little text, or if the target's context is too short.
+    Called again with the same arguments after an interruption, it resumes; `num_rounds` may differ. Raises ValueError,
+    before the target reads anything, if `output` holds another training, if there is too little text, if the target's
+    context is too short, or if the draft to go on from does not fit.
     """
-    facts = check_model(config.target.model, config.target.revision)
-    tokenizer = load_tokenizer(config.target.model, config.target.revision)
-    try:
-        maker = SampleMaker(tokenizer, Prompts(tokenizer, config.prompt, facts.context_length), options)
-    except DocumentError as error:
-        raise ValueError(f"the prompt does not fit the target: {error.message}") from None
-    learned, held, short = _read_texts(source, maker, options)
-    texts = [torch.tensor(maker.encode(text), dtype=torch.int64) for text in (*learned, *short)]
-    vocabulary = frequent_tokens(texts, tokenizer.all_special_ids, options.vocabulary)
-    samples = _make_samples(maker, learned, held, options.num_samples)
-    recordings = output / "work" / "recordings"
-    recordings.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "target": config.target.model,
-        "prompt": asdict(config.prompt),
-        "files": [[file.relative_path, file.num_rows] for file in source.files],
-        "options": asdict(options),
-    }
-    _claim(output / "work" / "settings.json", settings)
-    model = load_target(config.target)
-    recorder = Recorder(model, frozenset(facts.eos_token_ids), options.summary_tokens)
-    paths = _record(recorder, samples, recordings, options.seed, say)
-    target = frozen_parts(config, model, tokens_sha256(tokenizer))
-    del model
-    task = Task(options, target, vocabulary, texts, *split(paths), output, say)
-    figures = {"recordings": len(task.learned), "held_out": len(task.held)}
-    figures |= {"tokens": sum(Recording.load(path).num_tokens for path in task.learned), **TRAIN[options.kind](task)}
-    write_card(task, settings, figures)
-    return figures
+    rounds = _Rounds(config, source, options, output, show)
+    while rounds.may_go_on:
+        rounds.take_next()
+    return rounds.figures()
 
 
-def _read_texts(source: Source, maker: SampleMaker, options: TrainOptions) -> tuple[list[str], list[str], list[str]]:
-    """Read all texts: those to learn from, those held out, and those too short for a sample, to learn from as well.
-
-    Raises ValueError if fewer than two are long enough.
-    """
-    texts = [source.read(scanned.key).document.text for scanned in source.scan() if scanned.error_class is None]
-    fits = [maker.fits(text) for text in texts]
-    if sum(fits) < 2:
+def _read_texts(source: Source, maker: SampleMaker, options: TrainOptions) -> list[Text]:
+    """Read the texts that are long enough to be answered. Raises ValueError if they are fewer than two."""
+    rows = (source.read(scanned.key) for scanned in source.scan() if scanned.error_class is None)
+    texts = [Text(torch.tensor(maker.encode(row.document.text), dtype=torch.int32), row.instruction) for row in rows]
+    long = [text for text in texts if len(text.token_ids) >= options.min_tokens]
+    if len(long) < 2:
         raise ValueError(
-            f"at least two texts must have the {options.min_tokens} tokens that a sample needs, because one is held "
-            f"out: found {sum(fits)} of {len(texts)}"
+            f"at least two texts must have the {options.min_tokens} tokens that a piece needs, because one is held "
+            f"out: found {len(long)} of {len(texts)}"
         )
-    learned, held = split([text for text, fit in zip(texts, fits, strict=True) if fit])
-    return learned, held, [text for text, fit in zip(texts, fits, strict=True) if not fit]
+    return long
 
 
 def split(items: list[Item]) -> tuple[list[Item], list[Item]]:
@@ -112,21 +98,132 @@ def frequent_tokens(texts: Sequence[Tensor], special: Sequence[int], size: int) 
     return torch.cat([kept, others]).sort().values
 
 
-def _make_samples(maker: SampleMaker, learned: list[str], held: list[str], count: int) -> list[Sample]:
-    """Make samples, cycling over the documents; one in `HELD_OUT` comes from a held-out document."""
-    to_learn, to_hold = split(list(range(count)))
-    texts = dict(zip(to_learn, cycle(learned), strict=False)) | dict(zip(to_hold, cycle(held), strict=False))
-    return [maker.make(text, number) for number, text in sorted(texts.items())]
+def _vocabulary_of(options: TrainOptions) -> Tensor:
+    """Read which tokens the draft to go on from proposes. Raises ValueError if it is none of ours."""
+    file = Path(options.start_from, FILE if options.kind == "model" else WEIGHTS_FILE)
+    tensors = load_file(file) if file.exists() else {}
+    if VOCABULARY not in tensors:
+        raise ValueError(f"{options.start_from} cannot be gone on from: it is no draft that this command made")
+    return tensors[VOCABULARY]
 
 
-def _record(recorder: Recorder, samples: Sequence[Sample], folder: Path, seed: int, say: Say) -> list[Path]:
-    """Record each sample with the target, and return the paths. Existing recordings are kept."""
-    paths = [folder / f"{number:05d}.safetensors" for number in range(len(samples))]
-    missing = [number for number, path in enumerate(paths) if not path.exists()]
-    for count, number in enumerate(missing, start=1):
-        recorder.record(samples[number], seed + number).save(paths[number])
-        say(f"recording {count}/{len(missing)}: {len(samples[number].prompt_token_ids)} prompt tokens")
-    return paths
+class _Rounds:
+    """The rounds of a training. Each ends with a point of a curve, which is kept in a file."""
+
+    def __init__(self, config: RunConfig, source: Source, options: TrainOptions, output: Path, show: Show) -> None:
+        """Check and read all that the rounds share, and the curve of those that have ended. Raises ValueError."""
+        self._config, self._options, self._output, self._show = config, options, output, show
+        start = DraftOptions(kind=options.kind, model=options.start_from) if options.start_from else None
+        limit = config.max_tokens(check_pair(config.target, start).context_length)
+        tokenizer = load_tokenizer(config.target.model, config.target.revision)
+        try:
+            prompts = Prompts(tokenizer, config.prompt, limit)
+            self._maker = SampleMaker(tokenizer, prompts, options, config.decoding.max_new_tokens)
+        except DocumentError as error:
+            raise ValueError(f"the prompt does not fit the target: {error.message}") from None
+        self._learned, self._held = split(_read_texts(source, self._maker, options))
+        self._texts, special = [text.token_ids for text in self._learned], tokenizer.all_special_ids
+        self._vocabulary = (
+            _vocabulary_of(options) if start else frequent_tokens(self._texts, special, options.vocabulary)
+        )
+        self._settings = {
+            "target": config.target.model,
+            "prompt": asdict(config.prompt),
+            "decoding": asdict(config.decoding),
+            "files": [[file.relative_path, file.num_rows] for file in source.files],
+            "options": asdict(replace(options, num_rounds=1)),
+        }
+        self._work = output / "work"
+        for name in ("answers", "recordings"):
+            (self._work / name).mkdir(parents=True, exist_ok=True)
+        _claim(self._work / "settings.json", self._settings)
+        self._file = self._work / "curve.json"
+        self._curve: list[dict[str, Any]] = json.loads(self._file.read_text()) if self._file.exists() else []
+
+    @property
+    def _best(self) -> dict[str, Any] | None:
+        """Return the best point, the first of equal ones; None before the first round."""
+        return max(self._curve, key=lambda point: point["tokens_per_step"], default=None)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Return True unless all rounds are done that are asked for, or the last ones have brought nothing."""
+        best, last = self._best, self._curve[-1]["round"] if self._curve else 0
+        return best is None or (last < self._options.num_rounds and last - best["round"] < PATIENCE)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the curve, and which of its points is the draft in the output folder."""
+        best = self._best
+        return {"best_round": best and best["round"], "rounds": self._curve}
+
+    def take_next(self) -> None:
+        """Train, measure, and copy the draft to the output folder if it is the best so far.
+
+        The round ends when the curve is written. Before, the next call goes on with it.
+        """
+        number = self._curve[-1]["round"] + 1 if self._curve else 0 if self._options.start_from else 1
+        num_answers, folder = number * self._options.num_answers, self._folder(number)
+        self._show("round", number, self._options.num_rounds)
+        if number:
+            self._train(num_answers, folder)
+        num_held = min(max(LEAST_HELD, self._options.num_answers // HELD_OUT), MOST_HELD)
+        held = self._prompts(self._held, range(num_held))
+        found = tokens_per_step(with_draft(self._config, self._options.kind, folder), held, self._show)
+        self._curve.append({"round": number, "answers": num_answers, "tokens_per_step": round(found, 4)})
+        if self._best is self._curve[-1]:
+            for file in filter(Path.exists, (folder / name for name in FILES)):
+                shutil.copy(file, self._output)
+        write_card(self._output, self._settings, self.figures())
+        temporary = self._file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._curve, indent=1))
+        temporary.replace(self._file)
+        shutil.rmtree(self._work / f"round-{number}" / TRAINING, ignore_errors=True)
+
+    def _folder(self, number: int) -> Path:
+        """Return where the draft of a round is; that of round 0 is the one to go on from."""
+        return self._work / f"round-{number}" if number else Path(self._options.start_from)
+
+    def _prompts(self, texts: Sequence[Text], numbers: Iterable[int]) -> dict[int, list[int]]:
+        """Make prompts by number, cycling over the documents, which are answered whole at first if they fit."""
+        size = len(texts)
+        return {n: self._maker.prompt(texts[n % size], n, whole=n < size) for n in numbers}
+
+    def _train(self, num_answers: int, folder: Path) -> None:
+        """Train a draft on the first `num_answers` answers, from the best one on, and write it into a folder."""
+        start = None if self._best is None else self._folder(self._best["round"])
+        answers = self._answers(num_answers, start)
+        gc.collect()  # the engine, which refers to itself, has a target of its own
+        model = load_target(self._config.target)
+        paths = self._record(Recorder(model, self._vocabulary), answers)
+        target = frozen_parts(self._config.target, model)
+        del model
+        (folder / TRAINING).mkdir(parents=True, exist_ok=True)
+        TRAIN[self._options.kind](
+            Task(self._options, target, self._vocabulary, self._texts, paths, start, folder, self._show)
+        )
+
+    def _answers(self, count: int, start: Path | None) -> dict[int, Sample]:
+        """Return the first `count` answers by number; the target gives those that are missing, with the best draft."""
+        folder = self._work / "answers"
+        found = read_answers(folder)
+        if missing := [number for number in range(count) if number not in found]:
+            config = with_draft(self._config, self._options.kind, start)
+            add_answers(config, self._prompts(self._learned, missing), folder, self._show)
+            found = read_answers(folder)
+        return {number: found[number] for number in range(count)}
+
+    def _record(self, recorder: Recorder, answers: dict[int, Sample]) -> list[Path]:
+        """Record samples and answers with the target, and return the paths. Existing recordings are kept."""
+        learned, folder, paths = self._learned, self._work / "recordings", []
+        numbers = range(self._options.num_samples)
+        quotes = ((f"sample-{n:06}", self._maker.sample(learned[n % len(learned)], n)) for n in numbers)
+        samples = chain(quotes, ((f"answer-{n:06}", answer) for n, answer in answers.items()))
+        for name, sample in samples:
+            paths.append(folder / f"{name}.safetensors")
+            if not paths[-1].exists():
+                recorder.record(sample).save(paths[-1])
+                self._show("recordings", len(paths), len(numbers) + len(answers))
+        return paths
 
 
 def _claim(path: Path, settings: dict[str, Any]) -> None:
@@ -149,31 +246,35 @@ CARD = """\
 A draft for {target}: {description}. It proposes the tokens that the target is likely to choose, and the target verifies
 each one: the draft decides how fast text comes, never which text.
 
-It was trained by `specextend train` on {prompts} around pieces of the documents in `files`, each followed by quotes
-from it, facts that were hidden in it, and the target's own summaries of it.
+It was trained by `specextend train` on the target's own answers to pieces of the documents in `files`, with the prompt
+and the sampling below, and on {samples} with quotes and hidden facts, which teach to copy. {begun}
+
+| round | own answers | tokens per step |
+|---|---|---|
+{curve}
+
+Tokens per step are those that the target decides in one step, on average over its answers to documents that no round
+learned from: one document in ten is held out. This draft is that of round {best}.
 
 ```json
 {settings}
 ```
-
-`agreement` is how often its first choice for the first and the second drafted token is the target's, by kind of text,
-with a full cache, on {held_out} around documents that it was not trained on: one in ten is held out.
-
-```json
-{figures}
-```
 """
 
 
-def write_card(task: Task, settings: dict[str, Any], figures: dict[str, Any]) -> None:
-    """Write the model card `README.md` beside the draft: target, text, recipe and held-out agreement."""
+def write_card(output: Path, settings: dict[str, Any], figures: dict[str, Any]) -> None:
+    """Write the model card `README.md` beside the draft: target, text, recipe and the acceptance after each round."""
+    target, start = Path(settings["target"]).name, Path(settings["options"]["start_from"]).name
+    options = settings["options"] | {"start_from": start}
+    begun = f"Round 0 is the draft that it went on from, `{start}`."
     card = CARD.format(
-        name=task.output.resolve().name,
-        target=task.target.name,
-        description=DESCRIPTIONS[task.options.kind],
-        prompts=counted(figures["recordings"], "prompt"),
-        held_out=counted(figures["held_out"], "such prompt"),
-        settings=json.dumps(settings, indent=1),
-        figures=json.dumps(figures, indent=1),
+        name=output.resolve().name,
+        target=target,
+        description=DESCRIPTIONS[options["kind"]],
+        samples=counted(options["num_samples"], "prompt"),
+        begun=begun if start else "",
+        curve="\n".join(f"| {p['round']} | {p['answers']:,} | {p['tokens_per_step']:.3f} |" for p in figures["rounds"]),
+        best=figures["best_round"],
+        settings=json.dumps(settings | {"target": target, "options": options}, indent=1),
     )
-    (task.output / "README.md").write_text(card, encoding="utf-8")
+    (output / "README.md").write_text(card, encoding="utf-8")

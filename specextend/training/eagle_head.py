@@ -11,22 +11,22 @@ Shapes: `S` slots, `Q` of them asked, `n` some slots, `C` hidden size, `H` query
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
 from specextend.decoding.cache import rotate
 from specextend.drafters.causal import histories, last_tokens
 from specextend.drafters.formats import WEIGHTS_FILE, EagleConfig
-from specextend.model_files import VOCABULARY
-from specextend.training.recording import KINDS_OF_TEXT, Recording
-from specextend.training.task import Target, Task, fit
+from specextend.model_files import VOCABULARY, read_json
+from specextend.training.recording import PARTS, Recording, Span
+from specextend.training.task import TRAINING, Target, Task, fit
 
 STEP_WEIGHTS = (1.0, 0.8)
 """Weights of the losses of the first and the second drafted token."""
@@ -179,10 +179,10 @@ class Slots:
     """[S, C] of the target at i"""
     labels: Tensor
     """[S, C] of the target at i + 1, which the head predicts"""
+    shares: Tensor
+    """[S] fp32 probability that the target gives to the draft vocabulary at i + 1"""
     groups: Tensor
     """[S] int64: 0 for the prompt, 1 and up for the answers; each is contiguous"""
-    shares: Tensor
-    """[S] fp32 probability that the target gives to the draft vocabulary: a head can learn no more than that"""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Slots:
         """Change all tensors in the same way: move them to a device, or select slots."""
@@ -200,25 +200,21 @@ class Slots:
         return (asked + steps <= last) & (self.groups[(asked + steps).clamp(max=last)] == self.groups[asked])
 
 
-def lay_out(recording: Recording, lm_head: Tensor, vocabulary: Tensor) -> Slots:
-    """Lay out a recording for a head that proposes `vocabulary` [V]; `lm_head` [tokens, C] is the target's."""
-    prompt, parts = recording.prompt, [_part(recording.prompt.token_ids, recording.prompt.hidden, 0)]
-    for answer in recording.answers:
-        token_ids, hidden = torch.cat([prompt.token_ids, answer.token_ids]), torch.cat([prompt.hidden, answer.hidden])
-        parts.append(_part(token_ids, hidden, len(prompt.token_ids) - 1))
-    groups = [torch.full_like(part[0], number) for number, part in enumerate(parts)]
-    token_ids, history, positions, hidden, labels = (torch.cat(column) for column in zip(*parts, strict=True))
-    shares = []
-    for each in labels.split(256):
-        logits = linear(each.to(lm_head), lm_head).float()
-        shares.append((logits[:, vocabulary].logsumexp(1) - logits.logsumexp(1)).exp().cpu())
-    return Slots(token_ids, history, positions, hidden, labels, torch.cat(groups), torch.cat(shares))
+def lay_out(recording: Recording) -> Slots:
+    """Lay out a recording as slots."""
+    prompt, parts = recording.prompt, [_part(recording.prompt, 0, 0)]
+    for group, answer in enumerate(recording.answers, start=1):
+        behind = Span(*(torch.cat([getattr(span, name) for span in (prompt, answer)]) for name in PARTS))
+        parts.append(_part(behind, len(prompt.token_ids) - 1, group))
+    return Slots(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _part(tokens: Tensor, hidden: Tensor, first: int) -> tuple[Tensor, ...]:
-    """Return tokens, history, positions, hidden states and labels of the slots from `first` on."""
+def _part(span: Span, first: int, group: int) -> tuple[Tensor, ...]:
+    """Return the tensors of the slots from `first` on, in the order of `Slots`."""
+    tokens, hidden = span.token_ids, span.hidden
     history, positions = histories(last_tokens(None, tokens))[first + 1 :], torch.arange(first, len(tokens) - 1)
-    return tokens[first + 1 :], history, positions, hidden[first:-1], hidden[first + 1 :]
+    rest = hidden[first:-1], hidden[first + 1 :], span.shares[first + 1 :], torch.full_like(positions, group)
+    return tokens[first + 1 :], history, positions, *rest
 
 
 def chain(head: EagleHead, slots: Slots, asked: Tensor, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -266,49 +262,27 @@ def _asked(slots: Slots, generator: torch.Generator) -> Tensor:
     return torch.cat([some, torch.arange(num_prompt, len(slots.groups))]).to(slots.groups.device)
 
 
-@torch.inference_mode()
-def agreement(head: EagleHead, lessons: Sequence[Slots], lm_head: Tensor) -> dict[str, list[float]]:
-    """Measure, by kind of text and chain step, the share of tokens at which head and target have the same first choice.
-
-    `lm_head` [tokens, C] is the target's; a choice outside the draft vocabulary counts as missed.
-    """
-    right: dict[str, list[list[bool]]] = {name: [[] for _ in STEP_WEIGHTS] for name in KINDS_OF_TEXT}
-    for lesson in lessons:
-        for step, groups, is_right in _compare_choices(head, lesson, lm_head):
-            for group, each in zip(groups.tolist(), is_right.tolist(), strict=True):
-                right[KINDS_OF_TEXT[group]][step].append(each)
-    return {name: [sum(each) / max(1, len(each)) for each in steps] for name, steps in right.items()}
-
-
-def _compare_choices(head: EagleHead, slots: Slots, lm_head: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield for each step, of the asked slots whose chain holds, the groups [n] and where the choices are equal [n]."""
-    slots = slots.each(lambda values: values.to(lm_head.device))
-    asked = _asked(slots, torch.Generator().manual_seed(0))
-    with torch.autocast(lm_head.device.type, torch.bfloat16):
-        for step, (hidden, at) in enumerate(chain(head, slots, asked, len(STEP_WEIGHTS))):
-            wanted = linear(slots.labels[at].to(lm_head.dtype), lm_head).argmax(-1)
-            held = slots.follow(asked, step)
-            yield step, slots.groups[asked][held], (head.vocabulary[head.logits(hidden).argmax(-1)] == wanted)[held]
-
-
 # The training
 
 
-def train_eagle(task: Task) -> dict[str, Any]:
-    """Train a head, write it and return its figures."""
-    config, options, target = _new_config(task), task.options, task.target
-    weights = new_weights(config, target, options.seed) | {VOCABULARY: task.vocabulary}
-    head = EagleHead(config, weights, target.embedding, target.lm_head).to(target.device)
-    learned, held = (
-        [lay_out(Recording.load(path), target.lm_head, head.vocabulary) for path in paths]
-        for paths in (task.learned, task.held)
-    )
-    fit(head, partial(head_loss, head), learned, task.work, task.say, options)
+def train_eagle(task: Task) -> None:
+    """Train a head and write it."""
+    if task.start is None:
+        config = _new_config(task)
+        weights = new_weights(config, task.target, task.options.seed) | {VOCABULARY: task.vocabulary}
+    else:
+        config = EagleConfig.model_validate(read_json(task.start / "config.json"))
+        weights = load_file(task.start / WEIGHTS_FILE)
+    head = EagleHead(config, weights, task.target.embedding, task.target.lm_head).to(task.target.device)
+
+    def loss(path: Path, generator: torch.Generator) -> Tensor:
+        return head_loss(head, lay_out(Recording.load(path)), generator)
+
+    fit(head, loss, task.learned, task.folder / TRAINING, task.show, task.options)
     dtype = getattr(torch, config.dtype)
     tensors = {name: weight.to(dtype).cpu().contiguous() for name, weight in head.values().items()}
-    save_file({**tensors, VOCABULARY: task.vocabulary}, task.output / WEIGHTS_FILE)
-    config.save(task.output)
-    return {"agreement": agreement(head, held, target.lm_head)}
+    save_file({**tensors, VOCABULARY: task.vocabulary}, task.folder / WEIGHTS_FILE)
+    config.save(task.folder)
 
 
 def _new_config(task: Task) -> EagleConfig:

@@ -23,8 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specextend.drafters.formats import WEIGHTS_FILE
 from specextend.drafters.small_lm import FILE, ReducedVocabulary
 from specextend.model_files import VOCABULARY
-from specextend.training.recording import KINDS_OF_TEXT, Recording
-from specextend.training.task import HEAD_DIM, NUM_KV_HEADS, Task, TrainOptions, fit
+from specextend.models import load_causal_lm
+from specextend.training.recording import Recording
+from specextend.training.task import HEAD_DIM, NUM_KV_HEADS, TRAINING, Task, TrainOptions, fit
 
 POSITIONS = 1024
 """Most tokens of a window: what the model is trained on, and its `max_position_embeddings`."""
@@ -100,12 +101,6 @@ def distillation_loss(model: Any, window: TokenWindow, lm_head: Tensor) -> Tenso
     return (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
 
 
-def right_choices(model: Any, window: TokenWindow, lm_head: Tensor, vocabulary: Tensor) -> Tensor:
-    """Return where [T] bool model and target have the same first choice; lm_head [tokens, C], vocabulary [R]."""
-    wanted = linear(window.hidden.to(lm_head), lm_head).argmax(-1)
-    return vocabulary.to(wanted.device)[_logits(model, window).argmax(-1)] == wanted
-
-
 def _logits(model: Any, window: TokenWindow) -> Tensor:
     """Compute logits [T, R] in fp32, without the row of all other tokens."""
     with torch.autocast(model.device.type, torch.bfloat16):
@@ -127,46 +122,34 @@ TEXT_RATE = 2e-3
 """Learning rate on text."""
 
 
-def train_language_model(task: Task) -> dict[str, Any]:
-    """Train a model, write it and return its figures."""
+def train_language_model(task: Task) -> None:
+    """Train a model and write it."""
     target, options, vocabulary = task.target, task.options, task.vocabulary
     rows = ReducedVocabulary(vocabulary, len(target.embedding), len(vocabulary)).rows()
     torch.manual_seed(options.seed)
-    model = new_language_model(options, vocabulary, target.embedding.cpu(), target.name)
-    model.config.update({"tokens_sha256": target.tokens_sha256})
-    model.to(target.device)
-    num_tokens = _read_text(task, model, rows)
+    if task.start is None:
+        model = new_language_model(options, vocabulary, target.embedding.cpu(), target.name)
+        model.config.update({"tokens_sha256": target.tokens_sha256})
+        model.to(target.device)
+        _read_text(task, model, rows)
+    else:
+        model = load_causal_lm(str(task.start), None, "float32", str(target.device)).requires_grad_(True)
     lm_head = target.lm_head[vocabulary]
-    lessons = [
-        window
-        for number, path in enumerate(task.learned)
-        for window in recorded_windows(Recording.load(path), rows, POSITIONS, number)
-    ]
-    fit(model, lambda lesson, _: distillation_loss(model, lesson, lm_head), lessons, task.work, task.say, options)
-    save_language_model(model, vocabulary, task.output)
-    return {"text_tokens": num_tokens, "agreement": _agreement(task, model, rows)}
+
+    def loss(path: Path, generator: torch.Generator) -> Tensor:
+        windows = recorded_windows(Recording.load(path), rows, POSITIONS, generator.initial_seed())
+        return torch.stack([distillation_loss(model, window, lm_head) for window in windows]).mean()
+
+    fit(model, loss, task.learned, task.folder / TRAINING, task.show, options)
+    save_language_model(model, vocabulary, task.folder)
 
 
-def _read_text(task: Task, model: Any, rows: Tensor) -> int:
-    """Train on the text alone, and return its number of tokens."""
+def _read_text(task: Task, model: Any, rows: Tensor) -> None:
+    """Train on the text alone."""
     windows = [window for text in task.texts for window in text_windows(text, rows, POSITIONS)]
     batches = [windows[i : i + TEXT_BATCH] for i in range(0, len(windows), TEXT_BATCH)]
     if batches:
-        folder = task.work / "text"
+        folder = task.folder / TRAINING / "text"
         folder.mkdir(exist_ok=True)
         options = replace(task.options, passes=1, learning_rate=TEXT_RATE)
-        fit(model, lambda batch, _: text_loss(model, batch), batches, folder, task.say, options)
-    return len(windows) * POSITIONS
-
-
-@torch.inference_mode()
-def _agreement(task: Task, model: Any, rows: Tensor) -> dict[str, list[float]]:
-    """Measure, by kind of answer, the share of held-out tokens at which model and target have the same first choice."""
-    right: dict[str, list[bool]] = {name: [] for name in KINDS_OF_TEXT[1:]}
-    for path in task.held:
-        recording = Recording.load(path)
-        windows = recorded_windows(recording, rows, POSITIONS, 0)
-        for name, window, answer in zip(KINDS_OF_TEXT[1:], windows, recording.answers, strict=True):
-            found = right_choices(model, window, task.target.lm_head, task.vocabulary)
-            right[name] += found[-len(answer.token_ids) :].tolist()
-    return {name: [sum(each) / max(1, len(each))] for name, each in right.items()}
+        fit(model, lambda batch, _: text_loss(model, batch), batches, folder, task.show, options)

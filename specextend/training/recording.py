@@ -1,16 +1,16 @@
-"""What drafts learn from: prompts around pieces of documents, and what the target made of them.
+"""What drafts learn from: prompts around pieces of documents, answers to them, and the target's states at both.
 
 A summary repeats its document, so a draft must learn to find earlier occurrences of a token. Beside the target's own
-summaries, a sample has answers that quote spans of its document word for word, and one that repeats facts which were
-hidden in it. The target reads each sample once, and its hidden states are kept in a file.
+answers, which `answers.py` collects, there are samples: answers that quote spans of a piece word for word, and one that
+repeats facts which were hidden in it. The target reads each once, and its hidden states are kept in a file.
 
-Shapes: `P` prompt tokens, `T` tokens of an answer, `B` summaries decoded together, `C` hidden size, `V` vocabulary.
+Shapes: `T` tokens, `C` hidden size, `V` vocabulary of the draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
+from specextend.data.instructions import Around
 from specextend.data.prompts import Prompts
 from specextend.training.task import MAX_QUOTE, MIN_QUOTE, TrainOptions
 
@@ -42,11 +43,16 @@ NUM_QUOTES = 4
 """Answers that quote a piece."""
 NUM_FACTS = 3
 """Facts that are hidden in a piece and repeated in one answer."""
-NUM_SUMMARIES = 3
-"""The target's summaries of a piece; the first is greedy, the others are sampled."""
-TEMPERATURE = 0.7
-KINDS_OF_TEXT = ("text", *["quotes"] * NUM_QUOTES, "facts", *["summaries"] * NUM_SUMMARIES)
-"""What each part of a recording holds, the prompt first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A document of the corpus."""
+
+    token_ids: Tensor
+    """[T] int32"""
+    instruction: Around | None = None
+    """Its own; None: the run's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +61,20 @@ class Sample:
 
     prompt_token_ids: list[int]
     answers: list[list[int]]
-    """The quotes, then the facts."""
+    """The quotes, then the facts; or the target's own answer."""
 
 
 class SampleMaker:
-    """Makes samples of documents; the same seed gives the same samples."""
+    """Makes prompts and samples of documents; the same seed gives the same."""
 
-    def __init__(self, tokenizer: Any, prompts: Prompts, options: TrainOptions) -> None:
-        """Check that the target's context has room for the shortest piece, with its answers and a summary.
+    def __init__(self, tokenizer: Any, prompts: Prompts, options: TrainOptions, max_new_tokens: int) -> None:
+        """Check that the target's context has room for the shortest piece, with any answer.
 
-        Raises ValueError if it does not, and DocumentError as `Prompts.room` does.
+        max_new_tokens: of an own answer. Raises ValueError if it has not, and DocumentError as `Prompts.room` does.
         """
         self._tokenizer, self._prompts, self._options = tokenizer, prompts, options
         facts = SENTENCE_TOKENS * NUM_FACTS
-        self._answer_tokens = max(options.summary_tokens, MAX_QUOTE + SENTENCE_TOKENS, facts)
+        self._answer_tokens = max(max_new_tokens, MAX_QUOTE + SENTENCE_TOKENS, facts)
         room = prompts.room(self._answer_tokens) - facts - SENTENCE_TOKENS
         if room < options.min_tokens:
             raise ValueError(
@@ -77,23 +83,33 @@ class SampleMaker:
             )
         self._most = min(options.max_tokens, room)
 
-    def fits(self, text: str) -> bool:
-        """Return True if a document is long enough for a sample."""
-        return len(self.encode(text)) >= self._options.min_tokens
+    def prompt(self, text: Text, number: int, *, whole: bool) -> list[int]:
+        """Make the run's prompt of a document: of the whole document if asked for, or of a random piece.
 
-    def make(self, text: str, number: int) -> Sample:
-        """Make the sample `number` from a random piece of a document that `fits`."""
+        A document that is longer than the longest piece is never answered whole.
+        """
+        short = whole and len(text.token_ids) <= self._most
+        piece = text.token_ids.tolist() if short else self._piece(text, Random(f"{self._options.seed}/own/{number}"))
+        return self._render(piece, text)
+
+    def sample(self, text: Text, number: int) -> Sample:
+        """Make the sample `number` from a random piece of a document."""
         random = Random(f"{self._options.seed}/{number}")
-        token_ids = self.encode(text)
-        most = min(self._most, len(token_ids))
-        # Short pieces are as frequent as long ones on a logarithmic scale.
-        size = min(most, round(self._options.min_tokens * (most / self._options.min_tokens) ** random.random()))
-        first = random.randrange(len(token_ids) - size + 1)
-        piece = token_ids[first : first + size]
+        piece = self._piece(text, random)
         names, sentences = self._facts(random)
-        hidden = self._hide(piece, sentences, random)
-        prompt = self._prompts.render(self._tokenizer.decode(hidden), self._answer_tokens)
-        return Sample(prompt.token_ids, [*self._quotes(piece, random), self.encode(names)])
+        prompt = self._render(self._hide(piece, sentences, random), text)
+        return Sample(prompt, [*self._quotes(piece, random), self.encode(names)])
+
+    def _piece(self, text: Text, random: Random) -> list[int]:
+        """Cut a piece out of a document; short ones are as frequent as long ones on a logarithmic scale."""
+        least, most = self._options.min_tokens, min(self._most, len(text.token_ids))
+        size = min(most, round(least * (most / least) ** random.random()))
+        first = random.randrange(len(text.token_ids) - size + 1)
+        piece: list[int] = text.token_ids[first : first + size].tolist()
+        return piece
+
+    def _render(self, piece: list[int], text: Text) -> list[int]:
+        return self._prompts.render(self._tokenizer.decode(piece), self._answer_tokens, text.instruction).token_ids
 
     def _facts(self, random: Random) -> tuple[str, list[str]]:
         """Make up facts: the answer that repeats them all, and the sentences to hide."""
@@ -131,6 +147,12 @@ class Span:
     """[T] int64"""
     hidden: Tensor
     """[T, C] the last, after the final norm, as the LM head reads it"""
+    shares: Tensor
+    """[T] fp32 probability that the target gives to the draft's vocabulary: a draft can learn no more than that"""
+
+
+PARTS = tuple(field.name for field in fields(Span))
+"""Names of the tensors of a span, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +164,8 @@ class Recording:
 
     def save(self, path: Path) -> None:
         """Write a safetensors file atomically."""
-        tensors = {}
-        for name, span in (("prompt", self.prompt), *((f"answer{i}", span) for i, span in enumerate(self.answers))):
-            tensors[f"{name}.token_ids"], tensors[f"{name}.hidden"] = span.token_ids, span.hidden
+        spans = {"prompt": self.prompt} | {f"answer{i}": answer for i, answer in enumerate(self.answers)}
+        tensors = {f"{name}.{part}": getattr(span, part) for name, span in spans.items() for part in PARTS}
         temporary = path.with_suffix(".tmp")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
         temporary.replace(path)
@@ -155,66 +176,36 @@ class Recording:
         tensors = load_file(path)
 
         def span(name: str) -> Span:
-            return Span(tensors[f"{name}.token_ids"], tensors[f"{name}.hidden"])
+            return Span(*(tensors[f"{name}.{part}"] for part in PARTS))
 
-        return Recording(span("prompt"), [span(f"answer{i}") for i in range(len(tensors) // 2 - 1)])
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of its tokens."""
-        return sum(len(span.token_ids) for span in (self.prompt, *self.answers))
+        return Recording(span("prompt"), [span(f"answer{i}") for i in range(len(tensors) // len(PARTS) - 1)])
 
 
 class Recorder:
     """Records samples with a target of transformers."""
 
-    def __init__(self, model: Any, eos_token_ids: frozenset[int], summary_tokens: int) -> None:
-        self._model, self._eos_token_ids, self._summary_tokens = model, eos_token_ids, summary_tokens
+    def __init__(self, model: Any, vocabulary: Tensor) -> None:
+        """Take the target, and the token ids [V] that the draft proposes."""
+        self._model, self._vocabulary = model, vocabulary.to(model.device)
 
     @torch.inference_mode()
-    def record(self, sample: Sample, seed: int) -> Recording:
-        """Record the prompt, the sample's answers and the target's own summaries, sampled with `seed`."""
+    def record(self, sample: Sample) -> Recording:
+        """Record the prompt, and each of the sample's answers behind it."""
         cache = DynamicCache(config=self._model.config)
         prompt = self._read(sample.prompt_token_ids, cache)
         answers = []
         for answer in sample.answers:
             answers.append(self._read(answer, cache))
             cache.crop(-len(answer))
-        generator = torch.Generator(self._model.device).manual_seed(seed)
-        return Recording(prompt, [*answers, *self._summaries(prompt, cache, generator)])
+        return Recording(prompt, answers)
 
     def _read(self, token_ids: list[int], cache: DynamicCache) -> Span:
         """Run tokens [T] behind those in the cache."""
         tokens = torch.tensor(token_ids)
-        return Span(tokens, self._forward(tokens[None], cache)[0].cpu())
-
-    def _forward(self, token_ids: Tensor, cache: DynamicCache) -> Tensor:
-        """Compute the last hidden states [B, T, C] of token_ids [B, T]."""
-        hidden: Tensor = self._model.model(token_ids.to(self._model.device), past_key_values=cache).last_hidden_state
-        return hidden
-
-    def _summaries(self, prompt: Span, cache: DynamicCache, generator: torch.Generator) -> list[Span]:
-        """Decode [B] summaries of the prompt in the cache together, and cut each behind its end."""
-        cache.batch_repeat_interleave(NUM_SUMMARIES)
-        last = prompt.hidden[-1:].to(self._model.device).expand(NUM_SUMMARIES, -1)
-        steps = []
-        for _ in range(self._summary_tokens):
-            chosen = self._choose(last, generator)[:, None]
-            hidden = self._forward(chosen, cache)
-            steps.append((chosen, hidden))
-            last = hidden[:, 0]
-        columns = [torch.cat(column, 1).cpu() for column in zip(*steps, strict=True)]
-        return [self._cut(*span) for span in zip(*columns, strict=True)]
-
-    def _choose(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
-        """Choose the next tokens [B]: greedily for the first sequence, by sampling for the others."""
-        logits = self._model.lm_head(hidden).float()
-        sampled = (logits / TEMPERATURE).softmax(-1).multinomial(1, generator=generator)[:, 0]
-        sampled[0] = logits[0].argmax()
-        return sampled
-
-    def _cut(self, token_ids: Tensor, hidden: Tensor) -> Span:
-        """Cut a span behind the first token that ends an output."""
-        ends = [i for i, token_id in enumerate(token_ids.tolist()) if token_id in self._eos_token_ids]
-        size = ends[0] + 1 if ends else len(token_ids)
-        return Span(token_ids[:size].clone(), hidden[:size].clone())
+        inputs = tokens[None].to(self._model.device)
+        hidden = self._model.model(inputs, past_key_values=cache).last_hidden_state[0]
+        shares = []
+        for each in hidden.split(256):
+            logits = self._model.lm_head(each).float()
+            shares.append((logits[:, self._vocabulary].logsumexp(1) - logits.logsumexp(1)).exp())
+        return Span(tokens, hidden.cpu(), torch.cat(shares).cpu())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specextend.config import RunConfig
+from specextend.models import TargetOptions, load_tokenizer, tokens_sha256
 
 TrainedKind = Literal["eagle", "model"]
-Say = Callable[[str], None]
-"""Takes one line of progress."""
+Show = Callable[..., None]
+"""Takes the name of a stage, how much of it is done, of how much, and perhaps a detail that follows the numbers."""
 HEAD_DIM = 64
 NUM_KV_HEADS = 2
 """Shape of a standalone LM beside its options."""
@@ -35,14 +36,18 @@ class TrainOptions:
 
     kind: TrainedKind = "eagle"
     """`eagle`: a head over the target's last hidden state, in our format; `model`: a small standalone LM."""
-    num_samples: int = 96
-    """Number of prompts that the target reads."""
+    start_from: str = ""
+    """Folder of a draft that `specextend train` made, to go on from with its shape and vocabulary; empty: a new one."""
+    num_rounds: int = 4
+    """Most rounds of answers, training and evaluation."""
+    num_answers: int = 256
+    """Own answers of the target that each round adds."""
+    num_samples: int = 64
+    """Prompts with quotes and facts, which teach to copy."""
     min_tokens: int = 1024
-    """Shortest piece of a document in a sample."""
+    """Shortest piece of a document that is answered; shorter documents are not used."""
     max_tokens: int = 5120
-    """Longest piece of a document in a sample."""
-    summary_tokens: int = 112
-    """Most tokens of a summary by the target."""
+    """Longest piece of a document that is answered."""
     vocabulary: int = 8192
     """Number of tokens that the draft can propose: all special tokens and the most frequent tokens of the text."""
     copy_heads: int = 2
@@ -51,17 +56,18 @@ class TrainOptions:
     """`model`: hidden size."""
     num_layers: int = 2
     """`model`: number of layers."""
-    passes: int = 8
-    """Number of passes over the recordings."""
+    passes: int = 4
+    """Passes of each round over all recordings so far."""
     learning_rate: float = 4e-4
     """Peak learning rate."""
     seed: int = 0
-    """Seed of samples and training."""
+    """Seed of pieces, quotes and training."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(TrainedKind):
             raise ValueError(f"kind must be one of {', '.join(get_args(TrainedKind))}, got {self.kind!r}")
-        least = {"num_samples": 2, "vocabulary": 16, "copy_heads": 0, "summary_tokens": 1, "passes": 1, "num_layers": 1}
+        least = {"num_samples": 0, "copy_heads": 0, "vocabulary": 16}
+        least |= dict.fromkeys(("num_rounds", "num_answers", "passes", "num_layers"), 1)
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} must be at least {value}, got {getattr(self, name)}")
@@ -97,11 +103,11 @@ class Target:
         return self.lm_head.device
 
 
-def frozen_parts(config: RunConfig, model: Any, tokens: str) -> Target:
-    """Copy the parts of the configuration's target that lie outside its layers. tokens: its `tokens_sha256`."""
+def frozen_parts(options: TargetOptions, model: Any) -> Target:
+    """Copy the parts of a loaded target that lie outside its layers."""
     return Target(
-        Path(config.target.model).name,
-        tokens,
+        Path(options.model).name,
+        tokens_sha256(load_tokenizer(options.model, options.revision)),
         model.config,
         model.get_input_embeddings().weight.detach().clone(),
         model.get_output_embeddings().weight.detach().clone(),
@@ -111,28 +117,25 @@ def frozen_parts(config: RunConfig, model: Any, tokens: str) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A training whose recordings exist."""
+    """The training of one round."""
 
     options: TrainOptions
     target: Target
     vocabulary: Tensor
     """[V] int64 token ids that the draft proposes, ascending."""
     texts: list[Tensor]
-    """Tokens [T] of every text that is not held out."""
+    """Tokens [T] of each text that is not held out."""
     learned: list[Path]
     """Recordings to learn from."""
-    held: list[Path]
-    """Recordings to evaluate the draft on."""
-    output: Path
-    say: Say
-
-    @property
-    def work(self) -> Path:
-        """Return the folder that holds what a resumed training needs."""
-        return self.output / "work"
+    start: Path | None
+    """Folder of the draft to go on from; None: a new one."""
+    folder: Path
+    """Where the draft is written to, and the checkpoint of its training."""
+    show: Show
 
 
-CHECKPOINT = "checkpoint.safetensors"
+TRAINING, CHECKPOINT = "training", "checkpoint.safetensors"
+"""Folder and file in the draft's folder from which an interrupted training goes on."""
 CHECKPOINT_S = 120.0
 """Seconds between two checkpoints."""
 WARM_UP = 0.03
@@ -146,7 +149,7 @@ def fit(
     loss: Callable[[Any, torch.Generator], Tensor],
     lessons: Sequence[Any],
     folder: Path,
-    say: Say,
+    show: Show,
     options: TrainOptions,
 ) -> None:
     """Train a module on every lesson `options.passes` times, from the folder's checkpoint on if there is one.
@@ -158,18 +161,13 @@ def fit(
     optimizer = torch.optim.AdamW(parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95))
     random, num_steps = Random(seed), passes * len(lessons)
     order = [number for _ in range(passes) for number in random.sample(range(len(lessons)), len(lessons))]
-    if (first := _load(folder / CHECKPOINT, parameters, optimizer)) > 0:
-        say(f"resuming at step {first}/{num_steps}")
-    begun = saved_at = time.monotonic()
-    losses = []
-    for step in range(first, num_steps):
+    saved_at = time.monotonic()
+    losses: deque[float] = deque(maxlen=max(1, len(lessons) // 4))
+    for step in range(_load(folder / CHECKPOINT, parameters, optimizer), num_steps):
         found = loss(lessons[order[step]], torch.Generator().manual_seed(seed + step))
         _descend(optimizer, found, options.learning_rate * _rate(step, num_steps))
         losses.append(float(found.detach()))
-        if len(losses) == max(1, len(lessons) // 4):
-            mean, seconds = sum(losses) / len(losses), time.monotonic() - begun
-            say(f"step {step + 1}/{num_steps}: loss {mean:.4f}, {seconds:.0f} s")
-            losses = []
+        show("training", step + 1, num_steps, f", loss {sum(losses) / len(losses):.4f}")
         if step + 1 == num_steps or time.monotonic() - saved_at > CHECKPOINT_S:
             _save(folder / CHECKPOINT, step + 1, parameters, optimizer)
             saved_at = time.monotonic()

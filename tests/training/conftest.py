@@ -45,11 +45,12 @@ def write_texts(path: Path, texts: list[str]) -> Path:
 
 
 OPTIONS = TrainOptions(
-    num_samples=6,
+    num_rounds=2,
+    num_answers=8,
+    num_samples=3,
     vocabulary=18,
     min_tokens=192,
     max_tokens=256,
-    summary_tokens=6,
     passes=4,
     learning_rate=2e-3,
     hidden_size=128,
@@ -68,11 +69,14 @@ class Workshop:
         values = {name: dict(section) for name, section in SECTIONS.items()}
         values["target"] = {"model": self.target, "dtype": "float32", "device": "cpu"}
         values["draft"] = {"kind": "ngram"}
+        values["decoding"]["max_new_tokens"] = 8
         return RunConfig.from_values(values | sections)
 
-    def train(self, output: Path, kind: TrainedKind, say: Any = lambda line: None, **changes: Any) -> dict[str, Any]:
+    def train(
+        self, output: Path, kind: TrainedKind, show: Any = lambda *progress: None, **changes: Any
+    ) -> dict[str, Any]:
         options = replace(OPTIONS, kind=kind, **changes)
-        return distil(self.config(), open_source(InputOptions(path=str(self.text))), options, output, say)
+        return distil(self.config(), open_source(InputOptions(path=str(self.text))), options, output, show)
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +94,6 @@ def made_up_recording(vocab_size: int, hidden_size: int) -> Recording:
 
     def span(length: int) -> Span:
         token_ids = torch.randint(vocab_size, (length,), generator=generator)
-        return Span(token_ids, torch.randn(length, hidden_size, generator=generator))
+        return Span(token_ids, torch.randn(length, hidden_size, generator=generator), torch.ones(length))
 
     return Recording(span(24), [span(7), span(9)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,28 @@ from tests.training.conftest import Workshop
 KINDS: dict[TrainedKind, DraftKind] = {"eagle": "eagle", "model": "model"}
 
 
+class Shown:
+    """What a training showed, until it was interrupted at the first of some stops."""
+
+    def __init__(self, *stops: tuple[str, int, int]) -> None:
+        self.stops, self.all = list(stops), []
+
+    def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:
+        if self.stops and (stage, done, total) == self.stops[0]:
+            self.stops.pop(0)
+            raise KeyboardInterrupt
+        self.all.append([stage, done, total, detail])
+
+
 @pytest.fixture(scope="module")
 def drafts(workshop: Workshop, tmp_path_factory) -> dict[str, Path]:
-    """A trained draft of each kind, and what its training said in `said.txt`."""
+    """A trained draft of each kind, its figures in `figures.json` and what its training showed in `shown.json`."""
     folders = {}
     for kind in KINDS:
-        folders[kind], said = tmp_path_factory.mktemp("drafts") / kind, []
-        figures = workshop.train(folders[kind], kind, said.append)
-        assert figures["recordings"] == 5
-        assert figures["held_out"] == 1
-        (folders[kind] / "said.txt").write_text("\n".join(said))
+        folders[kind], shown = tmp_path_factory.mktemp("drafts") / kind, Shown()
+        figures = workshop.train(folders[kind], kind, shown)
+        (folders[kind] / "figures.json").write_text(json.dumps(figures))
+        (folders[kind] / "shown.json").write_text(json.dumps(shown.all))
     return folders
 
 
@@ -43,10 +56,60 @@ def test_a_trained_draft_is_loaded_and_lossless(workshop, drafts, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_falls(drafts, kind):
     """On any target there is something to learn, if only which tokens are frequent."""
-    said = (drafts[kind] / "said.txt").read_text()
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
+    shown = json.loads((drafts[kind] / "shown.json").read_text())
+    losses = [float(detail.removeprefix(", loss ")) for stage, *_, detail in shown if stage == "training"]
     assert len(losses) >= 4
     assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_round_is_kept_and_the_card_says_what_each_was_worth(drafts, kind):
+    """A loss that falls does not say that more is accepted; a last round that was worse must not be shipped."""
+    figures, card = json.loads((drafts[kind] / "figures.json").read_text()), (drafts[kind] / "README.md").read_text()
+    assert [(each["round"], each["answers"]) for each in figures["rounds"]] == [(1, 8), (2, 16)]
+    assert all(f"| {each['tokens_per_step']:.3f} |" in card for each in figures["rounds"])
+    best = max(figures["rounds"], key=lambda each: each["tokens_per_step"])["round"]
+    assert figures["best_round"] == best
+    kept = drafts[kind] / "work" / f"round-{best}" / "model.safetensors"
+    assert (drafts[kind] / "model.safetensors").read_bytes() == kept.read_bytes()
+
+
+def test_an_interrupted_round_goes_on_to_the_same_draft(workshop, drafts, tmp_path, monkeypatch):
+    """It takes hours: no answer, recording or minute of training is lost, and the result is as if nothing happened."""
+    monkeypatch.setattr("specextend.training.task.CHECKPOINT_S", 0.0)
+    monkeypatch.setattr("specextend.training.answers.ROWS", 3)
+    shown = Shown(("answers", 5, 8), ("recordings", 4, 11), ("training", 7, 76), ("evaluation", 2, 4))
+    while shown.stops:
+        with pytest.raises(KeyboardInterrupt):
+            workshop.train(tmp_path, "eagle", shown)
+    found = workshop.train(tmp_path, "eagle")
+    assert found == json.loads((drafts["eagle"] / "figures.json").read_text())
+    assert (tmp_path / "model.safetensors").read_bytes() == (drafts["eagle"] / "model.safetensors").read_bytes()
+    assert ["answers", 3, 3] in [given[:3] for given in shown.all], "those that were given are kept"
+    assert [done for stage, done, total, *_ in shown.all if (stage, total) == ("training", 76)] == [
+        *range(1, 4 * (3 + 16) + 1)
+    ]
+
+
+def test_a_draft_is_gone_on_from_and_measured_first(workshop, drafts, tmp_path):
+    """What it was worth before says whether the training was worth its time; if not, it is what the output holds."""
+    figures = workshop.train(tmp_path / "more", "eagle", start_from=str(drafts["eagle"]), num_rounds=1)
+    assert [each["round"] for each in figures["rounds"]] == [0, 1]
+    card = (tmp_path / "more" / "README.md").read_text()
+    assert "Round 0 is the draft that it went on from, `eagle`." in card
+    assert str(drafts["eagle"].parent) not in card, "folders of the machine are nobody's business"
+    before = json.loads((drafts["eagle"] / "figures.json").read_text())
+    assert figures["rounds"][0]["tokens_per_step"] == max(each["tokens_per_step"] for each in before["rounds"])
+    with pytest.raises(ValueError, match="is of type None; served are"):
+        workshop.train(tmp_path / "other", "model", start_from=str(drafts["eagle"]))
+
+
+def test_two_rounds_that_bring_nothing_end_a_training(workshop, drafts, tmp_path):
+    """More rounds would take hours and give nothing; one alone may be bad luck."""
+    folder = shutil.copytree(drafts["eagle"], tmp_path / "draft")
+    points = [{"round": number, "answers": 8 * number, "tokens_per_step": 3.0 - number} for number in (1, 2, 3)]
+    (folder / "work" / "curve.json").write_text(json.dumps(points))
+    assert workshop.train(folder, "eagle", num_rounds=9) == {"best_round": 1, "rounds": points}
 
 
 def test_a_folder_of_another_training_is_refused(workshop, drafts):

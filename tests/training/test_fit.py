@@ -19,12 +19,15 @@ class Learner:
     def __init__(self, folder: Path, num_steps: int | None = None) -> None:
         torch.manual_seed(0)
         self.layer, self.taken, self._folder, self._num_steps = nn.Linear(4, 1), 0, folder, num_steps
-        self.said: list[str] = []
+        self.shown: list[tuple[str, int, int]] = []
 
     def run(self) -> list[Tensor]:
         lessons = [torch.randn(4, generator=torch.Generator().manual_seed(n)) for n in range(5)]
-        fit(self.layer, self._loss, lessons, self._folder, self.said.append, OPTIONS)
+        fit(self.layer, self._loss, lessons, self._folder, self.show, OPTIONS)
         return [parameter.detach().clone() for parameter in self.layer.parameters()]
+
+    def show(self, stage: str, done: int, total: int, detail: str = "") -> None:
+        self.shown.append((stage, done, total))
 
     def _loss(self, lesson: Tensor, chance: torch.Generator) -> Tensor:
         if self.taken == self._num_steps:
@@ -46,6 +49,6 @@ def test_an_interrupted_training_ends_where_an_uninterrupted_one_does(tmp_path, 
             Learner(parts, num_steps).run()
     last = Learner(parts)
     found = last.run()
-    assert last.said[0] == "resuming at step 9/15"
+    assert last.shown[0] == ("training", 10, 15)
     assert last.taken == 6
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

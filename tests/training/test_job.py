@@ -18,7 +18,7 @@ from tests.training.conftest import Workshop, document, write_texts
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "train_draft.py"
-SMALL = ("--samples", "6", "--min-tokens", "192", "--max-tokens", "200", "--vocabulary", "18", "--summary-tokens", "4")
+SMALL = ("--rounds", "1", "--answers", "6", "--samples", "2", "--min-tokens", "192", "--max-tokens", "200")
 
 
 @pytest.fixture
@@ -31,7 +31,8 @@ def arguments(workshop: Workshop, tmp_path) -> list[str]:
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(sections))
     text = write_texts(tmp_path / "texts.parquet", [document(number, 50) for number in range(3)])
-    return ["--config", str(config), "--text", str(text), "--output", str(tmp_path / "draft"), *SMALL]
+    output = str(tmp_path / "draft")
+    return ["--config", str(config), "--text", str(text), "--output", output, *SMALL, "--vocabulary", "18"]
 
 
 def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capfd):
@@ -41,7 +42,8 @@ def test_it_trains_a_draft_and_prints_what_it_is_worth(arguments, tmp_path, capf
     printed, progress = capfd.readouterr()
     assert printed.splitlines()[-1] == f"draft: {tmp_path / 'draft'}"
     assert (tmp_path / "draft" / "training.json").read_text().strip() in printed
-    assert {line.partition(" ")[0] for line in progress.splitlines()} == {"recording", "step"}
+    stages = {"round", "answers", "recordings", "training", "evaluation"}
+    assert {line.partition(" ")[0] for line in progress.splitlines()} == stages
 
 
 @pytest.mark.parametrize(
@@ -68,11 +70,12 @@ def test_a_signal_ends_it_and_the_same_command_goes_on(arguments, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        assert process.stderr.readline() == "round 1/1\n"
         first = process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
-    assert first.startswith("recording 1/6")
+    assert first.startswith("answers 1/6")
     assert process.returncode == 75
     assert rest.splitlines()[-1] == "interrupted; run the same command again to resume"
     assert "Traceback" not in rest
-    assert (tmp_path / "draft" / "work" / "recordings" / "00000.safetensors").is_file()
+    assert list((tmp_path / "draft" / "work" / "answers").glob("*.parquet"))

@@ -67,7 +67,7 @@ def test_an_eagle_head_gives_what_its_network_gives(tmp_path, copy_heads):
     weights = load_file(f"{folder}/{WEIGHTS_FILE}")
     embedding, lm_head = target.model.get_input_embeddings().weight, target.model.lm_head.weight
     head = EagleHead(config, weights, embedding, lm_head)
-    slots = lay_out(made_up_recording(VOCABULARY, HIDDEN), lm_head, head.vocabulary)
+    slots = lay_out(made_up_recording(VOCABULARY, HIDDEN))
     for group in (1, 2):
         own = read_head(folder)
         rope = rope_frequencies(own.rope, own.head_dim, "tiny")

@@ -9,28 +9,42 @@ import torch
 
 from specextend.data.prompts import PromptOptions, Prompts
 from specextend.models import load_causal_lm
-from specextend.training.recording import LEADS, Recorder, Sample, SampleMaker
+from specextend.training.recording import LEADS, Recorder, Sample, SampleMaker, Text
 from specextend.training.task import TrainOptions
 from tests.training.conftest import OPTIONS, byte_tokenizer, document
 
 
 def maker(options: TrainOptions = OPTIONS, limit: int = 2048) -> SampleMaker:
     tokenizer = byte_tokenizer()
-    return SampleMaker(tokenizer, Prompts(tokenizer, PromptOptions(), limit), options)
+    return SampleMaker(tokenizer, Prompts(tokenizer, PromptOptions(), limit), options, 8)
+
+
+def text_of(words: str) -> Text:
+    return Text(torch.tensor(byte_tokenizer().encode(words), dtype=torch.int32))
 
 
 def test_a_seed_and_a_number_decide_a_sample():
     """A training that goes on after an interruption must make the samples that it had made before."""
-    assert maker().make(document(0), 3) == maker().make(document(0), 3)
-    assert maker().make(document(0), 3) != maker().make(document(0), 4)
-    assert maker().make(document(0), 3) != maker(replace(OPTIONS, seed=1)).make(document(0), 3)
+    text = text_of(document(0))
+    assert maker().sample(text, 3) == maker().sample(text, 3)
+    assert maker().sample(text, 3) != maker().sample(text, 4)
+    assert maker().sample(text, 3) != maker(replace(OPTIONS, seed=1)).sample(text, 3)
+
+
+def test_a_document_that_fits_is_answered_whole_at_first():
+    """The draft learns what the run will ask: prompts of whole documents; of the others and again, of pieces."""
+    tokenizer, short, long = byte_tokenizer(), document(0)[:250], document(1)
+    assert short in tokenizer.decode(maker().prompt(text_of(short), 0, whole=True))
+    assert short not in tokenizer.decode(maker().prompt(text_of(short), 0, whole=False))
+    assert len(long) > OPTIONS.max_tokens
+    assert long not in tokenizer.decode(maker().prompt(text_of(long), 0, whole=True))
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_quotes_stand_in_the_document_and_facts_in_the_prompt(number):
     """An answer that nothing can be copied to teaches a draft not to copy."""
     tokenizer, text = byte_tokenizer(), document(number)
-    sample = maker().make(text, number)
+    sample = maker().sample(text_of(text), number)
     prompt = tokenizer.decode(sample.prompt_token_ids)
     *quotes, facts = (tokenizer.decode(answer) for answer in sample.answers)
     assert len(quotes) == 4
@@ -46,7 +60,7 @@ def test_quotes_stand_in_the_document_and_facts_in_the_prompt(number):
 def test_pieces_leave_room_in_the_context():
     """A prompt that is cut in its middle has lost what its answers repeat."""
     shorter = maker(replace(OPTIONS, max_tokens=2000), limit=900)
-    lengths = [len(shorter.make(document(n, 400), n).prompt_token_ids) for n in range(20)]
+    lengths = [len(shorter.sample(text_of(document(n, 400)), n).prompt_token_ids) for n in range(20)]
     assert max(lengths) > 300
     assert max(lengths) <= 900 - 192
     with pytest.raises(ValueError, match=r"room for pieces of \d+ tokens, fewer than min_tokens \(192\)"):
@@ -58,12 +72,12 @@ def test_states_are_those_of_prompt_and_answer_read_at_once(workshop):
     """Answers share what the target has read of the prompt; none may see another."""
     model = load_causal_lm(workshop.target, None, "float32", "cpu")
     sample = Sample([*range(1, 40)], [[5, 6, 7, 8], [9, 5]])
-    recording = Recorder(model, frozenset(), 6).record(sample, 0)
+    vocabulary = torch.tensor([5, 9, 30])
+    recording = Recorder(model, vocabulary).record(sample)
     prompt = recording.prompt.token_ids
-    assert [len(answer.token_ids) for answer in recording.answers] == [4, 2, 6, 6, 6]
+    assert [len(answer.token_ids) for answer in recording.answers] == [4, 2]
     for answer in recording.answers:
         whole = model.model(torch.cat([prompt, answer.token_ids])[None]).last_hidden_state[0]
         torch.testing.assert_close(torch.cat([recording.prompt.hidden, answer.hidden]), whole)
-    greedy = recording.answers[2]
-    states = torch.cat([recording.prompt.hidden[-1:], greedy.hidden[:-1]])
-    assert torch.equal(model.lm_head(states).argmax(-1), greedy.token_ids)
+        shares = model.lm_head(whole).softmax(-1)[:, vocabulary].sum(-1)
+        torch.testing.assert_close(torch.cat([recording.prompt.shares, answer.shares]), shares)
