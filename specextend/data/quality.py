@@ -103,9 +103,9 @@ def assess(
         "shortened": num_dropped_tokens > 0,
         "short_document": len(next(_overlapping_pieces(document), [])) < LEAST_WORDS,
     }
-    scores = () if reference is None else rouge(text, reference)
+    one, two, longest = (None, None, None) if reference is None else rouge(text, reference)
     evidence = None if evidence_for is None else find_evidence(text, document, evidence_for)
-    return Quality([name for name, raised in flags.items() if raised], copied, *scores, evidence=evidence)
+    return Quality([name for name, raised in flags.items() if raised], copied, one, two, longest, evidence)
 
 
 def split_words(text: str) -> list[str]:
