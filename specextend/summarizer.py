@@ -117,7 +117,14 @@ class Summarizer:
         assert isinstance(summary, Summary), "all rounds are done"
         completion = summary.completion
         text, options = row.document.text, self._config.quality
-        quality = assess(completion, text, summary.prompt.num_dropped_tokens, row.reference, options)
+        quality = assess(
+            completion,
+            text,
+            summary.prompt.num_dropped_tokens,
+            row.reference,
+            options,
+            self._config.output.evidence_for,
+        )
         total_s = completion.stats.total_s
         return result_row(
             row.document.key,

@@ -74,7 +74,7 @@ OWNERS = {
     "click": ("specextend/cli/",),
     "IPython": ("specextend/cluster/display.py",),
     "regex": ("specextend/data/quality.py",),
-    "rapidfuzz": ("specextend/data/quality.py", "benchmarks/run.py"),
+    "rapidfuzz": ("specextend/data/quality.py", "specextend/data/evidence.py", "benchmarks/run.py"),
     "llguidance": ("specextend/decoding/grammar.py", "specextend/data/answers.py"),
     "py3langid": ("specextend/data/quality.py",),
 }

@@ -125,7 +125,14 @@ class Worker:
         stats = completion.stats
         queue_s = max(0.0, time.monotonic() - received - stats.total_s)
         started_at = time.time() - stats.total_s
-        facts = (completion, text, outcome.prompt.num_dropped_tokens, row.reference, options)
+        facts = (
+            completion,
+            text,
+            outcome.prompt.num_dropped_tokens,
+            row.reference,
+            options,
+            self._config.output.evidence_for,
+        )
         quality = await loop.run_in_executor(None, assess, *facts)  # may take 0.1 s
         result = result_row(
             key,

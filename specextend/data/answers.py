@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,12 @@ def answer_columns(schema: str | None, texts: pa.ChunkedArray) -> list[pa.Array]
     fields = answer_fields(schema)
     answers = [_parsed(text) or {} for text in texts.to_pylist()] if fields else []
     return [_column([answer.get(field.name) for answer in answers], field.type) for field in fields]
+
+
+def string_fields(schema: str) -> frozenset[str]:
+    """Return the fields of a schema that hold strings of any text, those of inner objects as `outer.inner`."""
+    whole = json.loads(schema)
+    return frozenset(_string_fields("", whole, whole))
 
 
 def is_whole(text: str) -> bool:
@@ -177,6 +183,27 @@ def _arrow(name: str, schema: Any, whole: Mapping[str, Any], within: tuple[str, 
             f"output.schema: field {name} must have one type, which a column can hold: {', '.join(_ARROW)}"
         )
     return found.pop()
+
+
+def _string_fields(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:
+    match schema:
+        case {"enum": _} | {"const": _}:
+            return
+        case {"type": "string"}:
+            yield name
+        case {"type": list(kinds)}:
+            for kind in kinds:
+                yield from _string_fields(name, dict(schema) | {"type": kind}, whole)
+        case {"$ref": str(place)}:
+            yield from _string_fields(name, _at(place, whole), whole)
+        case {"anyOf": list(choices)} | {"oneOf": list(choices)}:
+            for each in choices:
+                yield from _string_fields(name, each, whole)
+        case {"type": "array", "items": items}:
+            yield from _string_fields(name, items, whole)
+        case {"type": "object"}:
+            for key, each in _properties(schema).items():
+                yield from _string_fields(f"{name}.{key}" if name else key, each, whole)
 
 
 def _is_null(schema: Any) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specextend.core import one_line, printable
-from specextend.data.answers import schema_of
+from specextend.data.answers import schema_of, string_fields
 from specextend.data.row_filter import RowFilter
 from specextend.data.storage import NO_CREDENTIALS, holds_secret
 
@@ -170,10 +170,14 @@ class OutputOptions:
     """Answers are JSON objects, of which each field is a column, too: the name of a JSON Schema file, the schema, or
     names with types, such as `{agency: string, amount: number, topics: [string], kind: audit | budget, date: string?}`.
     Only what keeps to it is decoded."""
+    evidence: bool = False
+    """Look each string of an answer up in its document (column `evidence`), choices excepted."""
 
     def __post_init__(self) -> None:
         if self.schema is not None:
             object.__setattr__(self, "schema", schema_of(self.schema))
+        elif self.evidence:
+            raise ValueError("output.evidence looks up the strings of answers, so it needs output.schema")
         if not self.column:
             raise ValueError("output.column must not be empty")
         if not self.path:
@@ -185,6 +189,11 @@ class OutputOptions:
     def json_schema(self) -> str | None:
         """Return the JSON Schema of `schema` as text."""
         return None if self.schema is None else str(self.schema)
+
+    @property
+    def evidence_for(self) -> frozenset[str] | None:
+        """Return the fields whose strings are looked up in the document; None if that is not wanted."""
+        return string_fields(str(self.schema)) if self.evidence else None
 
 
 @dataclass(frozen=True, slots=True)

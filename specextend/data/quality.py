@@ -6,15 +6,17 @@ Words are lower-case runs of letters, marks and digits; each character of a scri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import regex
 from rapidfuzz.distance import LCSseq
 
 from specextend.core import Completion, how_to_install, is_loop, printable
+from specextend.data.evidence import find_evidence
 
 REPEATED_WORDS = 4
 """Length of the runs of words that count as repeated, in words."""
@@ -70,14 +72,22 @@ class Quality:
     rouge1: float | None = None
     rouge2: float | None = None
     rougeL: float | None = None  # noqa: N815 (the name of the column)
+    evidence: list[dict[str, Any]] | None = None
+    """Where an answer's strings stand in the document (`find_evidence`)."""
 
 
 def assess(
-    completion: Completion, document: str, num_dropped_tokens: int, reference: str | None, options: QualityOptions
+    completion: Completion,
+    document: str,
+    num_dropped_tokens: int,
+    reference: str | None,
+    options: QualityOptions,
+    evidence_for: Collection[str] | None = None,
 ) -> Quality:
     """Assess the summary of a document, in time linear in it.
 
     num_dropped_tokens: of the document, which were not read. reference: another summary to compare with, if any.
+    evidence_for: fields of the answer whose strings are looked for in the document, if that is wanted.
     """
     text, summary = completion.text, split_words(completion.text)
     copied = copied_fraction(summary, document)
@@ -93,8 +103,9 @@ def assess(
         "shortened": num_dropped_tokens > 0,
         "short_document": len(next(_overlapping_pieces(document), [])) < LEAST_WORDS,
     }
-    scores = () if reference is None else rouge(text, reference)
-    return Quality([name for name, raised in flags.items() if raised], copied, *scores)
+    one, two, longest = (None, None, None) if reference is None else rouge(text, reference)
+    evidence = None if evidence_for is None else find_evidence(text, document, evidence_for)
+    return Quality([name for name, raised in flags.items() if raised], copied, one, two, longest, evidence)
 
 
 def split_words(text: str) -> list[str]:

@@ -15,6 +15,17 @@ from specextend.data.prompts import Prompt
 from specextend.data.quality import Quality
 from specextend.stats import DecodingStats
 
+EVIDENCE = pa.struct(
+    [
+        ("field", pa.string()),
+        ("value", pa.string()),
+        ("begin", pa.int64()),
+        ("end", pa.int64()),
+        ("score", pa.float64()),
+    ]
+)
+"""A string of an answer, and where it stands in the document."""
+
 PART_SUMMARY = pa.struct(
     [("begin", pa.int64()), ("end", pa.int64()), ("text", pa.string()), ("finish_reason", pa.string())]
 )
@@ -68,6 +79,7 @@ SUMMARY_SCHEMA = pa.schema(
         ("num_requests", pa.int32()),
         ("num_cached_tokens", pa.int32()),
         ("reasoning", pa.string()),
+        ("evidence", pa.list_(EVIDENCE)),
     ]
 )
 """Our columns of `summaries/`; passthrough columns follow them."""

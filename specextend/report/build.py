@@ -105,6 +105,7 @@ def build_report(
         "kernels": tried_kernels(records),
         "tail": tail_section(starts, times),
         **described,
+        "evidence": figures.evidence,
         "errors": figures.errors,
         "audit": audit_figures(audits, _dtype(manifest)),
         "timeline": timeline_section(starts, times),

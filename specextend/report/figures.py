@@ -57,14 +57,15 @@ DONE_COLUMNS = tuple(
     dict.fromkeys(
         (
             *(*_SLOWEST, *_SUMS, *_OF_WORK, *_OF_TEXT, "acceptance_histogram", "retrieval_coverage", "retrieval_churn"),
-            *("started_at", "num_forwards", "num_requests", "quality_flags"),
+            *("started_at", "num_forwards", "num_requests", "quality_flags", "evidence"),
         )
     )
 )
-"""Columns of a finished document that the report needs: no text, but a few hundred bytes."""
+"""Columns of a finished document that the report needs; what it keeps of them is no text, but a few hundred bytes."""
 ERROR_COLUMNS = ("doc_id", "error_class", "message", "stage", "retryable")
 """Columns of a failed document that the report needs."""
-_DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in DONE_COLUMNS), (RUN_ID, pa.string())])
+_KEPT = [name for name in DONE_COLUMNS if name != "evidence"]
+_DONE_SCHEMA = pa.schema([*(COMMIT_SCHEMA.field(name) for name in _KEPT), (RUN_ID, pa.string())])
 
 
 class RunFigures:
@@ -74,6 +75,8 @@ class RunFigures:
         self._done: list[pa.Table] = []
         self._waiting = [_DONE_SCHEMA.empty_table()]
         self._errors: dict[tuple[str, str, bool], dict[str, Any]] = {}
+        self.evidence: dict[str, dict[str, int]] = {}
+        """By field of an answer: documents with a string there, the strings, and those that the documents hold."""
 
     def add(self, results: pa.Table) -> None:
         """Add results as `read_results` yields them, with all columns."""
@@ -82,7 +85,8 @@ class RunFigures:
     def take(self, is_done: bool, rows: pa.Table) -> None:
         """Add rows of DONE_COLUMNS and RUN_ID, or error rows of ERROR_COLUMNS."""
         if is_done:
-            self._waiting.append(rows)
+            self._count_evidence(rows["evidence"])
+            self._waiting.append(rows.select([*_KEPT, RUN_ID]))
             if sum(map(len, self._waiting)) >= BATCH_ROWS:
                 self._join()
             return
@@ -93,9 +97,18 @@ class RunFigures:
             known["rows"] += 1
             known["doc_ids"] += [example["example_doc_id"]][: NUM_IDS - len(known["doc_ids"])]
 
+    def _count_evidence(self, column: pa.ChunkedArray) -> None:
+        for strings in column.drop_null().to_pylist():
+            for each in strings:
+                counts = self.evidence.setdefault(each["field"], {"documents": 0, "strings": 0, "found": 0})
+                counts["strings"] += 1
+                counts["found"] += each["begin"] is not None
+            for field in {each["field"] for each in strings}:
+                self.evidence[field]["documents"] += 1
+
     @property
     def done(self) -> pa.Table:
-        """Return DONE_COLUMNS and RUN_ID of the finished documents; NaN and infinity are null."""
+        """Return the columns that are kept and RUN_ID of the finished documents; NaN and infinity are null."""
         self._join()
         return pa.concat_tables(self._done)
 
@@ -117,7 +130,7 @@ class RunFigures:
 
 
 def document_figures(documents: pa.Table) -> dict[str, Any]:
-    """Compute the sections of the report that follow from the finished documents (DONE_COLUMNS) alone."""
+    """Compute the sections of the report that follow from the finished documents (`RunFigures.done`) alone."""
     work = _with_weights(documents)
     sums = _sums(work)
     busy_s = _busy_s(sums)
@@ -343,7 +356,7 @@ def _speedup(rows: pa.Table) -> dict[str, Any] | None:
 def limit_figures(documents: pa.Table, starts: Sequence[Start]) -> dict[str, Any] | None:
     """Compute the shares of their devices' limits that workers reached: matrix rate in prefill, bandwidth in steps.
 
-    documents: finished ones (DONE_COLUMNS). None if the limits of no document's worker are known.
+    documents: finished ones (`RunFigures.done`). None if the limits of no document's worker are known.
     """
     limits = {
         worker.name: (worker.device, worker.limits)

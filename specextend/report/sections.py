@@ -259,6 +259,7 @@ def sections(report: Mapping[str, Any]) -> list[Section]:
     of_work = [
         _listed("Failed documents", ERROR, report["errors"], ("stage", "for example", "message")),
         _flags(report),
+        _evidence(report),
         _listed("The texts measured", MEASURED, measures),
         _paid_time(report["wall_clock"]),
         _listed("By prompt length", BUCKET, report["buckets"]),
@@ -327,6 +328,24 @@ def _flags(report: Mapping[str, Any]) -> Section:
         "where list_contains(quality_flags, 'truncated')."
     )
     return Section("Texts to look at", ("flag", "rows", "share", "for example"), rows, ("for example",), about)
+
+
+def _evidence(report: Mapping[str, Any]) -> Section:
+    done = report["rows"]["done"]
+    rows = [
+        (
+            field,
+            percent(ratio(of["documents"], done)),
+            number(of["strings"]),
+            percent(ratio(of["found"], of["strings"])),
+        )
+        for field, of in report["evidence"].items()
+    ]
+    about = (
+        "Strings that do not stand in their document may be invented. DuckDB finds them: select * from (select doc_id, "
+        "unnest(evidence) as found from 'summaries/*.parquet') where found.begin is null."
+    )
+    return Section("Evidence", ("field", "filled", "strings", "in the document"), rows, about=about)
 
 
 def _endings(report: Mapping[str, Any]) -> Section:

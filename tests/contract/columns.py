@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+STRING = pa.string()
 TYPES = {
     "doc_id summary finish_reason length_policy worker content_sha256 reasoning": pa.string(),
     "num_prompt_tokens num_output_tokens num_dropped_tokens num_cached_tokens num_requests": pa.int32(),
@@ -15,6 +16,9 @@ TYPES = {
     "copied_fraction rouge1 rouge2 rougeL coverage": pa.float64(),
     "acceptance_histogram": pa.list_(pa.int32()),
     "quality_flags": pa.list_(pa.string()),
+    "evidence": pa.list_(
+        pa.struct({"field": STRING, "value": STRING, "begin": pa.int64(), "end": pa.int64(), "score": pa.float64()})
+    ),
     "started_at": pa.timestamp("ms", tz="UTC"),
 }
 SUMMARIES = {name: kind for names, kind in TYPES.items() for name in names.split()}

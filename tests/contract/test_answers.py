@@ -36,9 +36,12 @@ def test_each_field_is_a_column_of_its_type(sections):
 @pytest.mark.slow
 @pytest.mark.parametrize(("most", "code"), [(200, 0), (6, 3)])
 def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path: Path, most: int, code: int):
-    corpus = write_corpus(tmp_path / "a.parquet", ["The committee met. " * 20, "It rained."], doc=["a", "b"])
+    texts = {"a": "The committee met. " * 20, "b": "It rained."}
+    corpus = write_corpus(tmp_path / "a.parquet", [*texts.values()], doc=[*texts])
+    said = "{type: string, minLength: 1, maxLength: 4, pattern: '^[a-z]+$'}"
     settings = [
-        f"output.schema={SCHEMA}",
+        f"output.schema={SCHEMA[:-1]}, said: {said}}}",
+        "output.evidence=true",
         "output.column=answer",
         "input.id_column=doc",
         f"decoding.max_new_tokens={most}",
@@ -52,9 +55,16 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path: Path, most: int
         assert all(row["answer"].startswith('{"') for row in errors)
         return
     schema = pq.read_schema(tmp_path / "out" / "summaries" / "part-00000.parquet")
-    assert {name: schema.field(name).type for name in TYPES} == TYPES
+    kinds = TYPES | {"said": pa.string()}
+    assert {name: schema.field(name).type for name in kinds} == kinds
     for row in rows(tmp_path / "out" / "summaries"):
-        assert json.loads(row["answer"]) == {name: row[name] for name in TYPES}
+        assert json.loads(row["answer"]) == {name: row[name] for name in kinds}
+        [found] = row["evidence"]
+        assert (found["field"], found["value"]) == ("said", row["said"])
+        begin, end = found["begin"], found["end"]
+        assert begin is None or texts[row["doc_id"]][begin:end].lower() == row["said"]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["evidence"]["said"]["strings"] == 2
 
 
 @pytest.mark.parametrize(
@@ -71,11 +81,12 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path: Path, most: int
         ("{short: {type: string, minLength: 5, maxLength: 2}}", "field short cannot be decoded"),
         ("nowhere.json", "nowhere.json cannot be read as JSON"),
         ("{}", "output.schema must name a field"),
+        ("null", "output.evidence looks up the strings of answers, so it needs output.schema"),
     ],
 )
 def test_a_bad_schema_is_refused_and_its_field_named(schema: str, said: str):
-    with pytest.raises(ValueError, match=r"output\.schema") as refused:
-        RunConfig.load(CONFIG, ["output.path=unused", f"output.schema={schema}"])
+    with pytest.raises(ValueError, match=r"output\.") as refused:
+        RunConfig.load(CONFIG, ["output.path=unused", f"output.schema={schema}", "output.evidence=true"])
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 

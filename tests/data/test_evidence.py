@@ -1,0 +1,61 @@
+"""Where the strings of an answer stand in its document."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from specextend.data.answers import schema_of, string_fields
+from specextend.data.evidence import find_evidence
+
+DOCUMENT = "The Department\nof Justice wrote on crimes and punishment. The Department of Justice paid Straße 5."
+
+
+def passages(fields: dict[str, object], document: str = DOCUMENT) -> list[tuple[str, str | None]]:
+    """Return field and passage of each string that is looked up."""
+    found = find_evidence(json.dumps(fields), document, {"agency", "topics", "meta.land"})
+    return [
+        (each["field"], each["begin"] if each["begin"] is None else document[each["begin"] : each["end"]])
+        for each in found
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "passage"),
+    [
+        ("Department of Justice", "Department\nof Justice"),
+        (" CRIMES ", "crimes"),
+        ("crimes and punishmint", "crimes and punishment"),
+        ("Straße", "Straße"),
+        ("Department of Agriculture", None),
+        (DOCUMENT + " And more.", None),
+    ],
+)
+def test_a_string_is_found_where_it_stands_first_or_nearly(value: str, passage: str | None):
+    """Case, kinds of space and a wrong letter aside; what the document does not say has no place."""
+    assert passages({"agency": value}) == [("agency", passage)]
+
+
+def test_strings_of_lists_and_objects_are_found_by_the_names_of_their_fields():
+    """What is null, empty, no string or not asked for is left out."""
+    answer = {"topics": ["crimes", None, "peru", ""], "meta": {"land": "Justice", "kind": "crimes"}, "agency": 5}
+    assert passages(answer) == [("topics", "crimes"), ("topics", None), ("meta.land", "Justice")]
+    assert passages({"agency": "x"}, "") == [("agency", None)]
+
+
+def test_fields_of_any_text_are_looked_up_and_choices_are_not():
+    """A label is no quotation."""
+    inner = {"type": "object", "properties": {"land": {"type": ["string", "null"]}, "of": {"$ref": "#/$defs/name"}}}
+    schema = {
+        "a": {"type": "string"},
+        "b": {"enum": ["x", "y"]},
+        "c": {"type": "array", "items": inner},
+        "d": {"type": "number"},
+    }
+    whole = {
+        "type": "object",
+        "properties": schema,
+        "$defs": {"name": {"anyOf": [{"type": "null"}, {"type": "string"}]}},
+    }
+    assert string_fields(schema_of(whole)) == {"a", "c.land", "c.of"}
