@@ -13,7 +13,7 @@ from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, first_line
-from specextend.data.answers import is_whole
+from specextend.data.answers import has_rules, is_whole, merge_answers
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
@@ -111,7 +111,8 @@ def check_requests(config: RunConfig, prompts: Prompts) -> None:
             "keeps it from that, such as {enable_thinking: false}"
         )
     if config.prompt.length_policy == "parts" and not config.input.has_limits:
-        PartPrompts(prompts).check(config.decoding.max_new_tokens)
+        merges = not has_rules(config.output.json_schema)
+        PartPrompts(prompts).check(config.decoding.max_new_tokens, merges=merges)
 
 
 class _InParts:
@@ -129,23 +130,34 @@ class _InParts:
         """Yield the parts, then merges until one is left."""
         row = self._row
         parts = self._parts.parts(row.document.text, self._limit, row.instruction)
-        outcomes = yield self._round([part.prompt for part in parts], is_last=False)
+        schema = self._config.output.json_schema
+        by_rules = has_rules(schema)
+        step = self._round([part.prompt for part in parts], is_last=by_rules)
+        outcomes = yield step
         part_rows: list[dict[str, Any]] = []
         for part, outcome in zip(parts, outcomes, strict=True):
             which = f"part {len(part_rows) + 1} of {len(parts)} (characters {part.span.begin} to {part.span.end})"
             summary = self._counted(outcome, which)
+            if by_rules:
+                _whole(self._config, summary, f"{which}: ")
             part_rows.append({**part.span._asdict(), "text": summary.text, "finish_reason": summary.finish_reason})
         texts = [part["text"] for part in part_rows]
+        if schema and by_rules:
+            last = replace(summary, text=merge_answers(schema, texts), stats=self._stats)
+            return self._summary(step.requests[-1], last, outcomes[-1], part_rows)
         while True:
             prompts = self._parts.merges(texts, self._limit, row.instruction)
             step = self._round(prompts, is_last=len(prompts) == 1)
             merged = [self._counted(outcome, f"a merge of {len(texts)} summaries") for outcome in (yield step)]
             if step.is_last:
                 [request], [last] = step.requests, merged
-                prompt = Prompt(request.prompt_token_ids, 0, "parts")
                 whole = _whole(self._config, replace(last, stats=self._stats))
-                return Summary(request, whole, prompt, last, part_rows, self._num_requests, self._reasoning)
+                return self._summary(request, whole, last, part_rows)
             texts = [completion.text for completion in merged]
+
+    def _summary(self, request: Request, whole: Completion, last: Any, part_rows: list[dict[str, Any]]) -> Summary:
+        prompt = Prompt(request.prompt_token_ids, 0, "parts")
+        return Summary(request, whole, prompt, last, part_rows, self._num_requests, self._reasoning)
 
     def _round(self, prompts: Sequence[Prompt], *, is_last: bool) -> Round:
         first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
@@ -190,14 +202,14 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
     )
 
 
-def _whole(config: RunConfig, answer: Completion) -> Completion:
+def _whole(config: RunConfig, answer: Completion, which: str = "") -> Completion:
     """Return an answer. Raises DocumentError if it breaks off before the object of `output.schema` ends."""
     if config.output.schema is None or is_whole(answer.text):
         return answer
     error = DocumentError(
         INCOMPLETE,
-        f"the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its object "
-        "did: raise decoding.max_new_tokens, or limit the fields in output.schema (maxLength, maxItems)",
+        f"{which}the answer ended ({answer.finish_reason}) after {answer.stats.num_output_tokens} tokens, before its "
+        "object did: raise decoding.max_new_tokens, or limit the fields in output.schema (maxLength, maxItems)",
         "decode",
     )
     error.summary = answer.text

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from specextend.core import one_line
 
 _ARROW = {"string": pa.string(), "number": pa.float64(), "integer": pa.int64(), "boolean": pa.bool_()}
 """Types of values that hold no others, by the names that JSON Schema has for them."""
+RULES = ("first", "union", "majority")
+"""How a field of a document's parts becomes one: see `merge_answers`."""
 _EXACT = 1 << 53
 """Largest integer up to which every program reads the same number; a range keeps a model from endless digits."""
 
@@ -33,6 +36,15 @@ def schema_of(given: str | Mapping[str, Any]) -> str:
     for name, field in _properties(schema).items():
         _arrow(name, field, schema)
         _check(f"field {name}", schema | {"properties": {name: field}, "required": [name]})
+        if (rule := field.get("merge")) not in (None, *RULES):
+            near = "".join(f"; did you mean {each}?" for each in get_close_matches(str(rule), RULES, 1))
+            raise ValueError(
+                f"output.schema: field {name}: merge must be {', '.join(RULES)}, got {json.dumps(rule)}{near}"
+            )
+        if rule == "union" and not pa.types.is_list(_arrow(name, field, schema)):
+            raise ValueError(
+                f"output.schema: field {name} is no list, which merge: union is for; use first or majority"
+            )
     _check("the whole", schema)
     return json.dumps(schema, ensure_ascii=False)
 
@@ -54,6 +66,32 @@ def string_fields(schema: str) -> frozenset[str]:
     """Return the fields of a schema that hold strings of any text, those of inner objects as `outer.inner`."""
     whole = json.loads(schema)
     return frozenset(_string_fields("", whole, whole))
+
+
+def has_rules(schema: str | None) -> bool:
+    """Return True if a schema says how answers to parts of a document are merged, so that the model need not."""
+    return schema is not None and any("merge" in field for field in _properties(json.loads(schema)).values())
+
+
+def merge_answers(schema: str, texts: Sequence[str]) -> str:
+    """Merge the answers to the parts of a document, in their order, by the `merge` of each field; return the JSON text.
+
+    `first` takes the first value that is neither null nor empty, as a field without a rule does; `majority` the most
+    frequent of those, the first of equals; `union` makes one list of all values, each once.
+    """
+    answers = [json.loads(text) for text in texts]
+    merged = {}
+    for name, field in _properties(json.loads(schema)).items():
+        given = [answer[name] for answer in answers if name in answer]
+        values = [value for value in given if value not in (None, "", [], {})]
+        if field.get("merge") == "union":
+            values = [[each for value in values for each in value]]
+            values[0] = [each for number, each in enumerate(values[0]) if each not in values[0][:number]]
+        elif field.get("merge") == "majority":
+            values = sorted(values, key=lambda value: -values.count(value))
+        if given:
+            merged[name] = [*values, given[0]][0]
+    return json.dumps(merged, ensure_ascii=False)
 
 
 def is_whole(text: str) -> bool:

@@ -92,15 +92,18 @@ class PartPrompts:
         self._part = prompts.with_instruction(options.instruction or task)
         self._merge = prompts.with_instruction(options.merge_instruction or task)
 
-    def check(self, max_new_tokens: int) -> None:
-        """Raise ValueError if no document could be summarised in parts with summaries of `max_new_tokens`."""
+    def check(self, max_new_tokens: int, *, merges: bool = True) -> None:
+        """Raise ValueError if no document could be summarised in parts with summaries of `max_new_tokens`.
+
+        merges: the model merges them.
+        """
         try:
             self._size(max_new_tokens, None)
             room = self._merge.room(max_new_tokens)
         except DocumentError as error:
             raise ValueError(f"prompt.length_policy parts: {error.message}") from error
         needed = 2 * (max_new_tokens + self._entry_size(_entry("", 999, 999)))
-        if needed > room:
+        if merges and needed > room:
             raise ValueError(
                 f"prompt.length_policy parts: two summaries of parts may have {needed} tokens, but a prompt that "
                 f"merges them has room for {room}: lower decoding.max_new_tokens"

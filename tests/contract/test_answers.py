@@ -15,6 +15,7 @@ from tests.job.conftest import CONFIG, rows, summarize, write_corpus
 SCHEMA = (
     "{kind: audit | budget, closed: boolean, pages: {type: array, items: {type: integer, maximum: 99}, maxItems: 2}}"
 )
+LENGTHS = ["prompt.max_prompt_tokens=200", "input.id_column=doc_id"]
 TYPES = {"kind": pa.string(), "closed": pa.bool_(), "pages": pa.list_(pa.int64())}
 
 
@@ -31,6 +32,22 @@ def test_each_field_is_a_column_of_its_type(sections):
     done, failed = result.to_pylist()
     assert json.loads(done["answer"]) == {name: done[name] for name in TYPES}
     assert [failed[name] for name in TYPES] == [None] * 3
+
+
+def test_answers_to_the_parts_of_a_document_are_merged_by_rule(sections):
+    """No merge is decoded; `part_summaries` has each part's answer."""
+    rules = {"kind": "kind: {enum: [audit, budget], merge: majority}", "closed": "closed: boolean"}
+    pages = "pages: {type: array, items: {type: integer, maximum: 99}, maxItems: 2, merge: union}"
+    schema = f"output.schema={{{rules['kind']}, {rules['closed']}, {pages}}}"
+    config = RunConfig.load(sections, [schema, "prompt.length_policy=parts", "parts.tokens=64", *LENGTHS])
+    [row] = Summarizer(config)(pa.table({"text": ["The committee met on Monday. " * 60], "doc_id": ["a"]})).to_pylist()
+    assert row["error_class"] is None, row["message"]
+    parts = [json.loads(part["text"]) for part in row["part_summaries"]]
+    assert row["num_requests"] == len(parts) > 2
+    kinds, pages = [part["kind"] for part in parts], [page for part in parts for page in part["pages"]]
+    assert kinds.count(row["kind"]) == max(map(kinds.count, kinds))
+    assert (row["closed"], row["pages"]) == (parts[0]["closed"], list(dict.fromkeys(pages)))
+    assert json.loads(row["answer"]) == {name: row[name] for name in TYPES}
 
 
 @pytest.mark.slow
@@ -79,6 +96,8 @@ def test_a_run_writes_columns_and_keeps_what_broke_off(tmp_path: Path, most: int
         ("{tree: {$ref: '#'}}", "contains itself"),
         ("{any: {type: object}}", "field any must have one type"),
         ("{short: {type: string, minLength: 5, maxLength: 2}}", "field short cannot be decoded"),
+        ("{agency: {type: string, merge: frist}}", "field agency: merge must be first, union, majority"),
+        ("{agency: {type: string, merge: union}}", "field agency is no list"),
         ("nowhere.json", "nowhere.json cannot be read as JSON"),
         ("{}", "output.schema must name a field"),
         ("null", "output.evidence looks up the strings of answers, so it needs output.schema"),
