@@ -13,7 +13,7 @@ from typing import Any
 
 from specextend.config import RunConfig
 from specextend.core import Completion, Request, first_line
-from specextend.data.answers import is_whole
+from specextend.data.answers import choices_of, is_whole
 from specextend.data.inputs import DocumentError
 from specextend.data.parts import PartPrompts
 from specextend.data.prompts import Prompt, Prompts, PromptTooLongError
@@ -187,6 +187,7 @@ def document_request(config: RunConfig, row: Row, prompt: Prompt, request_id: st
             config.decoding.sampling(document_seed(config.decoding.seed, row.document.doc_id)), **row.sampling
         ),
         schema=(config.output.json_schema or "") if is_last else "",
+        choices=choices_of(config.output.json_schema) if is_last else (),
     )
 
 

@@ -15,6 +15,7 @@ TYPES = {
     "copied_fraction rouge1 rouge2 rougeL coverage": pa.float64(),
     "acceptance_histogram": pa.list_(pa.int32()),
     "quality_flags": pa.list_(pa.string()),
+    "choices": pa.list_(pa.struct([("field", pa.string()), ("value", pa.string()), ("log_prob", pa.float64())])),
     "started_at": pa.timestamp("ms", tz="UTC"),
 }
 SUMMARIES = {name: kind for names, kind in TYPES.items() for name in names.split()}
