@@ -124,6 +124,17 @@ def test_a_run_says_which_kernels_its_workers_tried(demo: tuple[Ended, Path]):
     assert start["kernels"] == reported
 
 
+def test_a_run_says_what_memory_it_planned_and_used(demo: tuple[Ended, Path]):
+    """One line after the first document, and both figures in the report: a plan that is wrong is seen."""
+    ended, output = demo
+    [start] = json.loads((output / "report.json").read_text())["starts"]
+    planned, used = start["memory_gib"]["planned"], start["memory_gib"]["used"]
+    assert 0 < planned < used  # on a CPU, the used memory is all of the process
+    [said] = re.findall(r"memory: planned ([\d.]+) GiB, used ([\d.]+) GiB at most", ended.stderr)
+    assert float(said[0]) == pytest.approx(planned, abs=0.06)
+    assert 0 < float(said[1]) <= used + 0.06
+
+
 def test_a_run_says_what_it_did(demo: tuple[Ended, Path]):
     """Progress on stderr without escape codes; on stdout a few lines that fit on a screen, the paths and a summary."""
     ended, output = demo
