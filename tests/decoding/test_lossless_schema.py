@@ -206,7 +206,7 @@ def test_where_penalties_leave_nothing_they_do_not_count(pair):
     """No token may occur twice, as quotes have to: the schema wins."""
     schema = schema_of({"kind": "audit | budget", "closed": "boolean", "level": {"enum": ["low", "high"]}})
     asked = replace(request("a", random_prompt(40), 100, no_repeat_ngram_size=1), schema=schema)
-    found = [list(engine_of(pair, mode, "good", 1).generate([asked]))[0] for mode in ("autoregressive", "tree")]
+    found = [next(engine_of(pair, mode, "good", 1).generate([asked])) for mode in ("autoregressive", "tree")]
     assert found[0].token_ids == found[1].token_ids
     assert found[0].finish_reason == "stop"
     jsonschema.validate(json.loads(found[0].text), json.loads(schema))
